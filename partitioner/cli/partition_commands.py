@@ -10,7 +10,7 @@ from typing import Any
 from cost_models.text_files import read_text, write_text
 from partitioner.api import partition
 from partitioner.cli.options import CODES, Commands, add_command, add_json, say, write_json
-from partitioner.experiments.run.factory import Made, call_factory
+from partitioner.experiments.run.factory import FactoryResult, call_factory
 from partitioner.model.draw import draw
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.options.mode import parse_mode
@@ -157,7 +157,7 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if report else 1
 
 
-def _partition(made: Made, arguments: argparse.Namespace) -> PartitionedModel:
+def _partition(made: FactoryResult, arguments: argparse.Namespace) -> PartitionedModel:
     """Partition the model of a factory as the options say."""
     plan = _given_plan(arguments)
     return partition(

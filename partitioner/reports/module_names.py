@@ -1,4 +1,4 @@
-"""Names of modules in few words."""
+"""Short texts for module names and ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"[^.]+(\.[^.]+)*?\.\d+(?=\.|$)")
 
 
 def module_range(modules: Sequence[str], width: int = 44) -> str:
-    """The modules of a stage: numbered neighbours as a range, the middle left out where it gets too long.
+    """Return the modules of a stage as text: consecutive numbers as a range, shortened to about ``width`` letters if longer.
 
     >>> module_range(("wte", "h.0", "h.1", "h.2", "ln_f", "lm_head"))
     'wte, h.0-2, ln_f, lm_head'
@@ -25,40 +25,41 @@ def module_range(modules: Sequence[str], width: int = 44) -> str:
     >>> module_range(("wte", "h.0.ln_1", "h.0.attn.c_attn"), 16), module_range(("h.1", "h.1.attn.c_proj"), 16)
     ('wte ... h.0', 'part of h.1')
     """
-    named = [name or "(the model itself)" for name in modules]
     parts: list[str] = []
-    first = last = ""
-    for name in named:
-        number, before = _NUMBERED.fullmatch(name), _NUMBERED.fullmatch(last)
-        if number and before and number[1] == before[1] and int(number[2]) == int(before[2]) + 1:
-            parts[-1] = f"{first}-{number[2]}"
+    range_start = previous = ""
+    for name in (module or "(the model itself)" for module in modules):
+        number, number_before = _NUMBERED.fullmatch(name), _NUMBERED.fullmatch(previous)
+        if number and number_before and number[1] == number_before[1] and int(number[2]) == int(number_before[2]) + 1:
+            parts[-1] = f"{range_start}-{number[2]}"
         else:
-            first = name
+            range_start = name
             parts.append(name)
-        last = name
+        previous = name
     text = ", ".join(parts)
-    return text if len(text) <= width or len(parts) == 1 else _from_to(parts[0], ", " if len(parts) == 2 else " ... ", parts[-1], width)
+    if len(text) <= width or len(parts) == 1:
+        return text
+    return _first_and_last(parts[0], ", " if len(parts) == 2 else " ... ", parts[-1], width)
 
 
-def _from_to(first: str, joint: str, last: str, width: int) -> str:
-    """Two names, and where they are too long, the module that holds both but once, or nothing but the block that does."""
-    plain = f"{first}{joint}{last}"
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first.split("."), last.split("."), strict=False))
-    shared = ".".join(part for part, _ in pairs)
+def _first_and_last(first: str, separator: str, last: str, width: int) -> str:
+    """Join two names; if that is too long, factor out their common prefix, or name only the numbered blocks that they are in."""
+    plain = f"{first}{separator}{last}"
     if len(plain) <= width:
         return plain
-    inside = f"{first.removeprefix(f'{shared}.')}{joint}{last.removeprefix(f'{shared}.')}"
-    if shared and first != shared and len(shared) + len(inside) + 3 <= width:
-        return f"{shared}.({inside})"
-    if _NUMBERED.fullmatch(shared):
-        return f"part of {shared}"
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first.split("."), last.split("."), strict=False))
+    prefix = ".".join(part for part, _ in pairs)
+    without_prefix = f"{first.removeprefix(f'{prefix}.')}{separator}{last.removeprefix(f'{prefix}.')}"
+    if prefix and first != prefix and len(prefix) + len(without_prefix) + 3 <= width:
+        return f"{prefix}.({without_prefix})"
+    if _NUMBERED.fullmatch(prefix):
+        return f"part of {prefix}"
     blocks = (_BLOCK.match(first), _BLOCK.match(last))
-    shorter = joint.join(block[0] if block else name for block, name in zip(blocks, (first, last), strict=True))
-    return f"...{inside}" if shared and len(inside) + 3 < len(shorter) else shorter
+    shorter = separator.join(block[0] if block else name for block, name in zip(blocks, (first, last), strict=True))
+    return f"...{without_prefix}" if prefix and len(without_prefix) + 3 < len(shorter) else shorter
 
 
 def short_name(name: str, width: int = 24) -> str:
-    """The end of a long module path; the model itself has none.
+    """Return the last parts of a module path, at most about ``width`` letters; ``"the model itself"`` for an empty path.
 
     >>> short_name("bert.encoder.layer.0.attention.self.query"), short_name("")
     ('...0.attention.self.query', 'the model itself')
@@ -72,7 +73,7 @@ def short_name(name: str, width: int = 24) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Ranks as a reader says them.
+    """Return ranks as text for a sentence.
 
     >>> rank_list((0, 2)), rank_list((0, 1, 2, 3))
     ('ranks 0 and 2', 'ranks 0 to 3')
@@ -85,7 +86,7 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def rank_numbers(ranks: Sequence[int]) -> str:
-    """Ranks in few letters.
+    """Return ranks as short text for a table.
 
     >>> rank_numbers((0, 2)), rank_numbers((0, 1, 2, 3))
     ('0, 2', '0-3')

@@ -1,4 +1,4 @@
-"""What reports are about."""
+"""The partitioned model that reports describe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes.spmd.shards import Block
 __all__ = ["Blocks", "Explained"]
 
 Blocks = Mapping[str, Mapping[int, Block]]
-"""Placeholder -> rank -> what the rank holds of it."""
+"""Placeholder -> rank -> the block that the rank holds."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,16 @@ class Explained:
     """A partitioned model, as reports read it.
 
     Attributes:
-        name: of the model.
-        plan: where everything runs.
-        graph: the whole model.
-        staged: how its axes are cut.
+        name: the name of the model.
+        graph: the graph of the whole model.
+        staged: the sharded model, for every pipeline position.
         lowered: the stages of the first pipeline, with their training graphs when the model trains.
         pipelines: the stages of every pipeline, without autograd.
-        blocks: what ranks hold of each parameter.
-        programs: of all ranks.
-        schedule: of a training step; None in evaluation.
-        limits: for each rank the bytes that it may hold; empty: not known.
-        planned_for: the hardware that the plan is for; empty where it is the hardware that runs it.
+        blocks: the blocks of parameters that ranks hold.
+        programs: the programs of all ranks.
+        schedule: the schedule of a training step; None in evaluation.
+        limits: the memory limit of each rank in bytes; empty: not known.
+        planned_for: the hardware that the plan is for; empty if the programs run on it.
     """
 
     name: str
@@ -57,14 +56,14 @@ class Explained:
 
     @property
     def cut(self) -> CutModel:
-        """Its axes, and how they are cut; where stages have degrees of their own, for the widest."""
+        """The sharded model; if stages have their own tensor-parallel degrees, that of the largest."""
         return self.staged.widest
 
     @property
     def is_cut(self) -> bool:
-        """Whether the mesh cuts axes."""
+        """Whether the mesh shards any axes."""
         return self.mesh.cutting.size > 1
 
     def ranks_at(self, place: int) -> tuple[int, ...]:
-        """The ranks that stand at a place along the pipeline."""
+        """Return the ranks at a pipeline position, over all pipelines."""
         return ranks_at_places(self.mesh)[place]

@@ -1,9 +1,9 @@
-"""One placement of a model, and the grid of all that a sweep asks for.
+"""One placement of a model, and the grid of all placements of a sweep.
 
 models x devices x modes x clusters x schedules x microbatches x recompute
 
-What does not go together is left out: a mesh of another number of devices, a schedule where nothing is a pipeline. What then comes twice
-comes once.
+Combinations that do not fit are left out, such as a mesh of another number of devices. Options that a mode ignores, such as the schedule
+without a pipeline, are dropped, and of equal placements one remains.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ __all__ = ["Placement", "placements"]
 
 @dataclass(frozen=True)
 class Placement:
-    """What a sweep asks the planner for, once.
+    """One request of a sweep to the planner.
 
     Attributes:
-        model: its name in the sweep.
-        devices: how many ranks.
-        mode: as text, ``"tensor"`` or ``"data=2,tensor=2"``.
-        cluster: its name in the sweep.
-        schedule: None: the planner chooses.
-        n_microbatches: None: the planner chooses.
-        recompute: None: the planner chooses.
+        model: the name of the model in the sweep.
+        devices: the number of ranks.
+        mode: the mode as text, ``"tensor"`` or ``"data=2,tensor=2"``.
+        cluster: the name of the machine in the sweep.
+        schedule, n_microbatches, recompute: None: the planner chooses.
     """
 
     model: str
@@ -46,11 +44,11 @@ class Placement:
 
     @property
     def mesh(self) -> str | dict[str, Any]:
-        """The mode as ``partition`` takes it."""
+        """The mode as an argument of ``partition``."""
         return parse_mode(self.mode)
 
     def key(self, *context: object) -> str:
-        """A digest of the placement and of everything else that its result depends on: equal questions, equal keys, on every machine."""
+        """Return a digest of the placement and of ``context``, the other facts that its result depends on; the same on every machine."""
         text = json.dumps([asdict(self), *context], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -72,32 +70,32 @@ def placements(
     microbatches: Sequence[int | None] = (None,),
     recompute: Sequence[str | None] = (None,),
 ) -> list[Placement]:
-    """Every placement of a grid, those next to each other that share a model and a mesh.
+    """Return every placement of a grid; those that share a model and a mesh are neighbours.
 
     Args:
-        models, clusters: by name.
-        devices: how many ranks.
-        modes: as ``partition`` takes them; one size of a mesh may be -1: what the others leave.
+        models, clusters: their names.
+        devices: numbers of ranks.
+        modes: as for ``partition``; one size of a mesh may be -1, which takes the remaining devices.
         schedules, microbatches, recompute: None stands for the planner's choice.
 
     Raises:
-        ConfigError: a dimension is empty, a mode is unknown, or a mesh has none of the numbers of devices.
+        ConfigError: a dimension is empty, a mode is unknown, or a mesh fits none of the numbers of devices.
     """
     others = {"clusters": clusters, "schedules": schedules, "microbatches": microbatches, "recompute": recompute}
     for name, values in {"models": models, "devices": devices, "modes": modes, **others}.items():
         if not values:
             raise ConfigError(f"a sweep over no {name} asks for nothing", remedy=f"pass {name}=[...], or leave it out")
-    meshes = [each for mode in modes for each in _meshes(mode, devices)]
-    found = (
-        _placement(model, count, mesh, *rest)
+    meshes = [count_and_mesh for mode in modes for count_and_mesh in _meshes(mode, devices)]
+    grid = (
+        _canonical_placement(model, count, mesh, *rest)
         for model, (count, mesh) in itertools.product(models, meshes)
         for rest in itertools.product(clusters, schedules, microbatches, recompute)
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(grid))
 
 
 def _meshes(mode: str | Mapping[str, Any], devices: Sequence[int]) -> Iterator[tuple[int, str | dict[str, Any]]]:
-    """The numbers of devices that a mode fits, each with its mesh."""
+    """Yield (number of devices, mesh or mode) for each of the numbers of devices that a mode fits."""
     fitting = [(count, mesh) for count in devices if (mesh := without_rest(mode, count)) is not None]
     if not fitting:
         numbers = ", ".join(map(str, devices))
@@ -108,7 +106,7 @@ def _meshes(mode: str | Mapping[str, Any], devices: Sequence[int]) -> Iterator[t
         yield count, mesh
 
 
-def _placement(
+def _canonical_placement(
     model: str,
     devices: int,
     mesh: str | dict[str, Any],
@@ -117,19 +115,14 @@ def _placement(
     n_microbatches: int | None,
     recompute: str | None,
 ) -> Placement:
-    """A placement in the one way to write it: without what means nothing for its mode."""
+    """Return a placement in canonical form: without mesh dimensions of size 1, and without options that its mode ignores."""
     if isinstance(mesh, dict):
-        cutting = {name: size for name, size in mesh.items() if size != 1} or {"pipeline": 1}
-        mesh = next(iter(cutting)) if len(cutting) == 1 and not isinstance(next(iter(cutting.values())), tuple | list) else cutting
+        mesh = {name: size for name, size in mesh.items() if size != 1} or {"pipeline": 1}
+        (name, size), *others = mesh.items()
+        if not others and not isinstance(size, tuple | list):  # {"tensor": 4} is "tensor" on 4 devices
+            mesh = name
     names = list(mesh) if isinstance(mesh, dict) else [mesh]
     in_stages = "auto" in names or "pipeline" in names or "pp" in names
     keeps_batch_whole = STAGES[1] in names
-    return Placement(
-        model,
-        devices,
-        mode_text(mesh),
-        cluster,
-        schedule if in_stages else None,
-        None if keeps_batch_whole else n_microbatches,
-        recompute,
-    )
+    schedule = schedule if in_stages else None
+    return Placement(model, devices, mode_text(mesh), cluster, schedule, None if keeps_batch_whole else n_microbatches, recompute)

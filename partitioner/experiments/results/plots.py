@@ -1,7 +1,7 @@
-"""What a sweep found, as pictures: time and efficiency against devices, memory against microbatches, what cannot be had faster and smaller.
+"""Plots of a sweep: time and efficiency against devices, memory against microbatches, the Pareto front of time and memory.
 
-Placements of one model on one machine share a picture. A colour stands for the dimensions of a mesh (``pipeline x data``) whatever their
-sizes, and shows the best of them.
+A plot shows the placements of one model on one machine. A colour stands for the dimensions of a mesh of any size, ``pipeline x data``, and
+shows the best of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["PLOTS", "efficiency_plot", "family", "memory_plot", "pareto_front", 
 
 
 def family(row: Row) -> str:
-    """The dimensions of a placement's mesh, without their sizes.
+    """Return the dimensions of a placement's mesh, without their sizes.
 
     >>> family(Row("", "net", 8, "pipeline=2,data=4", "h100"))
     'pipeline x data'
@@ -27,24 +27,23 @@ def family(row: Row) -> str:
 
 
 def _families(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda each: (family(each).count(" x "), family(each))):
-        found.setdefault(family(row), []).append(row)
-    return found
+    """Group rows by family; families with fewer dimensions come first."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (family(row).count(" x "), family(row))):
+        groups.setdefault(family(row), []).append(row)
+    return groups
 
 
-def _least(rows: Iterable[Row], by: Callable[[Row], float], number: Callable[[Row], float]) -> list[Row]:
-    """For each value the row in which a number is least, in order of the values."""
+def _best_at_each(rows: Iterable[Row], x: Callable[[Row], float], cost: Callable[[Row], float]) -> list[Row]:
+    """Return the row of the lowest cost for each value of ``x``, in ascending order of ``x``."""
     best: dict[float, Row] = {}
     for row in rows:
-        value = by(row)
-        if value not in best or number(row) < number(best[value]):
-            best[value] = row
+        if x(row) not in best or cost(row) < cost(best[x(row)]):
+            best[x(row)] = row
     return [best[value] for value in sorted(best)]
 
 
-def _told(row: Row) -> str:
-    """What the pointer reads."""
+def _tooltip(row: Row) -> str:
     facts = [f"{row.model}, {row.mode} on {row.devices} x {row.cluster}", f"{row.schedule}, {row.n_microbatches} microbatches"]
     return "; ".join([*facts, f"{format_seconds(_time(row))} a step", f"{format_bytes(_memory(row))} at the peak"])
 
@@ -71,16 +70,16 @@ def _counts(label: str, values: Iterable[float]) -> Axis:
     return Axis(label, "{:g}".format, logarithmic=True, ticks=tuple(sorted(set(values))))
 
 
-def _lines(rows: Iterable[Row], by: Callable[[Row], float], least: Callable[[Row], float], up: Callable[[Row], float]) -> list[Series]:
-    """A line for each family: for each value across, the row in which a number is least, and what is drawn of it."""
+def _lines(rows: Iterable[Row], x: Callable[[Row], float], cost: Callable[[Row], float], y: Callable[[Row], float]) -> list[Series]:
+    """Return a line for each family, through ``(x, y)`` of its row of the lowest cost at each ``x``."""
     return [
-        Series(name, [(by(row), up(row), _told(row)) for row in _least(each, by, least)], colour)
-        for colour, (name, each) in enumerate(_families(rows).items())
+        Series(name, [(x(row), y(row), _tooltip(row)) for row in _best_at_each(members, x, cost)], colour)
+        for colour, (name, members) in enumerate(_families(rows).items())
     ]
 
 
 def time_plot(rows: Sequence[Row]) -> str:
-    """Step time against devices: the fastest placement of each family."""
+    """Plot step time against devices: the fastest placement of each family."""
     return chart_svg(
         "Step time against devices",
         _counts("devices", map(_devices, rows)),
@@ -90,26 +89,26 @@ def time_plot(rows: Sequence[Row]) -> str:
 
 
 def efficiency_plot(rows: Sequence[Row]) -> str:
-    """Which part of the devices' speed arrives: 1 where n times the devices are n times as fast as the best on the fewest."""
+    """Plot scaling efficiency against devices: the speed per device, relative to the fastest placement on the fewest devices."""
     fewest = min((row.devices for row in rows), default=0)
-    one = min((_time(row) * fewest for row in rows if row.devices == fewest), default=0.0)
+    device_seconds = min((_time(row) * fewest for row in rows if row.devices == fewest), default=0.0)
     return chart_svg(
         f"Scaling efficiency, against the best on {fewest} devices",
         _counts("devices", map(_devices, rows)),
         Axis("of linear speed-up", lambda part: f"{part:.0%}", least=0.0),
-        _lines(rows, _devices, _time, lambda row: one / (_time(row) * row.devices)),
+        _lines(rows, _devices, _time, lambda row: device_seconds / (_time(row) * row.devices)),
     )
 
 
 def memory_plot(rows: Sequence[Row]) -> str:
-    """Peak memory against microbatches: the smallest placement of each family, where most numbers of microbatches were tried.
+    """Plot peak memory against microbatches: the placement of each family with the least memory.
 
-    Of several numbers of devices with equally many, it is the largest.
+    Rows are those on the number of devices with the most numbers of microbatches; of several such numbers, on the largest.
     """
-    counts: dict[int, set[float]] = {}
+    tried: dict[int, set[float]] = {}  # devices -> numbers of microbatches
     for row in rows:
-        counts.setdefault(row.devices, set()).add(_microbatches(row))
-    shown_devices = max(counts, key=lambda devices: (len(counts[devices]), devices), default=0)
+        tried.setdefault(row.devices, set()).add(_microbatches(row))
+    shown_devices = max(tried, key=lambda devices: (len(tried[devices]), devices), default=0)
     shown = [row for row in rows if row.devices == shown_devices]
     return chart_svg(
         f"Peak memory against microbatches, on {shown_devices} devices",
@@ -120,25 +119,24 @@ def memory_plot(rows: Sequence[Row]) -> str:
 
 
 def pareto_front(rows: Iterable[Row]) -> list[Row]:
-    """The rows that no other beats in both time and memory, fastest first."""
+    """Return the rows that no other row beats in both time and memory, fastest first."""
     front: list[Row] = []
-    for row in sorted(rows, key=lambda each: (_time(each), _memory(each), each.key)):
+    for row in sorted(rows, key=lambda row: (_time(row), _memory(row), row.key)):
         if not front or _memory(row) < _memory(front[-1]):
             front.append(row)
     return front
 
 
 def pareto_plot(rows: Sequence[Row]) -> str:
-    """Step time against peak memory, and the front of what is best in both."""
-    front = pareto_front(rows)
-    points = {name: [(_time(row), _memory(row), _told(row)) for row in each] for name, each in _families(rows).items()}
-    series = [Series(name, each, colour, joined=False) for colour, (name, each) in enumerate(points.items())]
-    edge = [(_time(row), _memory(row), "") for row in front]
+    """Plot peak memory against step time of all placements, and their Pareto front."""
+    points = {name: [(_time(row), _memory(row), _tooltip(row)) for row in members] for name, members in _families(rows).items()}
+    series = [Series(name, members, colour, joined=False) for colour, (name, members) in enumerate(points.items())]
+    front = [(_time(row), _memory(row), "") for row in pareto_front(rows)]
     return chart_svg(
         "Peak memory against step time",
         Axis("a step takes", format_seconds, logarithmic=True),
         Axis("the fullest device holds", format_bytes, logarithmic=True, binary=True),
-        [Series("front", edge, _GREY, stepped=True, marked=False), *series],
+        [Series("front", front, _GREY, stepped=True, marked=False), *series],
     )
 
 
@@ -150,4 +148,4 @@ PLOTS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "memory": memory_plot,
     "pareto": pareto_plot,
 }
-"""Every picture of a sweep by name."""
+"""Name -> function that draws the plot; it returns an empty text if there are no rows."""

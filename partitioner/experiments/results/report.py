@@ -1,4 +1,4 @@
-"""The report of a sweep: a page in a single file, which opens in a browser without a network."""
+"""The report of a sweep as an HTML page in a single file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_report(results: Results, path: str | Path, title: str = "Placements") 
 
 
 def report_html(results: Results, title: str = "Placements") -> str:
-    """The report as a single HTML file: best placements, pictures of each model on each machine, every row, failures by reason.
+    """Return the report as HTML: best placements, plots of each model on each machine, all rows, failures by reason.
 
     Raises:
         ConfigError: there are no rows.
@@ -68,33 +68,35 @@ def _tiles(results: Results) -> str:
 
 
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """The rows of each model on each machine."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    """Group rows by (model, machine)."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        found.setdefault((row.model, row.cluster), []).append(row)
-    return dict(sorted(found.items()))
+        groups.setdefault((row.model, row.cluster), []).append(row)
+    return dict(sorted(groups.items()))
 
 
 def _best(rows: Sequence[Row]) -> str:
-    """The fastest placement for each number of devices, of each model on each machine."""
-    lines: list[Row] = []
+    """Return the table of the fastest placement for each number of devices, of each model on each machine."""
+    fastest: list[Row] = []
     for group in _groups(rows).values():
         ordered = sorted(group, key=lambda row: (row.devices, row.step_time or 0.0, row.key))
-        lines += [next(each) for _, each in itertools.groupby(ordered, key=lambda row: row.devices)]
-    return _html(lines, "fastest") if lines else ""
+        fastest += [next(on_devices) for _, on_devices in itertools.groupby(ordered, key=lambda row: row.devices)]
+    return _html(fastest, "fastest") if fastest else ""
 
 
 def _pictures(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    found = []
+    """Return a section (title, HTML) with the plots of each model on each machine."""
+    sections = []
     for (model, cluster), group in _groups(rows).items():
         pictures = "".join(f'<div class="picture">{picture}</div>' for plot in PLOTS.values() if (picture := plot(group)))
         front = pareto_front(group)
-        told = f"{len(front)} of {len(group)} placements are on the front: for each other, one of them is as fast and as small."
-        found.append((f"{model} on {cluster}", f'<div class="pictures">{pictures}</div><p class="footnote">{escape(told)}</p>'))
-    return found
+        note = f"{len(front)} of {len(group)} placements are on the front: for each other, one of them is as fast and as small."
+        sections.append((f"{model} on {cluster}", f'<div class="pictures">{pictures}</div><p class="footnote">{escape(note)}</p>'))
+    return sections
 
 
 def _table(rows: Sequence[Row]) -> str:
+    """Return the table of all placements, with a search field; empty if there are none."""
     if not rows:
         return ""
     search = '<div class="search"><input id="search" type="search" placeholder="gpt pipeline 8 ..." aria-label="search the placements">'
@@ -103,29 +105,27 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _html(rows: Sequence[Row], name: str, *, sortable: bool = False) -> str:
-    """A table; what it sorts by is the number, not its text."""
-    names = columns_of(rows)
-    kinds = ["number" if column in _NUMBERS else "text" for column in names]
-    button = ("<button>", "</button>") if sortable else ("", "")
-    head = "".join(f'<th class="{kind}">{button[0]}{heading(each)}{button[1]}</th>' for each, kind in zip(names, kinds, strict=True))
+    """Return rows as an HTML table with the id ``name``; the script sorts by ``data-value``, which holds plain numbers."""
+    columns = {column: "number" if column in _NUMBERS else "text" for column in columns_of(rows)}
+    start, end = ("<button>", "</button>") if sortable else ("", "")
+    head = "".join(f'<th class="{kind}">{start}{heading(column)}{end}</th>' for column, kind in columns.items())
     lines = []
     for row in rows:
         cells = "".join(
-            f'<td class="{kind}" data-value="{escape(str(getattr(row, each)))}">{escape(cell(row, each))}</td>'
-            for each, kind in zip(names, kinds, strict=True)
+            f'<td class="{kind}" data-value="{escape(str(getattr(row, column)))}">{escape(cell(row, column))}</td>'
+            for column, kind in columns.items()
         )
         lines.append(f'<tr title="{escape(row.bound_by)}">{cells}</tr>')
     return f'<div class="wide"><table id="{name}"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def _failures(rows: Sequence[Row]) -> str:
-    """Reasons, the commonest first, each with the placements that it stopped."""
-    counted = Counter(row.reason for row in rows)
+    """Return the reasons of failures, the most frequent first, each with its placements."""
+    counts = Counter(row.reason for row in rows)
     parts = []
-    for reason, count in counted.most_common():
-        which = "".join(
-            f"<li>{escape(f'{row.model}, {row.mode} on {row.devices} x {row.cluster}')}</li>" for row in rows if row.reason == reason
-        )
+    for reason, count in counts.most_common():
+        failed = [f"{row.model}, {row.mode} on {row.devices} x {row.cluster}" for row in rows if row.reason == reason]
+        items = "".join(f"<li>{escape(placement)}</li>" for placement in failed)
         first = escape(reason.splitlines()[0])
-        parts.append(f"<details><summary>{count} &times; {first}</summary><pre>{escape(reason)}</pre><ul>{which}</ul></details>")
+        parts.append(f"<details><summary>{count} &times; {first}</summary><pre>{escape(reason)}</pre><ul>{items}</ul></details>")
     return "".join(parts)

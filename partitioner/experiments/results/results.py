@@ -1,4 +1,4 @@
-"""The rows of a sweep, to be looked at, compared and written out."""
+"""The results of a sweep: select, compare, plot and export its rows."""
 
 from __future__ import annotations
 
@@ -33,48 +33,38 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "measured_memory": format_bytes,
     "communication": format_bytes,
 }
-"""How numbers are written for a reader, with their units."""
+"""Column -> function that formats its numbers with units."""
 
 _FACTS = tuple(field.name for field in fields(Row) if field.name != "plan")
-_SHOWN = (
-    "model",
-    "devices",
-    "mode",
-    "cluster",
-    "schedule",
-    "n_microbatches",
-    "step_time",
-    "bubble_fraction",
-    "peak_memory",
-    "communication",
-)
+_PLACEMENT_AND_TIME = ("model", "devices", "mode", "cluster", "schedule", "n_microbatches", "step_time")
+_OTHER_NUMBERS = ("bubble_fraction", "peak_memory", "communication")
 _LEFT = frozenset({"model", "mode", "cluster", "schedule"})
 
 
 def cell(row: Row, name: str) -> str:
-    """A value of a row as text for a reader; what is not known is empty, and so is the schedule of a single microbatch."""
+    """Format a value of a row for a table; missing values are empty, and so is the schedule of a single microbatch."""
     value = None if name == "schedule" and row.n_microbatches == 1 else getattr(row, name)
-    return "" if value is None else FORMATS[name](value) if name in FORMATS else str(value)
+    return "" if value is None else FORMATS.get(name, str)(value)
 
 
 def heading(name: str) -> str:
-    """What a reader is told a column is."""
+    """Return the heading of a column: ``"step time"`` for ``"step_time"``."""
     return name.removeprefix("n_").replace("_", " ")
 
 
 def columns_of(rows: Sequence[Row]) -> tuple[str, ...]:
-    """What a table of these rows shows: what was measured too where anything was."""
+    """Return the columns of a table of these rows; measured times are a column if any row has one."""
     measured = ("measured_step_time",) if any(row.measured_step_time is not None for row in rows) else ()
-    return (*_SHOWN[:7], *measured, *_SHOWN[7:])
+    return (*_PLACEMENT_AND_TIME, *measured, *_OTHER_NUMBERS)
 
 
 @dataclass(frozen=True)
 class Results:
-    """What became of every placement of a sweep.
+    """The results of a sweep.
 
     Attributes:
-        table: the rows, those that failed too.
-        left: how many placements were asked for and not evaluated: the sweep was stopped, or is not over.
+        table: the rows, including those that failed.
+        left: the number of placements that are not evaluated yet, because the sweep was stopped or still runs.
     """
 
     table: tuple[Row, ...]
@@ -84,7 +74,7 @@ class Results:
         return len(self.table)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every row as a dictionary; times in seconds, sizes in bytes."""
+        """Return every row as a dictionary; times in seconds, sizes in bytes."""
         return [row.facts() for row in self.table]
 
     @property
@@ -93,7 +83,7 @@ class Results:
         return tuple(row for row in self.table if not row.ok)
 
     def where(self, **facts: Any) -> Results:
-        """The rows with these values: ``results.where(model="gpt", devices=8)``.
+        """Return the rows with these values: ``results.where(model="gpt", devices=8)``.
 
         Raises:
             ConfigError: rows have no such column.
@@ -105,53 +95,54 @@ class Results:
 
     @checked_arguments()
     def best(self, by: str = "step_time", **facts: Any) -> dict[str, Any]:
-        """The row in which a number is least, among those that did not fail.
+        """Return the row with the smallest number, among those that did not fail.
 
         Args:
-            by: which number: ``"step_time"``, ``"peak_memory"``, ...
-            facts: compare these alone: ``best(by="step_time", model="gpt", devices=8)``.
+            by: the name of the number: ``"step_time"``, ``"peak_memory"``, ...
+            facts: compare only rows with these values: ``best(by="step_time", model="gpt", devices=8)``.
 
         Raises:
             ConfigError: there is no such number, or no row has one.
         """
         if by not in NUMBERS:
             raise ConfigError(f"placements cannot be compared by {by!r}", remedy=f"choose one of {', '.join(NUMBERS)}")
-        found = [row for row in self.where(**facts).table if row.ok and getattr(row, by) is not None]
-        if not found:
-            reasons = {row.reason.splitlines()[0] for row in self.where(**facts).failures}
-            told = f": {'; '.join(sorted(reasons)[:3])}" if reasons else ""
-            raise ConfigError(f"no placement has a {by}{told}", remedy="look at .failures, or ask for other placements")
-        return min(found, key=lambda row: (getattr(row, by), row.key)).facts()
+        selected = self.where(**facts)
+        rows = [row for row in selected.table if row.ok and getattr(row, by) is not None]
+        if not rows:
+            reasons = {row.reason.splitlines()[0] for row in selected.failures}
+            why = f": {'; '.join(sorted(reasons)[:3])}" if reasons else ""
+            raise ConfigError(f"no placement has a {by}{why}", remedy="look at .failures, or ask for other placements")
+        return min(rows, key=lambda row: (getattr(row, by), row.key)).facts()
 
     @checked_arguments()
     def plan(self, key: str) -> Plan:
-        """The plan of a row, for ``partition(model, plan=...)``.
+        """Return the plan of a row, for ``partition(model, plan=...)``.
 
         Raises:
             ConfigError: no row has this key, or it failed.
         """
-        found = next((row for row in self.table if row.key == key), None)
-        if found is None or not found.plan:
+        row = next((row for row in self.table if row.key == key), None)
+        if row is None or not row.plan:
             raise ConfigError(f"no plan has the key {key!r}", remedy='pass row["key"] of a row whose status is "ok"')
-        return Plan.from_json(found.plan)
+        return Plan.from_json(row.plan)
 
     @checked_arguments()
     def to_csv(self, path: str | Path | None = None) -> str:
-        """The rows as CSV, written to a file if one is named; also returned."""
+        """Return the rows as CSV; also write them to ``path`` if given."""
         text = io.StringIO()
         writer = csv.DictWriter(text, _FACTS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows())
-        return _written(text.getvalue(), path)
+        return _write_if_named(text.getvalue(), path)
 
     @checked_arguments()
     def to_jsonl(self, path: str | Path | None = None) -> str:
-        """The rows as JSON, one a line, written to a file if one is named; also returned."""
-        return _written("".join(f"{json.dumps(row)}\n" for row in self.rows()), path)
+        """Return the rows as JSON Lines; also write them to ``path`` if given."""
+        return _write_if_named("".join(f"{json.dumps(row)}\n" for row in self.rows()), path)
 
     @checked_arguments()
     def to_parquet(self, path: str | Path) -> None:
-        """The rows as Parquet; needs ``pip install partitioner[parquet]``.
+        """Write the rows as Parquet; needs ``pip install partitioner[parquet]``.
 
         Raises:
             ConfigError: pyarrow is not installed.
@@ -165,10 +156,10 @@ class Results:
 
     @checked_arguments()
     def plot(self, name: str, **facts: Any) -> Picture:
-        """A picture as SVG: ``"time"`` and ``"efficiency"`` against devices, ``"memory"`` against microbatches, ``"pareto"``.
+        """Return a plot as SVG: ``"time"`` and ``"efficiency"`` against devices, ``"memory"`` against microbatches, ``"pareto"``.
 
         Args:
-            facts: draw these rows alone: ``plot("time", model="gpt", cluster="h100:8x8")``.
+            facts: plot only rows with these values: ``plot("time", model="gpt", cluster="h100:8x8")``.
 
         Raises:
             ConfigError: there is no such picture.
@@ -178,21 +169,21 @@ class Results:
         return Picture(PLOTS[name]([row for row in self.where(**facts).table if row.ok]))
 
     def __str__(self) -> str:
-        """A table of the placements that did not fail, fastest first, and a line on those that did."""
+        """Return a table of the placements that did not fail, fastest first, and the summary."""
         return "\n".join([*align(*self._cells()), "", self.summary()])
 
     def _repr_html_(self) -> str:
         return html_table(*self._cells(), caption=self.summary())
 
     def _cells(self) -> tuple[list[tuple[str, ...]], str]:
-        """The table, its headings first, and how its columns are aligned."""
+        """Return the rows of the table, the heading first, and the alignment of its columns."""
         done = sorted((row for row in self.table if row.ok), key=lambda row: (row.model, row.step_time or 0.0, row.key))
         names = columns_of(done)
         lines = [tuple(heading(name) for name in names)] + [tuple(cell(row, name) for name in names) for row in done]
         return lines, "".join("<" if name in _LEFT else ">" for name in names)
 
     def summary(self) -> str:
-        """How many placements there are, and how many failed, in a line."""
+        """Return the numbers of placements in a line: ``"12 placements, 2 failed, 1 left"``."""
         failed = len(self.failures)
         parts = [f"{len(self.table)} placement{'s' if len(self.table) != 1 else ''}"]
         parts += [f"{failed} failed"] if failed else []
@@ -200,7 +191,8 @@ class Results:
         return ", ".join(parts)
 
 
-def _written(text: str, path: str | Path | None) -> str:
+def _write_if_named(text: str, path: str | Path | None) -> str:
+    """Write a text to a file if one is named; return the text."""
     if path is not None:
         write_text(path, text, "the table")
     return text

@@ -1,4 +1,4 @@
-"""What became of one placement: a line of a table, plain numbers and text."""
+"""The result of one placement as a row of plain numbers and texts."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ __all__ = ["NUMBERS", "Row", "failed_row"]
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a placement; what a failed one has not is None.
+    """The result of a placement; numbers that a failed placement lacks are None.
 
     Attributes:
-        key: of the placement and of everything that its result depends on.
-        model: name in the sweep.
-        devices: how many ranks.
+        key: digest of the placement and of everything that its result depends on.
+        model: the name of the model in the sweep.
+        devices: the number of ranks.
         mode: ``"tensor"``, ``"data=2,tensor=2"``.
-        cluster: name in the sweep.
-        schedule: the plan's; of a failed placement, what was asked for.
-        n_microbatches: the plan's.
-        recompute: the plan's.
+        cluster: the name of the machine in the sweep.
+        schedule, n_microbatches, recompute: those of the plan; of a failed placement, those of the request.
         batch_size: rows of a step, over all devices.
         status: ``"ok"`` or ``"failed"``.
         reason: why it failed, or why it could not be measured.
-        step_time: predicted seconds of one step, simulated.
-        bubble_fraction: the part of the ranks' time in which they wait, 0 to 1.
+        step_time: simulated seconds of a step.
+        bubble_fraction: the idle share of the ranks' time, 0 to 1.
         peak_memory: bytes on the fullest device.
-        communication: bytes that all links carry in a step.
-        planned_step_time: seconds of a step as the planner estimated them.
-        bound_by: what limits the step, in words.
-        measured_step_time: seconds of a step that really ran; None where none did.
-        measured_memory: bytes on the fullest accelerator that really ran; None where none did.
-        plan_hash: digest of the plan: equal plans, equal digests.
+        communication: bytes that all ranks send in a step.
+        planned_step_time: seconds of a step as estimated by the planner.
+        bound_by: the bottleneck of the step, in words.
+        measured_step_time: measured seconds of a step; None if not measured.
+        measured_memory: measured bytes on the fullest accelerator; None if not measured.
+        plan_hash: digest of the plan.
         plan: the plan as JSON.
-        seconds: how long finding out took.
+        seconds: the time that the evaluation took.
     """
 
     key: str
@@ -69,21 +67,20 @@ class Row:
 
     @property
     def awaits_measurement(self) -> bool:
-        """Whether it may be run and has not been tried."""
+        """Whether the placement can be measured and no attempt was made yet."""
         return self.ok and self.measured_step_time is None and not self.reason
 
     def facts(self) -> dict[str, Any]:
-        """All but the plan, for tables."""
+        """Return all fields but the plan, for tables."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "plan"}
 
 
 NUMBERS = ("step_time", "peak_memory", "communication", "bubble_fraction", "planned_step_time", "measured_step_time", "measured_memory")
-"""What placements are compared by: less is better in all of them."""
+"""The fields by which placements are compared; smaller is better."""
 
 
 def failed_row(key: str, placement: Placement, reason: str, seconds: float = 0.0) -> Row:
-    """A placement that came to nothing, and why."""
-    asked = (placement.schedule, placement.n_microbatches, placement.recompute)
-    return Row(
-        key, placement.model, placement.devices, placement.mode, placement.cluster, *asked, status="failed", reason=reason, seconds=seconds
-    )
+    """Return the row of a placement that failed."""
+    where = (placement.model, placement.devices, placement.mode, placement.cluster)
+    options = (placement.schedule, placement.n_microbatches, placement.recompute)
+    return Row(key, *where, *options, status="failed", reason=reason, seconds=seconds)

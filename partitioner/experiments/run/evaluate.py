@@ -1,4 +1,4 @@
-"""From a placement to its row: plan it, lower it, run its programs on a clock."""
+"""Evaluate a placement: plan it, lower it, simulate its programs, and return a row of results."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from passes.ir.plan import Plan
 
 __all__ = ["Assumptions", "Bench", "Evaluator"]
 
+_CACHE_SIZE = 8
+"""How many plans' programs are cached; the oldest is dropped first."""
+
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What all placements of a sweep have in common.
+    """Assumptions that all placements of a sweep share.
 
     Attributes:
-        memory_limit: of each device.
-        optimizer: whose state the memory counts.
+        memory_limit: the memory limit of each device, bytes or ``"16GiB"``; None: the memory of the device.
+        optimizer: the optimizer whose state counts as memory.
     """
 
     memory_limit: int | str | None = None
@@ -39,13 +42,13 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything that placements are evaluated with.
+    """The models, machines and assumptions of a sweep.
 
     Attributes:
-        subjects: the models by name.
-        broken: the models that cannot be traced, by name, and why.
-        clusters: the machines by name.
-        assumptions: what all have in common.
+        subjects: name -> traced model.
+        broken: name of a model that cannot be traced -> reason.
+        clusters: name -> machine.
+        assumptions: the assumptions of all placements.
     """
 
     subjects: Mapping[str, Subject]
@@ -54,7 +57,7 @@ class Bench:
     assumptions: Assumptions
 
     def key(self, placement: Placement) -> str:
-        """Of a placement on this bench: another model, machine or assumption under the same name gives another key."""
+        """Return the key of a placement: a digest that also depends on its model, machine and assumptions, not only on their names."""
         name, cluster = placement.model, self.clusters[placement.cluster]
         model = self.broken[name] if name in self.broken else self.subjects[name].fingerprint
         links = cluster.links if not isinstance(cluster.links, Mapping) else sorted(cluster.links.items())
@@ -62,30 +65,31 @@ class Bench:
 
 
 class Evaluator:
-    """Gives the row of a placement. What it lowered last it keeps: the next placement may differ in its machine alone."""
+    """Evaluates placements. It caches the last programs, because the next placement may differ in its machine alone."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self._lowered: dict[Hashable, Timed] = {}
 
     def __call__(self, placement: Placement) -> Row:
-        """The row of a placement; whatever goes wrong is its reason."""
+        """Return the row of a placement; if it fails, a row with the reason."""
         started = time.perf_counter()
         key = self.bench.key(placement)
         if placement.model in self.bench.broken:
             return failed_row(key, placement, self.bench.broken[placement.model])
         try:
-            row = self._evaluated(placement, key)
+            row = self._plan_and_simulate(placement, key)
         except PartitionError as error:
             row = failed_row(key, placement, str(error))
         except Exception as error:  # noqa: BLE001  one placement that breaks the compiler must not end the sweep: it is a row that says so
             row = failed_row(key, placement, f"{type(error).__name__}: {error}")
         return replace(row, seconds=time.perf_counter() - started)
 
-    def _evaluated(self, placement: Placement, key: str) -> Row:
+    def _plan_and_simulate(self, placement: Placement, key: str) -> Row:
+        """Return the row of a placement; raise PartitionError if it cannot be planned or lowered."""
         bench = self.bench
         subject, cluster = bench.subjects[placement.model], bench.clusters[placement.cluster]
-        plan = _planned(subject, cluster, placement, bench.assumptions)
+        plan = _make_plan(subject, cluster, placement, bench.assumptions)
         timed = self._lower(subject, plan, cluster)
         simulation = simulate_programs(
             timed.programs,
@@ -96,15 +100,12 @@ class Evaluator:
             n_row_parts=timed.n_row_parts,
             representatives=timed.representatives,
         )
+        where = (placement.model, placement.devices, placement.mode, placement.cluster)
+        options = (plan.schedule, plan.n_microbatches, plan.recompute)
         return Row(
             key,
-            placement.model,
-            placement.devices,
-            placement.mode,
-            placement.cluster,
-            plan.schedule,
-            plan.n_microbatches,
-            plan.recompute,
+            *where,
+            *options,
             plan.batch_size,
             step_time=simulation.step_time,
             bubble_fraction=simulation.bubble_fraction,
@@ -117,26 +118,24 @@ class Evaluator:
         )
 
     def _lower(self, subject: Subject, plan: Plan, cluster: Cluster) -> Timed:
+        """Return the programs of a plan, from the cache if a plan with the same decisions was lowered before."""
         uniform = is_uniform(plan.grid, cluster)
         stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
-        in_space, in_time = (plan.grid, plan.axes, plan.halos, stages, plan.batchnorm), (plan.schedule, plan.n_microbatches, plan.recompute)
+        in_space = (plan.grid, plan.axes, plan.halos, stages, plan.batchnorm)
+        in_time = (plan.schedule, plan.n_microbatches, plan.recompute)
         key = (subject.name, uniform, in_space, in_time, plan.batch_size)
         if key not in self._lowered:
-            while len(self._lowered) >= _KEPT:
+            while len(self._lowered) >= _CACHE_SIZE:
                 del self._lowered[next(iter(self._lowered))]
             self._lowered[key] = lower_for_timing(subject, plan, each_rank=not uniform)
         return self._lowered[key]
 
 
-_KEPT = 8
-"""How many placements' programs are kept."""
-
-
-def _planned(subject: Subject, cluster: Cluster, placement: Placement, assumptions: Assumptions) -> Plan:
-    """The plan that ``partition`` makes for a placement.
+def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, assumptions: Assumptions) -> Plan:
+    """Return the plan that ``partition`` makes for a placement.
 
     Raises:
-        PartitionError: there is none.
+        PartitionError: there is no such plan.
     """
     mesh = resolve_mode(placement.mesh, placement.devices)
     request = PlanRequest(

@@ -1,4 +1,4 @@
-"""A model from a file: ``net.py:factory`` names a function that makes it."""
+"""Load a model from a Python file: ``net.py:factory`` names a function that returns it with its inputs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import nn
 
 from passes.ir.errors import ConfigError, PartitionError, Place
 
-__all__ = ["Made", "call_factory", "checked"]
+__all__ = ["FactoryResult", "call_factory", "check_factory_result"]
 
 _HOW = "name a file and a function in it: net.py:factory"
 _MODULE = "factory_file"
-"""What the file is called as a module: its own name may be that of a module that somebody imports."""
+"""The name of the file as a module: its own name may be that of another module."""
 
 
-class Made(NamedTuple):
-    """What a factory returns.
+class FactoryResult(NamedTuple):
+    """A model with its example inputs.
 
     Attributes:
         model: the module.
-        args: positional inputs of one call; None where they are to be found in the model.
+        args: positional inputs of one call; None: to be inferred from the model.
         kwargs: keyword inputs.
     """
 
@@ -36,11 +36,11 @@ class Made(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-def call_factory(text: str) -> Made:
-    """Call what ``FILE.py:FACTORY`` names. The file may import what lies beside it, as a script may.
+def call_factory(text: str) -> FactoryResult:
+    """Import a file and call the function that ``FILE.py:FACTORY`` names. Like a script, the file may import modules of its folder.
 
     Raises:
-        ConfigError: there is no such file or function, it fails, or it returns something else than a model with its inputs.
+        ConfigError: there is no such file or function, it fails, or it does not return a model with its inputs.
     """
     path, _, name = text.rpartition(":")
     if not path or not name:
@@ -57,11 +57,12 @@ def call_factory(text: str) -> Made:
     except PartitionError:
         raise
     except (Exception, SystemExit) as error:  # a script that ends its process has not made a model
-        raise _failed(f"{name}()", path, error) from error
-    return checked(name, made)
+        raise _error_in_file(f"{name}()", path, error) from error
+    return check_factory_result(name, made)
 
 
 def _load(path: str) -> ModuleType:
+    """Import a file as the module ``_MODULE``; its folder is added to ``sys.path``."""
     if not Path(path).is_file():
         raise ConfigError(f"there is no file {path}", remedy=_HOW)
     specification = importlib.util.spec_from_file_location(_MODULE, path)
@@ -75,14 +76,16 @@ def _load(path: str) -> ModuleType:
     except PartitionError:
         raise
     except (Exception, SystemExit) as error:  # a script that ends its process has not made a model
-        raise _failed(path, path, error) from error
+        raise _error_in_file(path, path, error) from error
     return module
 
 
-def _failed(what: str, path: str, error: BaseException) -> ConfigError:
-    """The error of the user's own code, with the last of its lines that was running."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path).resolve()]
-    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+def _error_in_file(what: str, path: str, error: BaseException) -> ConfigError:
+    """Wrap an error of the user's file, with the line of the file that raised it or called what raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path).resolve()]
+    line = frames[-1].lineno if frames else None
+    if isinstance(error, SyntaxError):
+        line = error.lineno
     return ConfigError(
         f"{what} failed: {type(error).__name__}: {error}",
         place=None if line is None else Place(source=f"{path}:{line}"),
@@ -90,16 +93,16 @@ def _failed(what: str, path: str, error: BaseException) -> ConfigError:
     )
 
 
-def checked(name: str, made: object) -> Made:
-    """What a factory returned, if it is what one has to return.
+def check_factory_result(name: str, made: object) -> FactoryResult:
+    """Check that the factory ``name`` returned ``(model, args)`` or ``(model, args, kwargs)``.
 
     Raises:
-        ConfigError: it is no ``(model, args)`` and no ``(model, args, kwargs)``.
+        ConfigError: it returned something else.
     """
     values = made if isinstance(made, tuple) else ()
-    kinds = (nn.Module, tuple, Mapping)[: max(len(values), 2)]
-    if len(values) == len(kinds) and all(map(isinstance, values, kinds)):
-        return Made(values[0], values[1], values[2] if len(values) == 3 else {})
+    types = (nn.Module, tuple, Mapping)[: max(len(values), 2)]
+    if len(values) == len(types) and all(map(isinstance, values, types)):
+        return FactoryResult(values[0], values[1], values[2] if len(values) == 3 else {})
     returned = f"({', '.join(type(value).__name__ for value in values)})" if isinstance(made, tuple) else _kind(made)
     raise ConfigError(
         f"{name}() returned {returned}",

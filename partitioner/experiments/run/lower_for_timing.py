@@ -1,4 +1,4 @@
-"""The programs of a plan that are needed to time it: those of one rank of each kind.
+"""Lower a plan only to simulate its time: programs of one rank of each kind.
 
     plan ─> graph for the microbatch's size ─> cut ─> stages ─> programs
 
@@ -6,8 +6,7 @@
     data 0       rank 0     rank 1          four ranks of one kind: rank 0 is lowered, and counts four times
     data 1       rank 2     rank 3
 
-Pipelines are of one kind if they compute on parts of the same sizes, on equal devices, over links of the same speed: they keep the same
-time.
+Pipelines are of one kind if their shards have the same sizes, their devices are equal, and their links are equally fast.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ __all__ = ["Timed", "is_uniform", "lower_for_timing"]
 
 @dataclass(frozen=True)
 class Timed:
-    """Programs to be timed.
+    """Programs whose time is to be simulated.
 
     Attributes:
-        programs: of some ranks.
-        representatives: for whom each of them stands.
-        n_row_parts: into how many parts ranks cut the batch.
+        programs: the programs of one rank of each kind, or of all ranks.
+        representatives: the ranks that each program stands for.
+        n_row_parts: the number of parts into which ranks split the batch.
     """
 
     programs: tuple[Program, ...]
@@ -56,23 +55,23 @@ class Timed:
 
 @gc_paused()
 def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -> Timed:
-    """The programs that ``pm.graphs`` shows, of a training step or a forward, without anything that runs them.
+    """Return the programs of a training step, or of a forward in evaluation, without a runtime; they equal ``pm.graphs``.
 
     Args:
-        each_rank: lower every rank's, also where ranks are of one kind.
+        each_rank: lower the programs of all ranks, also if some are of one kind.
 
     Raises:
         PartitionError: the plan cannot be lowered.
     """
-    means = any(output.combine == "mean" for output in subject.graph.outputs)
+    has_means = any(output.combine == "mean" for output in subject.graph.outputs)
     rows, count = RowParts(plan.grid), plan.n_microbatches
     model = subject.made.model
-    found = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    # As ``partition`` lowers it: not every operator can be differentiated on the meta device.
-    device = torch.device("cpu") if found.type == "meta" else found
-    lowerer = Lowerer(Lowered(plan, _of_microbatch(subject, plan)))
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    if device.type == "meta":  # as in ``partition``: not every operator can be differentiated on the meta device
+        device = torch.device("cpu")
+    lowerer = Lowerer(Lowered(plan, _graph_for_microbatch(subject, plan)))
     target = Target(
-        in_parts=means and (count > 1 or rows.count > 1),
+        in_parts=has_means and (count > 1 or rows.count > 1),
         results=results_in_training(subject.graph) if subject.graph.training else "rows",
         rows=rows.divides(plan.batch_size),
         devices=(device,) * plan.n_ranks,
@@ -81,17 +80,18 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     )
     split = lowerer.after("split", target)
     stages = split.stages[0, 0]
-    nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
-    target = replace(target, inline=is_inlined(plan, nodes, count))
-    if (differentiation := _differentiation(subject, stages)) is not None:
+    n_nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
+    target = replace(target, inline=is_inlined(plan, n_nodes, count))
+    differentiation = _differentiation(subject, stages)
+    if differentiation is not None:
         schedule = schedule_of(plan, count)
         target = replace(target, kind="train_step", differentiation=differentiation, share=True, schedule=schedule)
-    programs, of = representatives_of(lowerer, target)
-    return Timed(programs, Representatives(plan.grid, of), split.parts[0][0].part.n_row_parts)
+    programs, represented = representatives_of(lowerer, target)
+    return Timed(programs, Representatives(plan.grid, represented), split.parts[0][0].part.n_row_parts)
 
 
-def _of_microbatch(subject: Subject, plan: Plan) -> ModelGraph:
-    """The model for the size of one microbatch over all ranks; for any size where microbatches are not all equal."""
+def _graph_for_microbatch(subject: Subject, plan: Plan) -> ModelGraph:
+    """Return the graph with the batch size of one microbatch over all ranks; symbolic if microbatches differ in size."""
     graph = subject.graph
     size, rest = divmod(plan.batch_size, plan.n_microbatches)
     if graph.batch is not None and not rest:
@@ -103,7 +103,7 @@ def _of_microbatch(subject: Subject, plan: Plan) -> ModelGraph:
 
 
 def _differentiation(subject: Subject, stages: LoweredStages) -> Differentiation | None:
-    """What a training step of a pipeline differentiates: every result that autograd would track; None where there is none."""
+    """Return the differentiation of a training step: of every result that autograd tracks, by the trainable parameters; None if none."""
     if not stages.graph.training:
         return None
     trainable = {name for name, original in subject.graph.parameters.items() if subject.made.model.get_parameter(original).requires_grad}
@@ -112,7 +112,7 @@ def _differentiation(subject: Subject, stages: LoweredStages) -> Differentiation
 
 
 def is_uniform(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether all groups along the same mesh dimensions are joined alike, and all their devices are equal."""
+    """Whether all devices are equal, and all groups along the same mesh dimensions have the same levels of links between their ranks."""
     if any(device != cluster.devices[0] for device in cluster.devices[: mesh.size]):
         return False
     if isinstance(cluster.links, Link):
@@ -122,12 +122,14 @@ def is_uniform(mesh: Mesh, cluster: Cluster) -> bool:
     for count in range(1, len(mesh.names) + 1):
         for names in itertools.combinations(mesh.names, count):
             groups = {mesh.group(rank, names) for rank in range(mesh.size)}
-            if len({_levels(group, cluster.links) for group in groups}) > 1:
+            if len({_levels_of_ring(group, cluster.links) for group in groups}) > 1:
                 return False
     return True
 
 
-def _levels(group: Sequence[int], levels: Sequence[Level]) -> tuple[int, ...]:
-    """Which level of links joins each rank of a group with the next, around the ring."""
-    pairs = zip(group, (*group[1:], group[0]), strict=True)
-    return tuple(next(index for index, level in enumerate(levels) if one // level.size == other // level.size) for one, other in pairs)
+def _levels_of_ring(group: Sequence[int], levels: Sequence[Level]) -> tuple[int, ...]:
+    """Return the index of the level of links between each rank of a group and the next, around the ring."""
+    neighbours = zip(group, (*group[1:], group[0]), strict=True)
+    return tuple(
+        next(index for index, level in enumerate(levels) if rank // level.size == other // level.size) for rank, other in neighbours
+    )

@@ -17,12 +17,13 @@ from passes.ir.errors import ConfigError
 
 __all__ = ["check_measurable", "last_error", "measure_row"]
 
+_HOW = 'name a file and a function in it, models={"net": "net.py:factory"}, or import the function from a module'
 _LIMIT = 600.0
-"""Seconds that one placement may run: what hangs is a reason, not a sweep without end."""
+"""Seconds after which a run is stopped and reported as not measured."""
 
 
 def check_measurable(sources: Mapping[str, ModelSource]) -> None:
-    """Raise ConfigError for a model that other processes cannot make."""
+    """Raise ConfigError for a model whose source cannot be pickled, or unpickled in other processes."""
     for name, source in sources.items():
         try:
             text = pickle.dumps(source)
@@ -32,11 +33,8 @@ def check_measurable(sources: Mapping[str, ModelSource]) -> None:
             raise ConfigError(f"the model {name} is defined in the script itself, where other processes do not find it", remedy=_HOW)
 
 
-_HOW = 'name a file and a function in it, models={"net": "net.py:factory"}, or import the function from a module'
-
-
 def measure_row(row: Row, source: ModelSource, training: bool | None) -> Row:
-    """The row with the seconds of a step that really ran, or with the reason why none did."""
+    """Run the plan of a row under torchrun; return the row with the measured time and memory, or with the reason why there are none."""
     with tempfile.TemporaryDirectory(prefix="partitioner-") as name:
         folder = Path(name)
         (folder / "model").write_bytes(pickle.dumps(source))
@@ -47,16 +45,16 @@ def measure_row(row: Row, source: ModelSource, training: bool | None) -> Row:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
         except subprocess.TimeoutExpired:
             return dataclasses.replace(row, reason=f"not measured: it ran longer than {_LIMIT:g} s")
-        found = folder / "measured.json"
-        if done.returncode != 0 or not found.exists():
+        result = folder / "measured.json"
+        if done.returncode != 0 or not result.exists():
             return dataclasses.replace(row, reason=f"not measured: {last_error(done.stderr)}")
-        measured = json.loads(found.read_text(encoding="utf-8"))
+        measured = json.loads(result.read_text(encoding="utf-8"))
     return dataclasses.replace(row, measured_step_time=measured["step_time"], measured_memory=measured["memory"])
 
 
 def last_error(log: str) -> str:
-    """The line of a log that names an error; of a process that was killed, torchrun's summary knows the signal, and of others less."""
+    """Return the first line of a torchrun log that names an error; else the signal that killed a process; else the first line."""
     lines = [line.strip() for line in log.splitlines() if line.strip() and "ChildFailedError" not in line]
-    named = [line for line in lines if "Error" in line.split(":")[0] or "error:" in line.lower()]
-    killed = [line.partition(":")[2].strip() for line in lines if line.startswith("traceback : Signal")]
-    return (named or killed or lines or ["it ended without a word"])[0][:300]
+    errors = [line for line in lines if "Error" in line.split(":")[0] or "error:" in line.lower()]
+    signals = [line.partition(":")[2].strip() for line in lines if line.startswith("traceback : Signal")]
+    return (errors or signals or lines or ["it ended without a word"])[0][:300]

@@ -1,4 +1,4 @@
-"""What every rank of a measured placement runs, started by torchrun: make the model, partition it by the plan, time its steps."""
+"""The script that torchrun runs on every rank to measure a placement: build the model, partition it by the plan, time its steps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _STEPS = 5
 
 
 def main(folder: Path, training: bool | None) -> None:
-    """Time a placement; the first rank writes what it took to ``measured.json``.
+    """Measure a placement; rank 0 writes the largest time and memory of all ranks to ``measured.json``.
 
     Args:
-        folder: holds the model and the plan.
+        folder: the folder with the files ``model`` (pickled source) and ``plan.json``.
         training: trace in training or evaluation mode; None keeps the model's.
     """
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def main(folder: Path, training: bool | None) -> None:
     step = _step(pm, made.args or (), dict(made.kwargs))
     for _ in range(_WARM_UP):
         step()
-    seconds = statistics.median(_timed(step) for _ in range(_STEPS))
+    seconds = statistics.median(_time(step) for _ in range(_STEPS))
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     worst = torch.tensor([seconds, float(memory)], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -51,7 +51,7 @@ def main(folder: Path, training: bool | None) -> None:
 
 
 def _step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-    """One step as the simulator counts it: forward and backward where the model trains, else the forward."""
+    """Return a function that runs one step: forward and backward if the model trains, else the forward."""
 
     def train() -> None:
         pm.train_step(*args, loss_fn=_mean_square, **kwargs)
@@ -65,13 +65,13 @@ def _step(pm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
 
 
 def _mean_square(output: Any, _target: Any) -> Tensor:
-    """A loss that every result takes part in."""
+    """Return a loss that depends on every differentiable result."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad]
     return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
 
 
-def _timed(step: Callable[[], None]) -> float:
-    """Seconds from all ranks ready to this one done."""
+def _time(step: Callable[[], None]) -> float:
+    """Return the seconds of a step on this rank, from a barrier of all ranks to the end of its work."""
     dist.barrier()
     started = time.perf_counter()
     step()

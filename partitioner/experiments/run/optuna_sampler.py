@@ -1,4 +1,4 @@
-"""Let Optuna choose placements: it learns which values of each dimension are fast, and its storage spreads a sweep over machines."""
+"""Choose placements with Optuna, which learns good values of each dimension; its storage can distribute a sweep over machines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["OptunaSampler"]
 
 _DIMENSIONS = tuple(Placement.__dataclass_fields__)
 _TRIES = 20
-"""How often Optuna may propose, for one placement, what is no placement of the grid."""
+"""How many proposals outside of the grid are discarded before ``ask`` gives up."""
 
 
 class OptunaSampler:
-    """So many placements of the grid, chosen by a study of Optuna; needs ``pip install 'partitioner[optuna]'``.
+    """Gives placements of the grid that a study of Optuna proposes; needs ``pip install 'partitioner[optuna]'``.
 
-    Several processes, also on several machines, share one study if they name one storage; each keeps its own rows.
+    Several processes, also on several machines, share one study if they name the same storage; each keeps its own rows.
 
     Args:
-        n_trials: how many placements this process asks for.
-        by: the number to make small: ``"step_time"``, ``"peak_memory"``, ...
-        storage: where the study is, ``"sqlite:///study.db"`` or a server; None: in memory.
-        study: its name.
-        seed: of Optuna's own sampler; the same seed, the same proposals where one process asks.
+        n_trials: the number of placements that this process asks for.
+        by: the number to minimize: ``"step_time"``, ``"peak_memory"``, ...
+        storage: the storage of the study, ``"sqlite:///study.db"`` or a server; None: in memory.
+        study: the name of the study.
+        seed: the seed of Optuna's sampler. Proposals are reproducible if a single process asks.
 
     Raises:
         ConfigError: Optuna is not installed, or an argument does not fit.
@@ -56,18 +56,18 @@ class OptunaSampler:
         self._trials: dict[Placement, list[Any]] = {}
 
     def start(self, placements: Sequence[Placement]) -> int:
-        """Begin with a grid."""
+        """Set the grid; dimensions with several values are the parameters of the study."""
         self._grid = frozenset(placements)
-        values = {name: list(dict.fromkeys(getattr(each, name) for each in placements)) for name in _DIMENSIONS}
-        self._choices = {name: found for name, found in values.items() if len(found) > 1}
+        values = {name: list(dict.fromkeys(getattr(placement, name) for placement in placements)) for name in _DIMENSIONS}
+        self._choices = {name: choices for name, choices in values.items() if len(choices) > 1}
         self._left = self._n_trials
         return min(self._n_trials, len(placements))
 
     def ask(self, neighbour: Placement | None = None) -> Placement | None:
-        """What Optuna proposes; proposals that are no placement of the grid count as pruned."""
+        """Return Optuna's next proposal; proposals outside of the grid count as pruned."""
         for _ in range(_TRIES if self._left and self._grid else 0):
             trial = self._study.ask()
-            proposed = {name: trial.suggest_categorical(name, found) for name, found in self._choices.items()}
+            proposed = {name: trial.suggest_categorical(name, choices) for name, choices in self._choices.items()}
             placement = Placement(**{**asdict(next(iter(self._grid))), **proposed})
             if placement in self._grid:
                 self._left -= 1
@@ -77,7 +77,7 @@ class OptunaSampler:
         return None
 
     def tell(self, placement: Placement, row: Row) -> None:
-        """What became of it; what could not be planned fails."""
+        """Report the number of a placement to its trials; a placement without this number is a failed trial."""
         number = getattr(row, self._by)
         for trial in self._trials.pop(placement, []):
             if number is None:

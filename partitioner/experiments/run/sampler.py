@@ -1,4 +1,4 @@
-"""Which placement of a grid comes next: each in its turn, or some by chance."""
+"""Samplers choose the next placement of a grid: all of them in order, or a random sample."""
 
 from __future__ import annotations
 
@@ -14,60 +14,60 @@ __all__ = ["GridSampler", "RandomSampler", "Sampler"]
 
 
 class Sampler(Protocol):
-    """Chooses placements one at a time and hears what became of them.
+    """Chooses placements one at a time and receives their results.
 
-    A sweep calls ``start`` once, then ``ask`` whenever a worker is free and ``tell`` for every answer. ``ask`` returns None when it has no
-    placement to give; the sweep ends when it has none and every answer has been told.
+    A sweep calls ``start`` once, then ``ask`` whenever a worker is free and ``tell`` for every result. ``ask`` returns None when it has no
+    placement to give; the sweep ends when it has none and every result has been told.
     """
 
     def start(self, placements: Sequence[Placement]) -> int:
-        """Begin with a grid; returns how many placements will be asked for."""
+        """Set the grid; return the number of placements that ``ask`` will give."""
 
     def ask(self, neighbour: Placement | None = None) -> Placement | None:
-        """The next placement.
+        """Return the next placement.
 
         Args:
-            neighbour: what the free worker evaluated last: one that shares its model and mesh is cheaper.
+            neighbour: the last placement of the free worker. A placement with the same model and mesh is evaluated faster.
         """
 
     def tell(self, placement: Placement, row: Row) -> None:
-        """What became of a placement."""
+        """Receive the result of a placement."""
 
 
 class GridSampler:
-    """Every placement of the grid."""
+    """Gives every placement of the grid."""
 
     def __init__(self) -> None:
         self._open: list[Placement] = []
-        self._last: list[Placement] = []
+        self._given: list[Placement] = []
 
     def start(self, placements: Sequence[Placement]) -> int:
         self._open = list(placements)
         return len(self._open)
 
     def ask(self, neighbour: Placement | None = None) -> Placement | None:
-        """The first of the worker's own family; else of a family that no worker is at; else the first."""
+        """Return the first open placement of the neighbour's family; else of a family that was not begun; else of any."""
         if not self._open:
             return None
         family = _family(neighbour)
-        begun = {_family(each) for each in self._last}
-        own = (each for each in self._open if _family(each) == family)
-        fresh = (each for each in self._open if _family(each) not in begun)
-        chosen = next(own, None) or next(fresh, None) or self._open[0]
+        begun = {_family(placement) for placement in self._given}
+        of_same_family = (placement for placement in self._open if _family(placement) == family)
+        of_new_family = (placement for placement in self._open if _family(placement) not in begun)
+        chosen = next(of_same_family, None) or next(of_new_family, None) or self._open[0]
         self._open.remove(chosen)
-        self._last.append(chosen)
+        self._given.append(chosen)
         return chosen
 
     def tell(self, placement: Placement, row: Row) -> None:
-        """Every placement is asked for, whatever became of others."""
+        """Ignore the result: the grid does not depend on it."""
 
 
 class RandomSampler(GridSampler):
-    """So many placements of the grid, each at most once, by chance.
+    """Gives a random sample of the grid, without repetition.
 
     Args:
-        n_samples: how many.
-        seed: the same seed, the same placements: a sweep that is resumed asks for them again.
+        n_samples: the number of placements.
+        seed: the seed of the sample. A sweep that is resumed with the same seed has the same sample.
     """
 
     def __init__(self, n_samples: int, seed: int = 0) -> None:
@@ -83,5 +83,5 @@ class RandomSampler(GridSampler):
 
 
 def _family(placement: Placement | None) -> tuple[object, ...]:
-    """Placements of one family are lowered from the same parts."""
+    """Return model, number of devices and mode: placements that share them can share lowered programs."""
     return () if placement is None else (placement.model, placement.devices, placement.mode)

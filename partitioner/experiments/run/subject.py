@@ -1,4 +1,4 @@
-"""The models of a sweep: made once, traced once, known by what they compute."""
+"""The models of a sweep: built once, traced once, identified by a fingerprint of their graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from partitioner.experiments.run.factory import Made, call_factory, checked
+from partitioner.experiments.run.factory import FactoryResult, call_factory, check_factory_result
 from partitioner.tracing.trace import trace
 from passes.graph.fingerprint import target_name
 from passes.ir.errors import ConfigError
@@ -21,10 +21,10 @@ __all__ = ["ModelSource", "Models", "Subject", "make_model", "name_models", "tra
 
 ModelSource = str | nn.Module | Callable[[], Any] | tuple[Any, ...]
 """A model of a sweep: ``"net.py:factory"``, a function that returns ``(model, args)`` or ``(model, args, kwargs)``, such a tuple itself, or
-a module whose example inputs can be found."""
+a module whose example inputs can be inferred."""
 
 Models = Mapping[str, ModelSource] | Sequence[ModelSource] | ModelSource
-"""Models by name, a list of models that have names of their own, or one."""
+"""Models by name, a list of models that are named after their functions, files or classes, or one model."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,31 @@ class Subject:
     """A traced model.
 
     Attributes:
-        name: in the sweep.
-        made: the module and its inputs; ``args`` is None where they are found.
-        graph: what it computes.
-        fingerprint: a digest of the graph, its sizes and its mode: another model, another digest.
-        modules: names of its modules.
+        name: its name in the sweep.
+        made: the module and its inputs; ``args`` is None if they are inferred.
+        graph: the traced graph.
+        fingerprint: a digest of the graph, its sizes and its mode; different models have different digests.
+        modules: the paths of its modules.
     """
 
     name: str
-    made: Made
+    made: FactoryResult
     graph: ModelGraph
     fingerprint: str
     modules: frozenset[str]
 
 
 def name_models(models: Models) -> dict[str, ModelSource]:
-    """The models by name.
+    """Return the models by name; a model without a given name is named by ``_default_name``.
 
     Raises:
-        ConfigError: two have one name, or there is none.
+        ConfigError: two models have the same name, or there is no model.
     """
     if isinstance(models, Mapping):
         named = dict(models)
     else:
         listed = [models] if isinstance(models, str | nn.Module | tuple) or callable(models) else list(models)
-        names = [_name(source) for source in listed]
+        names = [_default_name(source) for source in listed]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"several models are called {', '.join(twice)}", remedy='name them: models={"small": ..., "large": ...}')
@@ -66,7 +66,8 @@ def name_models(models: Models) -> dict[str, ModelSource]:
     return named
 
 
-def _name(source: ModelSource) -> str:
+def _default_name(source: ModelSource) -> str:
+    """Return ``"gpt"`` for ``"net.py:gpt"`` or a function ``gpt``, ``"net"`` for ``"net.py:factory"``, else the class of the model."""
     if isinstance(source, str):
         path, _, function = source.rpartition(":")
         return Path(path).stem if function in ("factory", "main") else function or source
@@ -76,36 +77,36 @@ def _name(source: ModelSource) -> str:
 
 
 def trace_subject(name: str, source: ModelSource, training: bool | None) -> Subject:
-    """Make a model and trace it.
+    """Build a model and trace it, in training or evaluation mode; ``training=None`` keeps the model's mode.
 
     Raises:
-        TraceError: it cannot be made one graph.
-        ConfigError: it is no model, or its inputs cannot be found.
+        TraceError: the model cannot be traced.
+        ConfigError: the source yields no model, or its inputs cannot be inferred.
     """
     made = make_model(name, source)
     graph = trace(made.model, made.args, made.kwargs if made.args is not None else None, training)
     return Subject(name, made, graph, _fingerprint(graph), frozenset(path for path, _ in made.model.named_modules()))
 
 
-def make_model(name: str, source: ModelSource) -> Made:
-    """The module and its inputs; raises ConfigError where there are none."""
+def make_model(name: str, source: ModelSource) -> FactoryResult:
+    """Build a model with its inputs; raise ConfigError if the source yields none."""
     if isinstance(source, str):
         return call_factory(source)
     if isinstance(source, nn.Module):
-        return Made(source, None, {})
-    return checked(name, source if isinstance(source, tuple) else source())
+        return FactoryResult(source, None, {})
+    return check_factory_result(name, source if isinstance(source, tuple) else source())
 
 
 def _fingerprint(graph: ModelGraph) -> str:
-    """A digest of every call with its sizes; names of symbols do not count, for they are not the same everywhere."""
+    """Return a digest of all calls with their sizes. The name of the batch symbol is left out, because it varies between runs."""
     lines = [f"{graph.batch is None} {graph.batch_size} {graph.training} {graph.outputs}"]
-    lines += [f"{node.op} {node.name} {target_name(node)} {node.args} {node.kwargs} {_described(node)}" for node in graph.graph.nodes]
+    lines += [f"{node.op} {node.name} {target_name(node)} {node.args} {node.kwargs} {_result_specs(node)}" for node in graph.graph.nodes]
     text = "\n".join(lines)
     if graph.batch is not None:
         text = text.replace(str(graph.batch), "batch")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _described(node: fx.Node) -> str:
+def _result_specs(node: fx.Node) -> str:
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return ", ".join(f"{leaf.dtype} {tuple(leaf.shape)} {leaf.requires_grad}" for leaf in leaves if isinstance(leaf, Tensor))

@@ -35,11 +35,11 @@ __all__ = ["Clusters", "Modes", "sweep"]
 
 Mode = str | Mapping[str, Any]
 Modes = Mode | Sequence[Mode]
-"""Modes as ``partition`` takes them; one size of a mesh may be -1, which takes what the others leave."""
+"""Modes as for ``partition``; one size of a mesh may be -1, which takes the remaining devices."""
 
 ClusterSource = Cluster | str
 Clusters = Mapping[str, ClusterSource] | Sequence[ClusterSource] | ClusterSource | None
-"""Machines by name, a list of texts like ``"h100:8x8"`` or of TOML files, or one; None: the hardware that is here."""
+"""Machines by name, a list of texts like ``"h100:8x8"`` or of TOML files, or one; None: the hardware of this machine."""
 
 _VALUES = {
     "devices": each_of(at_least(1)),
@@ -89,73 +89,72 @@ def sweep(
     optimizer: str = "adamw",
     progress: bool | None = None,
 ) -> Results:
-    """Plan and simulate every placement of a grid, each once, and keep what is found as it is found.
+    """Plan and simulate every placement of a grid, each once, and store each result as soon as it is known.
 
-    Every model is traced once. Placements are evaluated in worker processes and kept in an SQLite file under their keys, so that a sweep
-    that was stopped, even killed, goes on where it was when it is called again. A placement that cannot be planned is a row with its
-    reason.
+    Every model is traced once. Placements are evaluated in worker processes and stored in an SQLite file under their keys, so that a sweep
+    that was stopped, even killed, continues when it is called again. A placement that cannot be planned is a row with the reason.
 
     Args:
         models: by name, ``{"gpt": gpt, "unet": "net.py:unet"}``: functions that return ``(model, args)`` or ``(model, args, kwargs)``,
-            named in a file or passed, or modules whose inputs can be found. Models on the meta device will do.
-        devices: how many ranks; they may be simulated.
+            named in a file or passed, or modules whose inputs can be inferred. They may be on the meta device.
+        devices: numbers of ranks; they may be simulated.
         modes: as for ``partition``; ``{"pipeline": 2, "data": -1}`` takes as many replicas as there are devices for.
-        clusters: machines to plan for, ``"h100:8x8"``; the first ranks' devices are used. None: the hardware that is here.
+        clusters: machines to plan for, ``"h100:8x8"``; the first ranks' devices are used. None: the hardware of this machine.
         schedules: for modes with a pipeline; None lets the planner choose.
-        microbatches: None lets the planner choose.
-        recompute: None lets the planner choose.
-        store: the file; None keeps the rows in memory.
-        resume: take what the store has of this sweep; False refuses a store that has something of it.
-        retry_failures: ask again for what failed before.
-        sampler: which placements to take of the grid, and in which order; None: all of them, or ``n_samples`` by chance.
-        n_samples: how many placements to take by chance; None: all.
-        seed: of the chance.
+        microbatches: numbers of microbatches; None lets the planner choose.
+        recompute: recomputation policies; None lets the planner choose.
+        store: the file of the store; None keeps the rows in memory.
+        resume: take the rows of this sweep that the store has; False raises an error if it has any.
+        retry_failures: evaluate placements again that failed before.
+        sampler: chooses placements of the grid and their order; None: all of them, or ``n_samples`` at random.
+        n_samples: the number of random placements; None: all.
+        seed: the seed of the random choice.
         measure: also run every placement on this machine under torchrun, one at a time, after all are planned.
-        workers: processes that plan; None: one for each core, 0: in this process.
-        timeout: seconds that planning one placement may take; the rest is a failure. It needs worker processes.
+        workers: the number of worker processes; None: one for each core, 0: evaluate in this process.
+        timeout: seconds that planning one placement may take; then it fails. Needs worker processes.
         training: trace in training or evaluation mode; None keeps the model's.
-        memory_limit: per device, bytes or ``"16GiB"``.
-        optimizer: whose state the memory model counts.
+        memory_limit: memory limit of each device, bytes or ``"16GiB"``.
+        optimizer: the optimizer whose state counts as memory.
         progress: show progress; None: on a terminal.
 
     Returns:
-        The rows of all placements that were asked for, see ``Results``.
+        The rows of all placements of the sweep, see ``Results``.
 
     Raises:
         ConfigError: an argument does not fit, or no model can be traced.
     """
     sources = name_models(models)
-    counts = _several(devices)
+    counts = _as_tuple(devices)
     for count in counts:
         check_count(count)
-    machines = _clusters(clusters, counts)
-    asked = (_several(schedules), _several(microbatches), _several(recompute))
-    grid = placements(tuple(sources), counts, _several(modes), tuple(machines), *asked)
+    machines = _resolve_clusters(clusters, counts)
+    options = (_as_tuple(schedules), _as_tuple(microbatches), _as_tuple(recompute))
+    grid = placements(tuple(sources), counts, _as_tuple(modes), tuple(machines), *options)
     if measure:
         check_measurable(sources)
-    chosen = sampler or (GridSampler() if n_samples is None else RandomSampler(n_samples, seed))
-    total = chosen.start(grid)
+    sampler = sampler or (GridSampler() if n_samples is None else RandomSampler(n_samples, seed))
+    total = sampler.start(grid)
     bar = ProgressBar("sweep", total, progress)
-    with closing(Store(":memory:" if store is None else store)) as kept, closing(bar):
-        bench = _bench(sources, training, machines, Assumptions(memory_limit, optimizer), bar)
+    with closing(Store(":memory:" if store is None else store)) as stored, closing(bar):
+        bench = _trace_models(sources, training, machines, Assumptions(memory_limit, optimizer), bar)
         keys = {bench.key(placement) for placement in grid}
-        _prepare(kept, keys, resume=resume, retry_failures=retry_failures)
-        with closing(_pool(bench, workers, timeout)) as pool:
-            met = _run(bench, chosen, pool, kept, bar)
+        _prepare_store(stored, keys, resume=resume, retry_failures=retry_failures)
+        with closing(_start_workers(bench, workers, timeout)) as pool:
+            evaluated = _run(bench, sampler, pool, stored, bar)
         if measure:
-            _measure(sources, [row for row in kept.rows(met) if row.awaits_measurement], kept, training, progress)
-        return Results(tuple(kept.rows(met)), left=max(0, total - len(met)))
+            _measure(sources, [row for row in stored.rows(evaluated) if row.awaits_measurement], stored, training, progress)
+        return Results(tuple(stored.rows(evaluated)), left=max(0, total - len(evaluated)))
 
 
-def _several(value: Any) -> tuple[Any, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
-def _clusters(clusters: Clusters, counts: Sequence[int]) -> dict[str, Cluster]:
-    """The machines by name."""
+def _resolve_clusters(clusters: Clusters, counts: Sequence[int]) -> dict[str, Cluster]:
+    """Return the machines by name; None is the hardware of this machine, for the largest number of devices."""
     if clusters is None:
-        here = hardware_of(resolve_devices(max(counts, default=1), None).devices)
-        return {here.devices[0].name: here}
+        local = hardware_of(resolve_devices(max(counts, default=1), None).devices)
+        return {local.devices[0].name: local}
     if isinstance(clusters, Mapping):
         return {name: _cluster(source) for name, source in clusters.items()}
     listed = [clusters] if isinstance(clusters, str | Cluster) else list(clusters)
@@ -168,10 +167,10 @@ def _cluster(source: ClusterSource) -> Cluster:
     return Cluster.from_toml(source) if source.endswith(".toml") else Cluster.parse(source)
 
 
-def _bench(
+def _trace_models(
     sources: Mapping[str, ModelSource], training: bool | None, machines: Mapping[str, Cluster], assumptions: Assumptions, bar: ProgressBar
 ) -> Bench:
-    """Trace every model. One that cannot be traced fails all its placements; where none can, there is no sweep."""
+    """Trace every model. The placements of a model that cannot be traced fail; if no model can be traced, raise its error."""
     subjects: dict[str, Subject] = {}
     broken: dict[str, PartitionError] = {}
     for name, source in sources.items():
@@ -185,17 +184,19 @@ def _bench(
     return Bench(subjects, {name: str(error) for name, error in broken.items()}, machines, assumptions)
 
 
-def _prepare(kept: Store, keys: Iterable[str], *, resume: bool, retry_failures: bool) -> None:
-    found = kept.rows(set(keys))
-    if found and not resume:
+def _prepare_store(store: Store, keys: Iterable[str], *, resume: bool, retry_failures: bool) -> None:
+    """Raise an error if the store has rows of this sweep and ``resume`` is False; remove failed rows for ``retry_failures``."""
+    rows = store.rows(set(keys))
+    if rows and not resume:
         raise ConfigError(
-            f"{kept.path} has {len(found)} placements of this sweep already", remedy="resume the sweep, or name another file for the store"
+            f"{store.path} has {len(rows)} placements of this sweep already", remedy="resume the sweep, or name another file for the store"
         )
     if retry_failures:
-        kept.remove(row.key for row in found if not row.ok)
+        store.remove(row.key for row in rows if not row.ok)
 
 
-def _pool(bench: Bench, workers: int | None, timeout: float | None) -> InProcess | WorkerProcesses:
+def _start_workers(bench: Bench, workers: int | None, timeout: float | None) -> InProcess | WorkerProcesses:
+    """Start worker processes; evaluate in this process if ``workers`` is 0 or the system cannot fork."""
     count = os.cpu_count() or 1 if workers is None else workers
     if count == 0 or not can_fork():
         return InProcess(Evaluator(bench))
@@ -234,11 +235,11 @@ def _run(bench: Bench, sampler: Sampler, pool: InProcess | WorkerProcesses, stor
             sampler.tell(placement, row)
 
 
-def _measure(sources: Mapping[str, ModelSource], rows: Sequence[Row], kept: Store, training: bool | None, progress: bool | None) -> None:
-    """Run what was planned, one placement at a time: nothing else then uses the machine."""
+def _measure(sources: Mapping[str, ModelSource], rows: Sequence[Row], store: Store, training: bool | None, progress: bool | None) -> None:
+    """Measure the placements of rows one at a time, while nothing else uses the machine, and store the measured rows."""
     with closing(ProgressBar("measure", len(rows), progress)) as bar:
         for row in rows:
             bar.say(f"{row.model} {row.mode} on {row.devices}")
             measured = measure_row(row, sources[row.model], training)
-            kept.replace(measured)
+            store.replace(measured)
             bar.advance(f"{row.model} {row.mode} on {row.devices}", failed=measured.measured_step_time is None)

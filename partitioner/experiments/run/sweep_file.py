@@ -1,4 +1,4 @@
-"""A sweep as a file.
+"""Read the arguments of a sweep from a TOML file.
 
     devices = [2, 4, 8]
     modes = ["data", "pipeline", { pipeline = 2, data = -1 }]
@@ -7,7 +7,7 @@
     [models]
     gpt = "net.py:gpt"
 
-Models and clusters in files are named from the folder of this one.
+Paths of models and clusters are relative to the folder of the file.
 """
 
 from __future__ import annotations
@@ -24,43 +24,45 @@ from passes.ir.errors import ConfigError
 __all__ = ["read_sweep"]
 
 _BY_CALLER = ("store", "resume", "retry_failures", "sampler", "progress")
-"""What the call says, not the file."""
+"""Arguments of ``sweep`` that a file cannot set."""
 
 _NEEDED = ("models", "devices")
 
 
 def read_sweep(path: str | Path) -> dict[str, Any]:
-    """The arguments of ``sweep`` that a file gives.
+    """Return the arguments of ``sweep`` that a file sets.
 
     Raises:
-        ConfigError: the file cannot be read, lacks something, or says something that ``sweep`` does not take.
+        ConfigError: the file cannot be read, lacks a required argument, or has an unknown one.
     """
     example = 'devices = [2, 4], modes = ["data", "pipeline"] and, below [models], net = "net.py:factory"'
     try:
-        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        arguments = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"the sweep file {path} cannot be read: {reason}", remedy=f"write TOML: {example}") from error
     known = [name for name in inspect.signature(sweep).parameters if name not in _BY_CALLER]
-    for name in found:
+    for name in arguments:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             meant = f"did you mean {close[0]}? " if close else ""
             raise ConfigError(f"the sweep file {path} has an unknown {name!r}", remedy=f"{meant}choose from {', '.join(known)}")
     for name in _NEEDED:
-        if name not in found:
+        if name not in arguments:
             raise ConfigError(f"the sweep file {path} has no {name}", remedy=f"write {example}")
-    if not isinstance(found["models"], dict):
+    if not isinstance(arguments["models"], dict):
         raise ConfigError(f"the models of the sweep file {path} have no names", remedy='write them below [models]: net = "net.py:factory"')
     folder = Path(path).parent
-    models = {name: str(folder / text) for name, text in found["models"].items()}
-    return {**found, "models": models, **({"clusters": _clusters(found["clusters"], folder)} if "clusters" in found else {})}
+    arguments["models"] = {name: str(folder / text) for name, text in arguments["models"].items()}
+    if "clusters" in arguments:
+        arguments["clusters"] = _resolve_clusters(arguments["clusters"], folder)
+    return arguments
 
 
-def _clusters(clusters: Any, folder: Path) -> Any:
-    """Clusters in files by their paths."""
+def _resolve_clusters(clusters: Any, folder: Path) -> Any:
+    """Prefix the names of TOML files with the folder, in a text, a list or a table of clusters."""
     if isinstance(clusters, dict):
-        return {name: _clusters(text, folder) for name, text in clusters.items()}
+        return {name: _resolve_clusters(text, folder) for name, text in clusters.items()}
     if isinstance(clusters, list):
-        return [_clusters(text, folder) for text in clusters]
+        return [_resolve_clusters(text, folder) for text in clusters]
     return str(folder / clusters) if isinstance(clusters, str) and clusters.endswith(".toml") else clusters

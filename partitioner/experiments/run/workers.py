@@ -3,7 +3,7 @@
     sweep ── fork ──> worker 0      placement ──> row
           ── fork ──> worker 1      placement ──> row
 
-A worker that dies, or takes too long, is one failed row and a new worker. Workers end with the process that forked them, however it ends.
+If a worker dies or exceeds the timeout, its placement fails and a new worker replaces it. Workers end when their parent process ends.
 """
 
 from __future__ import annotations
@@ -28,26 +28,22 @@ from partitioner.experiments.results.row import Row, failed_row
 __all__ = ["Evaluate", "InProcess", "WorkerProcesses", "can_fork"]
 
 Evaluate = Callable[[Placement], Row]
-"""Gives the row of a placement; raises nothing."""
+"""Returns the row of a placement; raises nothing."""
 
 _HEARTBEAT = 0.5
-"""Seconds after which an idle worker looks whether the sweep is still there."""
+"""Seconds after which an idle worker checks whether its parent still runs."""
 
-_FAREWELL = 5.0
-"""Seconds that a worker gets to end by itself."""
+_JOIN_TIMEOUT = 5.0
+"""Seconds to wait for the end of a worker."""
 
 
 def can_fork() -> bool:
-    """Whether this process may have forked workers: the system knows them, and no accelerator is in use, which would not survive it."""
+    """Whether this process may fork workers: the system supports it, and CUDA, which does not survive a fork, is not in use."""
     return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
 
 
 class InProcess:
-    """Evaluates in this process, one placement at a time; ``WorkerProcesses`` does the same for several.
-
-    Args:
-        evaluate: gives a row.
-    """
+    """Evaluates placements in this process, one at a time, with the interface of ``WorkerProcesses``."""
 
     def __init__(self, evaluate: Evaluate) -> None:
         self._evaluate = evaluate
@@ -56,20 +52,20 @@ class InProcess:
 
     @property
     def idle(self) -> Sequence[Placement | None]:
-        """For each free worker, what it evaluated last."""
+        """For each free worker, the last placement that it evaluated; None for none."""
         return [] if self._placement is not None else [self._last]
 
     @property
     def busy(self) -> int:
-        """How many placements are under way."""
+        """The number of placements that are submitted and not answered."""
         return int(self._placement is not None)
 
     def submit(self, placement: Placement, neighbour: Placement | None) -> None:
-        """Give a placement to the free worker that evaluated the neighbour last."""
+        """Give a placement to the free worker whose last placement was ``neighbour``, an element of ``idle``."""
         self._placement = self._last = placement
 
     def answers(self) -> Iterator[tuple[Placement, Row]]:
-        """Wait until something is known; give all that is."""
+        """Wait for an answer; yield all placements that are answered, with their rows."""
         if self._placement is not None:
             row = self._evaluate(self._placement)
             placement, self._placement = self._placement, None
@@ -82,14 +78,13 @@ class InProcess:
 
 @dataclass(eq=False)
 class _Worker:
-    """A process and what it is at.
+    """A worker process and its current placement.
 
     Attributes:
-        process: it.
-        channel: placements to it, rows from it.
-        placement: what it evaluates; None when it is free.
-        last: what it evaluated before.
-        since: when it began, by the monotonic clock.
+        channel: sends it placements and receives its rows.
+        placement: the placement that it evaluates; None if it is free.
+        last: the placement that it evaluated before.
+        since: start of the current evaluation, by the monotonic clock.
     """
 
     process: ForkProcess
@@ -100,13 +95,13 @@ class _Worker:
 
 
 class WorkerProcesses:
-    """Evaluates in forked processes.
+    """Evaluates placements in forked processes.
 
     Args:
-        evaluate: gives a row; it runs in the workers, which see everything that this process has made so far.
-        key: of a placement, for the row of one whose worker died.
-        n_workers: how many processes.
-        timeout: seconds that one placement may take; None: as long as it likes.
+        evaluate: runs in the workers, which share the memory of this process at the time of the fork.
+        key: returns the key of a placement, for the row of a placement whose worker died.
+        n_workers: the number of processes.
+        timeout: seconds that one placement may take; None: no limit.
     """
 
     def __init__(self, evaluate: Evaluate, key: Callable[[Placement], str], n_workers: int, timeout: float | None) -> None:
@@ -117,14 +112,15 @@ class WorkerProcesses:
         self._workers = [self._start() for _ in range(n_workers)]
 
     def _start(self) -> _Worker:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(there, self._evaluate, os.getpid()), daemon=True)
+        """Fork a worker and connect it by a pipe."""
+        channel, channel_of_worker = self._context.Pipe()
+        process = self._context.Process(target=_run_worker, args=(channel_of_worker, self._evaluate, os.getpid()), daemon=True)
         with warnings.catch_warnings():
-            # Python warns of any thread; those of this process hold no lock that a worker needs, which computes on one thread of its own.
+            # Python warns if a process with threads forks. The threads of this process hold no locks that a worker needs.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             process.start()
-        there.close()
-        return _Worker(process, here)
+        channel_of_worker.close()
+        return _Worker(process, channel)
 
     @property
     def idle(self) -> Sequence[Placement | None]:
@@ -135,55 +131,54 @@ class WorkerProcesses:
         return sum(worker.placement is not None for worker in self._workers)
 
     def submit(self, placement: Placement, neighbour: Placement | None) -> None:
-        worker = next(each for each in self._workers if each.placement is None and each.last == neighbour)
+        worker = next(worker for worker in self._workers if worker.placement is None and worker.last == neighbour)
         worker.placement, worker.since = placement, time.monotonic()
-        # One that is dead already is found by ``answers``.
-        with suppress(OSError):
+        with suppress(OSError):  # ``answers`` handles a worker that is dead
             worker.channel.send(placement)
 
     def answers(self) -> Iterator[tuple[Placement, Row]]:
         busy = [worker for worker in self._workers if worker.placement is not None]
         if not busy:
             return
-        ready = wait([each for worker in busy for each in (worker.channel, worker.process.sentinel)], self._patience(busy))
+        ready = wait([handle for worker in busy for handle in (worker.channel, worker.process.sentinel)], self._time_left(busy))
         for worker in busy:
             placement = worker.placement
             assert placement is not None
             seconds = time.monotonic() - worker.since
             row: Row | None = None
             if worker.channel in ready or worker.process.sentinel in ready:
-                row = _received(worker.channel)
+                row = _receive_row(worker.channel)
                 if row is None:
-                    worker.process.join(_FAREWELL)
-                    row = self._replaced(worker, _ending(worker.process.exitcode), seconds)
+                    worker.process.join(_JOIN_TIMEOUT)
+                    row = self._fail_and_restart(worker, _exit_reason(worker.process.exitcode), seconds)
             elif self._timeout is not None and seconds >= self._timeout:
-                row = self._replaced(worker, f"it was not planned within {self._timeout:g} s", seconds)
+                row = self._fail_and_restart(worker, f"it was not planned within {self._timeout:g} s", seconds)
             if row is not None:
                 worker.last, worker.placement = placement, None
                 yield placement, row
 
-    def _patience(self, busy: Sequence[_Worker]) -> float | None:
-        """Seconds until the first of them has taken too long."""
+    def _time_left(self, busy: Sequence[_Worker]) -> float | None:
+        """Return the seconds until the first of these workers exceeds the timeout; None if there is no timeout."""
         if self._timeout is None:
             return None
         return max(0.0, min(worker.since for worker in busy) + self._timeout - time.monotonic())
 
-    def _replaced(self, worker: _Worker, reason: str, seconds: float) -> Row:
-        """The row of what a worker did not finish; a new worker takes its place."""
+    def _fail_and_restart(self, worker: _Worker, reason: str, seconds: float) -> Row:
+        """Replace the process of a worker by a new one; return a failed row for its placement."""
         placement = worker.placement
         assert placement is not None
-        _end(worker)
+        _kill(worker)
         fresh = self._start()
         worker.process, worker.channel = fresh.process, fresh.channel
         return failed_row(self._key(placement), placement, reason, seconds)
 
     def close(self) -> None:
         for worker in self._workers:
-            _end(worker)
+            _kill(worker)
 
 
-def _received(channel: Connection) -> Row | None:
-    """A worker's answer; None if it ended without one."""
+def _receive_row(channel: Connection) -> Row | None:
+    """Return the row that a worker sent; None if it ended without sending one."""
     try:
         answer = channel.recv() if channel.poll() else None
     except (EOFError, OSError):
@@ -192,28 +187,29 @@ def _received(channel: Connection) -> Row | None:
     return answer
 
 
-def _ending(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
+    """Return why a worker ended, from its exit code; the negative of a signal's number if it was killed."""
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         return f"the process that planned it was killed by {name}" + (": the machine may be out of memory" if name == "SIGKILL" else "")
     return f"the process that planned it ended with code {code}"
 
 
-def _end(worker: _Worker) -> None:
+def _kill(worker: _Worker) -> None:
     worker.channel.close()
     worker.process.kill()
-    worker.process.join(_FAREWELL)
+    worker.process.join(_JOIN_TIMEOUT)
 
 
-def _serve(channel: Connection, evaluate: Evaluate, parent: int) -> None:
-    """What a worker does: a row for each placement, as long as its parent is there."""
+def _run_worker(channel: Connection, evaluate: Evaluate, parent: int) -> None:
+    """Run in a worker: receive placements and send their rows, silently and on one thread, until the parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(quiet, stream)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    gc.freeze()  # what the sweep has made stays; looking through it for garbage again and again takes a tenth of a worker's time
+    gc.freeze()  # collections skip the objects of the sweep, which would take a tenth of a worker's time
     while os.getppid() == parent:
         if not channel.poll(_HEARTBEAT):
             continue

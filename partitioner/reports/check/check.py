@@ -116,10 +116,8 @@ def _walk(run: _Check, inputs: BoundInputs, n_microbatches: int) -> NodeWalk:
     """Compare node by node: the model's graph on the whole batch with the graphs of the stages."""
     _, whole = run.subject.with_microbatches(1).lowering_for(inputs.batch, in_parts=False)
     _, lowering = run.partitioned.lowering_for(inputs.batch, in_parts=False)
-    tensors = {
-        **{name: run.tensors[original] for name, original in (*run.graph.parameters.items(), *run.graph.buffers.items())},
-        **run.graph.constants,
-    }
+    originals = {**run.graph.parameters, **run.graph.buffers}
+    tensors = {**{name: run.tensors[original] for name, original in originals.items()}, **run.graph.constants}
     if lowering.cut.is_cut:
         return walk_mesh(lowering.cut, lowering.stages, tensors, inputs.tensors, inputs.batch, SEED)
     differentiation = lowering.everything(inputs.requiring_gradient)
@@ -185,8 +183,8 @@ class _Check:
         """Compare results, buffers and gradients of a call and of a training step."""
         call = self._restart()
         result = self.partitioned(*call.args, **call.kwargs)
-        self.parts.append(Part("outputs", tuple(self._outputs(pytree.tree_leaves(result)))))
-        self.parts.append(Part("buffers", tuple(self._buffers())))
+        self.parts.append(Part("outputs", tuple(self._compare_outputs(pytree.tree_leaves(result)))))
+        self.parts.append(Part("buffers", tuple(self._compare_buffers())))
         objective, gradients, own_gradients = self.reference.objective, self.reference.gradients, self.reference.own_gradients
         if objective is None or gradients is None:
             return
@@ -202,7 +200,7 @@ class _Check:
         self._compare_gradients("train_step", expected, call)
 
     def _restart(self) -> ModelCall:
-        """Reset gradients, buffers and the seed to those of the start; return the arguments of one more call, in memory of its own."""
+        """Reset gradients, buffers and the seed for another call of the partitioned model; return fresh copies of its arguments."""
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)
@@ -212,12 +210,12 @@ class _Check:
         torch.manual_seed(SEED)
         return call
 
-    def _outputs(self, leaves: Sequence[Any]) -> Iterator[Comparison]:
+    def _compare_outputs(self, leaves: Sequence[Any]) -> Iterator[Comparison]:
         for output, reference, actual in zip(self.graph.outputs, self.reference.outputs, leaves, strict=True):
             if isinstance(reference, Tensor):
                 yield compare(f"output {output.name}".strip(), reference, actual, computed_in=self.computed_in)
 
-    def _buffers(self) -> Iterator[Comparison]:
+    def _compare_buffers(self) -> Iterator[Comparison]:
         tensors = _full_tensors(self.subject)
         for name in self.graph.buffers.values():
             if name in self.reference.buffers:
@@ -246,9 +244,10 @@ class _Check:
 
     def _readers(self, name: str) -> list[fx.Node]:
         """Return the nodes that read a parameter (``"head.weight"``) or an input (``"input x"``), in graph order."""
-        named = {**self.graph.parameters, **{leaf.placeholder: f"input {leaf.name}" for leaf in self.graph.inputs if leaf.placeholder}}
-        nodes = [node for node in self.graph.graph.nodes if named.get(node.name) == name]
-        return [user for node in nodes for user in node.users if user.op != "output"]
+        inputs = {leaf.placeholder: f"input {leaf.name}" for leaf in self.graph.inputs if leaf.placeholder}
+        names = {**self.graph.parameters, **inputs}
+        placeholders = [node for node in self.graph.graph.nodes if names.get(node.name) == name]
+        return [user for node in placeholders for user in node.users if user.op != "output"]
 
     def _last_read(self, name: str) -> int:
         """Return the graph position of the last node that reads a parameter: the backward computes that node's gradients first."""
@@ -256,10 +255,11 @@ class _Check:
         return max((position[node] for node in self._readers(name)), default=-1)
 
     def first_gradient(self) -> Difference | None:
-        """Return the last node that reads the first parameter or input whose gradient differs."""
+        """Return where the first differing gradient comes from: the last node that reads its parameter or input."""
         plan = self.partitioned.plan
         gradient_parts = [part for part in self.parts if part.name.startswith("gradients")]
-        for comparison in (comparison for part in gradient_parts for comparison in part.differing):
+        differing = [comparison for part in gradient_parts for comparison in part.differing]
+        for comparison in differing:
             readers = self._readers(comparison.what.removeprefix("gradient of "))
             if readers:
                 node = readers[-1]

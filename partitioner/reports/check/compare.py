@@ -68,10 +68,10 @@ def compare(
         )
     is_inexact = reference.is_floating_point() or reference.is_complex()
     tolerance = TOLERANCE.get((computed_in or reference.dtype).to_real(), 0.0) if is_inexact else 0.0
-    wanted, found = _as_double(reference), _as_double(actual)
-    same = (wanted == found) | (wanted.isnan() & found.isnan())
-    difference = torch.where(same, 0.0, (wanted - found).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))
-    allowed_of_masks = torch.where(wanted.abs() > _ORDINARY, tolerance * wanted.abs().nan_to_num(posinf=0.0), 0.0)
+    expected, computed = _as_double(reference), _as_double(actual)
+    same = (expected == computed) | (expected.isnan() & computed.isnan())
+    difference = torch.where(same, 0.0, (expected - computed).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))
+    allowed_of_masks = torch.where(expected.abs() > _ORDINARY, tolerance * expected.abs().nan_to_num(posinf=0.0), 0.0)
     error = (difference - allowed_of_masks).clamp(min=0.0).max().item() if difference.numel() else 0.0
     largest = largest_magnitude(reference)
     return Comparison(what, error, largest, tolerance * (largest + scale))

@@ -24,11 +24,11 @@ Values = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class NodeWalk:
-    """What the walk found.
+    """The result of a comparison node by node.
 
     Attributes:
-        comparisons: of every node whose values over microbatches make a value over the batch, in graph order.
-        first: the first that differs.
+        comparisons: one for each node whose values over microbatches can be concatenated, in graph order.
+        first: the first node that differs.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -36,7 +36,7 @@ class NodeWalk:
 
 
 class _Recorder(fx.Interpreter):
-    """Keeps the tensors of all nodes."""
+    """Runs a graph and records the tensor results of its calls in ``values``, by node name."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -50,16 +50,16 @@ class _Recorder(fx.Interpreter):
 
 
 @dataclass
-class _Parts:
-    """Values of the stages over microbatches.
+class _StageValues:
+    """Values that the stages compute.
 
     Attributes:
-        of: node -> its value on each microbatch.
+        by_node: node -> its value on each microbatch.
         stage: node -> the first stage that computes it.
-        in_training: value that leaves a stage -> the same of the stage's training graph.
+        in_training: output of a stage -> its value on each microbatch, computed by the stage's training graph.
     """
 
-    of: dict[str, list[Tensor]] = field(default_factory=dict)
+    by_node: dict[str, list[Tensor]] = field(default_factory=dict)
     stage: dict[str, int] = field(default_factory=dict)
     in_training: dict[str, list[Tensor]] = field(default_factory=dict)
 
@@ -67,68 +67,69 @@ class _Parts:
 def walk_nodes(
     whole: ModelGraph, lowered: LoweredStages, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], sizes: Sequence[int], seed: int
 ) -> NodeWalk:
-    """Run both and compare node by node.
+    """Run the whole graph and the stages' graphs, and compare node by node.
 
     Args:
         whole: the model's graph, for the whole batch.
         lowered: the stages, with their training graphs if there are any; their graphs are for microbatches.
-        tensors: parameters, buffers and constants by placeholder; they stay as they are.
+        tensors: parameters, buffers and constants by placeholder; they are not written.
         inputs: the model's inputs by placeholder, whole batch.
         sizes: rows of each microbatch.
-        seed: of the random numbers that both draw.
+        seed: seed of the random numbers that both draw.
     """
     with torch.no_grad():
         reference = values_of(whole, {**tensors, **inputs, "batch": sum(sizes)}, seed)
         torch.manual_seed(seed)
-        parts = _run_stages(lowered, _own(whole, tensors), inputs, sizes)
+        actual = _run_stages(lowered, _with_own_buffers(whole, tensors), inputs, sizes)
     comparisons: list[Comparison] = []
     first: Difference | None = None
-    for node, comparison, in_training in _compared(whole, reference, parts):
+    for node, comparison, in_training in _compare_nodes(whole, reference, actual):
         comparisons.append(comparison)
         if first is None and not comparison.equal:
-            stage = parts.stage[node.name]
+            stage = actual.stage[node.name]
             cause = "the stage's forward graph computes the right value, its training graph does not" if in_training else ""
             first = Difference(node.name, place_of(node), stage, lowered.stage_ranks[stage][0], comparison, cause)
     return NodeWalk(tuple(comparisons), first)
 
 
 def values_of(graph: ModelGraph, given: Mapping[str, Any], seed: int) -> Values:
-    """The tensors of all calls of a graph, from values of its placeholders that stay as they are."""
+    """Run a graph and return the tensors of all its calls by node name; the values of its placeholders are not written."""
     torch.manual_seed(seed)
-    recorder, own = _Recorder(graph.module), _own(graph, given)
+    recorder, own = _Recorder(graph.module), _with_own_buffers(graph, given)
     recorder.run(*(own[node.name] for node in graph.graph.nodes if node.op == "placeholder"))
     return recorder.values
 
 
-def _own(graph: ModelGraph, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensors; buffers in memory of their own, for a run may write them."""
+def _with_own_buffers(graph: ModelGraph, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Clone the buffers among the tensors, because a run may write them."""
     return {name: tensor.clone() if name in graph.buffers else tensor for name, tensor in tensors.items()}
 
 
-def _run_stages(lowered: LoweredStages, tensors: Values, inputs: Mapping[str, Tensor], sizes: Sequence[int]) -> _Parts:
+def _run_stages(lowered: LoweredStages, tensors: Values, inputs: Mapping[str, Tensor], sizes: Sequence[int]) -> _StageValues:
+    """Run every stage on every microbatch, and record the values of all nodes; arguments as for ``walk_nodes``."""
     graph = lowered.graph
-    batch_dims = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs}
-    cut = {
-        name: split_batch(value, sizes, dim) if (dim := batch_dims[name]) is not None else [value] * len(sizes)
-        for name, value in inputs.items()
-        if name in batch_dims
-    }
-    parts = _Parts()
+    microbatches: dict[str, Sequence[Any]] = {}
+    for leaf in graph.inputs:
+        name, dim = leaf.placeholder, leaf.batch_dim
+        if name is not None and name in inputs:
+            microbatches[name] = [inputs[name]] * len(sizes) if dim is None else split_batch(inputs[name], sizes, dim)
+    results = _StageValues()
     for stage in lowered.stages:
         for microbatch, size in enumerate(sizes):
-            values = {name: parts.of[name][microbatch] for name in stage.values}
-            given = {**tensors, **{name: pieces[microbatch] for name, pieces in cut.items()}, **values, "batch": size}
-            _record_training(lowered, stage, {**given, **_own(graph, tensors)}, parts)
+            received = {name: results.by_node[name][microbatch] for name in stage.values}
+            own_inputs = {name: pieces[microbatch] for name, pieces in microbatches.items()}
+            given = {**tensors, **own_inputs, **received, "batch": size}
+            _record_training(lowered, stage, {**given, **_with_own_buffers(graph, tensors)}, results)
             recorder = _Recorder(stage.module)
             recorder.run(*(given[name] for name in stage.bound + stage.arguments))
             for name, value in recorder.values.items():
-                if parts.stage.setdefault(name, stage.index) == stage.index:
-                    parts.of.setdefault(name, []).append(value)
-    return parts
+                if results.stage.setdefault(name, stage.index) == stage.index:
+                    results.by_node.setdefault(name, []).append(value)
+    return results
 
 
-def _record_training(lowered: LoweredStages, stage: StageGraph, given: Mapping[str, Any], parts: _Parts) -> None:
-    """What the stage's training graph computes, from the same random numbers."""
+def _record_training(lowered: LoweredStages, stage: StageGraph, given: Mapping[str, Any], recorded: _StageValues) -> None:
+    """Run the stage's training graph and record its outputs; restore the random generators, so that the forward draws the same numbers."""
     if not lowered.training:
         return
     module = lowered.training[stage.index].forward
@@ -136,30 +137,31 @@ def _record_training(lowered: LoweredStages, stage: StageGraph, given: Mapping[s
     with torch.random.fork_rng(devices=devices):
         results = module(*(given[name] for name in stage.bound + stage.arguments))
     for name, result in zip(stage.outputs, results, strict=False):
-        parts.in_training.setdefault(name, []).append(result)
+        recorded.in_training.setdefault(name, []).append(result)
 
 
-def _compared(whole: ModelGraph, values: Values, parts: _Parts) -> Iterator[tuple[fx.Node, Comparison, bool]]:
-    """Every comparison that can be made, in graph order; True for that of a training graph."""
-    scales: dict[fx.Node, float] = {}
+def _compare_nodes(whole: ModelGraph, reference: Values, actual: _StageValues) -> Iterator[tuple[fx.Node, Comparison, bool]]:
+    """Yield the comparisons of each node in graph order: (node, comparison, whether the value is that of a training graph)."""
+    magnitudes: dict[fx.Node, float] = {}
     for node in whole.graph.nodes:
-        if node.name not in values or node.name not in parts.of:
+        if node.name not in reference or node.name not in actual.by_node:
             continue
-        scales[node] = largest_magnitude(values[node.name])
-        scale = max((scales.get(source, 0.0) for source in node.all_input_nodes), default=0.0)
-        for found, in_training in ((parts.of[node.name], False), (parts.in_training.get(node.name, []), True)):
-            joined = _joined(values[node.name], found)
+        expected = reference[node.name]
+        magnitudes[node] = largest_magnitude(expected)
+        scale = max((magnitudes.get(source, 0.0) for source in node.all_input_nodes), default=0.0)
+        for pieces, in_training in ((actual.by_node[node.name], False), (actual.in_training.get(node.name, []), True)):
+            joined = _concatenate(pieces, expected)
             if joined is not None:
-                yield node, compare(node.name, values[node.name], joined, scale=scale), in_training
+                yield node, compare(node.name, expected, joined, scale=scale), in_training
 
 
-def _joined(whole: Tensor, parts: Sequence[Tensor]) -> Tensor | None:
-    """The value over the batch; None where values over microbatches do not make one (a sum over the rows)."""
-    if len(parts) <= 1:
-        return parts[0] if parts else None
-    if any(part.dim() != whole.dim() for part in parts):
+def _concatenate(pieces: Sequence[Tensor], like: Tensor) -> Tensor | None:
+    """Concatenate the values of microbatches to the shape of ``like``; None if no dimension fits, as for a sum over the rows."""
+    if len(pieces) <= 1:
+        return pieces[0] if pieces else None
+    if any(piece.dim() != like.dim() for piece in pieces):
         return None
-    unlike = [dim for dim in range(whole.dim()) if any(part.shape[dim] != whole.shape[dim] for part in parts)]
-    if len(unlike) == 1 and sum(part.shape[unlike[0]] for part in parts) == whole.shape[unlike[0]]:
-        return torch.cat([part.to(whole.device) for part in parts], unlike[0])
+    split_dims = [dim for dim in range(like.dim()) if any(piece.shape[dim] != like.shape[dim] for piece in pieces)]
+    if len(split_dims) == 1 and sum(piece.shape[split_dims[0]] for piece in pieces) == like.shape[split_dims[0]]:
+        return torch.cat([piece.to(like.device) for piece in pieces], split_dims[0])
     return None

@@ -71,16 +71,15 @@ class Reference:
 def fresh_call(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device | None = None) -> ModelCall:
     """Copy the arguments of a call, to a device if one is given; copies require gradients where the arguments do."""
 
-    def copied(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.detach().clone().to(device or leaf.device).requires_grad_(leaf.requires_grad)
 
     leaves, tree = pytree.tree_flatten((args, reorder_keywords(graph, dict(kwargs))))
-    copies = [copied(leaf) for leaf in leaves]
-    requiring = {
-        leaf.name: tensor for leaf, tensor in zip(graph.inputs, copies, strict=True) if isinstance(tensor, Tensor) and tensor.requires_grad
-    }
+    copies = [copy_leaf(leaf) for leaf in leaves]
+    named = [(leaf.name, tensor) for leaf, tensor in zip(graph.inputs, copies, strict=True)]
+    requiring = {name: tensor for name, tensor in named if isinstance(tensor, Tensor) and tensor.requires_grad}
     new_args, new_kwargs = pytree.tree_unflatten(copies, tree)
     return ModelCall(new_args, new_kwargs, requiring)
 
@@ -94,7 +93,7 @@ def run_original(
     batch: int,
     seed: int,
 ) -> Reference:
-    """Call a copy of the original; the original itself stays as it is, buffers and attributes included.
+    """Call a copy of the original, so that the call changes neither buffers nor attributes of the original.
 
     Args:
         tensors: parameters and buffers by original name.
@@ -121,7 +120,7 @@ def run_original(
 
 
 def _copy(original: nn.Module, graph: ModelGraph, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Copy the model with other parameters and buffers; tied ones stay tied, for ``deepcopy`` replaces a tensor wherever it occurs."""
+    """Copy the model with the given parameters and buffers, by name; ``deepcopy`` replaces a tied tensor wherever it occurs."""
     memo: dict[int, Any] = {}
     for name, parameter in original.named_parameters():
         replacement = _on_device_of(parameter, tensors[name])
@@ -153,6 +152,7 @@ def _own_loss(result: Any) -> Tensor | None:
 
 
 def _gradients(loss: Tensor, model: nn.Module, call: ModelCall) -> Gradients:
+    """Differentiate a loss by the model's trainable parameters and the inputs that require gradients; keep the autograd graph."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     leaves = [*parameters.values(), *call.requiring.values()]
     gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True) if leaves else ()

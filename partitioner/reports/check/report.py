@@ -117,6 +117,7 @@ def _differing_lines(part: Part) -> list[str]:
 
 
 def _summary_table(parts: Sequence[Part]) -> list[str]:
+    """Return a table with a row for each part that has comparisons: their number, the largest error, the largest value, the verdict."""
     rows = [("compared", "tensors", "largest error", "of values up to", "")]
     for part in parts:
         worst = max(part.comparisons, key=lambda comparison: comparison.error, default=None)

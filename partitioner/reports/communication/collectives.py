@@ -1,8 +1,7 @@
-"""What the collectives of a step move, read from the programs: sums of gradients and of activations, parts put together, cut, exchanged.
+"""The collectives of a step, read from the programs: their values, bytes, groups and purposes.
 
-Bytes are those that leave a rank when each rank passes on what it must: a tensor that is summed goes round once to be summed and once
-more for all to have the sum, except for the part that stays (``2 (n - 1) / n`` of it); of what is gathered, scattered or exchanged, a
-rank sends what it gives to others.
+Bytes are those that a rank sends in a ring of ``n`` ranks: ``2 (n - 1) / n`` of a tensor for an all_reduce (a reduce_scatter and an
+all_gather); for any other collective the parts that go to other ranks.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class _Call:
     """A collective of one rank.
 
     Attributes:
-        node: what starts it.
-        spec: what it gives and gets.
-        purpose: why it is there.
+        node: the call that starts it.
+        spec: its group, operands and results.
+        purpose: the values it moves, and why.
         result: dtype and shape of the first result, in the first microbatch.
-        sent: bytes that leave the rank.
+        sent: bytes that the rank sends.
     """
 
     node: fx.Node
@@ -51,40 +50,42 @@ class _Call:
 
 
 def collective_transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | None = None) -> list[Transfer]:
-    """One line for what is of one kind, purpose and shape, in the order of the programs; of gradients, one for all that travel alike.
+    """Return one transfer for all collectives with the same function, purpose, shape and mesh dimensions, in the order of the programs.
+
+    All-reduces that the emitter wrote, of gradients and the loss, are grouped by their values and groups instead.
 
     Args:
-        mesh: of the ranks, whose dimensions are told instead of groups.
+        mesh: the mesh of the ranks: transfers then name mesh dimensions; None: they name the ranks of groups.
     """
-    found: dict[tuple[Any, ...], list[_Call]] = {}
+    groups: dict[tuple[Any, ...], list[_Call]] = {}
     for program in programs:
         if any(node.target in COLLECTIVES for node in program.module.graph.nodes):
             for call in _calls(lowered, program):
                 over = call.spec.group if mesh is None else dimensions_of(call.spec.group, mesh)
                 purpose = call.purpose
                 if call.node.meta.get("reduces") is not None:
-                    alike: tuple[Any, ...] = (over, purpose.names)
+                    key: tuple[Any, ...] = (over, purpose.names)
                 else:
-                    alike = (purpose.subject, purpose.why, purpose.made, purpose.made or call.result, () if mesh is None else over)
-                found.setdefault((call.node.target, *alike), []).append(call)
-    return [_transfer(calls, mesh) for calls in found.values()]
+                    key = (purpose.subject, purpose.why, purpose.operation, purpose.operation or call.result, () if mesh is None else over)
+                groups.setdefault((call.node.target, *key), []).append(call)
+    return [_transfer(calls, mesh) for calls in groups.values()]
 
 
 def sent_by_kind(lowered: LoweredStages, program: Program) -> dict[str, int]:
-    """Bytes that leave a rank in a step, by the function that sends them."""
+    """Return name of a collective -> bytes that a rank sends by it in a step."""
     sent: dict[str, Fraction] = {}
     for call in _calls(lowered, program):
         kind = call.node.target.__name__  # type: ignore[union-attr]
         sent[kind] = sent.get(kind, Fraction(0)) + call.sent
-    return {kind: int(moved) for kind, moved in sent.items()}
+    return {kind: int(size) for kind, size in sent.items()}
 
 
 def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
-    """The collectives of a rank that communicate."""
+    """Return the collectives of a rank whose group has other ranks."""
     specs = describe_values(program)
     batch = program.module.meta["batch_size"]
     rows = microbatch_sizes(batch, len(specs.sizes))
-    # What the symbols of a program stand for in the batch that was traced.
+    # Values of the symbolic sizes: in the traced batch; with every microbatch as large as the first.
     at_run = {specs.batch: batch, **dict(zip(specs.sizes, rows, strict=True))}
     at_first = {**at_run, **dict.fromkeys(specs.sizes, rows[0])}
     calls = []
@@ -92,16 +93,18 @@ def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
     for node in program.module.graph.nodes:
         if node.target in COLLECTIVES and len(specs.of[node].collective.group) > 1:
             spec: CollectiveSpec = specs.of[node].collective
-            result = str(_numbered(spec.results[0], at_first)) if spec.results else "nothing"
-            calls.append(_Call(node, spec, purposes.of(node), result, _sent(node, spec, program.rank, at_run)))
+            result = str(_with_numbers(spec.results[0], at_first)) if spec.results else "nothing"
+            calls.append(_Call(node, spec, purposes.of(node), result, _sent_bytes(node, spec, program.rank, at_run)))
     return calls
 
 
-def _numbered(tensor: TensorSpec, values: Mapping[Any, int]) -> TensorSpec:
+def _with_numbers(tensor: TensorSpec, values: Mapping[Any, int]) -> TensorSpec:
+    """Substitute numbers for the symbols of a shape."""
     return TensorSpec(tuple(int(sympy.sympify(size).subs(values)) for size in tensor.shape), tensor.dtype)
 
 
-def _sent(node: fx.Node, spec: CollectiveSpec, rank: int, values: Mapping[Any, int]) -> Fraction:
+def _sent_bytes(node: fx.Node, spec: CollectiveSpec, rank: int, values: Mapping[Any, int]) -> Fraction:
+    """Return the bytes that a rank sends in a collective; ``spec.given`` are its operands, each with the part for every member."""
     n_ranks = len(spec.group)
     if node.target is all_reduce:
         return Fraction(2 * (n_ranks - 1), n_ranks) * sum(_bytes(node, given[0], values) for given in spec.given)
@@ -110,28 +113,28 @@ def _sent(node: fx.Node, spec: CollectiveSpec, rank: int, values: Mapping[Any, i
 
 
 def _bytes(node: fx.Node, tensor: TensorSpec, values: Mapping[Any, int]) -> int:
-    if tensor.dtype is None:  # that of a loss, which is known to whoever wrote the node
+    """Return the bytes of an operand of a collective, with these values of symbolic sizes."""
+    if tensor.dtype is None:  # a loss, whose dtype the program does not say
         size: int = node.meta["bytes"]
         return size
-    count = sympy.Mul(*_numbered(tensor, values).shape)
+    count = sympy.Mul(*_with_numbers(tensor, values).shape)
     return int(count) * tensor.dtype.itemsize
 
 
-# -- words -----------------------------------------------------------------------------------------------------------------------------
-
-
 def _transfer(calls: Sequence[_Call], mesh: Mesh | None) -> Transfer:
+    """Sum up collectives of one purpose, of all ranks and microbatches."""
     groups = list(dict.fromkeys(call.spec.group for call in calls))
     sending = tuple(sorted({rank for group in groups for rank in group}))
     purpose = calls[0].purpose
-    value = purpose.subject + first_few(list(dict.fromkeys(name for call in calls for name in call.purpose.names)), 1)
-    source, destination = _between(groups, mesh)
-    moved = int(sum(call.sent for call in calls))
-    return Transfer(value, purpose.made or calls[0].result, moved, len(calls), source, destination, purpose.why, sending)
+    names = dict.fromkeys(name for call in calls for name in call.purpose.names)
+    source, destination = _ends(groups, mesh)
+    sent = int(sum(call.sent for call in calls))
+    shape = purpose.operation or calls[0].result
+    return Transfer(purpose.subject + first_few(list(names), 1), shape, sent, len(calls), source, destination, purpose.why, sending)
 
 
-def _between(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[str, str]:
-    """The kind of way, and between whom."""
+def _ends(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[str, str]:
+    """Return source and destination of a transfer: the ranks twice, or ``("over tensor", "4 groups of 2 ranks")`` on a mesh."""
     if mesh is None:
         more = f" and {len(groups) - 3} groups more" if len(groups) > 3 else ""
         ranks = "; ".join(rank_list(group) for group in groups[:3]) + more

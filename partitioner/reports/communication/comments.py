@@ -1,12 +1,11 @@
-"""Comments for programs: where a computation stands in the user's code; what a communication carries, how that lies, and why.
+"""Comments for programs: module and source line of a computation; value, layout and reason of a communication.
 
     # blocks.0.projection, net.py:37
     view_5_mb0 = aten.view.default(addmm_1_mb0, [size_mb0, 6, 12])
     # linear_1 [batch, sequence, hidden] partial over tensor -> [batch, sequence, hidden]; blocks.0.projection, net.py:37
     start_all_reduce_mb0 = all_reduce([view_5_mb0], group=(0, 1), operation='sum')  # 2.25 KiB
 
-They stand in the nodes' ``meta``: ``"origin"`` of a computation, ``"comment"`` of a communication. ``passes.graph.program_printer`` writes
-them.
+They are stored in ``meta`` of the nodes, ``"origin"`` or ``"comment"``, and printed by ``passes.graph.program_printer``.
 """
 
 from __future__ import annotations
@@ -33,18 +32,24 @@ __all__ = ["comment_programs"]
 
 
 def comment_programs(explained: Explained) -> tuple[fx.GraphModule, ...]:
-    """The graphs of all ranks, every node with what there is to say of it. Done once for each graph."""
-    writer: _Writer | None = None
+    """Comment the graphs of all ranks that are not commented yet; return all of them."""
+    commenter: _Commenter | None = None
     for program in explained.programs:
         if not program.module.meta.get("is_commented"):
-            writer = writer or _Writer(explained)
-            writer.comment(program)
+            commenter = commenter or _Commenter(explained)
+            commenter.comment(program)
             program.module.meta["is_commented"] = True
     return tuple(program.module for program in explained.programs)
 
 
-class _Writer:
-    """Writes the comments of one model's programs."""
+class _Commenter:
+    """Comments the programs of one model.
+
+    Attributes:
+        nodes: nodes of the whole model by name.
+        pipeline: rank -> number of its pipeline.
+        ranks_at: the ranks at each pipeline position.
+    """
 
     def __init__(self, explained: Explained) -> None:
         self.explained = explained
@@ -53,27 +58,29 @@ class _Writer:
         self.nodes = {node.name: node for node in explained.cut.graph.graph.nodes}
         self.pipeline = homes(self.mesh)
         self.ranks_at = ranks_at_places(self.mesh)
-        self._told: dict[tuple[int, Message], str] = {}
+        self._message_comments: dict[tuple[int, Message], str] = {}  # (pipeline, message without microbatch) -> comment
 
     def comment(self, program: Program) -> None:
+        """Store comments in ``meta`` of the nodes of a program."""
         purposes = Purposes(self.explained.graph, program.module)
         for node in program.module.graph.nodes:
             if node.target in (send, receive):
-                node.meta["comment"] = self._message(program.rank, node.meta["message"])
+                node.meta["comment"] = self._message_comment(program.rank, node.meta["message"])
             elif node.target in COLLECTIVES:
-                node.meta["comment"] = self._collective(node, purposes.of(node))
+                node.meta["comment"] = self._collective_comment(node, purposes.of(node))
             elif node.op == "call_function" and node.target is not operator.getitem and node.meta.get("is_of_microbatch"):
                 node.meta["origin"] = _origin(node)
 
-    # -- messages ------------------------------------------------------------------------------------------------------------------
+    def _message_comment(self, rank: int, message: Message) -> str:
+        """Return the comment of a message, computed once for all microbatches."""
+        any_microbatch = Message(message.kind, message.value, None, message.consumer, message.source, message.destination)
+        key = (self.pipeline[rank], any_microbatch)
+        if key not in self._message_comments:
+            self._message_comments[key] = self._describe_message(self.pipeline[rank], message)
+        return self._message_comments[key]
 
-    def _message(self, rank: int, message: Message) -> str:
-        alike = (self.pipeline[rank], Message(message.kind, message.value, None, message.consumer, message.source, message.destination))
-        if alike not in self._told:
-            self._told[alike] = self._tell(alike[0], message)
-        return self._told[alike]
-
-    def _tell(self, pipeline: int, message: Message) -> str:
+    def _describe_message(self, pipeline: int, message: Message) -> str:
+        """``"gradient of add_4 [batch, hidden]: blocks.0 <- blocks.1, net.py:37"``."""
         if message.kind == "loss":
             return "the loss: all ranks return it"
         lowered = self.explained.pipelines[pipeline]
@@ -82,11 +89,11 @@ class _Writer:
         layout = self.layouts.of(message.value, gradient=is_gradient)
         value = " ".join(part for part in ("gradient of" if is_gradient else "", message.value, layout) if part)
         *_, reason = route(lowered, message, node, self.ranks_at)
-        return "".join([f"{value}: {reason}", *([f", {source}"] if (source := _source(node)) else [])])
+        source = _source(node)
+        return f"{value}: {reason}" + (f", {source}" if source else "")
 
-    # -- collectives ---------------------------------------------------------------------------------------------------------------
-
-    def _collective(self, node: fx.Node, purpose: Purpose) -> str:
+    def _collective_comment(self, node: fx.Node, purpose: Purpose) -> str:
+        """Describe the first layout change of a collective: ``"linear_1 [batch, ffn/tensor] -> [batch, ffn]"``; else its purpose."""
         items = [item for item in items_of(node) if item is not None]
         changes = [(item, change) for item in items if (change := change_of(item)) is not None]
         if not changes:
@@ -96,14 +103,14 @@ class _Writer:
         is_gradient = is_of_gradient(item)
         value = f"{'gradient of ' if is_gradient else ''}{self._name(change)}"
         more = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
-        return f"{value} {self.layouts.of_change(change, gradient=is_gradient)}{more}{self._place(change)}"
+        return f"{value} {self.layouts.of_change(change, gradient=is_gradient)}{more}{self._origin_suffix(change)}"
 
     def _name(self, change: Change) -> str:
         graph: ModelGraph = self.explained.graph
         return graph.parameters.get(change.value) or graph.buffers.get(change.value) or change.value
 
-    def _place(self, change: Change) -> str:
-        """Where the value that is communicated comes from; a parameter's name says that."""
+    def _origin_suffix(self, change: Change) -> str:
+        """Return ``"; blocks.0.projection, net.py:37"``, where the value is computed; empty for a parameter, whose name says it."""
         node = self.nodes.get(change.value)
         if node is None or node.op == "placeholder":
             return ""
@@ -111,7 +118,7 @@ class _Writer:
 
 
 def _origin(node: fx.Node) -> str:
-    """Module and source line of a node; empty for one that came with its backward."""
+    """Return module and source line of a node: ``"blocks.0.projection, net.py:37"``; empty for a node of the backward."""
     if not node.meta.get("nn_module_stack"):
         return ""
     parts: Sequence[str | None] = (module_path(node) or "the model itself", _source(node))
@@ -119,6 +126,6 @@ def _origin(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> str | None:
-    """``net.py:12``: the file without its folder."""
+    """Return the source line of a node, ``"net.py:12"``, the file without its folder."""
     line = source_line(node)
     return None if line is None else line.replace("\\", "/").rpartition("/")[2]

@@ -28,13 +28,13 @@ class Purpose:
     Attributes:
         subject: in front of the names: ``"gradient of "``.
         names: parameters, modules or values.
-        made: the operation on several tensors of different shapes: ``"summed"``; empty if their one shape is reported instead.
+        operation: the operation on several tensors of different shapes: ``"summed"``; empty if their one shape is reported instead.
         why: the reason, in words.
     """
 
     subject: str
     names: tuple[str, ...]
-    made: str
+    operation: str
     why: str
 
 
@@ -46,21 +46,21 @@ _WORDS: Mapping[Any, tuple[str, str]] = {
     halo_exchange: ("fetched", "windows reach beyond the rank's own part"),
     halo_add: ("given back", "the gradient of what windows read of other ranks"),
 }
-"""Collective -> the operation in words; the reason, where it is one of activations or their gradients."""
+"""Collective -> the operation in words; the reason, for activations and their gradients."""
 
 
 def dimensions_of(group: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
-    """The mesh dimensions over which a group of ranks reaches."""
-    places = [mesh.coordinate(rank) for rank in group]
-    return tuple(name for name in mesh.names if len({place[name] for place in places}) > 1)
+    """Return the mesh dimensions along which the ranks of a group differ."""
+    coordinates = [mesh.coordinate(rank) for rank in group]
+    return tuple(name for name in mesh.names if len({coordinate[name] for coordinate in coordinates}) > 1)
 
 
 class Purposes:
     """Finds the purposes of the collectives of one program.
 
     Args:
-        graph: gives parameters and inputs their original names.
-        program: whose collectives they are.
+        graph: the model's graph, for the original names of parameters and inputs.
+        program: the program of one rank.
     """
 
     def __init__(self, graph: ModelGraph, program: fx.GraphModule) -> None:
@@ -69,34 +69,39 @@ class Purposes:
         self._stores = {name: module for name, module in program.named_children() if isinstance(module, StoreGradients)}
 
     def of(self, node: fx.Node) -> Purpose:
-        """Why a collective is there."""
+        """Return the purpose of a collective.
+
+        The cases, in this order: all-reduces that the emitter wrote; stored parameters; gradients that are stored; results of the model;
+        activations, by module; their gradients, by module; other values.
+        """
         function: Any = node.target
-        made, reason = _WORDS[function]
+        operation, reason = _WORDS[function]
         operands: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
         section = node.meta.get("section")
         is_backward = isinstance(section, Action) and section.kind != ActionKind.FORWARD
         if node.meta.get("reduces") is not None:
-            return self._reduced(made, node.meta["reduces"])
+            return self._reduced(operation, node.meta["reduces"])
         if operands and all(is_held(operand) for operand in operands):
             again = " again for the backward" if is_backward else ""
-            return Purpose("", tuple(map(self._parameter, operands)), made, f"held in parts, needed whole{again}")
-        gradients = [name for item in items_of(node) if item is not None and (name := self._stored(item, section))]
+            return Purpose("", tuple(map(self._parameter, operands)), operation, f"held in parts, needed whole{again}")
+        items = [item for item in items_of(node) if item is not None]
+        gradients = [name for item in items if (name := self._parameter_of_gradient(item, section))]
         if function is reduce_scatter and len(gradients) == len(operands):
-            return Purpose("gradient of ", tuple(gradients), made, "each rank keeps its part")
+            return Purpose("gradient of ", tuple(gradients), operation, "each rank keeps its part")
         if section == "results":
             return Purpose("", tuple(operand.name for operand in operands), "", "all ranks return all rows")
-        paths = [module_path(each) for each in (node, *items_of(node)) if each is not None]
-        modules = tuple(short_name(path) for path in dict.fromkeys(paths) if path)
+        paths = dict.fromkeys(module_path(source) for source in (node, *items))
+        modules = tuple(short_name(path) for path in paths if path)
         if modules:
             return Purpose("result of ", modules, "", reason)
-        readers = [path for operand in operands if is_backward and (path := self._differentiated(operand))]
-        if readers:
-            return Purpose("input gradient of ", tuple(readers), "", reason)
+        differentiated = [path for operand in operands if is_backward and (path := self._module_of_gradient(operand))]
+        if differentiated:
+            return Purpose("input gradient of ", tuple(differentiated), "", reason)
         if isinstance(section, Action):
             return Purpose("input gradient of " if is_backward else "result of ", (short_name(""),), "", reason)
         return Purpose("", (node.meta.get("reason") or (operands[0].name if operands else node.name),), "", reason)
 
-    def _reduced(self, made: str, reduces: Sequence[str]) -> Purpose:
+    def _reduced(self, operation: str, reduces: Sequence[str]) -> Purpose:
         """Return the purpose of an all_reduce that the emitter wrote: of gradients, of the loss, or of another sum."""
         originals = [self._names.get(name) or self._inputs.get(name) for name in reduces]
         names = tuple(short_name(original or name) for original, name in zip(originals, reduces, strict=True))
@@ -105,30 +110,32 @@ class Purposes:
         elif any(originals):
             why = "all ranks return the gradient of an input"
         elif names == ("loss_of_batch",):
-            return Purpose("", ("loss",), made, "each rank has that of its rows")
+            return Purpose("", ("loss",), operation, "each rank has that of its rows")
         else:
             why = "each rank has a part of it"
-        return Purpose("gradient of " if any(originals) else "", names, made, why)
+        return Purpose("gradient of " if any(originals) else "", names, operation, why)
 
-    def _parameter(self, held: Any, *, shortened: bool = True) -> str:
-        while held.op != "get_attr":
-            (held,) = held.all_input_nodes
-        name = self._names.get(str(held.target), str(held.target))
+    def _parameter(self, node: Any, *, shortened: bool = True) -> str:
+        """Return the original name of the parameter that a node is computed from, by operations of one operand such as casts."""
+        while node.op != "get_attr":
+            (node,) = node.all_input_nodes
+        name = self._names.get(str(node.target), str(node.target))
         return short_name(name) if shortened else name
 
-    def _differentiated(self, gradient: fx.Node) -> str:
-        """Return the module that a gradient comes from: walk back to the nearest node that reads a parameter, and take its module."""
-        seen, near = {gradient}, [gradient]
-        while near:
-            for node in near:
-                held = [each for each in node.all_input_nodes if is_held(each)]
-                if held:
-                    return short_name(self._parameter(held[0], shortened=False).rpartition(".")[0])
-            near = [each for node in near for each in node.all_input_nodes if each.op == "call_function" and each not in seen]
-            seen.update(near)
+    def _module_of_gradient(self, gradient: fx.Node) -> str:
+        """Return the module that a gradient comes from, by a breadth-first search back to the nearest node that reads a parameter."""
+        seen, frontier = {gradient}, [gradient]
+        while frontier:
+            for node in frontier:
+                parameters = [source for source in node.all_input_nodes if is_held(source)]
+                if parameters:
+                    return short_name(self._parameter(parameters[0], shortened=False).rpartition(".")[0])
+            sources = [source for node in frontier for source in node.all_input_nodes]
+            frontier = [source for source in sources if source.op == "call_function" and source not in seen]
+            seen.update(frontier)
         return ""
 
-    def _stored(self, gradient: fx.Node, section: Any) -> str:
+    def _parameter_of_gradient(self, gradient: fx.Node, section: Any) -> str:
         """Return the name of the parameter that a value is the gradient of; empty if it is none.
 
         Walk from the value to the call that stores gradients: its list has the order of ``StoreGradients.names``.
@@ -149,8 +156,8 @@ class Purposes:
 
 def items_of(node: fx.Node) -> list[fx.Node | None]:
     """Return the getitem of each result of a collective; None for a result that no node reads."""
-    found: dict[Any, fx.Node] = {}
+    by_index: dict[Any, fx.Node] = {}
     for user in node.users:
         if user.target is wait:
-            found.update({item.args[1]: item for item in user.users if item.target is operator.getitem})
-    return [found.get(index) for index in range(len(node.args[0]))]  # type: ignore[arg-type]
+            by_index.update({item.args[1]: item for item in user.users if item.target is operator.getitem})
+    return [by_index.get(index) for index in range(len(node.args[0]))]  # type: ignore[arg-type]

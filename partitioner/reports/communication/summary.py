@@ -1,8 +1,8 @@
-"""What the programs of a step communicate, read from the programs: which value, how much, from where to where, and why."""
+"""The communication of a step, read from its programs: values, bytes, sources, destinations and reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, fx
 
@@ -22,78 +22,75 @@ __all__ = ["route", "transfers"]
 
 
 def transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | None = None) -> tuple[Transfer, ...]:
-    """Everything that the programs communicate: activations, gradients, results and the loss, then what collectives move.
+    """Return everything that the programs communicate: activations, results, gradients and the loss, then the collectives.
 
     Args:
         lowered: the stages of the first pipeline.
-        programs: of all ranks.
-        mesh: of the ranks, where it has several pipelines: what these send alike is one line.
+        programs: the programs of all ranks.
+        mesh: the mesh, if it has several pipelines; the same message of all of them is one transfer. None: one pipeline.
     """
     ranks_at = ranks_at_places(mesh) if mesh is not None else tuple((rank,) for rank in range(len(programs)))
-    messages: dict[Message, list[fx.Node]] = {}
-    for program in programs:
-        for node in program.module.graph.nodes:
-            if node.target is send:
-                message: Message = node.meta["message"]
-                messages.setdefault(_what(lowered, message), []).append(node)
-    n_microbatches = 1 + max((message.microbatch or 0 for each in messages.values() for message in _messages(each)), default=0)
+    sends = [node for program in programs for node in program.module.graph.nodes if node.target is send]
+    groups: dict[Message, list[fx.Node]] = {}
+    for node in sends:
+        groups.setdefault(_message_of_step(lowered, node.meta["message"]), []).append(node)
+    n_microbatches = 1 + max((node.meta["message"].microbatch or 0 for node in sends), default=0)
     position = {node.name: index for index, node in enumerate(lowered.graph.graph.nodes)}
-    found = sorted(messages.items(), key=lambda item: _order(item[0], position.get(item[0].value, 0)))
+    ordered = sorted(groups.items(), key=lambda item: _order(item[0], position.get(item[0].value, 0)))
     batch = programs[0].module.meta["batch_size"]
     return (
-        *(_transfer(lowered, message, nodes, microbatch_sizes(batch, n_microbatches), ranks_at) for message, nodes in found),
+        *(_transfer(lowered, message, nodes, microbatch_sizes(batch, n_microbatches), ranks_at) for message, nodes in ordered),
         *collective_transfers(lowered, programs, mesh),
     )
 
 
 def _order(message: Message, position: int) -> tuple[int, int, int]:
-    """Activations as the graph computes them, gradients backwards, then what every rank is told."""
+    """Return the sort key of a message whose value has this position in the graph; gradients come in reverse order."""
     kinds = {"activation": 0, "output": 1, "gradient": 2, "loss": 3}
     return kinds[message.kind], -position if message.kind == "gradient" else position, message.destination
 
 
-def _messages(nodes: Sequence[fx.Node]) -> Iterator[Message]:
-    return (node.meta["message"] for node in nodes)
+def _message_of_step(lowered: LoweredStages, message: Message) -> Message:
+    """Return the message that stands for those of all microbatches, all replicas of a stage, and all receivers (-1) of a result."""
+    source, destination = _replicas(lowered, message.source)[0], _replicas(lowered, message.destination)[0]
+    to_all = message.kind in ("loss", "output")
+    return Message(message.kind, message.value, None, message.consumer, source, -1 if to_all else destination)
 
 
-def _what(lowered: LoweredStages, message: Message) -> Message:
-    """The message without its microbatch; what every rank is told, without its destination. Replicas of a stage are as the first."""
-    source, destination = (_sharing(lowered, place)[0] for place in (message.source, message.destination))
-    return Message(message.kind, message.value, None, message.consumer, source, -1 if message.kind in ("loss", "output") else destination)
-
-
-def _sharing(lowered: LoweredStages, place: int) -> tuple[int, ...]:
-    """The places along the pipeline that are replicas of one."""
+def _replicas(lowered: LoweredStages, place: int) -> tuple[int, ...]:
+    """Return the pipeline positions that run the same replicated stage as ``place``."""
     return next(places for places in lowered.stage_ranks if place in places)
 
 
 def _transfer(
     lowered: LoweredStages, message: Message, nodes: Sequence[fx.Node], rows: Sequence[int], ranks_at: Sequence[tuple[int, ...]]
 ) -> Transfer:
-    """One line. Messages name places along the pipeline.
+    """Sum up the messages of a step with the same value and route. Messages name pipeline positions, transfers ranks.
 
     Args:
-        rows: of each microbatch.
-        ranks_at: the ranks at each place.
+        message: see ``_message_of_step``.
+        nodes: the sends.
+        rows: rows of each microbatch.
+        ranks_at: the ranks at each pipeline position.
     """
     sent = sum(node.meta["bytes"] for node in nodes)
     first: Message = nodes[0].meta["message"]
     sending = _ranks(lowered, message.source, ranks_at)
-    told = ""
+    receivers = ""
     if message.destination == -1:
-        places = {each.destination for each in _messages(nodes)}
-        told = rank_list(tuple(sorted(rank for place in places for rank in ranks_at[place])))
+        places = {node.meta["message"].destination for node in nodes}
+        receivers = rank_list(tuple(sorted(rank for place in places for rank in ranks_at[place])))
     if message.kind == "loss":
-        return Transfer("loss", "one number", sent, len(nodes), rank_list(sending), told, "all ranks return it", sending)
+        return Transfer("loss", "one number", sent, len(nodes), rank_list(sending), receivers, "all ranks return it", sending)
     node = next(node for node in lowered.graph.graph.nodes if node.name == message.value)
     size = sum(rows) if first.microbatch is None else rows[first.microbatch]
     source, destination, reason = route(lowered, message, node, ranks_at)
-    destination = told or destination
     name = f"gradient of {message.value}" if message.kind == "gradient" else message.value
-    return Transfer(name, _shape(lowered, node, size), sent, len(nodes), source, destination, reason, sending)
+    return Transfer(name, _shape(lowered, node, size), sent, len(nodes), source, receivers or destination, reason, sending)
 
 
 def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
+    """``"float32 (2, 6, 12)"``, for a batch of ``rows`` rows."""
     value = node.meta["val"]
     assert isinstance(value, Tensor)
     sizes = [size if isinstance(size, int) else size.subs(lowered.graph.batch, rows) for size in map(size_of, value.shape)]
@@ -101,17 +98,17 @@ def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
 
 
 def _ranks(lowered: LoweredStages, place: int, ranks_at: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The ranks that stand at a place, and at its replicas."""
-    return tuple(sorted(rank for each in _sharing(lowered, place) for rank in ranks_at[each]))
+    """Return the ranks at a pipeline position and at its replicas."""
+    return tuple(sorted(rank for replica in _replicas(lowered, place) for rank in ranks_at[replica]))
 
 
 def route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Sequence[tuple[int, ...]]) -> tuple[str, str, str]:
-    """From where to where a message goes, and why.
+    """Return source, destination and reason of a message: ``("stage 0, rank 0", "stage 1, rank 1", "blocks.0 -> blocks.1")``.
 
     Args:
         lowered: the stages of its pipeline.
-        node: of their graph, whose value it is.
-        ranks_at: the ranks at each place along the pipeline.
+        node: the node of their graph that computes the value.
+        ranks_at: the ranks at each pipeline position.
     """
     producer = lowered.producer(message.value)
     computed = short_name(module_path(node))
@@ -133,7 +130,7 @@ def route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Seq
 
 
 def _reader(lowered: LoweredStages, value: str, stages: Sequence[int]) -> str:
-    """The module of the first node of some stages that reads a value."""
+    """Return the module of the first node of these stages that reads a value."""
     for index in stages:
         for node in lowered.stages[index].module.graph.nodes:
             if node.op == "call_function" and any(source.name == value for source in node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""One line of what a step communicates."""
+"""One row of the table of communication."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["Transfer"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One value that is communicated in a step, all its microbatches together.
+    """A value that is communicated in a step, all its microbatches together.
 
     Attributes:
-        value: what it is: ``"add_3"``, ``"gradient of add_3"``.
-        shape: of its first microbatch, with the dtype: ``"float32 (2, 6, 12)"``.
-        bytes: in the whole step, over all microbatches.
-        times: messages in the step.
-        source, destination: ``"stage 0, rank 0"``; for a sum over ranks, the ranks.
-        reason: which module computes it and which reads it: ``"computes -> reads"``, ``"computes <- reads"`` for the gradient.
-        ranks: those that send it.
+        value: its name: ``"add_3"``, ``"gradient of add_3"``.
+        shape: dtype and shape of its first microbatch: ``"float32 (2, 6, 12)"``.
+        bytes: the bytes of all messages of the step.
+        times: the number of messages of the step.
+        source, destination: ``"stage 0, rank 0"``; the ranks of a collective.
+        reason: the modules that compute and read it, ``"blocks.0 -> blocks.1"``; ``"blocks.0 <- blocks.1"`` for the gradient.
+        ranks: the ranks that send it.
     """
 
     value: str

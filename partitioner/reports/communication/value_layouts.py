@@ -1,4 +1,4 @@
-"""How a value lies over a mesh, in the names of its axes.
+"""The layout of a value over a mesh as text, by the names of its axes.
 
 [batch/data, sequence, hidden]                 rows over data
 [3*heads/tensor*head, hidden]                  a dimension of three axes, cut by the heads
@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,17 +27,17 @@ _UNNAMED = ("rest", "features")
 
 
 def axes_text(axes: Axes, names: Sequence[str], tensor: TensorAxes, over: Callable[[int, int], Sequence[str]]) -> str:
-    """A tensor's dimensions by the names of their axes, each with the mesh dimensions that cut it.
+    """Return a tensor's dimensions by the names of their axes, each with the mesh dimensions that shard it: ``"[batch/data, hidden]"``.
 
     Args:
-        names: of all axes.
-        tensor: for each dimension its axes.
-        over: the position of an axis in the tensor, and its dimension -> the mesh dimensions.
+        names: the names of all axes.
+        tensor: the axes of each dimension.
+        over: returns the mesh dimensions of an axis, from its position among the tensor's axes and its dimension.
     """
     words, position = [], 0
-    for dimension, each in enumerate(tensor):
+    for dimension, axes_of_dimension in enumerate(tensor):
         parts = []
-        for axis in each:
+        for axis in axes_of_dimension:
             base = names[axis].partition("[")[0]
             parts.append("/".join([base if base not in _UNNAMED else _size(axes.sizes[axis]), *over(position, dimension)]))
             position += 1
@@ -45,26 +46,29 @@ def axes_text(axes: Axes, names: Sequence[str], tensor: TensorAxes, over: Callab
 
 
 def _size(size: object) -> str:
-    """A size as it is; one that depends on the batch, in words."""
+    """``"12"``; ``"2*batch"`` for a symbolic size, whose only symbol is the batch."""
     if not isinstance(size, sympy.Expr):
         return str(size)
     return str(size.subs(dict.fromkeys(size.free_symbols, sympy.Symbol("batch")))).replace(" ", "")
 
 
 class ValueLayouts:
-    """How the values of a partitioned model lie, as text."""
+    """Returns the layouts of the values of a partitioned model as text."""
 
     def __init__(self, explained: Explained) -> None:
         self._axes = explained.cut.axes
         self._names = axis_names(explained.cut.graph, self._axes)
         self._mesh = explained.cut.layouts.mesh
         self._results = explained.cut.layouts.results
-        self._known: dict[str, tuple[str, Layout]] = {}
+        self._known: dict[str, tuple[str, Layout]] = {}  # node of a rank's graph -> value of the whole model, its layout
         for part in {id(part): part for part in explained.cut.parts}.values():
-            self._known.update({node.name: found for node in part.graph.nodes if (found := self._found(node)) is not None})
+            for node in part.graph.nodes:
+                layout = self._layout_of(node)
+                if layout is not None:
+                    self._known[node.name] = layout
 
-    def _found(self, node: fx.Node) -> tuple[str, Layout] | None:
-        """The value of the whole model that a node of a rank's graph is a copy of, and how it lies."""
+    def _layout_of(self, node: fx.Node) -> tuple[str, Layout] | None:
+        """Return the value of the whole model that a node of a rank's graph holds a shard of, and its layout; None if there is none."""
         change = change_of(node)
         if change is not None:
             return change.value, change.after
@@ -75,20 +79,20 @@ class ValueLayouts:
         return name, layouts[0]
 
     def original(self, value: str) -> str:
-        """The node of the whole model that a node of a rank's graph is a copy of."""
+        """Return the node of the whole model that a node of a rank's graph holds a shard of."""
         return self._known[value][0] if value in self._known else value
 
     def of(self, value: str, *, gradient: bool = False) -> str:
-        """How a value of a rank's graph lies, or its gradient; empty where that is not known."""
+        """Return the layout of a value of a rank's graph, or of its gradient; empty if it is not known."""
         if value not in self._known:
             return ""
         name, layout = self._known[value]
         return self._text(name, _gradient(layout) if gradient else layout)
 
     def of_change(self, change: Change, *, gradient: bool) -> str:
-        """A change of layout: ``"[rows/data, ffn] -> [rows, ffn]"``; that of the gradient goes the other way.
+        """Return a change of layout, ``"[rows/data, ffn] -> [rows, ffn]"``; for the gradient, in the opposite direction.
 
-        Where nothing changes, windows read beyond a rank's part, or give the gradient of that back.
+        A halo exchange does not change the layout: ``"[batch, height/tile0] -> with borders"``.
         """
         if change.before == change.after:
             return f"{self._text(change.value, change.before)} -> {'without' if gradient else 'with'} borders"
@@ -96,25 +100,27 @@ class ValueLayouts:
         return f"{self._text(change.value, before)} -> {self._text(change.value, after)}"
 
     def _text(self, name: str, layout: Layout) -> str:
-        def over(position: int, dimension: int) -> list[str]:
-            axis = flat[position]
-            return [mesh for (mesh, _), place in zip(self._mesh, layout, strict=True) if place == Shard(axis, dimension)]
-
+        """Return the layout of a value of the whole model as text: ``"[batch, hidden] partial over tensor"``."""
         tensor = self._axes.tensors[name][0]
-        flat = [axis for each in tensor for axis in each]
-        partial = [mesh for (mesh, _), place in zip(self._mesh, layout, strict=True) if isinstance(place, Partial)]
+        axes = list(itertools.chain.from_iterable(tensor))
+        placements = [(mesh_dimension, placement) for (mesh_dimension, _), placement in zip(self._mesh, layout, strict=True)]
+
+        def over(position: int, dimension: int) -> list[str]:
+            return [mesh_dimension for mesh_dimension, placement in placements if placement == Shard(axes[position], dimension)]
+
+        partial = [mesh_dimension for mesh_dimension, placement in placements if isinstance(placement, Partial)]
         text = axes_text(self._axes, self._names, tensor, over)
         return f"{text} partial over {' and '.join(partial)}" if partial else text
 
 
 def change_of(node: fx.Node) -> Change | None:
-    """What a node says of the change of layout that it carries out."""
+    """Return the change of layout that a node carries out, from its metadata; None if it carries out none."""
     change: Change | None = _custom(node).get(CHANGE)
     return change
 
 
 def is_of_gradient(node: fx.Node) -> bool:
-    """Whether a change of layout is that of a gradient."""
+    """Whether a node carries out a change of layout of a gradient."""
     return GRADIENT in _custom(node)
 
 
@@ -124,11 +130,11 @@ def _custom(node: fx.Node) -> Mapping[str, Any]:
 
 
 def _gradient(layout: Layout) -> Layout:
-    """How the gradient of a value lies: see ``passes.ir.layout``."""
-    return tuple(_of_gradient(place) for place in layout)
+    """Return the layout of the gradient of a value, see ``passes.ir.layout``: Varying becomes Partial, Partial becomes Replicate."""
 
+    def placement_of_gradient(placement: Placement) -> Placement:
+        if isinstance(placement, Varying):
+            return Partial()
+        return Replicate() if isinstance(placement, Partial) else placement
 
-def _of_gradient(place: Placement) -> Placement:
-    if isinstance(place, Varying):
-        return Partial()
-    return Replicate() if isinstance(place, Partial) else place
+    return tuple(map(placement_of_gradient, layout))

@@ -1,4 +1,4 @@
-"""How the activations lie that ranks communicate: by axis name, what is sent and what a collective changes.
+"""Layouts of the activations that ranks communicate, by axis name: of values that are sent, and before and after a collective.
 
 value                layout                                     becomes
 add_4                [batch/data, sequence, hidden]             sent
@@ -18,24 +18,24 @@ __all__ = ["activations_section"]
 
 
 def activations_section(explained: Explained) -> Table | None:
-    """Every activation that is communicated, and every gradient of one; those that lie alike in one line. Parameters are told apart."""
+    """Return the table of communicated activations and gradients of activations, one row for each layout; None if there are none."""
     layouts = ValueLayouts(explained)
-    held = {*explained.graph.parameters, *explained.graph.buffers, *explained.graph.constants}
-    found: dict[tuple[str, str, bool], dict[str, None]] = {}
+    stored = {*explained.graph.parameters, *explained.graph.buffers, *explained.graph.constants}
+    names: dict[tuple[str, str, bool], dict[str, None]] = {}  # (layout, becomes, is a gradient) -> names of values
     for program in explained.programs:
         for node in program.module.graph.nodes:
             if node.target is send and node.meta["message"].kind in ("activation", "gradient"):
                 message = node.meta["message"]
                 is_gradient = message.kind == "gradient"
-                found.setdefault((layouts.of(message.value, gradient=is_gradient), "sent", is_gradient), {})[message.value] = None
+                names.setdefault((layouts.of(message.value, gradient=is_gradient), "sent", is_gradient), {})[message.value] = None
             if node.target in COLLECTIVES:
                 for item in items_of(node):
                     change = None if item is None else change_of(item)
-                    if item is None or change is None or change.value in held:
+                    if item is None or change is None or change.value in stored:
                         continue
                     before, _, after = layouts.of_change(change, gradient=is_of_gradient(item)).partition(" -> ")
-                    found.setdefault((before, after, is_of_gradient(item)), {})[change.value] = None
+                    names.setdefault((before, after, is_of_gradient(item)), {})[change.value] = None
     rows = [("value", "layout", "becomes")]
-    for (before, after, is_gradient), names in found.items():
-        rows.append((f"{'gradient of ' if is_gradient else ''}{first_few(list(names), 1)}", before, after))
-    return Table(rows, "<<<") if found else None
+    for (before, after, is_gradient), alike in names.items():
+        rows.append((f"{'gradient of ' if is_gradient else ''}{first_few(list(alike), 1)}", before, after))
+    return Table(rows, "<<<") if names else None

@@ -21,36 +21,38 @@ from passes.ir.plan import Plan
 
 __all__ = ["axes_proof", "contenders_section", "fullest_rank", "pinned_section"]
 
+_AS_FAST = 0.05
+"""Percent below which two plans count as equally fast."""
+
 
 def contenders_section(plan: Plan) -> Table | None:
-    """The chosen plan beside others; None where there was no other."""
-    if len(plan.prediction.contenders) < 2:
+    """Return the table of the chosen plan and its runners-up; None if there are none."""
+    contenders = plan.prediction.contenders
+    if len(contenders) < 2:
         return None
     rows = [("plan", "step", "beside the chosen", "fullest rank", "most of the time")]
-    for number, each in enumerate(plan.prediction.contenders):
-        beside = _beside(each.step_time, plan.prediction.contenders[0].step_time) if number else "chosen"
-        rows.append((each.words, format_seconds(each.step_time), beside, format_bytes(each.memory), each.spent_on))
-    of = "mesh" if len({each.words.partition(",")[0] for each in plan.prediction.contenders}) > 1 else "schedule"
-    return Table(rows, "<>>><", f"the best plan of each {of} that was worked out; all is predicted")
+    for number, contender in enumerate(contenders):
+        relative = _relative_time(contender.step_time, contenders[0].step_time) if number else "chosen"
+        rows.append((contender.words, format_seconds(contender.step_time), relative, format_bytes(contender.memory), contender.spent_on))
+    meshes = {contender.words.partition(",")[0] for contender in contenders}
+    varied = "mesh" if len(meshes) > 1 else "schedule"
+    return Table(rows, "<>>><", f"the best plan of each {varied} that was worked out; all is predicted")
 
 
-def _beside(seconds: float, chosen: float) -> str:
+def _relative_time(seconds: float, chosen: float) -> str:
+    """``"9.2 % slower"`` than the chosen plan."""
     change = 100 * (seconds / chosen - 1) if chosen else 0.0
     if abs(change) < _AS_FAST:
         return "as fast"
     return f"{change:.1f} % slower" if change > 0 else f"{-change:.1f} % faster"
 
 
-_AS_FAST = 0.05
-"""Percent that are no difference."""
-
-
 def pinned_section(choices: Sequence[Pinned], plan: Plan) -> Table | None:
-    """What the user pinned; None where nothing was."""
+    """Return the table of the options that the user fixed, each with its cost in step time; None if there are none."""
     if not choices:
         return None
     rows = [("choice", "price in a step", "without it")]
-    rows += [(each.choice, _price(each, plan), each.without) for each in choices]
+    rows += [(choice.choice, _price(choice, plan), choice.without) for choice in choices]
     return Table(rows, "<><", "price: what a step takes longer than with the best plan without that choice, all others kept; predicted")
 
 
@@ -66,15 +68,16 @@ def fullest_rank(plan: Plan, limits: Sequence[float]) -> str:
     """Return the predicted memory of the rank that uses most of its limit: ``"1.20 GiB of 80.0 GiB on rank 3, the fullest"``."""
     if not plan.memory:
         return ""
-    rank = max(range(len(plan.memory)), key=lambda each: plan.memory[each] / limits[each] if limits else plan.memory[each])
-    of = f" of {format_bytes(limits[rank])}" if limits else ""
-    return f"{format_bytes(plan.memory[rank])}{of} on rank {rank}" + (", the fullest" if len(plan.memory) > 1 else "")
+    fill = [peak / limits[rank] if limits else peak for rank, peak in enumerate(plan.memory)]
+    rank = max(range(len(fill)), key=fill.__getitem__)
+    limit = f" of {format_bytes(limits[rank])}" if limits else ""
+    return f"{format_bytes(plan.memory[rank])}{limit} on rank {rank}" + (", the fullest" if len(plan.memory) > 1 else "")
 
 
 def axes_proof(plan: Plan) -> str:
-    """How good the choice of axes is known to be; empty where there was none.
+    """Return how far the choice of sharded axes is proven optimal; empty if there was no choice.
 
-    Tiles may cut any axes; other mesh dimensions those of parameters.
+    Tile dimensions of a mesh may shard any axis, others only axes of parameters.
     """
     gap = plan.prediction.axes_gap
     if gap is None:

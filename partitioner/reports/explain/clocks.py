@@ -15,7 +15,7 @@ from passes.ir.plan import Plan
 __all__ = ["clocks", "stage_seconds"]
 
 _CLOSE = 0.01
-"""Relative difference below which two steps are told as one."""
+"""Relative difference of step times that needs no explanation."""
 
 
 def stage_seconds(plan: Plan) -> float:
@@ -25,7 +25,7 @@ def stage_seconds(plan: Plan) -> float:
 
 
 def clocks(plan: Plan, simulation: Simulation) -> str:
-    """Return the simulated step beside the planned one, and what the difference is made of."""
+    """Return the simulated and the planned step time, and the reasons for a difference."""
     simulated, planned = simulation.step_time, plan.step_time
     text = f"{format_seconds(simulated)} simulated; {format_seconds(planned)} by the planner's clock"
     if not simulated or not planned or abs(simulated / planned - 1) < _CLOSE:

@@ -36,11 +36,7 @@ _TERMINAL = 140
 
 
 def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
-    """The explanation, for a terminal of 140 columns; only tables with very long names need more.
-
-    Args:
-        choices: what the user pinned, priced.
-    """
+    """Return the text of ``pm.explain()`` for a terminal of 140 columns; ``choices`` are options that the user fixed, with their cost."""
     lines = [headline(explained.name, explained.plan, training=explained.graph.training), ""]
     lines += [f"  {line}" for line in _paragraphs(summary(explained))]
     for title, body in sections(explained, choices):
@@ -70,34 +66,17 @@ def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple
 
 
 def summary(explained: Explained, simulation: Simulation | None = None) -> list[tuple[str, str]]:
-    """Return the plan in a few words: names and texts.
+    """Return the plan in a few words, as (name, text): ``("mesh", "data 2 x tensor 2, on cuda:0, ...")``.
 
-    Args:
-        simulation: of a step, if the reader sees one: its times then stand beside the planner's, with the reason of the difference.
+    If a simulated step is given, its time stands beside the planner's, with the reasons for a difference.
     """
     plan = explained.plan
-    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
-    cut = f" of {rows[0]} rows each" if len(set(rows)) == 1 else f" of {rows[0]} or {rows[-1]} rows each"
-    stages = len(plan.stages) * explained.mesh.cutting.size // plan.n_ranks
-    each = f"{stages} stage{'s' if stages > 1 else ''} on each device"
-    if plan.replicas:
-        each = f"stages on {' + '.join(map(str, plan.replicas))} ranks, which share microbatches round-robin"
-    schedule = "none: a forward alone, stages one after the other"
-    if explained.schedule is not None:
-        source = find_schedule(plan.schedule).source.partition(",")[0]
-        schedule = f"{plan.schedule} ({source}), {each}"
-    kept = {"none": "nothing: all that the backward reads is kept"}.get(plan.recompute, plan.recompute)
-    if plan.tiles:
-        kept = "every tile" + ("" if plan.recompute == "none" else f"; of what is computed whole, {plan.recompute}")
     pairs = [
         ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices, explained.planned_for)}"),
-        ("schedule", schedule),
-        (
-            "batch",
-            f"{plan.batch_size} rows in " + (f"{plan.n_microbatches} microbatches{cut}" if plan.n_microbatches > 1 else "1 microbatch"),
-        ),
+        ("schedule", _schedule_words(explained)),
+        ("batch", _batch_words(plan)),
         ("tiles", f"{' x '.join(map(str, plan.tiles))}, sequential" if plan.tiles else ""),
-        ("recompute", kept if explained.schedule is not None else ""),
+        ("recompute", _recompute_words(plan) if explained.schedule is not None else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("idle", _idle(plan, simulation)),
         ("memory", fullest_rank(explained.plan, explained.limits)),
@@ -109,6 +88,33 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
     return [(name, text) for name, text in pairs if text]
 
 
+def _schedule_words(explained: Explained) -> str:
+    """``"1F1B (Narayanan et al. 2021), 1 stage on each device"``."""
+    plan = explained.plan
+    if explained.schedule is None:
+        return "none: a forward alone, stages one after the other"
+    count = len(plan.stages) * explained.mesh.cutting.size // plan.n_ranks
+    stages = f"{count} stage{'s' if count > 1 else ''} on each device"
+    if plan.replicas:
+        stages = f"stages on {' + '.join(map(str, plan.replicas))} ranks, which share microbatches round-robin"
+    return f"{plan.schedule} ({find_schedule(plan.schedule).source.partition(',')[0]}), {stages}"
+
+
+def _batch_words(plan: Plan) -> str:
+    """``"8 rows in 4 microbatches of 2 rows each"``."""
+    if plan.n_microbatches == 1:
+        return f"{plan.batch_size} rows in 1 microbatch"
+    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
+    sizes = f"{rows[0]}" if len(set(rows)) == 1 else f"{rows[0]} or {rows[-1]}"
+    return f"{plan.batch_size} rows in {plan.n_microbatches} microbatches of {sizes} rows each"
+
+
+def _recompute_words(plan: Plan) -> str:
+    if plan.tiles:
+        return "every tile" + ("" if plan.recompute == "none" else f"; of what is computed whole, {plan.recompute}")
+    return "nothing: all that the backward reads is kept" if plan.recompute == "none" else plan.recompute
+
+
 def _idle(plan: Plan, simulation: Simulation | None) -> str:
     """Return the share of the ranks' time in which they compute nothing, by the clock of the report."""
     if simulation is not None:
@@ -118,14 +124,15 @@ def _idle(plan: Plan, simulation: Simulation | None) -> str:
 
 
 def _bound_by(explained: Explained) -> str:
-    """Return the bottleneck of the step, in ranks of the mesh: the planner names positions in one pipeline."""
+    """Return the bottleneck of the step, "on rank 1": the planner's positions in one pipeline are replaced by ranks of the mesh."""
     if not explained.is_cut:
         return explained.plan.prediction.bound_by
 
-    def of_mesh(found: re.Match[str]) -> str:
-        return f"on {rank_list(_ranks_at(explained, [int(place) for place in re.findall(r'[0-9]+', found[0])]))}"
+    def on_mesh_ranks(match: re.Match[str]) -> str:
+        places = [int(place) for place in re.findall(r"[0-9]+", match[0])]
+        return f"on {rank_list(_ranks_at(explained, places))}"
 
-    return re.sub(r"\bon ranks? \d+( and \d+)*\b", of_mesh, explained.plan.prediction.bound_by)
+    return re.sub(r"\bon ranks? \d+( and \d+)*\b", on_mesh_ranks, explained.plan.prediction.bound_by)
 
 
 def _devices(devices: Sequence[str], planned_for: str) -> str:
@@ -136,7 +143,7 @@ def _devices(devices: Sequence[str], planned_for: str) -> str:
 
 
 def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Names on the left, texts wrapped on the right."""
+    """Format (name, text) pairs as lines: names on the left, texts wrapped on the right."""
     width = max(len(name) for name, _ in pairs) + 2
     lines = []
     for name, text in pairs:
@@ -192,61 +199,49 @@ def _memory(explained: Explained) -> Table:
     if explained.schedule is None or not lowered.training:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
         return Table([("rank", "predicted peak"), *peaks], ">>")
-    held = peak_in_flight(explained.schedule)
+    in_flight = peak_in_flight(explained.schedule)
     peaks_of_ranks = peaks_of_step(plan, lowered, explained.schedule)
-    lines = [("stage", _rank_heading(explained), "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")]
-    for stage, training, count in zip(lowered.stages, lowered.training, held, strict=True):
-        kept = saved_bytes(lowered, training, plan)
+    rows = [("stage", _rank_heading(explained), "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")]
+    for stage, training, count in zip(lowered.stages, lowered.training, in_flight, strict=True):
+        saved = saved_bytes(lowered, training, plan)
         places = lowered.stage_ranks[stage.index]
         peak = format_bytes(peaks_of_ranks[explained.ranks_at(places[0])[0]])
-        lines.append((str(stage.index), _ranks(explained, places), format_bytes(kept), str(count), format_bytes(kept * count), peak))
+        rows.append((str(stage.index), _ranks(explained, places), format_bytes(saved), str(count), format_bytes(saved * count), peak))
     footnote = "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states"
     if peaks_of_ranks != plan.memory:
         footnote += "; the last step took a loss of all rows, for which every stage holds all microbatches"
-    return Table(lines, ">>>>>>", footnote)
+    return Table(rows, ">>>>>>", footnote)
 
 
 def _communication(explained: Explained) -> Table | Sequence[str]:
-    found = transfers(explained.lowered, explained.programs, explained.mesh if explained.is_cut else None)
-    if not found:
+    every = transfers(explained.lowered, explained.programs, explained.mesh if explained.is_cut else None)
+    if not every:
         return ["none: everything runs on one rank"]
     heading = ("value", "one message", "bytes", "messages", "from", "to", "why")
-    rows = [
-        (
-            transfer.value,
-            transfer.shape,
-            format_bytes(transfer.bytes),
-            str(transfer.times),
-            transfer.source,
-            transfer.destination,
-            transfer.reason,
-        )
-        for transfer in found
-    ]
-    total = sum(transfer.bytes for transfer in found)
+    rows = [(one.value, one.shape, format_bytes(one.bytes), str(one.times), one.source, one.destination, one.reason) for one in every]
     step = "step" if explained.schedule is not None else "forward"
-    totals = ("total", "", format_bytes(total), str(sum(transfer.times for transfer in found)), "", "", "")
+    totals = ("total", "", format_bytes(sum(one.bytes for one in every)), str(sum(one.times for one in every)), "", "", "")
     arrows = "x -> y: y reads what x computes" + ("; x <- y: its gradient goes back" if explained.schedule is not None else "")
     return Table([heading, *rows, totals], "<<>><<<", f"bytes and messages are of a whole {step}; {arrows}")
 
 
 def _tied(explained: Explained) -> list[str]:
-    """Parameters with several names, and those that several ranks hold."""
+    """List the parameters that have several names or are read by stages on different ranks, with the ranks that hold them."""
     lowered = explained.lowered
     rows = []
     for placeholder, name in lowered.graph.parameters.items():
-        others = [alias for alias, first in lowered.graph.aliases.items() if first == name]
-        reading = {lowered.stage_ranks[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
-        ranks = _ranks_at(explained, [place for places in reading for place in places])
-        also = f"also {', '.join(others)}" if others else "read by several stages"
-        if len(reading) > 1:
-            rows.append((name, also, f"held by {rank_list(ranks)}, gradients are summed in training"))
-        elif others:
-            rows.append((name, also, f"held by {rank_list(ranks or (0,))}"))
+        aliases = [alias for alias, first in lowered.graph.aliases.items() if first == name]
+        readers = {lowered.stage_ranks[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
+        ranks = _ranks_at(explained, [place for places in readers for place in places])
+        reason = f"also {', '.join(aliases)}" if aliases else "read by several stages"
+        if len(readers) > 1:
+            rows.append((name, reason, f"held by {rank_list(ranks)}, gradients are summed in training"))
+        elif aliases:
+            rows.append((name, reason, f"held by {rank_list(ranks or (0,))}"))
     return align(rows, "<<<") if rows else []
 
 
 def notes_of(explained: Explained) -> list[str]:
-    """What the user should know, each once."""
+    """Return the notes of the plan, the effects of microbatches and the notes of the graph, without duplicates."""
     effects = microbatch_effects(explained.graph.mixing, explained.plan.n_microbatches)
     return list(dict.fromkeys((*explained.plan.notes, *effects, *explained.lowered.graph.notes)))

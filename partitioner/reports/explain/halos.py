@@ -18,21 +18,21 @@ _WORDS = {"exchange": "in every layer", "overlap": "while it computes", "recompu
 
 
 def halos_section(plan: Plan) -> Table | None:
-    """The runs in which there is a choice."""
+    """Return the table of the segments of layers for which a halo strategy was chosen; None if there are none."""
     if not plan.halos:
         return None
     rows = [("layers", "a halo moves", "layer by layer", "", "meanwhile", "once for all", "")]
     rows += [
         (
-            module_range(run.modules) if len(run.modules) < 2 else " ... ".join(name or "(the model itself)" for name in run.modules),
-            _WORDS[run.strategy],
-            _messages(run.exchange_messages),
-            format_seconds(run.exchange_time),
-            format_seconds(run.overlap_time),
-            _messages(run.recompute_messages),
-            format_seconds(run.recompute_time),
+            module_range(halo.modules) if len(halo.modules) < 2 else " ... ".join(name or "(the model itself)" for name in halo.modules),
+            _WORDS[halo.strategy],
+            _messages(halo.exchange_messages),
+            format_seconds(halo.exchange_time),
+            format_seconds(halo.overlap_time),
+            _messages(halo.recompute_messages),
+            format_seconds(halo.recompute_time),
         )
-        for run in plan.halos
+        for halo in plan.halos
     ]
     footnote = (
         "messages: of a forward; times: predicted, forward and backward; meanwhile: borders alone wait; once: the overlap is computed twice"

@@ -1,4 +1,4 @@
-"""Which axis the layers are cut along, where one mesh dimension cuts unlike axes in unlike layers: in order of the graph.
+"""The sharded axis of each run of layers, if a mesh dimension shards different axes in different layers.
 
 over   layers                          cut along
 tile0  down.0.0 ... down.2.3           height
@@ -24,7 +24,7 @@ _WHOLE = "nothing: every rank computes all of it"
 
 
 def regions_section(explained: Explained) -> Table | None:
-    """The runs of layers that have weights, by what cuts them; None where every mesh dimension cuts one axis throughout."""
+    """Return the table of runs of weighted layers by sharded axis; None if every mesh dimension shards the same axis in all layers."""
     rows = [("over", "layers", "cut along")]
     for index, (name, _) in enumerate(explained.cut.layouts.mesh):
         runs = [(words, tuple(modules)) for words, modules in _runs(explained.cut, index)] if name in (*TILES, *ROWS) else []
@@ -34,20 +34,20 @@ def regions_section(explained: Explained) -> Table | None:
 
 
 def _runs(cut: CutModel, index: int) -> Iterator[tuple[str, list[str]]]:
-    """What cuts calls that follow each other, and their modules."""
+    """Yield (sharded axis, modules) of consecutive weighted calls that mesh dimension ``index`` shards along the same axis."""
     names = axis_names(cut.graph, cut.axes)
     calls = []
     for node in cut.graph.graph.nodes:
         if node.name in cut.layouts.cuts and _reads_weights(cut, node.name):
-            found = cut.layouts.cuts[node.name][index]
-            calls.append((_WHOLE if found is None else names[found.axis].partition("[")[0], module_path(node)))
+            sharded = cut.layouts.cuts[node.name][index]
+            calls.append((_WHOLE if sharded is None else names[sharded.axis].partition("[")[0], module_path(node)))
     for words, run in itertools.groupby(calls, key=lambda call: call[0]):
         yield words, list(dict.fromkeys(path for _, path in run if path))
 
 
 def _reads_weights(cut: CutModel, name: str) -> bool:
-    """Whether a call reads a parameter that is more than a vector."""
-    return any(each.name in cut.graph.parameters and each.meta["val"].dim() > 1 for each in cut.axes.operands[name])
+    """Whether a call reads a parameter of two or more dimensions."""
+    return any(operand.name in cut.graph.parameters and operand.meta["val"].dim() > 1 for operand in cut.axes.operands[name])
 
 
 def _layers(modules: Sequence[str]) -> str:

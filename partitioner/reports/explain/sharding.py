@@ -1,4 +1,4 @@
-"""Which axes a mesh cuts, and how the parameters lie over it: read from the blocks that ranks hold.
+"""The sharded axes of a mesh, and the layouts of parameters, which are read from the blocks that ranks hold.
 
 axis             size         over    a rank has
 heads               4         tensor  2
@@ -24,94 +24,87 @@ from passes.spmd.shards import Block
 
 __all__ = ["axes_section", "parameters_section", "tensor_layout"]
 
+_FEW = 3
+
 
 def axes_section(explained: Explained) -> Table:
-    """Every axis that is cut: its name, its size, the mesh dimension, and how much of it a rank has."""
+    """Return the table of sharded axes: name, size, mesh dimension, size of a rank's part."""
     plan, mesh, axes = explained.plan, explained.mesh, explained.cut.axes
     names = axis_names(explained.cut.graph, axes)
     rows = [("axis", "size", "over", "a rank has")]
-    for (base, dimension), chosen in _by_name(plan.axes).items():
-        count = mesh.length(dimension)
-        cut = {axis for name in chosen for axis in axes_named(name, names)}
-        sizes = [plan.batch_size] if base == BATCH else sorted({axes.sizes[axis] for axis in cut}, key=str)
-        words = chosen[0] if len(chosen) == 1 else f"{base}, {len(cut)} of {len(axes_named(base, names))}"
-        counts = sorted(set(mesh.widths), reverse=True) if mesh.widths and dimension == WIDTH else [count]
-        rows.append((words, _any_of(map(str, sizes)), dimension, "; ".join(_has(sizes, each, len(counts)) for each in counts)))
+    for (base, dimension), chosen in _group_by_base(plan.axes).items():
+        sharded = {axis for name in chosen for axis in axes_named(name, names)}
+        sizes = [plan.batch_size] if base == BATCH else sorted({axes.sizes[axis] for axis in sharded}, key=str)
+        words = chosen[0] if len(chosen) == 1 else f"{base}, {len(sharded)} of {len(axes_named(base, names))}"
+        has_stage_degrees = mesh.widths and dimension == WIDTH  # stages have their own tensor-parallel degrees
+        degrees = sorted(set(mesh.widths), reverse=True) if has_stage_degrees else [mesh.length(dimension)]
+        parts = [_any_of(_part_size(size, degree) for size in sizes) for degree in degrees]
+        if len(degrees) > 1:
+            parts = [f"{part} of a stage on {degree}" for part, degree in zip(parts, degrees, strict=True)]
+        rows.append((words, _any_of(map(str, sizes)), dimension, "; ".join(parts)))
     stored = [name for name in mesh.names if name in STORED]
     rows += [("parameters", "", name, "a part of each, gathered where it is used") for name in stored]
     return Table(rows, "<><<")
 
 
-def _has(sizes: Sequence[object], count: int, n_widths: int) -> str:
-    """How much of axes a rank has; of stages with degrees of their own, on how many ranks the stage is."""
-    parts = _any_of(_part(size, count) for size in sizes)
-    return parts if n_widths == 1 else f"{parts} of a stage on {count}"
-
-
-def _by_name(cut: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
-    """Axes of one name that one mesh dimension cuts, together."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name, dimension in cut:
-        found.setdefault((name.partition("[")[0], dimension), []).append(name)
-    return found
+def _group_by_base(sharded: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
+    """Group (axis, mesh dimension) by the axis name without its index; ``height[0]`` and ``height[1]`` are two axes ``height``."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, dimension in sharded:
+        groups.setdefault((name.partition("[")[0], dimension), []).append(name)
+    return groups
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """``"8 or 16"``; of more than three numbers, from which to which."""
-    found = list(dict.fromkeys(words))
-    numbers = sorted(int(word) for each in found for word in each.split(" or ") if word.isdigit())
-    return " or ".join(found) if len(found) <= _FEW or not numbers else f"{numbers[0]} to {numbers[-1]}"
+    """``"8 or 16"``; for more than ``_FEW`` different words, their smallest and largest number: ``"32 to 256"``."""
+    different = list(dict.fromkeys(words))
+    numbers = sorted(int(number) for word in different for number in word.split(" or ") if number.isdigit())
+    return " or ".join(different) if len(different) <= _FEW or not numbers else f"{numbers[0]} to {numbers[-1]}"
 
 
-_FEW = 3
-
-
-def _part(size: object, count: int) -> str:
+def _part_size(size: object, count: int) -> str:
+    """The size of one of ``count`` parts of an axis: ``"24"``, ``"3 or 2"`` for uneven parts, ``"batch/2"`` for a symbolic size."""
     if not isinstance(size, int):
         return f"{size}/{count}"
     return str(size // count) if size % count == 0 else f"{size // count + 1} or {size // count}"
 
 
 def parameters_section(explained: Explained) -> Table:
-    """How every parameter lies; those of equal layers in one line."""
-    graph, mesh, axes, blocks = explained.graph, explained.mesh, explained.cut.axes, explained.blocks
-    names = axis_names(explained.cut.graph, axes)
-    found: dict[tuple[str, ...], list[str]] = {}
-    for placeholder, name in graph.parameters.items():
-        if placeholder not in blocks:
+    """Return the table of the layouts of parameters; the same parameter of equal layers is one row: ``"blocks.*.up.weight"``."""
+    names = axis_names(explained.cut.graph, explained.cut.axes)
+    groups: dict[tuple[str, ...], list[str]] = {}  # (pattern of names, layout, shape, shapes of parts) -> parameters
+    for placeholder, name in explained.graph.parameters.items():
+        if placeholder not in explained.blocks:
             continue
-        held = blocks[placeholder]
-        shape = next(iter(held.values())).shape
-        parts = " or ".join(dict.fromkeys(str(block.part) for block in held.values()))
-        layout = _layout(axes, names, placeholder, held, mesh)
-        alike = (re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name), layout, str(shape), parts)
-        found.setdefault(alike, []).append(name)
-    rows = [("parameter", "", "layout", "shape", "a rank has")]
-    for (pattern, layout, whole, parts), members in found.items():
-        rows.append((pattern if len(members) > 1 else members[0], f"x {len(members)}" if len(members) > 1 else "", layout, whole, parts))
+        blocks = explained.blocks[placeholder]
+        shape = next(iter(blocks.values())).shape
+        parts = " or ".join(dict.fromkeys(str(block.part) for block in blocks.values()))
+        layout = _layout(explained.cut.axes, names, placeholder, blocks, explained.mesh)
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
+        groups.setdefault((pattern, layout, str(shape), parts), []).append(name)
+    rows: list[tuple[str, ...]] = [("parameter", "", "layout", "shape", "a rank has")]
+    for (pattern, *texts), members in groups.items():
+        name, times = (pattern, f"x {len(members)}") if len(members) > 1 else (members[0], "")
+        rows.append((name, times, *texts))
     return Table(rows, "<<<<<", "[axis/mesh dimension it is cut over, ...]; a*b is a dimension that holds two axes, a the outer one")
 
 
 def tensor_layout(explained: Explained, placeholder: str) -> str:
-    """The axes of a parameter's dimensions, with what they are cut over."""
+    """Return the layout of a parameter or buffer: ``"[ffn/tensor, hidden]"``."""
     names = axis_names(explained.cut.graph, explained.cut.axes)
     return _layout(explained.cut.axes, names, placeholder, explained.blocks[placeholder], explained.mesh)
 
 
-def _layout(axes: Axes, names: tuple[str, ...], placeholder: str, held: Mapping[int, Block], mesh: Mesh) -> str:
-    """The axes of each dimension, with what they are cut over."""
-    return axes_text(axes, names, axes.of(placeholder), lambda position, _: _cut_over(held, position, mesh))
+def _layout(axes: Axes, names: tuple[str, ...], placeholder: str, blocks: Mapping[int, Block], mesh: Mesh) -> str:
+    return axes_text(axes, names, axes.of(placeholder), lambda position, _: _mesh_dimensions_of_axis(blocks, position, mesh))
 
 
-def _cut_over(held: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:
-    """The mesh dimensions along which ranks hold different parts of an axis."""
-    found = []
+def _mesh_dimensions_of_axis(blocks: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:
+    """Return the mesh dimensions along which ranks hold different intervals of an axis, given by its position in the tensor."""
+    intervals = {rank: None if block.is_whole else block.intervals[position] for rank, block in blocks.items()}
+    sharding = []
     for name in mesh.cutting.names:
-        pairs = ((rank, other) for rank in held for other in mesh.group(rank, (name,)) if other in held)
-        if any(_interval(held[rank], position) != _interval(held[other], position) for rank, other in pairs):
-            found.append(name)
-    return found
-
-
-def _interval(block: Block, position: int) -> tuple[int, int] | None:
-    return None if block.is_whole else block.intervals[position]
+        pairs = ((rank, other) for rank in intervals for other in mesh.group(rank, (name,)) if other in intervals)
+        if any(intervals[rank] != intervals[other] for rank, other in pairs):
+            sharding.append(name)
+    return sharding

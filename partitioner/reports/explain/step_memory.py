@@ -1,4 +1,4 @@
-"""What a step holds whose loss needs all rows: more microbatches than the plan's schedule does."""
+"""The memory of a step whose loss needs all rows: it holds more microbatches than the plan's schedule."""
 
 from __future__ import annotations
 
@@ -22,33 +22,25 @@ __all__ = ["peaks_of_step", "saved_bytes", "warn_of_memory"]
 
 
 def saved_bytes(lowered: LoweredStages, training: DifferentiatedStage, plan: Plan) -> int:
-    """Return how much a stage saves of one microbatch for its backward."""
+    """Return the bytes that a stage saves of one microbatch for its backward."""
     saved = [value for value in training.saved_values if isinstance(value, Tensor)]
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)[0]
     return sum(bytes_of(value, lowered.graph.batch, rows) for value in saved)
 
 
 def peaks_of_step(plan: Plan, lowered: LoweredStages, schedule: Schedule) -> tuple[float, ...]:
-    """Return each rank's predicted peak: the plan's, and what a step by another order of the same actions holds beyond that.
-
-    Args:
-        lowered: the stages of a pipeline, with their training graphs.
-        schedule: of the step.
-    """
-    planned, held = (peak_in_flight(each) for each in (schedule_of(plan, plan.n_microbatches), schedule))
+    """Return each rank's predicted peak memory in a step with this schedule, whose order of actions may differ from that of the plan."""
+    planned, held = peak_in_flight(schedule_of(plan, plan.n_microbatches)), peak_in_flight(schedule)  # microbatches of each stage
     peaks = list(plan.memory)
     if planned == held:
         return tuple(peaks)
     places = ranks_at_places(plan.grid)
-    of_results = sum(
-        bytes_of(node.meta["val"], lowered.graph.batch, plan.batch_size)
-        for node in lowered.graph.graph.nodes
-        if node.name in lowered.returned
-    )
+    results = [node for node in lowered.graph.graph.nodes if node.name in lowered.returned]
+    result_bytes = sum(bytes_of(node.meta["val"], lowered.graph.batch, plan.batch_size) for node in results)
     for stage, training in zip(lowered.stages, lowered.training, strict=True):
         more = saved_bytes(lowered, training, plan) * (held[stage.index] - planned[stage.index])
         if stage.index == len(lowered.stages) - 1:
-            more += 2 * of_results  # of all rows, and their gradients
+            more += 2 * result_bytes  # the results of all rows, and their gradients
         for place in lowered.stage_ranks[stage.index]:
             for rank in places[place]:
                 peaks[rank] += more
@@ -56,11 +48,11 @@ def peaks_of_step(plan: Plan, lowered: LoweredStages, schedule: Schedule) -> tup
 
 
 def warn_of_memory(plan: Plan, lowered: LoweredStages, schedule: Schedule, limits: Sequence[float]) -> None:
-    """Warn where a step is predicted to hold more than a rank may, and the plan did not."""
+    """Warn if a step is predicted to exceed the memory limit of a rank that the plan itself respects."""
     peaks = peaks_of_step(plan, lowered, schedule)
     over = [rank for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=False)) if peak > limit >= plan.memory[rank]]
     if over:
-        rank = max(over, key=lambda each: peaks[each] - limits[each])
+        rank = max(over, key=lambda rank: peaks[rank] - limits[rank])
         warnings.warn(
             f"a loss of all rows holds all {plan.n_microbatches} microbatches on every rank: rank {rank} is predicted to need "
             f"{format_bytes(peaks[rank])} of {format_bytes(limits[rank])} (the plan alone {format_bytes(plan.memory[rank])}); "

@@ -16,11 +16,11 @@ _WORDS = {
 
 
 def timetable(schedule: Schedule, width: int = 132, *, idle: bool = False) -> list[str]:
-    """Return one line a rank, and one that says how to read them.
+    """Return a line for each rank, and a last line that explains them.
 
     Args:
-        width: longest line; a longer drawing keeps its beginning and its end.
-        idle: say how long ranks wait in these units. Beside predicted times this would be a second figure for the same thing.
+        width: letters of the longest line; a longer drawing keeps its beginning and its end.
+        idle: also report the idle share in units of time; leave it out beside a predicted share, which differs.
     """
     drawn = draw(schedule).splitlines()
     longest = max(len(line) for line in drawn)

@@ -29,24 +29,21 @@ from passes.ir.errors import ConfigError
 __all__ = ["page_html"]
 
 _PROGRAMS = 16
-"""Programs that are written out in full."""
+"""Largest number of programs on a page."""
 
 _FOOTER = "times and memory are predicted: those of plans, stages and devices by the planner, the others by simulating the programs."
 
 _WEIGHTS = 4
-"""Weights that are drawn: one for each way in which ranks hold them."""
+"""Largest number of weights that are drawn, one for each layout."""
 
 
 def page_html(
     explained: Explained, choices: Sequence[Pinned], devices: DeviceTable, simulation: Simulation, formula: Callable[[], StepFormula]
 ) -> str:
-    """The report of one partition as a single HTML file: no scripts, styles, fonts or pictures from elsewhere.
+    """Return the report of a partitioned model as a single HTML file, without scripts, styles, fonts or pictures from elsewhere.
 
     Args:
-        explained: the model.
-        choices: what the user pinned, priced.
-        devices: a line for each rank.
-        simulation: of a step.
+        choices: the options that the user fixed, with their cost.
         formula: returns the formulas of a step. If it raises, the page gives the reason in their place.
     """
     parts = (
@@ -67,7 +64,7 @@ def page_html(
 
 
 def _tiles(simulation: Simulation) -> str:
-    """Return the numbers that a reader looks for first: time, idle share, memory, bytes, throughput."""
+    """Return the main figures: step time, idle share, peak memory, bytes sent, throughput."""
     tiles = (
         (format_seconds(simulation.step_time), "a step, simulated"),
         (f"{100 * simulation.bubble_fraction:.0f} %", "of all devices' time idle"),
@@ -85,8 +82,9 @@ def _plan(explained: Explained, choices: Sequence[Pinned], simulation: Simulatio
 
 
 def _tables(explained: Explained, titles: Sequence[str], choices: Sequence[Pinned] = ()) -> str:
-    found = dict(sections(explained, choices))
-    return "".join(f'<h3>{title.capitalize()}</h3><div class="wide">{_body(found[title])}</div>' for title in titles if title in found)
+    """Return the sections of ``explain()`` with these titles."""
+    bodies = dict(sections(explained, choices))
+    return "".join(f'<h3>{title.capitalize()}</h3><div class="wide">{_body(bodies[title])}</div>' for title in titles if title in bodies)
 
 
 def _body(body: Table | Sequence[str]) -> str:
@@ -126,6 +124,7 @@ def _step_formulas(formula: StepFormula) -> str:
 
 
 def _programs(explained: Explained) -> str:
+    """Return a search field and the commented programs of the first ranks."""
     graphs = comment_programs(explained)
     search = '<div class="search"><input id="search" type="search" placeholder="all_reduce blocks.0 ..." aria-label="search the programs">'
     search += '<span id="count" class="lead"></span></div>'

@@ -1,4 +1,4 @@
-"""What pages have in common: one file, one style, light or dark as the reader has it, sections to jump to."""
+"""The frame of HTML pages: a single file with style, script and links to its sections."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["framed", "page_file", "tiles_html"]
 
 
 def framed(title: str, header: str, sections: Sequence[tuple[str, str]], footer: str, script: str = "", style: str = "") -> str:
-    """A page as a single HTML file: no scripts, styles, fonts or pictures from elsewhere.
+    """Return a page as a single HTML file, without scripts, styles, fonts or pictures from elsewhere.
 
     Args:
-        title: of the window.
-        header: HTML above all.
-        sections: title and HTML of each; those without HTML are left out.
-        footer: HTML below all.
-        script: what the page does.
-        style: more than the common one.
+        title: the title of the window.
+        header: HTML above the sections.
+        sections: (title, HTML); sections without HTML are left out.
+        footer: HTML below the sections.
+        script: JavaScript of the page.
+        style: CSS in addition to the common ``style.css``.
     """
     shown = [(name, body) for name, body in sections if body]
     links = "".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name, _ in shown)
@@ -36,11 +36,11 @@ def _anchor(name: str) -> str:
 
 
 def page_file(name: str, package: str = "partitioner.reports.page") -> str:
-    """A style or a script that lies beside the code."""
+    """Return the text of a style sheet or a script, a resource file of a package."""
     return importlib.resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def tiles_html(tiles: Sequence[tuple[str, str]]) -> str:
-    """The numbers that one looks for first, each with its words."""
-    found = "".join(f"<div class=tile><b>{escape(number)}</b><span>{escape(words)}</span></div>" for number, words in tiles)
-    return f'<div class="tiles">{found}</div>'
+    """Return the main figures of a page as large tiles: (number, words)."""
+    html = "".join(f"<div class=tile><b>{escape(number)}</b><span>{escape(words)}</span></div>" for number, words in tiles)
+    return f'<div class="tiles">{html}</div>'

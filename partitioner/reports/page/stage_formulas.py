@@ -1,4 +1,4 @@
-"""What the stages of a plan come to, as formulas in the rows of a microbatch."""
+"""Work and bytes of the stages of a plan as formulas in the rows of a microbatch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["stage_formulas"]
 
 
 def stage_formulas(explained: Explained) -> Mapping[str, sympy.Expr]:
-    """Work, messages and what is kept, of each stage of the first pipeline; ``b`` are the rows of a microbatch."""
+    """Return FLOPs, bytes of messages and saved bytes of each stage of the first pipeline; ``b`` is the rows of a microbatch."""
     lowered = explained.lowered
     rows = sympy.Symbol("b", positive=True, integer=True)
     symbol = lowered.graph.batch
 
     def in_rows(expression: sympy.Expr) -> sympy.Expr:
-        found = sympy.sympify(expression)
-        return sympy.factor_terms(sympy.expand(found if symbol is None else found.subs(symbol, rows)))
+        sympified = sympy.sympify(expression)
+        return sympy.factor_terms(sympy.expand(sympified if symbol is None else sympified.subs(symbol, rows)))
 
     costs = graph_cost(lowered.graph, differentiate=False).nodes
     formulas: dict[str, sympy.Expr] = {}
@@ -34,8 +34,8 @@ def stage_formulas(explained: Explained) -> Mapping[str, sympy.Expr]:
         if sent:
             formulas[f"bytes of activations that leave stage {stage.index}"] = in_rows(sympy.Add(*map(_bytes, sent)))
     for stage, training in zip(lowered.stages, lowered.training, strict=False):
-        kept = [value for value in training.saved_values if isinstance(value, Tensor)]
-        formulas[f"bytes that stage {stage.index} keeps for its backward"] = in_rows(sympy.Add(*map(_bytes, kept)))
+        saved = [value for value in training.saved_values if isinstance(value, Tensor)]
+        formulas[f"bytes that stage {stage.index} keeps for its backward"] = in_rows(sympy.Add(*map(_bytes, saved)))
     return formulas
 
 

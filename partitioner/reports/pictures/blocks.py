@@ -1,6 +1,7 @@
-"""Which rank holds which block of a tensor, as a table of blocks: text for a terminal, SVG in proportion.
+"""The blocks of a tensor and the ranks that hold them, as a matrix: text for a terminal, SVG in proportion.
 
-A tensor is a matrix here: its first dimension down, all others across. Where a cut axis is inside a dimension, its blocks are runs:
+The first dimension of the tensor goes down, all others together go across. An axis that is not the outermost of its dimension is sharded in
+several intervals of that dimension:
 
     query_key_value.weight  [3*heads/tensor*head, hidden]  float32 (24, 8)
 
@@ -31,7 +32,7 @@ from passes.spmd.shards import Block
 __all__ = ["BlockTable", "block_table", "blocks_svg", "blocks_text"]
 
 _MOST = 64
-"""Lines or columns of a table; of more, the first are shown."""
+"""Largest number of rows or columns; of more, the first are shown."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,13 @@ class BlockTable:
     """The blocks of a tensor as a matrix.
 
     Attributes:
-        title: what tensor it is.
+        title: the name of the tensor.
         detail: its layout, dtype and shape.
-        shape: of the tensor.
-        rows, columns: intervals of the first dimension, and of all others together.
-        owners: for each row and column, the ranks that hold what is there.
-        held: for each rank that holds something, in words.
-        is_cut_off: whether there are more rows or columns.
+        shape: the shape of the tensor.
+        rows, columns: intervals (start, stop) of the first dimension, and of all others together.
+        owners: for each row and column, the ranks that hold this block.
+        held: a line for each rank that holds a block: its shape and bytes.
+        is_cut_off: whether rows or columns are left out.
     """
 
     title: str
@@ -59,8 +60,8 @@ class BlockTable:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """An interval of a dimension, and where it is on each of the dimension's axes."""
+class _Interval:
+    """An interval of flattened axes, [start, stop), that no edge of a block divides; ``index`` is its start on each axis."""
 
     start: int
     stop: int
@@ -68,64 +69,64 @@ class _Run:
 
 
 def block_table(title: str, detail: str, blocks: Mapping[int, Block], held: Sequence[str]) -> BlockTable:
-    """The table.
-
-    Args:
-        blocks: rank -> what it holds.
-        held: a line for each rank.
-    """
+    """Arrange the blocks of a tensor, by rank, as a matrix; neighbouring rows or columns with the same owners become one."""
     shape = next(iter(blocks.values())).shape
-    axes = {rank: _intervals(block) for rank, block in blocks.items()}
-    unfolded = next((block.unfolded for block in blocks.values() if not block.is_whole), shape)
-    split = _axes_of_first(shape, unfolded)
-    cut = [{edge for intervals in axes.values() if intervals for edge in intervals[axis]} for axis in range(len(unfolded))]
-    rows = _runs(unfolded[:split], cut[:split])
-    columns = _runs(unfolded[split:], cut[split:])
+    axis_sizes = next((block.unfolded for block in blocks.values() if not block.is_whole), shape)
+    parts = {rank: block.intervals for rank, block in blocks.items() if not block.is_whole}  # (start, stop) on each axis
+    edges = [{edge for intervals in parts.values() for edge in intervals[axis]} for axis in range(len(axis_sizes))]
+    n_row_axes = _n_axes_of_first(shape, axis_sizes)
+    rows = _undivided_intervals(axis_sizes[:n_row_axes], edges[:n_row_axes])
+    columns = _undivided_intervals(axis_sizes[n_row_axes:], edges[n_row_axes:])
 
-    def owners(row: _Run, column: _Run) -> tuple[int, ...]:
+    def owners(row: _Interval, column: _Interval) -> tuple[int, ...]:
         index = row.index + column.index
-        return tuple(rank for rank, intervals in axes.items() if not intervals or _contains(intervals, index))
+        return tuple(rank for rank in blocks if rank not in parts or _contains(parts[rank], index))
 
-    table = [[owners(row, column) for column in columns] for row in rows]
-    lines = _merged(rows, table)
-    across = _merged(columns, [list(each) for each in zip(*(cells for _, cells in lines), strict=True)])
-    shown, beside = lines[:_MOST], across[:_MOST]
+    cells = [[owners(row, column) for column in columns] for row in rows]
+    merged_rows = _merge_equal(rows, cells)
+    cells_by_column = [list(column) for column in zip(*(cells_of_row for _, cells_of_row in merged_rows), strict=True)]
+    merged_columns = _merge_equal(columns, cells_by_column)
+    shown_rows, shown_columns = merged_rows[:_MOST], merged_columns[:_MOST]
     return BlockTable(
         title,
         detail,
         shape,
-        tuple(interval for interval, _ in shown),
-        tuple(interval for interval, _ in beside),
-        tuple(tuple(cells[row] for _, cells in beside) for row in range(len(shown))),
+        tuple(interval for interval, _ in shown_rows),
+        tuple(interval for interval, _ in shown_columns),
+        tuple(tuple(cells_of_column[row] for _, cells_of_column in shown_columns) for row in range(len(shown_rows))),
         tuple(held),
-        len(lines) > _MOST or len(across) > _MOST,
+        len(merged_rows) > _MOST or len(merged_columns) > _MOST,
     )
 
 
-def _intervals(block: Block) -> tuple[tuple[int, int], ...]:
-    """Of each axis; none for the whole."""
-    return () if block.is_whole else block.intervals
-
-
-def _axes_of_first(shape: Sequence[int], unfolded: Sequence[int]) -> int:
-    """How many axes make up the first dimension; none for a vector, which is drawn across."""
+def _n_axes_of_first(shape: Sequence[int], axis_sizes: Sequence[int]) -> int:
+    """Return how many axes make up the first dimension; 0 for a vector, which is drawn across."""
     if len(shape) < 2:
         return 0
-    return next(count for count in range(len(unfolded) + 1) if math.prod(unfolded[:count]) == shape[0])
+    return next(count for count in range(len(axis_sizes) + 1) if math.prod(axis_sizes[:count]) == shape[0])
 
 
-def _runs(sizes: Sequence[int], cut: Sequence[set[int]]) -> list[_Run]:
-    """The intervals in which nothing changes: every index of the axes outside the innermost one that is cut, and its parts."""
-    innermost = max((axis for axis, edges in enumerate(cut) if edges - {0, sizes[axis]}), default=-1)
-    edges = sorted(cut[innermost] | {0, sizes[innermost]}) if innermost >= 0 else [0, 1]
-    inner = math.prod(sizes[innermost + 1 :])
-    rest = (0,) * (len(sizes) - innermost - 1)
-    runs = []
-    for number, outer in enumerate(itertools.product(*(range(size) for size in sizes[: max(innermost, 0)]))):
-        for start, stop in itertools.pairwise(edges):
-            base = number * (sizes[innermost] if innermost >= 0 else 1)
-            runs.append(_Run((base + start) * inner, (base + stop) * inner, (*outer, start, *rest) if innermost >= 0 else rest))
-    return runs
+def _undivided_intervals(sizes: Sequence[int], edges: Sequence[set[int]]) -> list[_Interval]:
+    """Divide flattened axes at the edges of blocks: at every index of the axes outside the innermost sharded one, and at its edges.
+
+    Args:
+        sizes: the sizes of the axes, the outermost first.
+        edges: for each axis, where blocks start or stop.
+
+    For axes (3, 4, 2), of which the second is sharded at 2, the intervals are 0-3, 4-7, 8-11, ..., 20-23.
+    """
+    innermost = max((axis for axis, at in enumerate(edges) if at - {0, sizes[axis]}), default=-1)
+    if innermost < 0:
+        return [_Interval(0, math.prod(sizes), (0,) * len(sizes))]
+    boundaries = sorted(edges[innermost] | {0, sizes[innermost]})
+    inner_size = math.prod(sizes[innermost + 1 :])
+    inner_index = (0,) * (len(sizes) - innermost - 1)
+    intervals = []
+    for number, outer in enumerate(itertools.product(*(range(size) for size in sizes[:innermost]))):
+        base = number * sizes[innermost]
+        for start, stop in itertools.pairwise(boundaries):
+            intervals.append(_Interval((base + start) * inner_size, (base + stop) * inner_size, (*outer, start, *inner_index)))
+    return intervals
 
 
 def _contains(intervals: Sequence[tuple[int, int]], index: Sequence[int]) -> bool:
@@ -133,35 +134,32 @@ def _contains(intervals: Sequence[tuple[int, int]], index: Sequence[int]) -> boo
 
 
 Cells = list[tuple[int, ...]]
+"""The owners of the blocks of one row, or of one column."""
 
 
-def _merged(runs: Sequence[_Run], cells: Sequence[Cells]) -> list[tuple[tuple[int, int], Cells]]:
-    """Neighbours that are held alike as one."""
-    found: list[tuple[tuple[int, int], Cells]] = []
-    for run, each in zip(runs, cells, strict=True):
-        start, stop = run.start, run.stop
-        if found and found[-1][1] == each:
-            found[-1] = ((found[-1][0][0], stop), each)
-        else:
-            found.append(((start, stop), each))
-    return found
-
-
-# -- text and SVG ----------------------------------------------------------------------------------------------------------------------
+def _merge_equal(intervals: Sequence[_Interval], cells: Sequence[Cells]) -> list[tuple[tuple[int, int], Cells]]:
+    """Merge neighbouring intervals with equal cells; return ((start, stop), cells) of each."""
+    merged: list[tuple[tuple[int, int], Cells]] = []
+    for interval, owners in zip(intervals, cells, strict=True):
+        start = interval.start
+        if merged and merged[-1][1] == owners:
+            start = merged.pop()[0][0]
+        merged.append(((start, interval.stop), owners))
+    return merged
 
 
 def blocks_text(table: BlockTable) -> str:
-    """For a terminal."""
+    """Return the table for a terminal."""
     rows = [("", *map(_range, table.columns))]
-    rows += [
-        (_range(row) if len(table.shape) > 1 else "", *map(_ranks, cells)) for row, cells in zip(table.rows, table.owners, strict=True)
-    ]
+    for interval, owners in zip(table.rows, table.owners, strict=True):
+        rows.append((_range(interval) if len(table.shape) > 1 else "", *map(_ranks, owners)))
     lines = [f"  {line}" for line in align(rows, "<" * len(rows[0]))]
     more = ["  ..."] if table.is_cut_off else []
     return "\n".join([f"{table.title}  {table.detail}", "", *lines, *more, "", *(f"  {line}" for line in table.held)])
 
 
 def _range(interval: tuple[int, int]) -> str:
+    """``"4-7"`` for the interval (4, 8); ``"4"`` for (4, 5)."""
     start, stop = interval
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
@@ -174,9 +172,10 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _LEAST = 400, 220, 64, 58, 15
 
 
 def blocks_svg(table: BlockTable) -> str:
-    """A picture in proportion, as far as the smallest block can still be seen."""
-    columns, rows = _places(table.columns, _WIDTH, 44), _places(table.rows, _HEIGHT if len(table.shape) > 1 else 34, _LEAST)
-    colour = {ranks: index for index, ranks in enumerate(dict.fromkeys(cell for cells in table.owners for cell in cells))}
+    """Draw the blocks in proportion, one colour for each set of owners; very small blocks are enlarged."""
+    columns = _extents(table.columns, _WIDTH, 44)
+    rows = _extents(table.rows, _HEIGHT if len(table.shape) > 1 else 34, _LEAST)
+    colour = {ranks: index for index, ranks in enumerate(dict.fromkeys(itertools.chain.from_iterable(table.owners)))}
     bottom = _TOP + rows[-1][1]
     height = bottom + 22 + 15 * len(table.held)
     width = _LEFT + max(columns[-1][1], 340) + 16
@@ -186,22 +185,22 @@ def blocks_svg(table: BlockTable) -> str:
     ]
     for (left, right), interval in zip(columns, table.columns, strict=True):
         parts.append(f'<text class="f c" x="{_LEFT + (left + right) / 2:.1f}" y="{_TOP - 6}">{_range(interval)}</text>')
-    for (top, low), interval, cells in zip(rows, table.rows, table.owners, strict=True):
-        middle = _TOP + (top + low) / 2 + 4
-        across = _range(interval) if len(table.shape) > 1 else ""
-        parts.append(f'<text class="f e" x="{_LEFT - 6}" y="{middle:.1f}">{across}</text>')
-        for (left, right), ranks in zip(columns, cells, strict=True):
+    for (upper, lower), interval, owners in zip(rows, table.rows, table.owners, strict=True):
+        middle = _TOP + (upper + lower) / 2 + 4
+        label = _range(interval) if len(table.shape) > 1 else ""
+        parts.append(f'<text class="f e" x="{_LEFT - 6}" y="{middle:.1f}">{label}</text>')
+        for (left, right), ranks in zip(columns, owners, strict=True):
             parts.append(
-                f'<rect class="s{colour[ranks] % len(STAGES)}" x="{_LEFT + left + 1:.1f}" y="{_TOP + top + 0.5:.1f}" '
-                f'width="{right - left - 2:.1f}" height="{low - top - 1:.1f}" rx="2"/>'
+                f'<rect class="s{colour[ranks] % len(STAGES)}" x="{_LEFT + left + 1:.1f}" y="{_TOP + upper + 0.5:.1f}" '
+                f'width="{right - left - 2:.1f}" height="{lower - upper - 1:.1f}" rx="2"/>'
             )
             parts.append(f'<text class="c" x="{_LEFT + (left + right) / 2:.1f}" y="{middle:.1f}">{_ranks(ranks)}</text>')
     parts += [f'<text class="f" x="12" y="{bottom + 18 + 15 * index:.0f}">{escape(line)}</text>' for index, line in enumerate(table.held)]
     return document("d", width, height, table.title, SVG_STYLE, parts)
 
 
-def _places(intervals: Sequence[tuple[int, int]], length: float, least: float) -> list[tuple[float, float]]:
-    """Where intervals are drawn: each as long as it is, and none shorter than can be read."""
+def _extents(intervals: Sequence[tuple[int, int]], length: float, least: float) -> list[tuple[float, float]]:
+    """Return (start, end) of each interval in pixels: in proportion to a total ``length``, but each at least ``least`` long."""
     whole = intervals[-1][1] - intervals[0][0]
     sizes = [max((stop - start) / whole * length, least) for start, stop in intervals]
     ends = list(itertools.accumulate(sizes))

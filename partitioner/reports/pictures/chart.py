@@ -1,7 +1,7 @@
 """Lines or points over two axes as SVG, with nothing to install: linear or logarithmic, light or dark as the page is.
 
 seconds |  o
-        |    `-o----o       every point says its numbers to the pointer; series are told apart by colour and mark
+        |    `-o----o       every point has a tooltip; series differ in colour and mark
         +------------
            2    4   8  devices
 """
@@ -27,7 +27,7 @@ COLOURS: tuple[Colour, ...] = (
     ("#2b8a99", "#63c1cf"),
     ("#6b7280", "#9aa3ae"),
 )
-"""Of series, light and dark; further ones repeat them with another mark."""
+"""The colours of series, light and dark; further series repeat them with another mark."""
 
 _MARKS: tuple[Callable[[float, float], str], ...] = (
     lambda x, y: f"M{x - 4:.1f},{y:.1f} a4,4 0 1 0 8,0 a4,4 0 1 0 -8,0",
@@ -39,7 +39,7 @@ _MARKS: tuple[Callable[[float, float], str], ...] = (
 _WIDTH, _PLOT, _LEFT, _TOP, _RIGHT = 520, 220, 74, 38, 16
 _LEGEND_LINE, _LEGEND_LETTER = 18, 6.6
 _TICKS = 5
-"""About as many ticks as an axis has room for."""
+"""Approximate number of ticks of an axis."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Axis:
     """One axis.
 
     Attributes:
-        label: what it measures, with the unit if ``written`` has none.
-        written: a value as text.
-        logarithmic: equal steps are equal factors.
-        ticks: where to write values; empty: at round ones.
-        least: the axis begins here at the latest; None: where values do.
-        binary: round values are powers of two, as of bytes.
+        label: the quantity, with the unit if ``written`` has none.
+        written: formats a value.
+        logarithmic: whether the scale is logarithmic.
+        ticks: the values with a tick; empty: round values.
+        least: the axis begins at this value or below; None: at the smallest value.
+        binary: whether round values are powers of two, as for bytes.
     """
 
     label: str
@@ -70,14 +70,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """What one colour shows.
+    """Points of one colour.
 
     Attributes:
-        name: for the legend.
-        points: (x, y, what the pointer reads), in order of x.
-        colour: its place in ``COLOURS``.
+        name: its name in the legend.
+        points: (x, y, tooltip), in order of x.
+        colour: index into ``COLOURS``.
         joined: whether a line joins the points.
-        stepped: whether that line goes first across, then down, as the edge of what can be had.
+        stepped: whether that line consists of steps, first horizontal, then vertical, as for a Pareto front.
         marked: whether points have marks.
     """
 
@@ -100,7 +100,7 @@ class Picture(str):
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to pixels."""
+    """Maps the values from ``low`` to ``high`` to the pixels from ``start`` to ``end``."""
 
     low: float
     high: float
@@ -109,25 +109,29 @@ class _Scale:
     logarithmic: bool
 
     def __call__(self, value: float) -> float:
-        low, high, here = (math.log(each) for each in (self.low, self.high, value)) if self.logarithmic else (self.low, self.high, value)
-        return self.start + (here - low) / (high - low) * (self.end - self.start)
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
 def chart_svg(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    """The picture; nothing where there is nothing to draw."""
-    series = [each for each in series if each.points]
+    """Draw a chart as SVG; return an empty text if no series has points."""
+    series = [one for one in series if one.points]
     if not series:
         return ""
-    across = _scale(x, [point[0] for each in series for point in each.points], _LEFT + 12, _WIDTH - _RIGHT - 12)
-    up = _scale(y, [point[1] for each in series for point in each.points], _TOP + _PLOT, _TOP)
+    points = [point for one in series for point in one.points]
+    x_scale = _scale(x, [point[0] for point in points], _LEFT + 12, _WIDTH - _RIGHT - 12)
+    y_scale = _scale(y, [point[1] for point in points], _TOP + _PLOT, _TOP)
     legend = _legend(series)
     height = _TOP + _PLOT + 44 + legend.count("<g") * _LEGEND_LINE
     heading = f'<text class="title" x="{_LEFT}" y="16">{escape(title)}</text>'
-    drawn = (part for each in series for part in _drawn(each, across, up))
-    return document("chart", _WIDTH, height, title, _STYLE, [heading, *_axes(x, y, across, up), *drawn, legend])
+    lines_and_marks = (element for one in series for element in _series_elements(one, x_scale, y_scale))
+    return document("chart", _WIDTH, height, title, _STYLE, [heading, *_axes(x, y, x_scale, y_scale), *lines_and_marks, legend])
 
 
 def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
+    """Return the scale that maps the values, with some room around them, to the pixels from ``start`` to ``end``."""
     low, high = min([*values, *axis.ticks]), max([*values, *axis.ticks])
     assert low > 0 or not axis.logarithmic
     low = low if axis.least is None else min(low, axis.least)
@@ -139,19 +143,11 @@ def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Sc
 
 
 def _ticks(axis: Axis, scale: _Scale) -> list[float]:
-    """Round values inside a scale: of a logarithmic one, as few of 1, 2 and 5 times powers of ten as the room asks for."""
+    """Return the values of the ticks of an axis, in ascending order."""
     if axis.ticks:
         return list(axis.ticks)
-    if axis.binary and axis.logarithmic:
-        powers = [2.0**power for power in range(math.ceil(math.log2(scale.low)), math.floor(math.log2(scale.high)) + 1)]
-        return powers[:: -(-len(powers) // (2 * _TICKS))] if len(powers) > 1 else [scale.low, scale.high]
     if axis.logarithmic:
-        tens = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
-        for steps in ((1,), (1, 3), (1, 2, 5), tuple(range(1, 10))):
-            found = [step * 10.0**power for power in tens for step in steps if scale.low <= step * 10.0**power <= scale.high]
-            if len(found) >= 3:
-                return found[:: -(-len(found) // (2 * _TICKS))]
-        return [scale.low, scale.high]
+        return _logarithmic_ticks(scale, binary=axis.binary)
     rough = (scale.high - scale.low) / _TICKS
     magnitude = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough)
@@ -159,23 +155,44 @@ def _ticks(axis: Axis, scale: _Scale) -> list[float]:
     return [index * step for index in range(first, math.floor(scale.high / step) + 1)]
 
 
-def _axes(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
+def _logarithmic_ticks(scale: _Scale, *, binary: bool) -> list[float]:
+    """Return at most ``2 * _TICKS`` powers of two, or numbers like 1, 10, 100 or 1, 3, 10, 30; the ends if too few lie in the scale."""
+    if binary:
+        powers = [2.0**power for power in range(math.ceil(math.log2(scale.low)), math.floor(math.log2(scale.high)) + 1)]
+        return _thin_out(powers) if len(powers) > 1 else [scale.low, scale.high]
+    tens = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
+    for digits in ((1,), (1, 3), (1, 2, 5), tuple(range(1, 10))):
+        numbers = [digit * 10.0**power for power in tens for digit in digits]
+        inside = [number for number in numbers if scale.low <= number <= scale.high]
+        if len(inside) >= 3:
+            return _thin_out(inside)
+    return [scale.low, scale.high]
+
+
+def _thin_out(values: list[float]) -> list[float]:
+    """Keep every n-th value, with the smallest n that leaves at most ``2 * _TICKS``."""
+    return values[:: math.ceil(len(values) / (2 * _TICKS))]
+
+
+def _axes(x: Axis, y: Axis, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+    """Draw the ticks of both axes, horizontal grid lines, the x axis, and the titles."""
     bottom, right = _TOP + _PLOT, _WIDTH - _RIGHT
     parts = []
-    for value in _ticks(y, up):
-        at = up(value)
-        parts.append(f'<path class="grid" d="M{_LEFT},{at:.1f} H{right}"/>')
-        parts.append(f'<text class="tick end" x="{_LEFT - 8}" y="{at + 3.5:.1f}">{escape(y.written(value))}</text>')
-    values = _ticks(x, across)
-    parts += [f'<text class="tick middle" x="{across(value):.1f}" y="{bottom + 16}">{escape(x.written(value))}</text>' for value in values]
+    for value in _ticks(y, y_scale):
+        height = y_scale(value)
+        parts.append(f'<path class="grid" d="M{_LEFT},{height:.1f} H{right}"/>')
+        parts.append(f'<text class="tick end" x="{_LEFT - 8}" y="{height + 3.5:.1f}">{escape(y.written(value))}</text>')
+    marks = [(x_scale(value), x.written(value)) for value in _ticks(x, x_scale)]
+    parts += [f'<text class="tick middle" x="{place:.1f}" y="{bottom + 16}">{escape(text)}</text>' for place, text in marks]
     parts.append(f'<path class="axis" d="M{_LEFT},{bottom} H{right}"/>')
     parts.append(f'<text class="tick end" x="{right}" y="{bottom + 32}">{escape(x.title)}</text>')
     parts.append(f'<text class="tick" x="{_LEFT}" y="{_TOP - 8}">{escape(y.title)}</text>')
     return parts
 
 
-def _drawn(series: Series, across: _Scale, up: _Scale) -> list[str]:
-    places = [(across(x), up(y)) for x, y, _ in series.points]
+def _series_elements(series: Series, x_scale: _Scale, y_scale: _Scale) -> list[str]:
+    """Draw the line of a series, then its marks with their tooltips."""
+    places = [(x_scale(x), y_scale(y)) for x, y, _ in series.points]
     kind = f"c{series.colour % len(COLOURS)}"
     parts = []
     if series.joined and len(places) > 1:
@@ -183,29 +200,30 @@ def _drawn(series: Series, across: _Scale, up: _Scale) -> list[str]:
         parts.append(f'<path class="line {kind}" d="M{places[0][0]:.1f},{places[0][1]:.1f} {" ".join(steps)}"/>')
     if series.marked:
         mark = _MARKS[series.colour // len(COLOURS) % len(_MARKS)]
-        told = zip(places, series.points, strict=True)
-        parts += [f'<path class="mark {kind}" d="{mark(*place)}"><title>{escape(text)}</title></path>' for place, (_, _, text) in told]
+        for place, (_, _, tooltip) in zip(places, series.points, strict=True):
+            parts.append(f'<path class="mark {kind}" d="{mark(*place)}"><title>{escape(tooltip)}</title></path>')
     return parts
 
 
 def _legend(series: Sequence[Series]) -> str:
-    """Marks and names, in as many lines as they need."""
+    """Draw marks and names of the series; a line that is full continues in the next. One ``<g>`` a line."""
     lines: list[list[str]] = [[]]
-    at, y = float(_LEFT), _TOP + _PLOT + 52
-    for each in series:
-        wide = 26 + len(each.name) * _LEGEND_LETTER
-        if at + wide > _WIDTH and lines[-1]:
+    x, y = float(_LEFT), _TOP + _PLOT + 52
+    for one in series:
+        width = 26 + len(one.name) * _LEGEND_LETTER
+        if x + width > _WIDTH and lines[-1]:
             lines.append([])
-            at, y = float(_LEFT), y + _LEGEND_LINE
-        mark = _MARKS[each.colour // len(COLOURS) % len(_MARKS)]
-        kind = f"c{each.colour % len(COLOURS)}"
-        shape = f'class="mark {kind}" d="{mark(at + 4, y - 4)}"' if each.marked else f'class="line {kind}" d="M{at},{y - 4} h12"'
-        lines[-1].append(f'<path {shape}/><text class="tick" x="{at + 16:.1f}" y="{y}">{escape(each.name)}</text>')
-        at += wide
+            x, y = float(_LEFT), y + _LEGEND_LINE
+        mark = _MARKS[one.colour // len(COLOURS) % len(_MARKS)]
+        kind = f"c{one.colour % len(COLOURS)}"
+        shape = f'class="mark {kind}" d="{mark(x + 4, y - 4)}"' if one.marked else f'class="line {kind}" d="M{x},{y - 4} h12"'
+        lines[-1].append(f'<path {shape}/><text class="tick" x="{x + 16:.1f}" y="{y}">{escape(one.name)}</text>')
+        x += width
     return "".join(f"<g>{''.join(line)}</g>" for line in lines)
 
 
 def _style() -> str:
+    """Return the CSS rules of a chart; classes ``c0``, ``c1``, ... are the colours of series."""
     names = [f"c{index}" for index in range(len(COLOURS))]
     kinds = " ".join(f".chart .mark.{name} {{ fill: var(--{name}) }} .chart .line.{name} {{ stroke: var(--{name}) }}" for name in names)
     return f"""{palette("chart", dict(zip(names, COLOURS, strict=True)))}

@@ -33,5 +33,5 @@ LINKS: dict[str, Colour] = {
 
 
 def stage_colour(stage: int | None) -> Colour:
-    """The fill of a stage's boxes, light and dark; stages further apart than there are colours share one."""
+    """Return the fill of a stage's boxes, light and dark; colours repeat if there are more stages."""
     return PLAIN if stage is None else STAGES[stage % len(STAGES)]

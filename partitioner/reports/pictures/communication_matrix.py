@@ -1,4 +1,4 @@
-"""Who sends how much to whom, as a table whose cells are the darker the more they hold."""
+"""The bytes that each rank sends to each other rank, as an HTML table; darker cells have more bytes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from cost_models.hardware.units import format_bytes
 __all__ = ["matrix_html"]
 
 _READABLE = 16
-"""Ranks up to which cells hold numbers; of more they are colours, and numbers come with the pointer."""
+"""Largest number of ranks with numbers in the cells; with more ranks, numbers are tooltips only."""
 
 
 def matrix_html(sent: Mapping[tuple[int, int], int], n_ranks: int) -> str:
-    """The table.
-
-    Args:
-        sent: (source, destination) -> bytes in a step.
-        n_ranks: all ranks, those that send nothing among them.
-    """
+    """Return the table of all ranks; ``sent`` maps (source, destination) to the bytes of a step."""
     most = max(sent.values(), default=0)
     dense = n_ranks > _READABLE
     marks = ["" if dense and rank % 8 else str(rank) for rank in range(n_ranks)]

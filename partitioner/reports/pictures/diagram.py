@@ -16,20 +16,20 @@ from typing import Literal
 __all__ = ["Arrow", "ArrowKind", "Box", "Diagram", "Lane"]
 
 ArrowKind = Literal["data", "message", "collective"]
-"""A value that stays on its rank; one that is sent; something that ranks of a group do together."""
+"""A value that stays on its rank, a point-to-point message, a collective of a group of ranks."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Operations that are drawn as one.
+    """A box: operations of one module.
 
     Attributes:
-        key: names it in arrows.
-        lane: the index of the lane that it is in.
-        stage: whose operations they are, for the colour; None for what belongs to no stage.
+        key: identifies the box in arrows.
+        lane: index of its lane.
+        stage: the stage of the operations, for the colour; None for a box of no stage.
         label: the module.
-        detail: a smaller line below.
-        tooltip: all that there is to say.
+        detail: a smaller line below the label.
+        tooltip: all details.
     """
 
     key: str
@@ -42,13 +42,13 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From one box to another; that of a collective has no direction.
+    """An arrow from one box to another; that of a collective has no direction.
 
     Attributes:
         source, target: keys of boxes.
-        kind: what goes there.
-        label: how much; empty for what stays on a rank.
-        tooltip: all that there is to say.
+        kind: data, message or collective.
+        label: the bytes; empty for data, which stays on a rank.
+        tooltip: all details.
     """
 
     source: str
@@ -60,12 +60,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Lane:
-    """A rank.
-
-    Attributes:
-        label: ``"rank 0"``.
-        detail: its device and place on the mesh.
-    """
+    """The lane of a rank: the label ``"rank 0"``, and a detail, its device and mesh coordinate."""
 
     label: str
     detail: str
@@ -73,14 +68,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Diagram:
-    """A drawing without coordinates.
-
-    Attributes:
-        title: what is drawn.
-        lanes: from left to right.
-        boxes: in the order in which they run, lane by lane.
-        arrows: between them.
-    """
+    """A drawing without coordinates: lanes from left to right; boxes in the order in which they run, lane by lane; arrows between them."""
 
     title: str
     lanes: tuple[Lane, ...]

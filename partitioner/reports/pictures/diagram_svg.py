@@ -17,25 +17,23 @@ from partitioner.reports.pictures.layers import Layers, arrange
 __all__ = ["SVG_STYLE", "diagram_svg"]
 
 _CELL, _BOX, _ROW, _HEIGHT = 158, 142, 70, 40
+"""Distance of boxes in a row, width of a box, distance of rows, height of a box."""
+
 _MARGIN, _TOP, _GAP = 16, 96, 22
-_BESIDE = 56
-"""Room for the end of a label beside the last lane."""
+"""Margin of the drawing, upper edge of the first row, gap between lanes."""
 
-_NARROWEST = 420
-"""Width that a drawing has at least."""
+_BESIDE, _NARROWEST = 56, 420
+"""Width beside the last lane for labels of messages to it; smallest width of a drawing."""
 
-_TITLE_LETTER = 7.6
-"""Width of a letter of the title, on average."""
-
-_LABEL_LETTER, _LABEL_LINE = 5.8, 12
-"""Width of a letter of a label, on average, and height of its line."""
+_TITLE_LETTER, _LABEL_LETTER, _LABEL_LINE = 7.6, 5.8, 12
+"""Average width of a letter of the title, and of a label; height of a line of a label."""
 
 _LONGEST = 22
-"""Letters that a box has room for."""
+"""Letters of a box's label; a longer label is truncated."""
 
 
 def _style() -> str:
-    """Rules for what is drawn."""
+    """Return the CSS rules of a drawing; classes ``s0``, ``s1``, ... fill boxes of stages."""
     named = {"plain": PLAIN, **LINKS, **{f"s{index}": colour for index, colour in enumerate(STAGES)}}
     fills = " ".join(f".d .s{index} {{ fill: var(--s{index}) }}" for index in range(len(STAGES)))
     links = " ".join(f".d .{kind} {{ stroke: var(--{kind}) }} .d .{kind}-fill {{ fill: var(--{kind}) }}" for kind in LINKS)
@@ -58,12 +56,7 @@ def _width(label: str) -> float:
 
 @dataclass(frozen=True)
 class _Label:
-    """Text beside an arrow.
-
-    Attributes:
-        x, y: of its anchor, on the base line.
-        anchor: which end of the text stands there.
-    """
+    """Text beside an arrow; its part ``anchor`` is at the position (x, y) of the base line."""
 
     text: str
     x: float
@@ -83,18 +76,19 @@ class _Label:
         )
 
     def svg(self) -> str:
-        """The element."""
+        """Return the SVG element."""
         kind = {"start": "f halo", "middle": "f halo c", "end": "f halo e"}[self.anchor]
         return f'<text class="{kind}" x="{self.x:.1f}" y="{self.y:.0f}">{escape(self.text)}</text>'
 
 
 @dataclass(frozen=True)
 class _Canvas:
-    """Where the nodes of a layout are, in pixels.
+    """A diagram with positions in pixels.
 
     Attributes:
-        number: key of a box -> its index.
-        left: of each lane.
+        number: key of a box -> its index in ``diagram.boxes``.
+        layers: row of each box, and place within the row of its lane.
+        left: left edge of each lane.
     """
 
     diagram: Diagram
@@ -103,25 +97,26 @@ class _Canvas:
     left: tuple[float, ...]
 
     def x(self, lane: int, place: float) -> float:
+        """Return the middle of a place in a row of a lane."""
         return self.left[lane] + (place + 0.5) * _CELL
 
     def place(self, key: str) -> tuple[int, float, float]:
-        """The lane of a box, and the middle of its upper edge."""
+        """Return the lane of a box, and x and y of the middle of its upper edge."""
         index = self.number[key]
         lane = self.diagram.boxes[index].lane
         return lane, self.x(lane, self.layers.place[index]), _TOP + self.layers.row[index] * _ROW
 
     @property
     def widths(self) -> list[int]:
-        """Of each lane."""
+        """The width of each lane."""
         return [places * _CELL for places in self.layers.width]
 
 
 def diagram_svg(diagram: Diagram) -> str:
-    """The drawing: each box below those that it reads from, in the lane of its rank."""
-    canvas, bends = _arranged(diagram)
+    """Draw a diagram: each box in the lane of its rank, below the boxes that it reads from."""
+    canvas, bends = _arrange(diagram)
     width, height = _page_size(canvas)
-    # What comes later is drawn over what comes before.
+    # Later elements cover earlier ones: messages are drawn last.
     arrows = sorted(diagram.arrows, key=lambda arrow: ("data", "collective", "message").index(arrow.kind))
     parts = [
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
@@ -135,10 +130,10 @@ def diagram_svg(diagram: Diagram) -> str:
     return document("d", width, height, diagram.title, SVG_STYLE, parts)
 
 
-def _arranged(diagram: Diagram) -> tuple[_Canvas, dict[int, Sequence[float]]]:
-    """Where the boxes are, and the bends of arrows (by identity).
+def _arrange(diagram: Diagram) -> tuple[_Canvas, dict[int, Sequence[float]]]:
+    """Place the boxes; also return id of an arrow -> the places that it passes in the rows between its ends.
 
-    A collective has no direction: it puts no box below another. Gradients of shared parameters, the boxes of no stage, stand last.
+    Arrows of collectives have no direction and do not order boxes. Boxes of no stage, the gradients of shared parameters, come last.
     """
     number = {box.key: index for index, box in enumerate(diagram.boxes)}
     directed = [arrow for arrow in diagram.arrows if arrow.kind != "collective"]
@@ -150,7 +145,7 @@ def _arranged(diagram: Diagram) -> tuple[_Canvas, dict[int, Sequence[float]]]:
 
 
 def _page_size(canvas: _Canvas) -> tuple[float, float]:
-    """Width and height: room for the lanes and the title, and beside the last lane for the labels of messages to it."""
+    """Return width and height: of the lanes or the title, and of the labels of messages to the last lane."""
     diagram, widths = canvas.diagram, canvas.widths
     lanes, title = sum(widths) + _GAP * (len(widths) - 1), len(diagram.title) * _TITLE_LETTER
     messages = [arrow for arrow in diagram.arrows if arrow.kind == "message"]
@@ -160,7 +155,7 @@ def _page_size(canvas: _Canvas) -> tuple[float, float]:
 
 
 def _legend(diagram: Diagram) -> list[str]:
-    """What colours and strokes mean."""
+    """Explain the colours of stages and the strokes of arrows."""
     parts, x = [], float(_MARGIN)
     stages = sorted({box.stage for box in diagram.boxes if box.stage is not None})
     for stage in stages[: len(STAGES)]:
@@ -178,7 +173,7 @@ def _legend(diagram: Diagram) -> list[str]:
 
 def _lanes(canvas: _Canvas, height: float) -> list[str]:
     parts = []
-    for lane, left, width in zip(canvas.diagram.lanes, canvas.left, canvas.widths, strict=False):  # none for last ranks without boxes
+    for lane, left, width in zip(canvas.diagram.lanes, canvas.left, canvas.widths, strict=False):  # last lanes without boxes are not drawn
         parts.append(f'<rect class="lane" x="{left:.0f}" y="56" width="{width:.0f}" height="{height - 56 - 6:.0f}" rx="8"/>')
         parts.append(f'<text x="{left + 10:.0f}" y="72">{escape(lane.label)}</text>')
         parts.append(f'<text class="f" x="{left + 10:.0f}" y="85">{escape(lane.detail)}</text>')
@@ -186,28 +181,30 @@ def _lanes(canvas: _Canvas, height: float) -> list[str]:
 
 
 def _box(box: Box, canvas: _Canvas) -> str:
+    """Draw a box with its label, a smaller line of detail and a tooltip."""
     _, x, y = canvas.place(box.key)
     fill = "plain" if box.stage is None else f"s{box.stage % len(STAGES)}"
     line = 24 if not box.detail else 17
-    detail = f'<text class="c f" x="{x:.1f}" y="{y + 31:.0f}">{escape(_cut(box.detail, 26))}</text>' if box.detail else ""
+    detail = f'<text class="c f" x="{x:.1f}" y="{y + 31:.0f}">{escape(_keep_end(box.detail, 26))}</text>' if box.detail else ""
     return (
         f"<g><title>{escape(box.tooltip)}</title>"
         f'<rect class="{fill}" x="{x - _BOX / 2:.1f}" y="{y:.0f}" width="{_BOX}" height="{_HEIGHT}" rx="7"/>'
-        f'<text class="c" x="{x:.1f}" y="{y + line:.0f}">{escape(_cut(box.label, _LONGEST))}</text>{detail}</g>'
+        f'<text class="c" x="{x:.1f}" y="{y + line:.0f}">{escape(_keep_end(box.label, _LONGEST))}</text>{detail}</g>'
     )
 
 
-def _cut(text: str, longest: int) -> str:
-    """The end of a long name tells more than its beginning."""
+def _keep_end(text: str, longest: int) -> str:
+    """Truncate a long name at its beginning: the end tells more."""
     return text if len(text) <= longest else f"…{text[1 - longest :]}"
 
 
 def _link(arrow: Arrow, canvas: _Canvas, bends: Sequence[float]) -> str:
+    """Draw an arrow: a collective as a curve between its boxes, others from row to row through the places ``bends``."""
     (lane, from_x, from_y), (other, to_x, to_y) = canvas.place(arrow.source), canvas.place(arrow.target)
     title = f"<title>{escape(arrow.tooltip)}</title>" if arrow.tooltip else ""
     if arrow.kind == "collective":
         ends = (from_x, from_y), (to_x, to_y)
-        path = _between(*ends) if abs(lane - other) == 1 else _below(*ends)
+        path = _path_between(*ends) if abs(lane - other) == 1 else _path_below(*ends)
         return f'<g>{title}<path class="link collective" d="{path}"/></g>'
     points = [(from_x, from_y + _HEIGHT)]
     for step, place in enumerate(bends):
@@ -222,42 +219,44 @@ def _link(arrow: Arrow, canvas: _Canvas, bends: Sequence[float]) -> str:
     return f'<g>{title}<path class="link {arrow.kind}" d="{"".join(curve)}"/>{head}</g>'
 
 
-def _between(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """From the right side of one box to the left side of another."""
+def _path_between(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """Return a path from the right side of one box to the left side of another; both given by the middle of their upper edges."""
     x0, x1, y0, y1 = start[0] + _BOX / 2, end[0] - _BOX / 2, start[1] + _HEIGHT / 2, end[1] + _HEIGHT / 2
     middle = (x0 + x1) / 2
     return f"M{x0:.1f},{y0:.0f}C{middle:.1f},{y0:.0f} {middle:.1f},{y1:.0f} {x1:.1f},{y1:.0f}"
 
 
-def _below(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """From box to box, under those in between."""
+def _path_below(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """Return a path from box to box that passes below the boxes of the lanes in between."""
     (x0, y0), (x1, y1) = start, end
     deepest = max(y0, y1) + _HEIGHT + 20
     return f"M{x0 + 20:.1f},{y0 + _HEIGHT:.0f}C{x0 + 30:.1f},{deepest:.0f} {x1 - 30:.1f},{deepest:.0f} {x1 - 20:.1f},{y1 + _HEIGHT:.0f}"
 
 
 def _labels(arrows: Sequence[Arrow], canvas: _Canvas) -> list[str]:
-    """Return the labels of arrows: each at the first of its places that is free, else above the labels that cover the last of them."""
-    parts: list[str] = []
-    taken: list[_Label] = []
+    """Place the labels of arrows without overlaps: at the first free candidate, else above the first candidate, line by line."""
+    placed: list[_Label] = []
+
+    def is_free(label: _Label) -> bool:
+        return not any(label.overlaps(other) for other in placed)
+
     for arrow in arrows:
         if arrow.label:
-            places = _label_places(arrow, canvas)
-            label = next((place for place in places if not any(place.overlaps(other) for other in taken)), places[0])
-            while any(label.overlaps(other) for other in taken):
+            candidates = _label_candidates(arrow, canvas)
+            label = next(filter(is_free, candidates), candidates[0])
+            while not is_free(label):
                 label = dataclasses.replace(label, y=label.y - _LABEL_LINE)
-            taken.append(label)
-            parts.append(label.svg())
-    return parts
+            placed.append(label)
+    return [label.svg() for label in placed]
 
 
-def _label_places(arrow: Arrow, canvas: _Canvas) -> list[_Label]:
-    """Return where a label may stand: beside either end of a message, above a collective."""
+def _label_candidates(arrow: Arrow, canvas: _Canvas) -> list[_Label]:
+    """Return the positions of a label, the best first: beside either end of a message, above a collective."""
     (lane, from_x, from_y), (other, to_x, to_y) = canvas.place(arrow.source), canvas.place(arrow.target)
     if arrow.kind == "message":
-        after, before = from_y + _HEIGHT + 20, to_y - 17
-        ends = (to_x, before), (from_x, after)
-        places = [_Label(arrow.label, *place) for x, y in ends for place in ((x + 8, y, "start"), (x - 8, y, "end"))]
-        return [place for place in places if place.left >= 0]
+        labels: list[_Label] = []
+        for x, y in ((to_x, to_y - 17), (from_x, from_y + _HEIGHT + 20)):
+            labels += [_Label(arrow.label, x + 8, y, "start"), _Label(arrow.label, x - 8, y, "end")]
+        return [label for label in labels if label.left >= 0]
     to_y += 0 if abs(lane - other) == 1 else _HEIGHT + 26
     return [_Label(arrow.label, (from_x + to_x) / 2, to_y - 5, "middle")]

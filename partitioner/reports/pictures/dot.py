@@ -1,4 +1,4 @@
-"""A diagram as the text that Graphviz reads: a cluster for each rank, filled by stage."""
+"""A diagram in the DOT language of Graphviz: a cluster for each rank, boxes coloured by stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["dot_text"]
 
 
 def dot_text(diagram: Diagram) -> str:
-    """A ``digraph``, for ``dot -Tsvg``."""
+    """Return a diagram as a ``digraph``, for ``dot -Tsvg``."""
     lines = [
         "digraph {",
         f"  label={_quoted(diagram.title)} labelloc=t fontname=Helvetica fontsize=13 compound=true",
@@ -32,9 +32,9 @@ def _box(box: Box) -> str:
 
 
 def _arrow(arrow: Arrow) -> str:
-    words = {"data": "", "message": " penwidth=2", "collective": " style=dashed dir=both constraint=false"}[arrow.kind]
+    style = {"data": "", "message": " penwidth=2", "collective": " style=dashed dir=both constraint=false"}[arrow.kind]
     label = f" label={_quoted(arrow.label)} tooltip={_quoted(arrow.tooltip)}" if arrow.label else ""
-    return f"{_quoted(arrow.source)} -> {_quoted(arrow.target)} [color={_quoted(LINKS[arrow.kind][0])}{label}{words}]"
+    return f"{_quoted(arrow.source)} -> {_quoted(arrow.target)} [color={_quoted(LINKS[arrow.kind][0])}{label}{style}]"
 
 
 def _quoted(text: str) -> str:

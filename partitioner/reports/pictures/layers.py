@@ -1,11 +1,11 @@
-"""A layered layout (Sugiyama, Tagawa, Toda 1981) of a graph in lanes: who stands in which row, and where in the row of a lane.
+"""Layered layout of a graph in lanes (Sugiyama, Tagawa, Toda 1981): the row of each node, and its place in the row of its lane.
 
-Numbers in, numbers out: nodes are counted from 0, and know their lane. In symbols, with ``r`` the row of a node and ``x`` its place in it:
+Nodes are numbers from 0, each in a given lane. With ``r`` the row of a node and ``x`` its place:
 
     r(v) >= r(u) + 1          for every edge u -> v; the smallest such rows
-    x                         within a row of a lane, so that few edges cross: sorted by the mean of the neighbours' places, down and up
+    x                         nodes of one row and lane are sorted by the mean place of their neighbours, so that few edges cross
 
-Edges over several rows inside a lane get a place of their own in each row between, so that they pass beside boxes, not under them.
+An edge over several rows inside a lane gets a place of its own in each row between, so that it passes beside boxes, not under them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ __all__ = ["Layers", "arrange"]
 Edge = tuple[int, int]
 
 _SWEEPS = 8
+"""How often rows are sorted, alternately downwards and upwards."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Where everything is.
+    """A layout.
 
     Attributes:
-        row: of each node.
-        place: of each node in its row of its lane, from 0.
-        bends: for each edge inside a lane that spans several rows, the places that it passes, from its first row to its last; else none.
-        width: of each lane, the places that its fullest row has.
-        n_rows: rows in all.
+        row: the row of each node.
+        place: the place of each node in the row of its lane, from 0; shorter rows are centred, in half places.
+        bends: for each edge inside a lane, its places in the rows between its ends; empty for other edges.
+        width: for each lane, the number of places of its fullest row.
+        n_rows: the number of rows.
     """
 
     row: tuple[int, ...]
@@ -46,70 +47,76 @@ def arrange(lanes: Sequence[int], edges: Sequence[Edge], last: Sequence[int] = (
     """Lay out a graph without cycles.
 
     Args:
-        lanes: of each node.
-        edges: from node to node.
-        last: nodes that stand in the last row, whatever else they follow.
+        lanes: the lane of each node, from 0.
+        edges: (source, target).
+        last: nodes of the last row, below all others.
+
+    Raises:
+        CycleError: the graph has a cycle; a ValueError.
     """
     rows = _rows(len(lanes), edges)
-    bottom = max(rows, default=-1) + (1 if last and any(rows[node] for node in range(len(rows)) if node not in last) else 0)
+    others_below_first_row = any(row for node, row in enumerate(rows) if node not in last)
+    bottom = max(rows, default=-1) + (1 if last and others_below_first_row else 0)
     for node in last:
         rows[node] = bottom
-    nodes_in: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    # Edges inside a lane become chains with a dummy node in each row between; dummy nodes are numbered after the real ones.
     all_lanes, all_rows = list(lanes), list(rows)
-    chains: list[list[int]] = []
-    pairs: list[Edge] = []
+    dummies_of_edges: list[list[int]] = []
+    links: list[Edge] = []
     for source, target in edges:
-        chain = [source]
-        if lanes[source] == lanes[target]:
-            for row in range(rows[source] + 1, rows[target]):
-                all_lanes.append(lanes[source])
-                all_rows.append(row)
-                chain.append(len(all_lanes) - 1)
-        chain.append(target)
-        pairs += itertools.pairwise(chain)
-        chains.append(chain[1:-1])
-    for node, (lane, row) in enumerate(zip(all_lanes, all_rows, strict=True)):
-        nodes_in[lane, row].append(node)
-    places = _order(nodes_in, pairs, len(all_lanes))
-    n_lanes = max(lanes, default=-1) + 1
-    width = tuple(max((len(found) for (lane, _), found in nodes_in.items() if lane == each), default=1) for each in range(n_lanes))
-    centred = [place + (width[all_lanes[node]] - len(nodes_in[all_lanes[node], all_rows[node]])) / 2 for node, place in enumerate(places)]
-    bends = tuple(tuple(centred[node] for node in chain) for chain in chains)
-    return Layers(tuple(rows), tuple(centred[: len(lanes)]), bends, width, max(rows, default=-1) + 1)
+        between = range(rows[source] + 1, rows[target]) if lanes[source] == lanes[target] else range(0)
+        dummies = [len(all_lanes) + index for index in range(len(between))]
+        all_lanes += [lanes[source]] * len(between)
+        all_rows += between
+        links += itertools.pairwise([source, *dummies, target])
+        dummies_of_edges.append(dummies)
+    nodes_in: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # (lane, row) -> nodes
+    for node, lane_and_row in enumerate(zip(all_lanes, all_rows, strict=True)):
+        nodes_in[lane_and_row].append(node)
+    places = _places(nodes_in, links, len(all_lanes))
+    width = [1] * (max(lanes, default=-1) + 1)
+    for (lane, _), nodes in nodes_in.items():
+        width[lane] = max(width[lane], len(nodes))
+    centred = [float(place) for place in places]
+    for (lane, _), nodes in nodes_in.items():
+        for node in nodes:
+            centred[node] += (width[lane] - len(nodes)) / 2
+    bends = tuple(tuple(centred[node] for node in dummies) for dummies in dummies_of_edges)
+    return Layers(tuple(rows), tuple(centred[: len(lanes)]), bends, tuple(width), max(rows, default=-1) + 1)
 
 
 def _rows(count: int, edges: Sequence[Edge]) -> list[int]:
-    """The length of the longest way to each node; a cycle raises CycleError, a ValueError."""
-    before: dict[int, set[int]] = {node: set() for node in range(count)}
+    """Return the length of the longest path to each node."""
+    sources: dict[int, set[int]] = {node: set() for node in range(count)}
     for source, target in edges:
-        before[target].add(source)
+        sources[target].add(source)
     rows = [0] * count
-    for node in TopologicalSorter(before).static_order():
-        rows[node] = max((rows[each] + 1 for each in before[node]), default=0)
+    for node in TopologicalSorter(sources).static_order():
+        rows[node] = max((rows[source] + 1 for source in sources[node]), default=0)
     return rows
 
 
-def _order(nodes_in: dict[tuple[int, int], list[int]], pairs: Sequence[Edge], count: int) -> list[int]:
-    """The place of each node in its row."""
+def _places(nodes_in: dict[tuple[int, int], list[int]], links: Sequence[Edge], count: int) -> list[int]:
+    """Order the nodes of each (lane, row) by the mean place of their neighbours above, then below, in turn; return each node's place."""
     above: defaultdict[int, list[int]] = defaultdict(list)
     below: defaultdict[int, list[int]] = defaultdict(list)
-    for source, target in pairs:
+    for source, target in links:
         above[target].append(source)
         below[source].append(target)
     place = [0] * count
     for nodes in nodes_in.values():
         for index, node in enumerate(nodes):
             place[node] = index
-    in_order = sorted(nodes_in, key=lambda key: key[1])
+    downwards = sorted(nodes_in, key=lambda lane_and_row: lane_and_row[1])
     for sweep in range(_SWEEPS):
-        neighbours, keys = (above, in_order) if sweep % 2 == 0 else (below, in_order[::-1])
-        for key in keys:
-            nodes = nodes_in[key]
-            middle = {node: _mean([place[other] for other in neighbours[node]], place[node]) for node in nodes}
-            for index, node in enumerate(sorted(nodes, key=lambda node: (middle[node], place[node]))):
+        neighbours, order = (above, downwards) if sweep % 2 == 0 else (below, downwards[::-1])
+        for lane_and_row in order:
+            nodes = nodes_in[lane_and_row]
+            mean = {node: _mean([place[other] for other in neighbours[node]], place[node]) for node in nodes}
+            for index, node in enumerate(sorted(nodes, key=lambda node: (mean[node], place[node]))):
                 place[node] = index
     return place
 
 
-def _mean(values: Sequence[int], otherwise: float) -> float:
-    return sum(values) / len(values) if values else otherwise
+def _mean(values: Sequence[int], default: float) -> float:
+    return sum(values) / len(values) if values else default

@@ -1,4 +1,4 @@
-"""What every device holds at its peak, by category, as bars on one scale."""
+"""The peak memory of each device by category, as HTML bars on one scale."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ __all__ = ["bars_html"]
 
 
 def bars_html(memory: Sequence[Mapping[str, int]]) -> str:
-    """The bars.
-
-    Args:
-        memory: for each device, category -> bytes.
-    """
-    most = max((sum(each.values()) for each in memory), default=0) or 1
+    """Return the bars; ``memory`` has for each device category -> bytes at its peak."""
+    most = max((sum(sizes.values()) for sizes in memory), default=0) or 1
     names = list(memory[0]) if memory else []
     keys = "".join(f'<span class="key"><i style="--colour: var(--{name})"></i>{name}</span>' for name in names)
     rows = []
-    for rank, each in enumerate(memory):
+    for rank, sizes in enumerate(memory):
         parts = "".join(
             f'<i style="width: {100 * size / most:.2f}%; --colour: var(--{name})" title="{name}: {format_bytes(size)}"></i>'
-            for name, size in each.items()
+            for name, size in sizes.items()
             if size
         )
-        rows.append(f'<span>rank {rank}</span><span class="bar">{parts}</span><span>{format_bytes(sum(each.values()))}</span>')
+        rows.append(f'<span>rank {rank}</span><span class="bar">{parts}</span><span>{format_bytes(sum(sizes.values()))}</span>')
     return f'<p>{keys} at the moment of each device\'s peak</p><div class="bars">{"".join(rows)}</div>'

@@ -16,7 +16,7 @@ from torch import fx
 from cost_models.hardware.units import format_bytes
 from partitioner.reports.communication.purpose import dimensions_of, items_of
 from partitioner.reports.communication.value_layouts import change_of
-from partitioner.reports.pictures.diagram import Arrow, ArrowKind, Box, Diagram, Lane
+from partitioner.reports.pictures.diagram import Arrow, Box, Diagram, Lane
 from partitioner.reports.pictures.modules import ModuleRun, module_runs, suitable_depth
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import headline
@@ -29,7 +29,7 @@ from passes.ir.mesh import homes, pipelines
 __all__ = ["partition_diagram"]
 
 _LANES = 8
-"""Ranks that are drawn if nobody says which."""
+"""Ranks that are drawn by default."""
 
 
 def partition_diagram(explained: Explained, depth: int | None = None, ranks: Sequence[int] | None = None) -> Diagram:
@@ -44,26 +44,44 @@ def partition_diagram(explained: Explained, depth: int | None = None, ranks: Seq
     shown = tuple(range(min(mesh.size, _LANES))) if ranks is None else tuple(ranks)
     builder = _Builder(explained, depth, shown)
     for rank in shown:
-        builder.boxes_of(rank)
+        builder.add_boxes(rank)
     for rank in shown:
-        builder.values_of(rank)
-        builder.communication_of(rank)
+        builder.add_data(rank)
+        builder.add_communication(rank)
     title = headline(explained.name, explained.plan, training=explained.graph.training)
     title += "" if len(shown) == mesh.size else f" - {len(shown)} of {mesh.size} ranks"
     return Diagram(title, tuple(map(builder.lane, shown)), tuple(builder.boxes), builder.arrows())
 
 
 @dataclass
-class _Moved:
-    """The traffic between two boxes in a step."""
+class _Messages:
+    """The messages between two boxes in a step: bytes of activations and of gradients, names of the values."""
 
-    bytes: int = 0
-    back: int = 0
+    activation_bytes: int = 0
+    gradient_bytes: int = 0
     names: dict[str, None] = field(default_factory=dict)
 
 
+@dataclass
+class _Collectives:
+    """The collectives of one kind from a box to the next rank of the group: their number in a step, and their bytes."""
+
+    count: int = 0
+    bytes: int = 0
+
+
 class _Builder:
-    """Collects boxes and arrows."""
+    """Collects the boxes and arrows of a diagram.
+
+    Attributes:
+        shown: rank -> index of its lane.
+        place: rank -> number of its pipeline, position in it.
+        producer: (rank, value) -> key of the box that computes the value there.
+        reader: (rank, value) -> keys of the boxes that read it there.
+        data: (source, target) for each pair of boxes of one rank that a value connects, as keys of a dict.
+        messages: (source, target) -> the messages between boxes of two ranks.
+        collectives: (source, target, words) -> the collectives ``words``, for example ``"all_reduce over tensor"``.
+    """
 
     def __init__(self, explained: Explained, depth: int, shown: Sequence[int]) -> None:
         self.explained = explained
@@ -71,27 +89,27 @@ class _Builder:
         self.depth = depth
         self.shown = {rank: lane for lane, rank in enumerate(shown)}
         self.boxes: list[Box] = []
-        each = pipelines(self.mesh)
-        self.place = {rank: (number, each[number].index(rank)) for rank, number in homes(self.mesh).items()}
+        ranks = pipelines(self.mesh)
+        self.place = {rank: (number, ranks[number].index(rank)) for rank, number in homes(self.mesh).items()}
         self.producer: dict[tuple[int, str], str] = {}
         self.reader: dict[tuple[int, str], list[str]] = defaultdict(list)
         self.data: dict[tuple[str, str], None] = {}
-        self.messages: defaultdict[tuple[str, str], _Moved] = defaultdict(_Moved)
-        self.together: defaultdict[tuple[str, str, str], _Moved] = defaultdict(_Moved)
+        self.messages: defaultdict[tuple[str, str], _Messages] = defaultdict(_Messages)
+        self.collectives: defaultdict[tuple[str, str, str], _Collectives] = defaultdict(_Collectives)
 
     def lane(self, rank: int) -> Lane:
         mesh, plan = self.mesh, self.explained.plan
         where = ", ".join(f"{name} {index}" for name, index in mesh.coordinate(rank).items()) if len(mesh.names) > 1 else ""
         return Lane(f"rank {rank}", "  ".join(part for part in (plan.devices[rank], where) if part))
 
-    def _stages(self, rank: int) -> tuple[LoweredStages, int]:
+    def _pipeline_of(self, rank: int) -> tuple[LoweredStages, int]:
+        """Return the stages of the rank's pipeline, and the rank's position in it."""
         number, place = self.place[rank]
         return self.explained.pipelines[number], place
 
-    # -- boxes ---------------------------------------------------------------------------------------------------------------------
-
-    def boxes_of(self, rank: int) -> None:
-        lowered, place = self._stages(rank)
+    def add_boxes(self, rank: int) -> None:
+        """Add a box for each module run of the rank's stages; record which values it computes and reads."""
+        lowered, place = self._pipeline_of(rank)
         counts: defaultdict[int, int] = defaultdict(int)
         for run in module_runs(lowered, self.depth):
             if place not in lowered.stage_ranks[run.stage]:
@@ -110,112 +128,117 @@ class _Builder:
         return {node.name: node for node in lowered.stages[stage].module.graph.nodes}
 
     def _box(self, rank: int, key: str, run: ModuleRun, lowered: LoweredStages) -> Box:
+        """Label a module run with its module and the bytes of its parameters, or with its operations if it has none."""
         nodes = self._nodes(lowered, run.stage)
         operations = list(dict.fromkeys(_operation(nodes[name]) for name in run.operations))
-        held = {name: self.explained.blocks[name][rank] for name in run.parameters if rank in self.explained.blocks.get(name, {})}
-        size = sum(bytes_of(nodes[name].meta["val"], None, 1) for name in held if name in nodes)
+        stored = [name for name in run.parameters if rank in self.explained.blocks.get(name, {})]
+        size = sum(bytes_of(nodes[name].meta["val"], None, 1) for name in stored if name in nodes)
         names = [self.explained.graph.parameters[name] for name in run.parameters]
         label = run.module or ", ".join(operations[:2])
         detail = (format_bytes(size) if size else ", ".join(operations[:3])) if run.module else ""
         tooltip = "\n".join([run.module or "the model itself", f"stage {run.stage}", ", ".join(operations), *names])
         return Box(key, self.shown[rank], run.stage, label, detail, tooltip)
 
-    # -- values --------------------------------------------------------------------------------------------------------------------
-
-    def values_of(self, rank: int) -> None:
-        """Arrows between the boxes of a rank."""
+    def add_data(self, rank: int) -> None:
+        """Connect the boxes of a rank: each that computes a value with those that read it."""
         for (owner, value), source in list(self.producer.items()):
             if owner == rank:
                 for target in self.reader.get((rank, value), ()):
                     if target != source:
                         self.data[source, target] = None
 
-    # -- communication -------------------------------------------------------------------------------------------------------------
-
-    def communication_of(self, rank: int) -> None:
+    def add_communication(self, rank: int) -> None:
+        """Add the messages that a rank sends and its collectives."""
         program = self.explained.programs[rank]
         for node in program.module.graph.nodes:
             if node.target is send:
-                self._message(rank, int(node.kwargs["destination"]), node.meta["message"], int(node.meta["bytes"]))
+                self._add_message(rank, int(node.kwargs["destination"]), node.meta["message"], int(node.meta["bytes"]))
             elif node.target in COLLECTIVES and len(node.kwargs["group"]) > 1:
-                self._collective(rank, node)
+                self._add_collective(rank, node)
 
-    def _message(self, rank: int, destination: int, message: Message, size: int) -> None:
+    def _add_message(self, rank: int, destination: int, message: Message, size: int) -> None:
+        """Add a message to the arrow from the value's box to its first reader; a gradient goes against that arrow."""
         if destination not in self.shown or message.kind not in ("activation", "gradient"):
             return
         is_gradient = message.kind == "gradient"
-        writer, readers = (destination, rank) if is_gradient else (rank, destination)
-        source, targets = self.producer.get((writer, message.value)), self.reader.get((readers, message.value), ())
+        producing_rank, reading_rank = (destination, rank) if is_gradient else (rank, destination)
+        source = self.producer.get((producing_rank, message.value))
+        targets = self.reader.get((reading_rank, message.value), ())
         if source is None or not targets:
             return
-        moved = self.messages[source, targets[0]]
-        moved.names[message.value] = None
+        messages = self.messages[source, targets[0]]
+        messages.names[message.value] = None
         if is_gradient:
-            moved.back += size
+            messages.gradient_bytes += size
         else:
-            moved.bytes += size
+            messages.activation_bytes += size
 
-    def _collective(self, rank: int, node: fx.Node) -> None:
-        """Between a rank and the next of its group."""
+    def _add_collective(self, rank: int, node: fx.Node) -> None:
+        """Add a collective to the arrow from the rank to the next rank of the group; the last rank of the group has none."""
         group = [member for member in node.kwargs["group"] if member in self.shown]  # type: ignore[union-attr]
         if rank not in group[:-1]:
             return
-        box = self._box_of(rank, node)
-        if box is None:
+        source = self._collective_box(rank, node)
+        if source is None:
             return
         function: Any = node.target
         over = " and ".join(dimensions_of(node.kwargs["group"], self.mesh))  # type: ignore[arg-type]
-        after = group[group.index(rank) + 1]
-        moved = self.together[box, f"{after}:{box.partition(':')[2]}", f"{function.__name__} over {over}"]
-        moved.bytes += int(node.meta.get("bytes", 0))
-        moved.back += 1
+        next_rank = group[group.index(rank) + 1]
+        target = f"{next_rank}:{source.partition(':')[2]}"  # the same box on the next rank
+        collectives = self.collectives[source, target, f"{function.__name__} over {over}"]
+        collectives.bytes += int(node.meta.get("bytes", 0))
+        collectives.count += 1
 
-    def _box_of(self, rank: int, node: fx.Node) -> str | None:
-        """Return the box of the communicated value: that of its module, or the gradient box of the rank."""
+    def _collective_box(self, rank: int, node: fx.Node) -> str | None:
+        """Return the box of the communicated value: that of its module, or the gradient box of the rank; None if neither is drawn."""
         reduces = node.meta.get("reduces")
         if reduces is not None and any(name in self.explained.graph.parameters for name in reduces):
-            return self._gradients(rank, node.kwargs["group"])  # type: ignore[arg-type]
+            return self._gradient_box(rank, node.kwargs["group"])  # type: ignore[arg-type]
         for item in items_of(node):
             change = None if item is None else change_of(item)
             if change is not None:
                 readers = self.reader.get((rank, change.value), ())
-                found = self.producer.get((rank, change.value)) or (readers[0] if readers else None)
-                if found is not None:
-                    return found
+                box = self.producer.get((rank, change.value)) or (readers[0] if readers else None)
+                if box is not None:
+                    return box
         return None
 
-    def _gradients(self, rank: int, group: Sequence[int]) -> str:
-        """Return the box below a rank that stands for its reduced gradients; every rank of the group has one."""
+    def _gradient_box(self, rank: int, group: Sequence[int]) -> str:
+        """Return the box of a rank's reduced gradients, below its modules; add one for each drawn rank of the group if missing."""
         for member in group:
             key = f"{member}:gradients"
             if member in self.shown and all(box.key != key for box in self.boxes):
                 self.boxes.append(Box(key, self.shown[member], None, "gradients", "of shared parameters", "sums over ranks"))
         return f"{rank}:gradients"
 
-    # -- arrows --------------------------------------------------------------------------------------------------------------------
-
     def arrows(self) -> tuple[Arrow, ...]:
-        known = {box.key for box in self.boxes}
-        found = [Arrow(source, target, "data") for source, target in self.data]
-        for (source, target), moved in self.messages.items():
-            names = ", ".join(moved.names)
-            label = f"\u2193 {format_bytes(moved.bytes)}" if moved.bytes else ""
-            back = f"\u2191 {format_bytes(moved.back)}" if moved.back else ""
-            found.append(Arrow(source, target, "message", "  ".join(part for part in (label, back) if part), f"{names}, in a step"))
-        by_pair: dict[tuple[str, str], list[tuple[str, _Moved]]] = defaultdict(list)
-        for (source, target, what), moved in self.together.items():
-            if target in known:
-                by_pair[source, target].append((what, moved))
-        kind: ArrowKind = "collective"
-        for (source, target), several in by_pair.items():
-            total = format_bytes(sum(moved.bytes for _, moved in several))
-            families = {what.partition(" ")[0].partition("_")[0] for what, _ in several}
-            short = several[0][0].partition(" ")[0] if len(several) == 1 else f"{len(several)} kinds"
-            short = families.pop() if families == {"halo"} else short
-            words = "\n".join(f"{what}: {moved.back} a step, {format_bytes(moved.bytes)}" for what, moved in several)
-            is_first = all(arrow.target != source or arrow.kind != kind for arrow in found)
-            found.append(Arrow(source, target, kind, f"{short} {total}" if is_first else "", words))
-        return tuple(found)
+        """Return the arrows of values that stay on a rank, of messages and of collectives."""
+        arrows = [Arrow(source, target, "data") for source, target in self.data]
+        for (source, target), messages in self.messages.items():
+            down = f"\u2193 {format_bytes(messages.activation_bytes)}" if messages.activation_bytes else ""
+            up = f"\u2191 {format_bytes(messages.gradient_bytes)}" if messages.gradient_bytes else ""
+            label = "  ".join(part for part in (down, up) if part)
+            arrows.append(Arrow(source, target, "message", label, f"{', '.join(messages.names)}, in a step"))
+        return (*arrows, *self._collective_arrows())
+
+    def _collective_arrows(self) -> list[Arrow]:
+        """Return one arrow for all collectives between two boxes; in a chain of boxes only the first arrow has a label."""
+        keys = {box.key for box in self.boxes}
+        by_pair: dict[tuple[str, str], dict[str, _Collectives]] = defaultdict(dict)
+        for (source, target, words), collectives in self.collectives.items():
+            if target in keys:
+                by_pair[source, target][words] = collectives
+        arrows: list[Arrow] = []
+        for (source, target), by_words in by_pair.items():
+            names = [words.partition(" ")[0] for words in by_words]
+            short = names[0] if len(names) == 1 else f"{len(names)} kinds"
+            if all(name.startswith("halo_") for name in names):
+                short = "halo"
+            total = format_bytes(sum(kind.bytes for kind in by_words.values()))
+            label = f"{short} {total}" if all(arrow.target != source for arrow in arrows) else ""
+            tooltip = "\n".join(f"{words}: {kind.count} a step, {format_bytes(kind.bytes)}" for words, kind in by_words.items())
+            arrows.append(Arrow(source, target, "collective", label, tooltip))
+        return arrows
 
 
 def _operation(node: fx.Node) -> str:

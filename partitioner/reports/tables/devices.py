@@ -1,10 +1,9 @@
-"""A line a device: what it computes, what it holds, what it sends."""
+"""The table of devices of a pipeline: stages, parameters, work, memory and bytes sent, one row for each rank."""
 
 from __future__ import annotations
 
 import functools
 import textwrap
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from passes.ir.mesh import mesh_words
 from passes.ir.plan import Plan, Stage
 from passes.ir.schedule import ActionKind
 
-__all__ = ["DeviceTable", "dealt", "device_table", "headline", "table_notes"]
+__all__ = ["DeviceTable", "device_table", "headline", "table_notes"]
 
 _COLUMNS = "><<<>>>>>"
 _HEADING = ("rank", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory", "sends forward")
@@ -33,14 +32,14 @@ _MODULES_WIDTH = 52
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """A line for each rank.
+    """A table with one row for each rank.
 
     Attributes:
         headline: the plan in one line.
         rows: the cells, the heading first.
-        columns: see ``align``.
-        footnote: how to read it.
-        notes: the hardware that was planned for, if it is another; what microbatches compute otherwise than the unpartitioned model.
+        columns: alignment of the columns, see ``align``.
+        footnote: how to read the numbers.
+        notes: the hardware of the plan, if the programs run on another; effects of microbatches on results.
     """
 
     headline: str
@@ -50,30 +49,24 @@ class DeviceTable:
     notes: Sequence[str] = ()
 
     def text(self) -> str:
-        """For a terminal."""
+        """Return the table for a terminal."""
         notes = [textwrap.fill(f"Note: {note}.", _TEXT_WIDTH) for note in self.notes]
         return "\n".join([self.headline, "", *align(self.rows, self.columns), self.footnote, *notes])
 
     def html(self) -> str:
-        """For notebooks."""
+        """Return the table for a notebook."""
         caption = [f"{self.headline} ({self.footnote})", *(f"{note}." for note in self.notes)]
         return html_table(self.rows, self.columns, caption=" ".join(caption))
 
 
 def device_table(name: str, plan: Plan, lowered: LoweredStages, planned_for: str) -> DeviceTable:
-    """The table of a pipeline.
-
-    Args:
-        name: of the model.
-        lowered: its stages.
-        planned_for: the hardware that the plan is for; empty where it is the hardware that runs it.
-    """
+    """Return the table of devices of a pipeline. ``planned_for`` is the hardware of the plan; empty if the programs run on it."""
     notes = table_notes(lowered.graph, plan, planned_for)
     return DeviceTable(headline(name, plan, training=lowered.graph.training), _rows(plan, lowered), _COLUMNS, _FOOTNOTE, notes)
 
 
 def table_notes(graph: ModelGraph, plan: Plan, planned_for: str) -> list[str]:
-    """What stands below a table of devices, a sentence each."""
+    """Return the notes below a table of devices, one sentence each; arguments as for ``device_table``."""
     hardware = (
         [f"planned for {planned_for}, whose memory is predicted; the column device says where the programs run"] if planned_for else []
     )
@@ -81,28 +74,26 @@ def table_notes(graph: ModelGraph, plan: Plan, planned_for: str) -> list[str]:
 
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:
-    """The plan in one line."""
+    """Return a plan in one line: ``"gpt: pipeline 2, 1F1B, batch of 8 in 4 microbatches, training"``."""
     mesh = mesh_words(plan.grid, plan.replicas)
     cut = f"batch of {plan.batch_size} in {plan.n_microbatches} microbatch{'es' if plan.n_microbatches > 1 else ''}"
     return f"{name}: {mesh}, {plan.schedule}, {cut}, {'training' if training else 'evaluation'}"
 
 
 def _rows(plan: Plan, lowered: LoweredStages) -> list[tuple[str, ...]]:
-    stages: defaultdict[int, list[tuple[int, Stage]]] = defaultdict(list)
-    for index, stage in enumerate(plan.stages):
-        for rank in stage.ranks:
-            stages[rank].append((index, stage))
+    """Return the heading, a row for each rank, and the totals."""
     sent = _sent_forward(plan, lowered)
     rows: list[tuple[str, ...]] = [_HEADING]
     for rank, device in enumerate(plan.devices):
-        here = stages[rank]
+        stages = {index: stage for index, stage in enumerate(plan.stages) if rank in stage.ranks}
+        width = _MODULES_WIDTH // max(len(stages), 1) - 2
         rows.append(
             (
                 str(rank),
                 device,
-                ", ".join(str(index) for index, _ in here),
-                "; ".join(module_range(stage.modules, _MODULES_WIDTH // max(len(here), 1) - 2) for _, stage in here),
-                *_numbers([stage for _, stage in here], [len(dealt(stage, rank, plan.n_microbatches)) for _, stage in here]),
+                ", ".join(map(str, stages)),
+                "; ".join(module_range(stage.modules, width) for stage in stages.values()),
+                *_numbers_of_rank(rank, list(stages.values()), plan.n_microbatches),
                 format_bytes(plan.memory[rank]),
                 format_bytes(sent[rank]),
             )
@@ -111,18 +102,12 @@ def _rows(plan: Plan, lowered: LoweredStages) -> list[tuple[str, ...]]:
     return rows
 
 
-def dealt(stage: Stage, rank: int, n_microbatches: int) -> range:
-    """The microbatches that a rank computes of a stage."""
-    return range(stage.ranks.index(rank), n_microbatches, len(stage.ranks))
+def _numbers_of_rank(rank: int, stages: Sequence[Stage], n_microbatches: int) -> tuple[str, str, str]:
+    """Return a rank's number of parameters, their bytes, and the FLOPs of its forwards in a step.
 
-
-def _numbers(stages: Sequence[Stage], counts: Sequence[int]) -> tuple[str, str, str]:
-    """Parameters, their bytes, and the floating-point operations of the forwards of a step.
-
-    Args:
-        stages: of a rank.
-        counts: of each, how many microbatches.
+    The ranks of a replicated stage share the microbatches round-robin.
     """
+    counts = [len(range(stage.ranks.index(rank), n_microbatches, len(stage.ranks))) for stage in stages]
     return (
         f"{sum(stage.parameter_count for stage in stages):,}",
         format_bytes(sum(stage.parameter_bytes for stage in stages)),
@@ -131,7 +116,7 @@ def _numbers(stages: Sequence[Stage], counts: Sequence[int]) -> tuple[str, str, 
 
 
 def _totals(plan: Plan, graph: ModelGraph) -> tuple[str, str, str]:
-    """As ``_numbers``, each parameter counted once."""
+    """Return the numbers of ``_numbers_of_rank`` for the whole model, each parameter counted once."""
     parameters = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder" and node.name in graph.parameters]
     return (
         f"{sum(parameter.numel() for parameter in parameters):,}",
@@ -141,17 +126,19 @@ def _totals(plan: Plan, graph: ModelGraph) -> tuple[str, str, str]:
 
 
 def _sent_forward(plan: Plan, lowered: LoweredStages) -> list[int]:
-    """For each rank, the bytes of activations that it sends in a step."""
-    nodes = {node.name: node for node in lowered.graph.graph.nodes}
-    is_fixed = lowered.graph.batch is None
-    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches) if not is_fixed else (lowered.graph.batch_size,) * plan.n_microbatches
+    """Return the bytes of activations that each rank sends in a step."""
+    graph, n_microbatches = lowered.graph, plan.n_microbatches
+    nodes = {node.name: node for node in graph.graph.nodes}
+    is_fixed = graph.batch is None
+    rows = (graph.batch_size,) * n_microbatches if is_fixed else microbatch_sizes(plan.batch_size, n_microbatches)
 
     @functools.cache
-    def size_of(value: str, size: int) -> int:
-        return bytes_of(nodes[value].meta["val"], lowered.graph.batch, size)
+    def message_bytes(value: str, rows_of_microbatch: int) -> int:
+        return bytes_of(nodes[value].meta["val"], graph.batch, rows_of_microbatch)
 
     sent = [0] * plan.n_ranks
-    for script in sweep_scripts(lowered, plan.n_microbatches, ActionKind.FORWARD, share_outputs=False):
-        for message in (message for item in script for message in item.sends):
-            sent[message.source] += size_of(message.value, rows[message.microbatch or 0])
+    for script in sweep_scripts(lowered, n_microbatches, ActionKind.FORWARD, share_outputs=False):
+        for item in script:
+            for message in item.sends:
+                sent[message.source] += message_bytes(message.value, rows[message.microbatch or 0])
     return sent

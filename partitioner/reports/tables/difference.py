@@ -35,18 +35,14 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class Pair:
-    """A line of each side.
-
-    Attributes:
-        left, right: the lines; None where a side has none.
-    """
+    """Two lines side by side; None stands for a line that only the other text has."""
 
     left: str | None
     right: str | None
 
     @property
     def mark(self) -> str:
-        """``"|"`` between lines that differ, ``"<"`` or ``">"`` beside a line of one side, else nothing."""
+        """``"|"`` between lines that differ, ``"<"`` or ``">"`` beside a line of one text alone, ``" "`` between equal lines."""
         if self.left is None:
             return ">"
         if self.right is None:
@@ -68,46 +64,45 @@ class Difference:
         return any(pair.mark != " " for pair in self.pairs)
 
     def text(self, width: int = 160) -> str:
-        """Two columns.
+        """Return the two texts as columns for a terminal.
 
         Args:
-            width: letters of both together; longer lines are cut off, from where they differ if that would else not be seen.
+            width: letters of a line. Longer lines are truncated so that their first difference remains visible.
         """
         if not self:
             return "no difference"
         column = (width - 3) // 2
         lines = []
-        for shown in self._shown():
-            if isinstance(shown, int):
-                lines.append(f"... {shown} line{'s' if shown > 1 else ''} alike")
+        for item in self._abridged():
+            if isinstance(item, int):
+                lines.append(f"... {item} line{'s' if item > 1 else ''} alike")
             else:
-                left, right = _fitted(shown, column)
-                lines.append(f"{left:<{column}} {shown.mark} {right}".rstrip())
+                left, right = _truncate_pair(item, column)
+                lines.append(f"{left:<{column}} {item.mark} {right}".rstrip())
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.text()
 
     def html(self) -> str:
-        """A table; what differs inside a line is marked."""
+        """Return the two texts as an HTML table, letters that differ inside a line highlighted."""
         rows = []
-        for shown in self._shown():
-            if isinstance(shown, int):
-                rows.append(f'<tr class="alike"><td colspan="2">{shown} lines alike</td></tr>')
+        for item in self._abridged():
+            if isinstance(item, int):
+                rows.append(f'<tr class="alike"><td colspan="2">{item} lines alike</td></tr>')
             else:
-                kind = "same" if shown.mark == " " else "differs"
-                cells = "".join(f"<td><code>{side}</code></td>" for side in _marked(shown))
+                kind = "same" if item.mark == " " else "differs"
+                cells = "".join(f"<td><code>{side}</code></td>" for side in _highlight_pair(item))
                 rows.append(f'<tr class="{kind}">{cells}</tr>')
         return f'<table class="difference">{"".join(rows)}</table>'
 
     def _repr_html_(self) -> str:
         return f"<style>{_STYLE}</style>{self.html()}"
 
-    def _shown(self) -> Iterator[Pair | int]:
-        """The lines around differences, and how many are left out between."""
-        near = {
-            other for index, pair in enumerate(self.pairs) if pair.mark != " " for other in range(index - _CONTEXT, index + _CONTEXT + 1)
-        }
+    def _abridged(self) -> Iterator[Pair | int]:
+        """Yield the lines around differences; in place of the equal lines between them, yield their number."""
+        differing = [index for index, pair in enumerate(self.pairs) if pair.mark != " "]
+        near = {other for index in differing for other in range(index - _CONTEXT, index + _CONTEXT + 1)}
         for is_near, group in itertools.groupby(enumerate(self.pairs), lambda item: item[0] in near):
             pairs = [pair for _, pair in group]
             if is_near or len(pairs) == 1:
@@ -117,43 +112,44 @@ class Difference:
 
 
 def difference_of(left: Sequence[str], right: Sequence[str]) -> Difference:
-    """Compare lines."""
+    """Align the lines of two texts by their longest matching blocks (``difflib``)."""
     pairs: list[Pair] = []
-    for kind, first, end, other, other_end in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+    for kind, start, end, other_start, other_end in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
         if kind == "equal":
-            pairs += [Pair(line, line) for line in left[first:end]]
+            pairs += [Pair(line, line) for line in left[start:end]]
         else:
-            pairs += [Pair(one, two) for one, two in itertools.zip_longest(left[first:end], right[other:other_end])]
+            pairs += [Pair(*lines) for lines in itertools.zip_longest(left[start:end], right[other_start:other_end])]
     return Difference(tuple(pairs))
 
 
-def _fitted(pair: Pair, width: int) -> tuple[str, str]:
-    """Both lines in so many letters, the first difference among them."""
+def _truncate_pair(pair: Pair, width: int) -> tuple[str, str]:
+    """Return both lines in at most ``width`` letters each, from the same letter on, so that their first difference is visible."""
     left, right = pair.left or "", pair.right or ""
-    common = next((index for index, (one, two) in enumerate(zip(left, right, strict=False)) if one != two), min(len(left), len(right)))
+    equal = (letter == other for letter, other in zip(left, right, strict=False))
+    common = len(list(itertools.takewhile(bool, equal)))
     start = max(0, common - width // 2) if pair.mark == "|" and common > width - 12 else 0
-    return _cut(left, start, width), _cut(right, start, width)
+    return _truncate(left, start, width), _truncate(right, start, width)
 
 
-def _cut(line: str, start: int, width: int) -> str:
+def _truncate(line: str, start: int, width: int) -> str:
     shown = line[start:] if not start else f"…{line[start + 1 :]}"
     return shown if len(shown) <= width else f"{shown[: width - 1]}…"
 
 
-def _marked(pair: Pair) -> tuple[str, str]:
-    """Both lines as HTML, the letters that differ marked."""
-    if pair.mark != "|":
-        return html.escape(pair.left or ""), html.escape(pair.right or "")
+def _highlight_pair(pair: Pair) -> tuple[str, str]:
+    """Return both lines as HTML, the letters that differ in ``<mark>``."""
     left, right = pair.left or "", pair.right or ""
+    if pair.mark != "|":
+        return html.escape(left), html.escape(right)
     sides: tuple[list[str], list[str]] = ([], [])
-    for kind, *places in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
-        for side, text in zip(sides, (left[places[0] : places[1]], right[places[2] : places[3]]), strict=True):
+    for kind, start, end, other_start, other_end in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        for side, text in zip(sides, (left[start:end], right[other_start:other_end]), strict=True):
             side.append(html.escape(text) if kind == "equal" or not text else f"<mark>{html.escape(text)}</mark>")
     return "".join(sides[0]), "".join(sides[1])
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """A plan, one decision or prediction a line."""
+    """Return a plan as lines, one decision or prediction each, so that two plans can be compared."""
     lines = [
         f"mesh          {mesh_words(plan.grid, plan.replicas)}",
         f"devices       {', '.join(plan.devices)}",

@@ -1,4 +1,4 @@
-"""A line a device of a mesh: where it stands, what it holds and computes, what it sends."""
+"""The table of devices of a mesh: coordinate, stages, parameters, work, memory and bytes sent by kind, one row for each rank."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ _FOOTNOTE = "parameters: held by the rank; work: of all forwards of a step; memo
 
 
 def mesh_table(explained: Explained) -> DeviceTable:
-    """The table."""
+    """Return the table of devices of a model on a mesh; its last columns are the functions that communicate, with bytes sent."""
     plan, mesh = explained.plan, explained.mesh
-    held = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)
+    parameters = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)  # (count, bytes)
     work = _work_of_ranks(plan, explained.pipelines, explained.staged)
     places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
-    numbers = mesh.cutting.names
-    sent = [{**sent_by_kind(explained.lowered, program), **_sent(program)} for program in explained.programs]
-    kinds = tuple(dict.fromkeys(kind for each in sent for kind, size in each.items() if size))
+    sent = [{**sent_by_kind(explained.lowered, program), **_sent_messages(program)} for program in explained.programs]
+    kinds = tuple(dict.fromkeys(kind for sizes in sent for kind, size in sizes.items() if size))
     rows: list[tuple[str, ...]] = [(*_HEADING, *kinds)]
     for rank, device in enumerate(plan.devices):
-        here = [(index, stage) for index, stage in enumerate(plan.stages) if places[rank] in stage.ranks]
+        stages = {index: stage for index, stage in enumerate(plan.stages) if places[rank] in stage.ranks}
         coordinate = mesh.coordinate(rank)
+        count, size = parameters[rank]
         rows.append(
             (
                 str(rank),
-                ", ".join(f"{each} {coordinate[each]}" for each in numbers),
+                ", ".join(f"{name} {coordinate[name]}" for name in mesh.cutting.names),
                 device,
-                ", ".join(str(index) for index, _ in here),
-                "; ".join(module_range(stage.modules, 32 // max(len(here), 1)) for _, stage in here),
-                f"{held[rank][0]:,}",
-                format_bytes(held[rank][1]),
+                ", ".join(map(str, stages)),
+                "; ".join(module_range(stage.modules, 32 // max(len(stages), 1)) for stage in stages.values()),
+                f"{count:,}",
+                format_bytes(size),
                 format_flops(work[rank]),
                 format_bytes(plan.memory[rank]),
                 *(format_bytes(sent[rank].get(kind, 0)) for kind in kinds),
             )
         )
-    totals = (format_bytes(sum(size for _, size in held)), format_flops(sum(work)), "")
-    sums = (format_bytes(sum(each.get(kind, 0) for each in sent)) for kind in kinds)
-    rows.append(("", "", "", "", "all ranks", f"{sum(count for count, _ in held):,}", *totals, *sums))
+    totals = (format_bytes(sum(size for _, size in parameters)), format_flops(sum(work)), "")
+    sums = (format_bytes(sum(sizes.get(kind, 0) for sizes in sent)) for kind in kinds)
+    rows.append(("", "", "", "", "all ranks", f"{sum(count for count, _ in parameters):,}", *totals, *sums))
     notes = table_notes(explained.graph, plan, explained.planned_for)
     title = headline(explained.name, plan, training=explained.graph.training)
     return DeviceTable(title, rows, _COLUMNS + ">" * len(kinds), _FOOTNOTE, notes)
 
 
 def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> list[tuple[int, int]]:
-    """For each rank how many numbers of parameters it holds, and their bytes."""
+    """Return for each rank the number of parameter elements that it holds, and their bytes."""
     dtypes = {node.name: node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters}
     counts, sizes = [0] * n_ranks, [0] * n_ranks
     for name, dtype in dtypes.items():
@@ -76,16 +76,19 @@ def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> lis
 
 
 def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedCut) -> list[float]:
-    """Floating-point operations of the forwards of a step: ranks whose parts have unlike sizes have unlike work."""
+    """Return the FLOPs of each rank's forwards in a step; they differ where shards have different sizes.
+
+    ``lowered`` has the stages of every pipeline of the mesh, ``staged.parts`` the graphs of its ranks; a rank counts in its home pipeline.
+    """
     work = [0.0] * plan.n_ranks
-    known: dict[int, Mapping[str, sympy.Expr]] = {}
+    flops: dict[int, Mapping[str, sympy.Expr]] = {}  # id of a graph -> node -> FLOPs
     home = homes(plan.grid)
-    for number, (stages, ranks, parts) in enumerate(zip(lowered, pipelines(plan.grid), staged.parts, strict=True)):
+    for number, (stages, ranks, graphs) in enumerate(zip(lowered, pipelines(plan.grid), staged.parts, strict=True)):
         for stage in stages.stages:
-            graph = parts[stages.stage_ranks[stage.index][0]]
-            if id(graph) not in known:
-                known[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
-            total = sympy.Add(*(known[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
+            graph = graphs[stages.stage_ranks[stage.index][0]]
+            if id(graph) not in flops:
+                flops[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
+            total = sympy.Add(*(flops[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
             batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
             for microbatch, rows in enumerate(batches):
                 rank = ranks[stages.rank_of(stage.index, microbatch)]
@@ -94,6 +97,7 @@ def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedC
     return work
 
 
-def _sent(program: Program) -> dict[str, int]:
+def _sent_messages(program: Program) -> dict[str, int]:
+    """Return ``{"send": bytes}`` of the point-to-point messages of a step; empty if there are none."""
     size = sum(node.meta["bytes"] for node in program.module.graph.nodes if node.target is send)
     return {"send": size} if size else {}

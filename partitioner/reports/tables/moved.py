@@ -1,4 +1,4 @@
-"""What moves when a plan takes the place of another: a line a rank, and the tensors that move most.
+"""The bytes that move when one plan replaces another: by rank, and by tensor, the largest first.
 
 data 2 x tensor 2  ->  tensor 2: 12.0 KiB move between ranks
 
@@ -17,35 +17,38 @@ from passes.ir.plan import Plan
 
 __all__ = ["moved_text"]
 
+_LONGEST = 12
+"""Rows of the table of tensors; the rest is summed up."""
+
 
 def moved_text(before: str, after: str, plan: Plan, moves: Moves) -> str:
-    """Tell what moves between two plans, given in words: by rank of the new plan, and by tensor."""
+    """Return tables by rank and by tensor of a change to ``plan``; both plans are given in words, too: ``"data 2 x tensor 2"``."""
     lost = moves.from_checkpoint
     loaded = f", {format_bytes(lost)} come from a checkpoint: no rank that is left has them" if lost else ""
     lines = [f"{before}  ->  {after}: {format_bytes(moves.between_ranks)} move between ranks{loaded}", ""]
-    lines += [f"  {line}" for line in align(_ranks(plan, moves), ">>>>>" if lost else ">>>>")]
+    lines += [f"  {line}" for line in align(_rows_by_rank(plan, moves), ">>>>>" if lost else ">>>>")]
     if moves.moves:
-        lines += ["", *(f"  {line}" for line in align(_tensors(moves), "<>>>"))]
+        lines += ["", *(f"  {line}" for line in align(_rows_by_tensor(moves), "<>>>"))]
     lines += ["  bytes of parameters and buffers, and of what the optimizer keeps for them; a checkpoint serves both plans as it is"]
     return "\n".join(lines)
 
 
-def _ranks(plan: Plan, moves: Moves) -> list[tuple[str, ...]]:
-    """A line for each rank of either plan, and the totals."""
+def _rows_by_rank(plan: Plan, moves: Moves) -> list[tuple[str, ...]]:
+    """Return the heading, a row for each rank of either plan, and the totals; the last column only if a checkpoint is read."""
     heading = ("rank", "keeps", "receives", "sends", "from a checkpoint")
     last = max([plan.n_ranks - 1, *(move.source for move in moves.moves if move.source is not None)])
-    numbers = [
+    sizes = [
         (moves.kept[rank] if rank < plan.n_ranks else 0, moves.received(rank), moves.sent(rank), moves.loaded(rank))
         for rank in range(last + 1)
     ]
-    total = tuple(sum(column) for column in zip(*numbers, strict=True))
-    shown = [(str(rank), *map(format_bytes, each)) for rank, each in enumerate(numbers)] + [("total", *map(format_bytes, total))]
+    totals = tuple(sum(column) for column in zip(*sizes, strict=True))
+    rows = [(str(rank), *map(format_bytes, sizes_of_rank)) for rank, sizes_of_rank in enumerate(sizes)]
     columns = 5 if moves.from_checkpoint else 4
-    return [row[:columns] for row in (heading, *shown)]
+    return [row[:columns] for row in (heading, *rows, ("total", *map(format_bytes, totals)))]
 
 
-def _tensors(moves: Moves) -> list[tuple[str, ...]]:
-    """Those of equal layers in one line, what moves most first."""
+def _rows_by_tensor(moves: Moves) -> list[tuple[str, ...]]:
+    """Return the heading and rows of tensors, the largest first; the same tensor of all layers is one row: ``"blocks.*.up.weight"``."""
     own: dict[str, int] = {}
     state: dict[str, int] = {}
     members: dict[str, set[str]] = {}
@@ -56,16 +59,12 @@ def _tensors(moves: Moves) -> list[tuple[str, ...]]:
         members.setdefault(pattern, set()).add(move.name)
     order = sorted(own, key=lambda pattern: (-own[pattern] - state[pattern], pattern))
     rows: list[tuple[str, ...]] = [("tensor", "", "own", "optimizer's")]
-    for pattern in order[:_MOST]:
-        several = len(members[pattern]) > 1
-        name = pattern if several else next(iter(members[pattern]))
-        rows.append((name, f"x {len(members[pattern])}" if several else "", format_bytes(own[pattern]), format_bytes(state[pattern])))
-    rest = order[_MOST:]
+    for pattern in order[:_LONGEST]:
+        count = len(members[pattern])
+        name, times = (pattern, f"x {count}") if count > 1 else (next(iter(members[pattern])), "")
+        rows.append((name, times, format_bytes(own[pattern]), format_bytes(state[pattern])))
+    rest = order[_LONGEST:]
     if rest:
-        sums = (sum(moved[each] for each in rest) for moved in (own, state))
+        sums = (sum(moved[pattern] for pattern in rest) for moved in (own, state))
         rows.append((f"{len(rest)} more", "", *map(format_bytes, sums)))
     return rows
-
-
-_MOST = 12
-"""Lines of tensors."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 __all__ = ["Table", "align", "html_table"]
 
-
 _GAP = 2
 """Spaces between columns."""
 
@@ -21,8 +20,8 @@ class Table:
 
     Attributes:
         rows: cells as text, the heading first.
-        columns: see ``align``.
-        footnote: how to read it.
+        columns: alignment of the columns, see ``align``.
+        footnote: a line below the table that says how to read it.
     """
 
     rows: Sequence[Sequence[str]]
@@ -30,47 +29,48 @@ class Table:
     footnote: str = ""
 
     def lines(self, width: int | None = None) -> list[str]:
-        """For a terminal of a width: cells on the left are wrapped where rows would be wider."""
-        rows = self.rows if width is None else _wrapped(self.rows, self.columns, width)
+        """Return the lines for a terminal; cells of left-aligned columns are wrapped if rows are wider than ``width`` letters."""
+        rows = self.rows if width is None else _wrap_cells(self.rows, self.columns, width)
         return [*align(rows, self.columns), *([self.footnote] if self.footnote else [])]
 
     def html(self) -> str:
-        """For a page."""
+        """Return the table for a page."""
         below = f'<p class="footnote">{html.escape(self.footnote)}</p>' if self.footnote else ""
         return f"{html_table(self.rows, self.columns)}{below}"
 
 
-def _wrapped(rows: Sequence[Sequence[str]], columns: str, width: int) -> list[Sequence[str]]:
-    """Wrap cells of columns on the left between words, those of the widest first, until the rows fit or no column can be narrower.
+def _wrap_cells(rows: Sequence[Sequence[str]], columns: str, width: int) -> list[Sequence[str]]:
+    """Narrow the widest left-aligned columns, wrapping cells between words, until rows fit ``width`` or no column can be narrower.
 
-    >>> _wrapped([("bytes", "why"), ("4.50 KiB", "token -> blocks.0.norm")], "><", 24)
+    >>> _wrap_cells([("bytes", "why"), ("4.50 KiB", "token -> blocks.0.norm")], "><", 24)
     [('bytes', 'why'), ('4.50 KiB', 'token ->'), ('', 'blocks.0.norm')]
     """
     cells = list(zip(*rows, strict=True))
     natural = [max(map(len, column)) for column in cells]
-    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in cells]
-    least = [word if side == "<" else most for side, word, most in zip(columns, words, natural, strict=True)]
+    longest_words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in cells]
+    least = [word if side == "<" else whole for side, word, whole in zip(columns, longest_words, natural, strict=True)]
     widths = list(natural)
     while widths != least and sum(widths) + _GAP * (len(widths) - 1) > width:
-        widths[max((index for index, each in enumerate(widths) if each > least[index]), key=widths.__getitem__)] -= 1
+        can_shrink = [column for column in range(len(widths)) if widths[column] > least[column]]
+        widths[max(can_shrink, key=widths.__getitem__)] -= 1
     if widths == natural:
         return list(rows)
     wrapped: list[Sequence[str]] = []
     for row in rows:
-        parts = [
-            textwrap.wrap(cell, most, break_long_words=False, break_on_hyphens=False) if side == "<" else [cell]
-            for side, cell, most in zip(columns, row, widths, strict=True)
+        lines_of_cells = [
+            textwrap.wrap(cell, limit, break_long_words=False, break_on_hyphens=False) if side == "<" else [cell]
+            for side, cell, limit in zip(columns, row, widths, strict=True)
         ]
-        wrapped += itertools.zip_longest(*parts, fillvalue="")
+        wrapped += itertools.zip_longest(*lines_of_cells, fillvalue="")
     return wrapped
 
 
 def align(rows: Sequence[Sequence[str]], columns: str) -> list[str]:
-    """One line a row, each column as wide as its widest cell.
+    """Format rows as lines of text, each column as wide as its widest cell.
 
     Args:
         rows: cells as text, the heading first if there is one.
-        columns: for each column, ``<`` to put its cells left or ``>`` to put them right.
+        columns: for each column ``<`` to align it left or ``>`` to align it right.
 
     >>> align([("stage", "bytes"), ("0", "12.5 KiB")], "<>")
     ['stage     bytes', '0      12.5 KiB']
@@ -82,7 +82,7 @@ def align(rows: Sequence[Sequence[str]], columns: str) -> list[str]:
 
 
 def html_table(rows: Sequence[Sequence[str]], columns: str, *, caption: str = "") -> str:
-    """The same as an HTML table; the first row is the heading.
+    """Format rows as an HTML table; the first row is the heading.
 
     Args:
         rows: cells as text: they are escaped.
