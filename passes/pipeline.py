@@ -37,7 +37,7 @@ from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.program_printer import ProgramModule
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.mesh import homes, pipelines
+from passes.ir.mesh import owning_pipelines, pipelines
 from passes.ir.phase import Phase, PhaseRunner
 from passes.ir.plan import Plan
 from passes.ir.program import Program
@@ -48,7 +48,7 @@ from passes.spmd.shard_stages import StagedCut, cut_by_plan
 from passes.stages.boundary_layouts import mark_boundaries
 from passes.stages.split import StageGraph
 from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
-from passes.tiling.rewrite import streamed
+from passes.tiling.rewrite import tiled_graph
 from passes.tiling.steps import is_streamed
 from passes.verify.programs import verify
 
@@ -150,7 +150,7 @@ def mean_to_sum(lowered: Lowered, target: Target) -> Lowered:
 def tile(lowered: Lowered, _: Target) -> Lowered:
     """Compute the plan's tiled regions tile by tile, on one device."""
     plan = lowered.plan
-    return replace(lowered, graph=streamed(lowered.graph, plan.tiles, plan.tile_budget)) if plan.tiles else lowered
+    return replace(lowered, graph=tiled_graph(lowered.graph, plan.tiles, plan.tile_budget)) if plan.tiles else lowered
 
 
 def functional_rng(lowered: Lowered, _: Target) -> Lowered:
@@ -225,7 +225,7 @@ def _names_in_pipeline(lowered: Lowered, stages: LoweredStages, outputs: frozens
 def emit(lowered: Lowered, target: Target) -> Lowered:
     """Emit the programs of each pipeline. Replicas of round-robin stages on other devices need graphs that name these devices."""
     replica_of = {position: replica for positions in lowered.plan.stage_ranks for replica, position in enumerate(positions)}
-    owner = homes(lowered.plan.grid)
+    owner = owning_pipelines(lowered.plan.grid)
     programs: list[tuple[int, Program]] = []
     for pipeline in _pipelines_to_lower(lowered, target):
         ranks = lowered.pipelines[pipeline]

@@ -282,7 +282,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         assert callable(node.target)
         results, size = list(tensors), 0
         if len(group) > 1:
-            shapes = [tuple(map(int, result.shape)) for result in self.exchange((tensors, *rest), keywords).results]
+            shapes = [tuple(map(int, result.shape)) for result in self.spec_of_collective((tensors, *rest), keywords).results]
             size = moved_bytes(node.target, tensors, shapes, rest, keywords)
             copied_in, self._copied_out[node] = copied_bytes(node.target, tensors, shapes, rest)
             self._copy(node, copied_in)

@@ -37,7 +37,7 @@ from passes.spmd.halo.boxes import TileGrid
 from passes.stages.split import split_stages
 from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
 from passes.tiling.peak_memory import stream_size
-from passes.tiling.rewrite import grid_over, streamed
+from passes.tiling.rewrite import grid_over, tiled_graph
 
 __all__ = ["plan_stream"]
 
@@ -77,7 +77,7 @@ def plan_stream(
             f"{n_tiles} sequential tiles hold {format_bytes(peak)} at least, {format_bytes(peak - limit)} more than the limit",
             remedy="use more tiles, or a larger limit",
         )
-    by_tiles = streamed(graph, counts, budget)
+    by_tiles = tiled_graph(graph, counts, budget)
     times = _flops(by_tiles) / max(_flops(graph), 1.0)
     first = by_tiles.computing_nodes()[0].name
     stage = dataclasses.replace(base.stages[0], first_node=first, flops=base.stages[0].flops * times)
@@ -124,7 +124,7 @@ def _device(graph: ModelGraph) -> torch.device:
 
 def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, recompute: Recompute, optimizer: str) -> int:
     """Return the peak bytes of a tiled step, by liveness over its graphs: a forward, in training also its backward."""
-    by_tiles = streamed(graph, counts, budget)
+    by_tiles = tiled_graph(graph, counts, budget)
     if not graph.training:
         return forward_peak(by_tiles)
     (stage,) = split_stages(by_tiles, [by_tiles.computing_nodes()[0].name], [_device(graph)])

@@ -3,22 +3,22 @@
 @checked_arguments({"n_microbatches": at_least(1), "memory_limit": read_by(parse_bytes)})
 def partition(model: nn.Module, ..., n_microbatches: int | None = None, memory_limit: int | str | None = None): ...
 
-The annotation says which types there are, a rule which values. Both are checked before the function runs.
+The annotation determines the types that are accepted, a rule the values. Both are checked before the function runs.
 
 conform(2.0, int | None, "devices")          ConfigError: devices must be an int or None, not 2.0 (float); remedy: pass devices=2
 conform([["data", 2]], tuple[tuple[str, int], ...], "mesh", plain=True) == (("data", 2),)
 
 Annotations are read as follows.
 
-int         an integer of any type (numpy's too) of 64 bits, which is made an ``int``; a bool is none
-float       a real number of any type; nan is none, infinity is one
+int         an integer of any type (numpy's too) of 64 bits, converted to ``int``; no bool
+float       a real number of any type, or infinity; no nan
 bool        a bool, or numpy's
-Sequence    a list, a tuple, a ``torch.Size``; text is none
+Sequence    a list, a tuple, a ``torch.Size``; no text
 Mapping     any mapping
 Protocol    an object, not a class, that has the methods
 a class     an instance of it
 
-With ``plain=True`` values come from a file (JSON, TOML): lists stand for tuples, and tables for dataclasses, whose fields are all checked.
+With ``plain=True`` values come from a file (JSON, TOML): lists become tuples, and tables become dataclasses, whose fields are all checked.
 """
 
 from __future__ import annotations
@@ -57,56 +57,55 @@ __all__ = [
     "read_by",
 ]
 
-
 _UNIONS = (typing.Union, types.UnionType)
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable, list)
 _TEXT = (str, bytes, bytearray)
-_NOWHERE = object()
-_MOST = 2**63
-"""Sizes, counts and seeds beyond it fit no tensor and no C function."""
+_ABSENT = object()
+_INT64_END = 2**63
+"""Integers must be below: larger sizes, counts and seeds fit no tensor and no C function."""
 
 
 def conform(value: Any, annotation: Any, path: str, *, plain: bool = False, example: str = "") -> Any:
-    """The value as its annotation has it: numbers of other libraries become Python's, and plain values become dataclasses.
+    """Check a value against an annotation and return it; numbers of other libraries become Python's, tables become dataclasses.
 
     Args:
         value: anything.
-        annotation: a resolved annotation: no text.
-        path: what the value is called in errors: ``"devices[1]"``; empty: a file, whose entries are called by their names.
+        annotation: a resolved annotation, not a string.
+        path: name of the value in errors: ``"devices[1]"``; empty: a file, whose entries are named without a prefix.
         plain: whether the value was read from a file; see the module.
-        example: how to write one, for the remedy.
+        example: a valid value as source text, for the remedy.
 
     Raises:
         ConfigError: the value, or a part of it, is of another type; names the part.
     """
     if _is_union(annotation):
-        return _of_union(value, annotation, path, plain, example)
-    if not _is_kind(value, annotation, plain):
+        return _conform_to_union(value, annotation, path, plain, example)
+    if not _type_fits(value, annotation, plain):
         raise _mismatch(value, annotation, path, plain, example)
     origin, arguments = typing.get_origin(annotation) or annotation, typing.get_args(annotation)
     if origin in (int, float, bool):
-        return _number(value, origin, path)
+        return _conform_number(value, origin, path)
     if origin is tuple and plain:
         value = tuple(value)
     if origin is tuple and arguments:
-        return _of_tuple(value, arguments, path, plain)
+        return _conform_tuple(value, arguments, path, plain)
     if origin in _SEQUENCES and arguments:
-        return _items(value, arguments[0], path, plain)
+        return _conform_items(value, arguments[0], path, plain)
     if origin is collections.abc.Mapping and arguments:
-        return _of_mapping(value, arguments, path, plain)
+        return _conform_mapping(value, arguments, path, plain)
     if plain and dataclasses.is_dataclass(origin) and isinstance(origin, type):
-        return _of_table(value, origin, path)
+        return _conform_table(value, origin, path)
     return value
 
 
 @functools.cache
 def hints_of(of: Any) -> Mapping[str, Any]:
-    """The resolved annotations of a function's parameters, or of a dataclass's fields."""
+    """Return the resolved annotations of a function's parameters, or of a dataclass's fields."""
     return types.MappingProxyType(typing.get_type_hints(of))
 
 
 def expected(annotation: Any) -> str:
-    """What an annotation admits, in words.
+    """Describe the values that an annotation accepts.
 
     >>> expected(int | None), expected(Sequence[str]), expected(Mapping[str, int])
     ('an int or None', 'a sequence of str', 'a mapping of str to int')
@@ -121,22 +120,22 @@ def expected(annotation: Any) -> str:
         kind = "tuple" if origin is tuple else "sequence"
         items = [argument for argument in arguments if argument is not Ellipsis]
         if origin is tuple and items and Ellipsis not in arguments:
-            return f"a tuple ({', '.join(map(_short, items))})"
-        return f"a {kind} of {_short(items[0])}" if items and items[0] is not Any else f"a {kind}"
+            return f"a tuple ({', '.join(map(_short_name, items))})"
+        return f"a {kind} of {_short_name(items[0])}" if items and items[0] is not Any else f"a {kind}"
     if origin is collections.abc.Mapping:
-        return f"a mapping of {_short(arguments[0])} to {_short(arguments[1])}" if arguments else "a mapping"
+        return f"a mapping of {_short_name(arguments[0])} to {_short_name(arguments[1])}" if arguments else "a mapping"
     if origin is collections.abc.Callable:
         return "a function"
     if _is_protocol(origin):
         return f"a {origin.__name__} (an object with {' and '.join(_members(origin))})"
     if annotation in (None, type(None)):
         return "None"
-    name = _short(origin)
+    name = _short_name(origin)
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def described(value: object) -> str:
-    """A value as an error shows it: short, with its type.
+    """Describe a value for an error: short, with its type.
 
     >>> described(2.0), described("2"), described(None)
     ('2.0 (float)', "'2' (str)", 'None')
@@ -156,7 +155,7 @@ def described(value: object) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Numbers and text as they are, shortened; of any other object its type, whose own text may be long or fail."""
+    """Shortens numbers and text, and shows other objects as their type, because their ``__repr__`` may be long or fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,25 +174,22 @@ def _repr(value: object) -> str:
         return "..."
 
 
-# -- what an annotation is -------------------------------------------------------------------------------------------------------------
-
-
 def _is_union(annotation: Any) -> bool:
     return typing.get_origin(annotation) in _UNIONS
 
 
 def _options(annotation: Any) -> list[Any]:
-    """The options of a union, those of unions in it too, None last; any other annotation is its only option."""
+    """Return the options of a union and of unions in it, None last; any other annotation is its only option."""
     if not _is_union(annotation):
         return [annotation]
-    found = [each for option in typing.get_args(annotation) for each in _options(option)]
-    return sorted(found, key=lambda option: option is type(None))
+    options = [option for argument in typing.get_args(annotation) for option in _options(argument)]
+    return sorted(options, key=lambda option: option is type(None))
 
 
-def _short(annotation: Any) -> str:
-    """An annotation as an element of another."""
+def _short_name(annotation: Any) -> str:
+    """Name an annotation inside of another: ``str``, ``torch.Tensor``, ``int or None``."""
     if _is_union(annotation):
-        return " or ".join(map(_short, _options(annotation)))
+        return " or ".join(map(_short_name, _options(annotation)))
     if annotation in (None, type(None)):
         return "None"
     if annotation is Any:
@@ -211,12 +207,12 @@ def _is_protocol(annotation: Any) -> bool:
 
 
 def _members(protocol: type) -> list[str]:
-    """The public methods that a protocol asks for."""
+    """Return the names of the public methods of a protocol."""
     return [name for name, member in vars(protocol).items() if callable(member) and not name.startswith("_")]
 
 
-def _is_kind(value: Any, annotation: Any, plain: bool) -> bool:
-    """Whether a value is, from outside, what an annotation asks for; its parts are looked at later."""
+def _type_fits(value: Any, annotation: Any, plain: bool) -> bool:
+    """Return whether the type of a value fits an annotation; the items of a container are checked later."""
     origin = typing.get_origin(annotation) or annotation
     if origin in (Any, object) or isinstance(origin, typing.TypeVar | typing.ParamSpec):
         return True
@@ -245,20 +241,22 @@ def _is_kind(value: Any, annotation: Any, plain: bool) -> bool:
 # -- values and their parts ------------------------------------------------------------------------------------------------------------
 
 
-def _of_union(value: Any, annotation: Any, path: str, plain: bool, example: str) -> Any:
-    fitting = [option for option in _options(annotation) if _is_kind(value, option, plain)]
-    if not fitting:
+def _conform_to_union(value: Any, annotation: Any, path: str, plain: bool, example: str) -> Any:
+    """Check a value against each option of a union whose type fits; the error is that of the last one."""
+    matching = [option for option in _options(annotation) if _type_fits(value, option, plain)]
+    if not matching:
         raise _mismatch(value, annotation, path, plain, example)
-    for option in fitting[:-1]:
+    for option in matching[:-1]:
         try:
             return conform(value, option, path, plain=plain)
         except ConfigError:
             continue
-    return conform(value, fitting[-1], path, plain=plain)
+    return conform(value, matching[-1], path, plain=plain)
 
 
-def _number(value: Any, kind: type, path: str) -> Any:
-    if isinstance(value, numbers.Integral) and not -_MOST <= int(value) < _MOST:
+def _conform_number(value: Any, kind: type, path: str) -> Any:
+    """Convert a number to ``kind`` (int, float or bool); raises ConfigError for nan and for integers that exceed 64 bits."""
+    if isinstance(value, numbers.Integral) and not -_INT64_END <= int(value) < _INT64_END:
         raise ConfigError(f"{path} does not fit 64 bits", remedy=f"pass a number below 2**63 as {path}")
     if kind is float and math.isnan(value):
         raise ConfigError(f"{path} is not a number: nan", remedy=f"pass a number as {path}")
@@ -267,22 +265,21 @@ def _number(value: Any, kind: type, path: str) -> Any:
     return value if type(value) is kind else kind(value)
 
 
-def _of_tuple(value: tuple[Any, ...], arguments: tuple[Any, ...], path: str, plain: bool) -> tuple[Any, ...]:
+def _conform_tuple(value: tuple[Any, ...], arguments: tuple[Any, ...], path: str, plain: bool) -> tuple[Any, ...]:
     if len(arguments) == 2 and arguments[1] is Ellipsis:
-        return typing.cast("tuple[Any, ...]", _items(value, arguments[0], path, plain))
+        return typing.cast("tuple[Any, ...]", _conform_items(value, arguments[0], path, plain))
     if len(value) != len(arguments):
         raise ConfigError(f"{path} must have {len(arguments)} entries, not {len(value)}: {_repr(value)}", remedy="pass as many")
-    pairs = enumerate(zip(value, arguments, strict=True))
-    return tuple(conform(item, kind, f"{path}[{index}]", plain=plain) for index, (item, kind) in pairs)
+    return tuple(conform(item, arguments[index], f"{path}[{index}]", plain=plain) for index, item in enumerate(value))
 
 
-def _items(value: Any, kind: Any, path: str, plain: bool) -> Any:
-    """The same sequence where its items need no change, which the caller may compare by identity; else a tuple or a list of others."""
+def _conform_items(value: Any, kind: Any, path: str, plain: bool) -> Any:
+    """Check the items of a sequence; return the same object if no item changes (callers compare by identity), else a tuple or list."""
     if kind is Any or not isinstance(value, Collection):  # a one-time iterable is not read here
         return value
     if kind not in (int, float) and isinstance(kind, type) and all(type(item) is kind for item in value):
         return value
-    if kind is int and all(type(item) is int and -_MOST <= item < _MOST for item in value):
+    if kind is int and all(type(item) is int and -_INT64_END <= item < _INT64_END for item in value):
         return value
     items = [conform(item, kind, f"{path}[{index}]", plain=plain) for index, item in enumerate(value)]
     if all(new is old for new, old in zip(items, value, strict=True)):
@@ -290,17 +287,18 @@ def _items(value: Any, kind: Any, path: str, plain: bool) -> Any:
     return tuple(items) if isinstance(value, tuple) else items
 
 
-def _of_mapping(value: Mapping[Any, Any], arguments: tuple[Any, ...], path: str, plain: bool) -> Mapping[Any, Any]:
-    found: dict[Any, Any] = {}
+def _conform_mapping(value: Mapping[Any, Any], arguments: tuple[Any, ...], path: str, plain: bool) -> Mapping[Any, Any]:
+    """Check the keys and items of a mapping; return the same object if none changes."""
+    checked: dict[Any, Any] = {}
     for key, item in value.items():
-        name = conform(key, arguments[0], f"the key {_repr(key)} of {path}", plain=plain)
-        found[name] = conform(item, arguments[1], f"{path}[{_repr(key)}]", plain=plain)
-    same = len(found) == len(value) and all(found.get(key, _NOWHERE) is item for key, item in value.items())
-    return value if same else found
+        checked_key = conform(key, arguments[0], f"the key {_repr(key)} of {path}", plain=plain)
+        checked[checked_key] = conform(item, arguments[1], f"{path}[{_repr(key)}]", plain=plain)
+    unchanged = len(checked) == len(value) and all(checked.get(key, _ABSENT) is item for key, item in value.items())
+    return value if unchanged else checked
 
 
-def _of_table(value: Mapping[str, Any], kind: type, path: str) -> Any:
-    """A dataclass from a table that has each of its fields; fields with defaults may be missing."""
+def _conform_table(value: Mapping[str, Any], kind: type, path: str) -> Any:
+    """Make a dataclass from a table with an entry for each field; fields with defaults may be missing."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     unknown = [name for name in value if name not in fields]
     if unknown:
@@ -309,25 +307,22 @@ def _of_table(value: Mapping[str, Any], kind: type, path: str) -> Any:
     if missing:
         raise ConfigError(f"{path or 'it'} lacks {', '.join(missing)}", remedy=f"its entries are {', '.join(fields)}")
     hints = hints_of(kind)
-    start = f"{path}." if path else ""
-    return kind(**{name: conform(item, hints[name], f"{start}{name}", plain=True) for name, item in value.items()})
+    prefix = f"{path}." if path else ""
+    return kind(**{name: conform(item, hints[name], f"{prefix}{name}", plain=True) for name, item in value.items()})
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------------------------
-
-
 def _mismatch(value: Any, annotation: Any, path: str, plain: bool, example: str) -> ConfigError:
-    what = expected(annotation)
-    remedy = _hint(value, annotation, path, plain) or (f"pass {path}={example}" if example else f"pass {what}")
-    return ConfigError(f"{path} must be {what}, not {described(value)}", remedy=remedy)
+    accepted = expected(annotation)
+    remedy = _guess_remedy(value, annotation, path, plain) or (f"pass {path}={example}" if example else f"pass {accepted}")
+    return ConfigError(f"{path} must be {accepted}, not {described(value)}", remedy=remedy)
 
 
-def _hint(value: Any, annotation: Any, path: str, plain: bool) -> str | None:
-    """What the caller may have meant."""
+def _guess_remedy(value: Any, annotation: Any, path: str, plain: bool) -> str | None:
+    """Return a remedy that guesses the value that was meant: ``"2"`` for an int, an item in place of a sequence; None: no guess."""
     for option in _options(annotation):
         origin, arguments = typing.get_origin(option) or option, typing.get_args(option)
         if isinstance(value, type) and (_is_protocol(origin) or (isinstance(origin, type) and issubclass(value, origin))):
@@ -336,39 +331,35 @@ def _hint(value: Any, annotation: Any, path: str, plain: bool) -> str | None:
             return f"pass an int: {path}={int(value)}"
         if origin in (int, float) and isinstance(value, str) and value.strip().lstrip("+-").isdecimal() and len(value) < 20:
             return f"pass a number: {path}={int(value)}"
-        if (origin in _SEQUENCES or origin is tuple) and arguments and value is not None and _is_item(value, arguments[0], plain):
-            written = _repr(value) if isinstance(value, str | int) else "..."
-            return f"pass a {'tuple' if origin is tuple else 'list'}: {path}={f'({written},)' if origin is tuple else f'[{written}]'}"
+        is_container = (origin in _SEQUENCES or origin is tuple) and bool(arguments) and arguments[0] is not Any
+        if is_container and value is not None and any(_type_fits(value, item, plain) for item in _options(arguments[0])):
+            item = _repr(value) if isinstance(value, str | int) else "..."
+            return f"pass a tuple: {path}=({item},)" if origin is tuple else f"pass a list: {path}=[{item}]"
     return None
-
-
-def _is_item(value: Any, annotation: Any, plain: bool) -> bool:
-    return annotation is not Any and any(_is_kind(value, option, plain) for option in _options(annotation))
 
 
 # -- arguments of calls, fields of dataclasses -------------------------------------------------------------------------------------
 
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 Rule = Callable[[str, Any], object]
-"""Raises ConfigError unless the value of an argument is one that there is; called with its name, and never with None."""
+"""Raises ConfigError if the value of an argument is invalid; called with the argument's name and value, but not for None."""
 
 
 def checked_arguments(
-    values: Mapping[str, Rule] = _NOTHING, examples: Mapping[str, str] = _NOTHING
+    values: Mapping[str, Rule] = _EMPTY, examples: Mapping[str, str] = _EMPTY
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Check each argument of a call against its annotation, then against its rule.
 
-    Numbers of other libraries (``numpy.int64``) reach the function as Python's. A call that the signature does not admit, an unknown
-    keyword for one, is a ConfigError too.
+    Numbers of other libraries (``numpy.int64``) reach the function as Python's. A call that does not fit the signature, such as an
+    unknown keyword, raises a ConfigError too.
 
     Args:
-        values: parameter -> rule; one table may serve functions that have some of the parameters each.
-        examples: parameter -> how to write one, for the remedy of a wrong type.
+        values: parameter -> rule; may also name parameters that the function does not have.
+        examples: parameter -> a valid value as source text, for the remedy of a wrong type.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -388,28 +379,29 @@ def checked_arguments(
     return decorate
 
 
-def check_fields(instance: Any, values: Mapping[str, Rule] = _NOTHING, examples: Mapping[str, str] = _NOTHING) -> None:
-    """Check the fields of a dataclass, as ``checked_arguments`` checks arguments; for its ``__post_init__``."""
+def check_fields(instance: Any, values: Mapping[str, Rule] = _EMPTY, examples: Mapping[str, str] = _EMPTY) -> None:
+    """Check and convert the fields of a dataclass as ``checked_arguments`` does arguments; call it in ``__post_init__``."""
     kind: Any = type(instance)
     hints = hints_of(kind)
     for field in dataclasses.fields(kind):
         value = getattr(instance, field.name)
         try:
-            found = conform(value, hints[field.name], field.name, example=examples.get(field.name, ""))
-            if found is not None and field.name in values:
-                values[field.name](field.name, found)
+            checked = conform(value, hints[field.name], field.name, example=examples.get(field.name, ""))
+            if checked is not None and field.name in values:
+                values[field.name](field.name, checked)
         except ConfigError as error:
             raise ConfigError(f"{kind.__name__}: {error.problem}", place=error.place, remedy=error.remedy) from error
-        if found is not value:
-            object.__setattr__(instance, field.name, found)
+        if checked is not value:
+            object.__setattr__(instance, field.name, checked)
 
 
 def _bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """Bind arguments to a signature; a misfit raises ConfigError, which suggests a parameter with a similar name."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
         known = [parameter for parameter in signature.parameters if parameter != "self"]
-        unknown = next((given for given in kwargs if given not in known), None)
+        unknown = next((keyword for keyword in kwargs if keyword not in known), None)
         near = get_close_matches(unknown, known, n=1) if unknown is not None else []
         meant = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"{name}(): {error}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
@@ -422,21 +414,22 @@ def _check(
     values: Mapping[str, Rule],
     examples: Mapping[str, str],
 ) -> None:
+    """Check bound arguments against annotations and rules, and replace them with converted values."""
     hints = hints_of(function)
     for name, value in bound.arguments.items():
         parameter = signature.parameters[name]
         if name == "self" or name not in hints:
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue  # what a model takes is compared with its example
-        found = conform(value, hints[name], name, example=examples.get(name, ""))
-        if found is not None and name in values:
-            values[name](name, found)
-        bound.arguments[name] = found
+            continue  # arguments of a model are compared with its example inputs
+        checked = conform(value, hints[name], name, example=examples.get(name, ""))
+        if checked is not None and name in values:
+            values[name](name, checked)
+        bound.arguments[name] = checked
 
 
 def one_of(choices: Collection[str]) -> Rule:
-    """A rule: one of these texts."""
+    """Return a rule: the value is one of these strings."""
 
     def rule(name: str, value: Any) -> None:
         if value not in choices:
@@ -449,7 +442,7 @@ def one_of(choices: Collection[str]) -> Rule:
 
 
 def at_least(least: float) -> Rule:
-    """A rule: a number that is no less."""
+    """Return a rule: the value is ``least`` or more."""
 
     def rule(name: str, value: Any) -> None:
         if value < least:
@@ -459,7 +452,7 @@ def at_least(least: float) -> Rule:
 
 
 def more_than(least: float) -> Rule:
-    """A rule: a number that is greater."""
+    """Return a rule: the value is greater than ``least``."""
 
     def rule(name: str, value: Any) -> None:
         if value <= least:
@@ -469,25 +462,25 @@ def more_than(least: float) -> Rule:
 
 
 def each_of(rule: Rule) -> Rule:
-    """A rule: for a value, or for each of a sequence of values; None among them is left to the function."""
+    """Return a rule: ``rule`` holds for the value, or for each item of a sequence that is not None."""
 
-    def each(name: str, value: Any) -> None:
-        listed = value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
-        for index, item in enumerate(listed):
+    def rule_for_items(name: str, value: Any) -> None:
+        is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+        for index, item in enumerate(value if is_sequence else (value,)):
             if item is not None:
-                rule(name if listed is not value else f"{name}[{index}]", item)
+                rule(f"{name}[{index}]" if is_sequence else name, item)
 
-    return each
+    return rule_for_items
 
 
 def read_by(reader: Callable[[Any], object]) -> Rule:
-    """A rule: what this function reads without a ConfigError."""
+    """Return a rule: ``reader(value)`` raises no ConfigError."""
 
     def rule(name: str, value: Any) -> None:
         try:
             reader(value)
         except ConfigError as error:
-            named = error.problem if name in error.problem else f"{name}: {error.problem}"
-            raise ConfigError(named, place=error.place, remedy=error.remedy) from error
+            problem = error.problem if name in error.problem else f"{name}: {error.problem}"
+            raise ConfigError(problem, place=error.place, remedy=error.remedy) from error
 
     return rule

@@ -24,7 +24,7 @@ _OWN = ("partitioner", "passes", "cost_models")
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the user's model something is: any part may be unknown.
+    """A location in the user's model; any part may be unknown (None).
 
     >>> print(Place(module="encoder.0", operation="aten.conv2d", source="net.py:12"))
     module encoder.0, operation aten.conv2d, at net.py:12
@@ -76,7 +76,7 @@ class PartitionError(Exception):
 
 
 class PartitionWarning(UserWarning):
-    """Numbers will differ from the unpartitioned model's, by a choice of the user: says where, what differs and how to avoid it."""
+    """Results will differ from those of the unpartitioned model by a choice of the user; says where, how, and how to avoid it."""
 
 
 class TraceError(PartitionError):
@@ -100,7 +100,7 @@ class VerificationError(PartitionError):
 
 
 def first_few(names: Sequence[object], most: int = 3) -> str:
-    """The first names, and how many there are besides.
+    """Format the first ``most`` names, and the number of the others.
 
     >>> first_few(["bn1", "bn2", "bn3"], most=1)
     'bn1 and 2 more'
@@ -110,7 +110,7 @@ def first_few(names: Sequence[object], most: int = 3) -> str:
 
 
 def level_of_caller() -> int:
-    """Count the frames up to the first one outside of these packages, as ``stacklevel`` of a warning of the function that asks."""
+    """Return the ``stacklevel`` of a warning that points at user code: the number of frames of these packages on the stack."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
         frame, level = frame.f_back, level + 1

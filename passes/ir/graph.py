@@ -1,4 +1,4 @@
-"""A traced model: one fx graph and what its placeholders and outputs mean to the user."""
+"""A traced model: one fx graph, and the user's names of its placeholders and outputs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from passes.ir.torch_private import TreeSpec
 
 __all__ = ["Autocast", "Combine", "Input", "ModelGraph", "Output", "Part", "Results", "RowMixing", "Total", "without_autocast"]
 
-
 Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
-"""How the values of one output over microbatches make the value over the whole batch."""
-
+"""How the values of one output over microbatches are combined to the value over the whole batch; ``"mixed"``: no way is correct."""
 
 Results = Literal["rows", "loss", "whole"]
-"""What ranks that cut the batch return: ``"rows"``: their own rows, and whole what has none; ``"loss"``: the same for a loss that is
-computed on the rank's own rows and summed; ``"whole"``: everything whole, for a loss that mixes rows."""
+"""The results of ranks that shard the batch. ``"rows"``: their own rows, and outputs without rows whole; ``"loss"``: the same, for a loss
+that is computed on the rank's own rows and summed; ``"whole"``: everything whole, for a loss that mixes rows."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,9 @@ class Input:
     """One leaf of ``(args, kwargs)``.
 
     Attributes:
-        name: as a user would say it: ``"input_ids"``, ``"args[0]"``, ``"mask['key']"``.
-        placeholder: its node in the graph; None for a leaf that is no tensor.
-        constant: the value of a leaf that is no tensor: frozen at trace time.
+        name: as in the user's call: ``"input_ids"``, ``"args[0]"``, ``"mask['key']"``.
+        placeholder: name of its node in the graph; None for a leaf that is not a tensor.
+        constant: the value of a leaf that is not a tensor, frozen at trace time.
         shape: sizes with the batch as a sympy expression; empty for a constant.
         dtype: None for a constant.
         batch_dim: the dimension that holds the batch; None when it has none.
@@ -50,15 +48,15 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of what the model returns.
+    """One leaf of the model's result.
 
     Attributes:
         name: path in the returned structure: ``"logits"``, ``"[0]"``, ``""`` for a bare tensor.
-        node: the node that computes it; None when the leaf is a constant.
+        node: name of the node that computes it; None for a constant.
         constant: the value of a leaf that no node computes (None, an int); an expression in the batch for a size.
-        combine: what to do with its values over microbatches. ``"mixed"``: nothing is right, the batch cannot be cut.
+        combine: how to combine its values over microbatches. ``"mixed"``: the batch cannot be cut.
         batch_dim: the dimension to concatenate over, for ``"concatenate"``.
-        reason: why nothing is right, a clause, for ``"mixed"``.
+        reason: why the batch cannot be cut, a clause, for ``"mixed"``.
     """
 
     name: str
@@ -71,10 +69,10 @@ class Output:
 
 @dataclass(frozen=True)
 class Total:
-    """A number counted over the whole batch before it is cut: by what a mean over the batch divides.
+    """A number that is counted over the whole batch before it is cut: the divisor of a mean over the batch.
 
     Attributes:
-        placeholder: where the graph reads it.
+        placeholder: of the number, in the graph.
         module: the graph that counts it.
         arguments: its arguments: ``"batch"`` and model inputs, whole batch; buffers and constants.
     """
@@ -86,10 +84,10 @@ class Total:
 
 @dataclass(frozen=True)
 class RowMixing:
-    """Where a model mixes the rows of its batch other than in its results: microbatches compute other numbers there than the whole batch.
+    """Computations inside of a model that mix rows of the batch, so that their results differ between microbatches and the whole batch.
 
     Attributes:
-        normalizations: module paths of normalisations that take their statistics over the rows, as batch normalisation does in training.
+        normalizations: module paths of normalisations with statistics over the batch, such as batch normalisation in training.
     """
 
     normalizations: tuple[str, ...] = ()
@@ -100,13 +98,13 @@ class RowMixing:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a model whose axes are cut over a mesh; the whole model by default.
+    """One rank's part of a model that is sharded over a mesh; the whole model by default.
 
     Attributes:
-        rows: mesh dimensions that cut the batch; a graph's batch is a rank's own rows.
+        rows: mesh dimensions that shard the batch; the batch of the graph is a rank's own rows.
         n_row_parts: into how many parts they cut it.
-        results: what ranks return where the batch is cut: see ``Results``.
-        reduced: parameter -> the mesh dimensions over which its gradient is still to be summed.
+        results: the results of ranks that shard the batch: see ``Results``.
+        reduced: parameter -> the mesh dimensions over which its gradient must still be summed.
     """
 
     rows: tuple[str, ...] = ()
@@ -127,7 +125,7 @@ class ModelGraph:
           |            |                          |          |
           +------------+---- embedding, linear ... ----------+--> (logits,)
 
-    What ``partitioner.tracing`` guarantees: sizes come from ``batch`` alone (no ``sym_size``); getitems stand right behind their
+    ``partitioner.tracing`` guarantees: sizes come from ``batch`` alone (no ``sym_size``); getitems stand right behind their
     producer; a tied parameter is one placeholder; nested graphs are inlined; operations that do nothing are gone; an in-place
     operation is functional, and buffers are written by declared writes alone (``passes.graph.buffer_writes``).
 
@@ -148,12 +146,12 @@ class ModelGraph:
         digest: of what it computes at any batch size, where it serves one: equal for two sizes if the model computes the same for both
             (``FittedSizes.digest``); None: not known.
         training: whether dropout and batch normalisation train; frozen.
-        notes: what the user should know, one sentence each.
-        mixing: where rows of the batch are mixed other than in results (batch normalisation ...).
-        totals: what programs count over the whole batch and give to the graph; see ``passes.spmd.mean_to_sum``.
-        updates: buffer that forward writes (``passes.graph.buffer_writes``) -> what to do with its new values over microbatches. Running
-            statistics of batch normalisation are none of them.
-        autocast: the mixed precision that the loss is computed in; casts inside the graph are operations of it.
+        notes: notes for the user, one sentence each.
+        mixing: computations that mix rows of the batch (batch normalisation ...), results excepted.
+        totals: numbers that programs count over the whole batch and pass to the graph; see ``passes.spmd.mean_to_sum``.
+        updates: buffer that forward writes (``passes.graph.buffer_writes``) -> how to combine its new values over microbatches. Running
+            statistics of batch normalisation are not among them.
+        autocast: the mixed precision that the loss is computed in; casts inside of the model are nodes of the graph.
         part: which part of the model this is, for a graph that ``passes.spmd.localize`` wrote.
     """
 
@@ -192,35 +190,33 @@ class ModelGraph:
         return tuple(dict.fromkeys(output.node for output in self.outputs if output.node is not None))
 
     def combine(self, node: str) -> Combine:
-        """What to do with the values over microbatches of a returned node."""
+        """Return how to combine the values of a returned node over microbatches."""
         return next(output.combine for output in self.outputs if output.node == node)
 
     @property
     def mixed(self) -> tuple[str, ...]:
-        """What makes cutting the batch into microbatches wrong: results, and buffers, that no combination of microbatches gives."""
-        results = [
-            (f"output {output.name}" if output.name else "the result") + (f" ({output.reason})" if output.reason else "")
-            for output in self.outputs
-            if output.combine == "mixed"
-        ]
-        return (*results, *(f"the new value of buffer {self.buffers[name]}" for name, each in self.updates.items() if each == "mixed"))
+        """Describe the results and buffers that microbatches cannot compute, for errors."""
+        mixed = []
+        for output in self.outputs:
+            if output.combine == "mixed":
+                name = f"output {output.name}" if output.name else "the result"
+                mixed.append(f"{name} ({output.reason})" if output.reason else name)
+        mixed += [f"the new value of buffer {self.buffers[name]}" for name, combine in self.updates.items() if combine == "mixed"]
+        return tuple(mixed)
 
     def computing_nodes(self) -> list[fx.Node]:
-        """All nodes that compute, in order: neither placeholders nor the output."""
+        """Return all nodes except placeholders and the output, in order."""
         return [node for node in self.graph.nodes if node.op not in ("placeholder", "output")]
-
-
-# -- mixed precision as torch.autocast has it --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Autocast:
-    """One mixed precision.
+    """A mixed precision, as of ``torch.autocast``.
 
     Attributes:
-        device_type: where the values are that are cast, and whose list of operations that follows.
+        device_type: of the values that are cast; it determines the ops that autocast casts.
         dtype: the lower precision.
-        planned_for: of a model on the meta device, traced with values on the CPU: the device whose list it follows instead.
+        planned_for: for a model on the meta device, which is traced on the CPU: the device type whose ops are cast instead.
     """
 
     device_type: str
@@ -228,17 +224,17 @@ class Autocast:
     planned_for: str | None = None
 
     def enabled(self, device_type: str | None = None) -> torch.autocast:
-        """The context. Nothing is cached: a cast is a node of a graph, or is done when it is needed.
+        """Return the autocast context, without its cache of casts.
 
         Args:
-            device_type: where the values are, if not where they were when the model was traced.
+            device_type: of the values, if it differs from the one at tracing.
         """
         return torch.autocast(device_type or self.device_type, dtype=self.dtype, cache_enabled=False)
 
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Outside of any autocast that the caller is in."""
+    """Disable any autocast that the caller has enabled."""
     with contextlib.ExitStack() as stack:
         for device_type in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device_type):

@@ -1,12 +1,12 @@
-"""How a tensor lies over a mesh: for each mesh dimension a placement, in DTensor's words.
+"""The layout of a tensor over a mesh: a placement for each mesh dimension, named as in DTensor.
 
-    Replicate    every rank has the whole value, computed alike on all; its gradient is whole on every rank, too
-    Varying      every rank has the whole value and uses it on a part of the work: its gradient is partial
-    Shard        every rank has the part of one axis; its gradient lies the same way
+    Replicate    every rank has the whole value; its gradient is whole on every rank, too
+    Varying      every rank has the whole value and uses it for a part of the work: its gradient is partial
+    Shard        every rank has a part of one axis; its gradient has the same placement
     Partial      every rank has a part of a sum (or of a maximum); the gradient of a sum is replicated
 
-Varying is Replicate on its way into cut compute: the value is the same, the gradient's layout is not. The difference is what makes every
-backward communication follow from the forward (as in the types of ``jax.shard_map``).
+Varying is a replicated operand of sharded compute: the value is that of Replicate, the gradient's layout is not. The difference determines
+the communication of the backward from the forward (as in the types of ``jax.shard_map``).
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class Partial:
     """A part of a reduction over the ranks.
 
     Attributes:
-        operation: what puts the parts together.
+        operation: the reduction that combines the parts.
     """
 
     operation: Literal["sum", "max", "min"] = "sum"
 
 
 Placement: TypeAlias = Replicate | Varying | Shard | Partial
-"""How a tensor lies over one mesh dimension."""
+"""The distribution of a tensor over one mesh dimension."""
 
 Layout: TypeAlias = tuple[Placement, ...]
-"""A placement for each dimension of the mesh that cuts axes, outermost first."""
+"""A placement for each mesh dimension that shards axes, outermost first."""
 
 
 def shards_of(layout: Layout, dimension: int) -> tuple[Shard | None, ...]:
-    """Return the placements that shard one dimension of a tensor, and None for the others; an axis may occur in several dimensions."""
-    return tuple(place if isinstance(place, Shard) and place.dimension == dimension else None for place in layout)
+    """Return for each mesh dimension its placement if that shards a dimension of the tensor, else None."""
+    return tuple(placement if isinstance(placement, Shard) and placement.dimension == dimension else None for placement in layout)

@@ -32,8 +32,8 @@ __all__ = [
     "TILES",
     "WIDTH",
     "Mesh",
-    "homes",
     "mesh_words",
+    "owning_pipelines",
     "pipelines",
     "ranks_at_places",
     "receivers",
@@ -41,16 +41,16 @@ __all__ = [
 ]
 
 STAGES = ("pipeline", "model")
-"""The mesh dimensions along which the graph itself is cut into stages; all others cut axes."""
+"""The mesh dimensions that cut the graph into stages; all others shard axes."""
 
 ROWS = ("data", "fsdp", "zero1", "zero2")
-"""The mesh dimensions that cut the batch."""
+"""The mesh dimensions that shard the batch."""
 
 STORED = ("fsdp", "zero1", "zero2")
-"""The mesh dimensions over which parameters are held in parts."""
+"""The mesh dimensions of FSDP and ZeRO, over which parameters are stored in parts."""
 
 WIDTH = "tensor"
-"""The mesh dimension along which stages may have unlike numbers of ranks."""
+"""The mesh dimension whose size may differ between stages (``Mesh.widths``)."""
 
 TILE = "tile"
 """The mesh dimension of tiles whose grid the planner chooses."""
@@ -81,7 +81,7 @@ class Mesh:
     @property
     def size(self) -> int:
         """Return the number of ranks."""
-        return len(self._places) if self.widths else math.prod(size for _, size in self.dimensions)
+        return len(self._coordinates) if self.widths else math.prod(size for _, size in self.dimensions)
 
     def length(self, name: str) -> int:
         """Return the size of a dimension; 1 if the mesh does not have it."""
@@ -90,11 +90,11 @@ class Mesh:
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a rank along each dimension."""
         if self.widths:
-            return dict(zip(self.names, self._places[rank], strict=True))
-        found: dict[str, int] = {}
+            return dict(zip(self.names, self._coordinates[rank], strict=True))
+        coordinate: dict[str, int] = {}
         for name, size in reversed(self.dimensions):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.names}
+            rank, coordinate[name] = divmod(rank, size)
+        return {name: coordinate[name] for name in self.names}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """Return the rank at a coordinate; dimensions left out are 0."""
@@ -107,16 +107,15 @@ class Mesh:
 
     def group(self, rank: int, names: Collection[str]) -> tuple[int, ...]:
         """Return the ranks with the same coordinate as ``rank`` in all other dimensions, in order of coordinates."""
-        here = self.coordinate(rank)
-        fixed = tuple(None if name in names else here[name] for name in self.names)
+        own = self.coordinate(rank)
+        fixed = tuple(None if name in names else own[name] for name in self.names)
         if fixed not in self._groups:
-            places = itertools.product(
-                *(range(size) if at is None else (at,) for at, (_, size) in zip(fixed, self.dimensions, strict=True))
-            )
+            ranges = [range(size) if at is None else (at,) for at, (_, size) in zip(fixed, self.dimensions, strict=True)]
+            coordinates = itertools.product(*ranges)
             if self.widths:
-                self._groups[fixed] = tuple(self._ranks[place] for place in places if place in self._ranks)
+                self._groups[fixed] = tuple(self._ranks[each] for each in coordinates if each in self._ranks)
             else:
-                self._groups[fixed] = tuple(self.rank(dict(zip(self.names, place, strict=True))) for place in places)
+                self._groups[fixed] = tuple(self.rank(dict(zip(self.names, each, strict=True))) for each in coordinates)
         return self._groups[fixed]
 
     @property
@@ -137,15 +136,17 @@ class Mesh:
         return {}
 
     @cached_property
-    def _places(self) -> tuple[tuple[int, ...], ...]:
-        """Return the coordinates of all ranks of per-stage submeshes, row by row."""
+    def _coordinates(self) -> tuple[tuple[int, ...], ...]:
+        """Return the coordinates of all ranks of per-stage submeshes, row by row; a smaller submesh has no rank at the last ones."""
+        stage_index = next(index for index, name in enumerate(self.names) if name in STAGES)
+        width_index = self.names.index(WIDTH)
         every = itertools.product(*(range(size) for _, size in self.dimensions))
-        stages, width = (next(self.names.index(name) for name in self.names if name in names) for names in (STAGES, (WIDTH,)))
-        return tuple(place for place in every if place[width] < self.widths[place[stages]])
+        return tuple(each for each in every if each[width_index] < self.widths[each[stage_index]])
 
     @cached_property
     def _ranks(self) -> Mapping[tuple[int, ...], int]:
-        return {place: rank for rank, place in enumerate(self._places)}
+        """Return the inverse of ``_coordinates``."""
+        return {coordinate: rank for rank, coordinate in enumerate(self._coordinates)}
 
 
 def pipelines(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
@@ -165,8 +166,9 @@ def pipelines(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     firsts = [0]
     for name, size in mesh.cutting.dimensions:
         firsts = [first + index * strides[name] for first in firsts for index in range(size)]
-    along = next((name for name in mesh.names if name in STAGES), STAGES[0])
-    return tuple(tuple(first + stage * strides.get(along, 0) for stage in range(mesh.length(along))) for first in firsts)
+    stage_dimension = next((name for name in mesh.names if name in STAGES), STAGES[0])
+    offsets = [stage * strides.get(stage_dimension, 0) for stage in range(mesh.length(stage_dimension))]
+    return tuple(tuple(first + offset for offset in offsets) for first in firsts)
 
 
 def ranks_at_places(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
@@ -174,32 +176,33 @@ def ranks_at_places(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(set(ranks))) for ranks in zip(*pipelines(mesh), strict=True))
 
 
-def homes(mesh: Mesh) -> Mapping[int, int]:
-    """Return for each rank its owning pipeline: the first that it is in, and from whose ranks it receives."""
-    found: dict[int, int] = {}
-    for number, ranks in enumerate(pipelines(mesh)):
+def owning_pipelines(mesh: Mesh) -> Mapping[int, int]:
+    """Return for each rank the index of its owning pipeline: the first that it is in, and from whose ranks it receives."""
+    owning: dict[int, int] = {}
+    for index, ranks in enumerate(pipelines(mesh)):
         for rank in ranks:
-            found.setdefault(rank, number)
-    return found
+            owning.setdefault(rank, index)
+    return owning
 
 
 def receivers(mesh: Mesh, rank: int, place: int, destination: int) -> tuple[int, ...]:
-    """Return the ranks at one pipeline position that receive the messages of a rank at another.
+    """Return the ranks at pipeline position ``destination`` that receive the messages of a rank at position ``place``.
 
     >>> mesh = Mesh((("pipeline", 2), ("tensor", 2)), widths=(2, 1))
     >>> receivers(mesh, 0, 0, 1), receivers(mesh, 1, 0, 1), receivers(mesh, 2, 1, 0)
     ((2,), (), (0, 1))
     """
-    home = homes(mesh)
-    through = [(number, ranks) for number, ranks in enumerate(pipelines(mesh)) if ranks[place] == rank]
-    return tuple(ranks[destination] for number, ranks in through if home[ranks[destination]] == number)
+    owning = owning_pipelines(mesh)
+    with_rank = [(index, ranks) for index, ranks in enumerate(pipelines(mesh)) if ranks[place] == rank]
+    return tuple(ranks[destination] for index, ranks in with_rank if owning[ranks[destination]] == index)
 
 
-def _pipeline(mesh: Mesh, beside: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the ranks of one pipeline through per-stage submeshes: neighbours in the largest share a rank of a smaller one."""
-    along, widest = next(name for name in mesh.names if name in STAGES), mesh.length(WIDTH)
-    coordinates = ({**beside, along: place, WIDTH: beside[WIDTH] * width // widest} for place, width in enumerate(mesh.widths))
-    return tuple(map(mesh.rank, coordinates))
+def _pipeline(mesh: Mesh, cutting: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the ranks of the pipeline at a coordinate of ``mesh.cutting``: ranks of the largest submesh share a rank of a smaller one."""
+    stage_dimension, widest = next(name for name in mesh.names if name in STAGES), mesh.length(WIDTH)
+    return tuple(
+        mesh.rank({**cutting, stage_dimension: place, WIDTH: cutting[WIDTH] * width // widest}) for place, width in enumerate(mesh.widths)
+    )
 
 
 def widths_of_stages(mesh: Mesh, replicas: Sequence[int] = ()) -> tuple[int, ...]:
@@ -209,14 +212,15 @@ def widths_of_stages(mesh: Mesh, replicas: Sequence[int] = ()) -> tuple[int, ...
         mesh: with per-stage submeshes.
         replicas: the number of round-robin ranks of each stage; empty: one each.
     """
-    return tuple(mesh.widths[place] for place in itertools.accumulate(replicas[:-1], initial=0)) if replicas else mesh.widths
+    if not replicas:
+        return mesh.widths
+    return tuple(mesh.widths[place] for place in itertools.accumulate(replicas[:-1], initial=0))
 
 
 def mesh_words(mesh: Mesh, replicas: Sequence[int] = ()) -> str:
-    """Return a mesh in words.
+    """Return a mesh in words, for reports.
 
     Args:
-        mesh: the mesh.
         replicas: the number of round-robin ranks of each stage; empty: one each.
 
     >>> mesh_words(Mesh((("pipeline", 3), ("tensor", 2))), (2, 1))

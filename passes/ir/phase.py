@@ -1,9 +1,9 @@
 """Phases: named steps from one state to the next, in the order of a literal tuple, each checked and timed.
 
-    state ── phase 1 ──> state ── phase 2 ──> state ── ...        observers see every arrow: its name, what it gave, how long it took
+    state ── phase 1 ──> state ── phase 2 ──> state ── ...        an observer gets the name, result and time of each phase
 
-What a phase makes depends on the state that it starts from and on a request. A phase names the parts of the request that it reads, so that
-requests which agree in these share its result.
+The result of a phase depends on the state before it and on a request. A phase names the fields of the request that it reads, so that
+requests with equal fields share its result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ State = TypeVar("State")
 Request = TypeVar("Request")
 
 Observer: TypeAlias = Callable[[str, Any, float], None]
-"""Is told the name of a phase, the state after it, and the seconds that it took."""
+"""Called with the name of a phase, the state after it, and the seconds that it took."""
 
 _OBSERVER: ContextVar[Observer | None] = ContextVar("observer of phases", default=None)
 
@@ -32,8 +32,8 @@ class Phase(Generic[State, Request]):
 
     Attributes:
         name: of the phase, in reports.
-        apply: gives the state after the phase; the same object where there was nothing to do.
-        reads: the fields of the request that decide the result; None: it is made anew for each request, as are those of later phases.
+        apply: returns the state after the phase; the same object if nothing changed.
+        reads: the fields of the request that the result depends on; None: this phase and all later ones are never cached.
     """
 
     name: str
@@ -42,48 +42,50 @@ class Phase(Generic[State, Request]):
 
 
 class PhaseRunner(Generic[State, Request]):
-    """Runs phases on one state, and keeps what each made for the requests that it was asked.
+    """Runs phases on one state, and caches the result of each phase for each request.
 
     Args:
         phases: in their order.
-        start: the state in front of the first.
-        check: raises where the state after a phase (its name is given) is not valid.
+        start: the state before the first phase.
+        check: called with the state after a phase and the phase's name; raises if the state is invalid.
     """
 
     def __init__(self, phases: Sequence[Phase[State, Request]], start: State, check: Callable[[State, str], None]) -> None:
         self._phases, self._start, self._check = tuple(phases), start, check
-        self._known: dict[Hashable, State] = {}
+        self._cache: dict[Hashable, State] = {}
 
     def after(self, name: str, request: Request) -> State:
-        """Return the state after a phase, running what has not run for such a request."""
+        """Return the state after a phase; run only phases whose result is not cached."""
         state: State = self._start
-        key: tuple[Hashable, ...] | None = ()
+        key: tuple[Hashable, ...] | None = ()  # phases so far, with the fields that they read; None: do not cache
         for phase in self._phases:
             if key is None or phase.reads is None:
                 key, state = None, self._run(phase, state, request)
             else:
                 key = (*key, phase.name, *(getattr(request, field) for field in phase.reads))
-                if key not in self._known:
-                    self._known[key] = self._run(phase, state, request)
-                state = self._known[key]
+                if key not in self._cache:
+                    self._cache[key] = self._run(phase, state, request)
+                state = self._cache[key]
             if phase.name == name:
                 return state
         raise KeyError(name)
 
     def _run(self, phase: Phase[State, Request], state: State, request: Request) -> State:
+        """Apply a phase, check the new state, and report it to the observer."""
         start = time.perf_counter()
-        found = phase.apply(state, request)
-        took = time.perf_counter() - start
-        if found is not state:
-            self._check(found, phase.name)
-        if (observer := _OBSERVER.get()) is not None:
-            observer(phase.name, found, took)
-        return found
+        result = phase.apply(state, request)
+        seconds = time.perf_counter() - start
+        if result is not state:
+            self._check(result, phase.name)
+        observer = _OBSERVER.get()
+        if observer is not None:
+            observer(phase.name, result, seconds)
+        return result
 
 
 @contextlib.contextmanager
 def observing_phases(observer: Observer) -> Iterator[None]:
-    """Let an observer see every phase that runs inside."""
+    """Call an observer after every phase that runs inside of the context."""
     token = _OBSERVER.set(observer)
     try:
         yield

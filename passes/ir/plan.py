@@ -1,4 +1,4 @@
-"""What the planner decided, and what it predicts of that: immutable values of plain numbers and names, no torch objects."""
+"""The decisions of the planner and its predictions: immutable values of plain numbers and names, no torch objects."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["BATCHNORM", "RECOMPUTE", "Contender", "Plan", "Prediction", "Stage"]
 _FORMAT = 2
 
 RECOMPUTE = ("none", "selective", "full")
-"""What a backward may compute again: nothing, what is cheap for its bytes, all but the inputs of a stage."""
+"""What a backward recomputes: nothing; values that are cheap for their bytes; everything but the inputs of a stage."""
 
 BATCHNORM = ("sync", "local")
-"""Whose rows statistics of batch normalisation may be of, where the batch is cut: all of them, or each rank's own."""
+"""Statistics of batch normalisation if the batch is sharded: over all rows, or over each rank's own rows."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Stage:
     """A run of consecutive nodes of the model's graph, computed by one rank, or by several round-robin.
 
     Attributes:
-        ranks: who computes it; on a mesh of several dimensions, places along the pipeline.
+        ranks: the ranks that compute it; on a mesh of several dimensions, pipeline positions.
         first_node: name of its first node; the stage ends where the next begins.
-        modules: the module paths that it covers, for reading: ``("transformer.h.0", "transformer.h.1")``.
+        modules: the module paths that it covers, for reports: ``("transformer.h.0", "transformer.h.1")``.
         parameter_count: parameters that it holds (a parameter shared with another stage counts in both).
         parameter_bytes: their size in bytes.
         flops: forward floating-point operations for one microbatch.
         forward_time: predicted seconds for one microbatch.
         backward_time: predicted seconds for one microbatch, both halves.
-        activation_bytes: predicted bytes kept for the backward of one microbatch.
+        activation_bytes: predicted bytes saved for the backward of one microbatch.
         send_bytes: bytes of activations that leave it for one microbatch.
     """
 
@@ -57,13 +57,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Contender:
-    """A plan that was worked out beside others.
+    """A plan that the search evaluated.
 
     Attributes:
         words: its mesh, schedule, microbatches and recomputation.
         step_time: predicted seconds for one training step.
-        memory: predicted peak bytes of its fullest rank.
-        spent_on: what most of its time goes into.
+        memory: predicted peak bytes of the rank with the highest peak.
+        spent_on: the largest part of its time, in words.
     """
 
     words: str
@@ -74,22 +74,21 @@ class Contender:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is known of a plan by the prices that it was made with.
+    """Predictions for a plan by the cost model, and how good it is compared to others.
 
     Attributes:
         step_time: seconds for one training step.
         memory: peak bytes for each rank.
-        bound_by: what limits the step, in words.
-        runner_up: the next best choice and its price, in words; empty when there was no choice.
-        notes: what the user should know, one sentence each.
-        gap: how much faster, relatively, any plan could be of all that were to choose from, by the same prices, and of a mesh that was
-            asked for with any of the other axes that were priced (``planner.axis_contenders``): 0 is proved to be the best;
-            None where one device computes sequential tiles. Where the mesh was given, of all plans of that mesh.
-        axes_gap: how much less, relatively, another choice of axes for a tensor dimension could cost, by the prices of that choice: 0 is
-            proved to be the best; None where no such axes were to be chosen.
-        searched: how many plans were worked out and what is known of all others, in words; empty where ``gap`` is None.
-        contenders: the best plan of each mesh that was worked out (where the mesh was given, of each schedule): the chosen one, and the
-            few that come next.
+        bound_by: the bottleneck of the step, in words.
+        runner_up: the next best choice and its cost, in words; empty if there was no choice.
+        notes: notes for the user, one sentence each.
+        gap: upper bound of the relative time that the best plan in the search space could save, by the same cost model, over all axes
+            that were evaluated (``planner.axis_contenders``); 0: proved optimal. For a given mesh, over the plans of that mesh.
+            None for sequential tiles on one device.
+        axes_gap: the same bound for other choices of axes for a tensor dimension, by the costs of that choice; 0: proved optimal;
+            None if there was no such choice.
+        searched: how many plans were evaluated, and what is proved of all others, in words; empty if ``gap`` is None.
+        contenders: the best plan of each evaluated mesh (of each schedule, if the mesh was given): the chosen one and the next few.
     """
 
     step_time: float
@@ -105,9 +104,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything runs, and when. Equal inputs give an equal plan; it round-trips through JSON.
+    """Decides where everything runs, and when. Equal inputs give an equal plan; it round-trips through JSON.
 
-    Equal decisions are equal plans, whatever was predicted of them.
+    Plans with equal decisions are equal, even if their predictions differ.
 
     Attributes:
         mesh: dimensions, outermost first: ``(("pipeline", 4),)``.
@@ -117,14 +116,14 @@ class Plan:
         n_microbatches: microbatches a step.
         recompute: ``"none"``, ``"selective"`` or ``"full"``.
         batch_size: the batch it was planned for.
-        prediction: step time, memory, and how good the plan is beside others; no part of the decision.
-        axes: which axis is cut over which mesh dimension: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.analysis.axis_names``.
-        batchnorm: where the batch is cut, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
-        weights: digest of the model's weights (``passes.graph.fingerprint``): a plan is for one model; empty: for any that it fits.
-        tiles: where one device computes sequential tiles, how many along each dimension of space; empty: none.
-        tile_budget: bytes up to which values are computed whole there.
-        halos: where tiles lie over devices, the halo strategy of each segment of calls.
-        widths: for each place along the pipeline, how many ranks stand along the mesh dimension ``tensor``; empty where all have as many.
+        prediction: step time, memory, and how good the plan is compared to others; no part of the decision.
+        axes: sharded axes with their mesh dimensions: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.analysis.axis_names``.
+        batchnorm: if the batch is sharded, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
+        weights: digest of the weights of the model that the plan is for (``passes.graph.fingerprint``); empty: any model that it fits.
+        tiles: for sequential tiling on one device, the number of tiles along each dimension of space; empty: no tiling.
+        tile_budget: with ``tiles``, bytes up to which values are computed whole.
+        halos: for spatial sharding over devices, the halo strategy of each segment of calls.
+        widths: for each pipeline position, the number of ranks along the mesh dimension ``tensor``; empty if all have the same.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -155,21 +154,21 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """How much faster, relatively, any other plan could be: see ``Prediction``."""
+        """Upper bound of the relative time that another plan could save: see ``Prediction``."""
         return self.prediction.gap
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know, one sentence each."""
+        """Notes for the user, one sentence each."""
         return self.prediction.notes
 
     def predicted(self, **changes: Any) -> Plan:
-        """The same decision, with fields of its prediction replaced."""
+        """Return the plan with fields of its prediction replaced."""
         return dataclasses.replace(self, prediction=dataclasses.replace(self.prediction, **changes))
 
     @property
     def grid(self) -> Mesh:
-        """The mesh, as its ranks stand on it."""
+        """The mesh as an object."""
         return Mesh(self.mesh, self.widths)
 
     @property
@@ -188,17 +187,17 @@ class Plan:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """For each stage, how many replicas it has; empty where every stage has one."""
+        """For each stage, the number of its round-robin ranks; empty if every stage has one."""
         counts = tuple(len(stage.ranks) for stage in self.stages)
         return counts if max(counts, default=1) > 1 else ()
 
     def check(self) -> None:
-        """Raise ConfigError, naming the entry, where the plan says something that no plan does or contradicts itself."""
+        """Raise ConfigError, naming the entry, if an entry is out of range or contradicts another."""
         for part in (self, self.prediction, *self.stages, *self.prediction.contenders, *self.halos):
             check_fields(part)
         for path, number in _numbers(self, ""):
-            may_be_less = path in ("prediction.gap", "prediction.axes_gap")  # a rounding error below 0
-            _require(math.isfinite(number) and (number >= 0 or may_be_less), path, f"there is no {number} there")
+            may_be_negative = path in ("prediction.gap", "prediction.axes_gap")  # by a rounding error
+            _require(math.isfinite(number) and (number >= 0 or may_be_negative), path, f"there is no {number} there")
         _require(self.recompute in RECOMPUTE, "recompute", f"there is no {self.recompute!r}, choose one of {', '.join(RECOMPUTE)}")
         _require(self.batchnorm in BATCHNORM, "batchnorm", f"there is no {self.batchnorm!r}, choose one of {', '.join(BATCHNORM)}")
         _require(self.batch_size >= 1, "batch_size", f"a batch of {self.batch_size} rows has none")
@@ -206,8 +205,8 @@ class Plan:
         self._check_mesh()
         places = list(range(len(self.widths) or math.prod(size for name, size in self.mesh if name in STAGES)))
         for index, stage in enumerate(self.stages):
-            right = bool(stage.ranks) and len(set(stage.ranks)) == len(stage.ranks) and set(stage.ranks) <= set(places)
-            _require(right, f"stages[{index}].ranks", f"{stage.ranks} are not some of the pipeline's ranks, 0 to {len(places) - 1}")
+            valid = bool(stage.ranks) and len(set(stage.ranks)) == len(stage.ranks) and set(stage.ranks) <= set(places)
+            _require(valid, f"stages[{index}].ranks", f"{stage.ranks} are not some of the pipeline's ranks, 0 to {len(places) - 1}")
         idle = sorted(set(places).difference(*self.stage_ranks))
         _require(not idle, "stages", f"rank {idle[0] if idle else 0} of the pipeline has none")
         for index, (name, dimension) in enumerate(self.axes):
@@ -221,6 +220,7 @@ class Plan:
         _require(bool(self.tiles) or self.tile_budget == 0, "tile_budget", "there are no tiles")
 
     def _check_mesh(self) -> None:
+        """Raise ConfigError if the mesh, its widths and the devices do not fit together."""
         sizes, n_ranks = dict(self.mesh), len(self.devices)
         _require(n_ranks > 0, "devices", "there is none")
         for index, (name, size) in enumerate(self.mesh):
@@ -228,8 +228,9 @@ class Plan:
             _require(1 <= size <= n_ranks, f"mesh[{index}]", f"{n_ranks} devices have no dimension of {size}")
         _require(len(sizes) == len(self.mesh) and not set(STAGES) <= sizes.keys(), "mesh", "it has a dimension twice")
         n_places, widest = math.prod(sizes.get(name, 1) for name in STAGES), max(self.widths, default=1)
-        unlike = len(self.widths) == n_places and len(set(self.widths)) > 1 and min(self.widths) >= 1 and widest == sizes.get(WIDTH)
-        _require(not self.widths or unlike, "widths", f"{self.widths} do not fit the mesh, {sizes}")
+        differ = len(set(self.widths)) > 1
+        valid_widths = differ and len(self.widths) == n_places and min(self.widths) >= 1 and widest == sizes.get(WIDTH)
+        _require(not self.widths or valid_widths, "widths", f"{self.widths} do not fit the mesh, {sizes}")
         _require(self.grid.size == n_ranks, "mesh", f"it has {self.grid.size} ranks, and the plan names {n_ranks} devices")
 
     def to_json(self) -> str:
@@ -237,10 +238,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what ``to_json`` wrote.
+        """Read a plan from the text of ``to_json``.
 
         Raises:
-            ConfigError: the text is no plan: names the entry that is wrong.
+            ConfigError: the text is not a plan: names the wrong entry.
         """
         remedy = "pass the text that plan.to_json() gave"
         try:
@@ -252,10 +253,11 @@ class Plan:
             raise ConfigError(f"the plan is not JSON: {reason}", remedy=remedy) from error
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise ConfigError(f"the plan is not of format {_FORMAT}", remedy="make the plan again with this version")
-        missing = [each.name for each in dataclasses.fields(Plan) if each.name not in fields]
-        if isinstance(predicted := fields.get("prediction"), dict):
-            missing += [f"prediction.{each.name}" for each in dataclasses.fields(Prediction) if each.name not in predicted]
-        if missing:  # also those with a default: what stands for "not decided" here may have been decided there
+        missing = [field.name for field in dataclasses.fields(Plan) if field.name not in fields]
+        prediction = fields.get("prediction")
+        if isinstance(prediction, dict):
+            missing += [f"prediction.{field.name}" for field in dataclasses.fields(Prediction) if field.name not in prediction]
+        if missing:  # fields with a default, too: the plan may have had another value
             raise ConfigError(f"the plan lacks {', '.join(missing)}", remedy=remedy)
         plan: Plan = conform(fields, Plan, "plan", plain=True)
         plan.check()
@@ -263,15 +265,15 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """A short digest of the decision: equal plans, equal digests, on every machine."""
-        return hashlib.sha256(json.dumps(_decided(self)).encode()).hexdigest()[:16]
+        """A short digest of the decision: equal for equal plans, on every machine."""
+        return hashlib.sha256(json.dumps(_decision(self)).encode()).hexdigest()[:16]
 
 
-def _decided(value: Any) -> Any:
-    """A part of a plan as plain lists, without what is predicted."""
+def _decision(value: Any) -> Any:
+    """Return a part of a plan as plain lists, without predictions: the fields that ``==`` compares."""
     if dataclasses.is_dataclass(value):
-        return [(each.name, _decided(getattr(value, each.name))) for each in dataclasses.fields(value) if each.compare]
-    return [_decided(each) for each in value] if isinstance(value, tuple) else value
+        return [(field.name, _decision(getattr(value, field.name))) for field in dataclasses.fields(value) if field.compare]
+    return [_decision(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _require(holds: bool, path: str, problem: str) -> None:
@@ -280,10 +282,10 @@ def _require(holds: bool, path: str, problem: str) -> None:
 
 
 def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """All numbers of a plan, each with where it is."""
+    """Yield all numbers of a plan, each with its path: ``("stages[0].flops", 1e9)``."""
     if dataclasses.is_dataclass(value):
-        for each in dataclasses.fields(value):
-            yield from _numbers(getattr(value, each.name), f"{path}.{each.name}" if path else each.name)
+        for child in dataclasses.fields(value):
+            yield from _numbers(getattr(value, child.name), f"{path}.{child.name}" if path else child.name)
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
             yield from _numbers(item, f"{path}[{index}]")
@@ -292,10 +294,10 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; raises ConfigError where it has an entry twice, of which Python would take the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Make a dict of a JSON object; raises ConfigError if it has an entry twice, of which ``json`` would take the last."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"the plan has the entry {twice!r} twice", remedy="leave one of them out")
-    return found
+    return entries

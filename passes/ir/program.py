@@ -7,7 +7,7 @@
         stage1_forward_mb0 = self.stage1_forward(sizes[0], h_mb0)
         ...
 
-The modules hold what stays with a rank from step to step (parameters, buffers, constants); ``Program.bind`` gives it to them.
+The modules hold the parameters, buffers and constants of a rank; ``Program.bind`` gives them these.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ ProgramKind = Literal["train_step", "forward", "backward"]
 """What a program does: a training step, a forward, or the backward of one."""
 
 PROGRAM_ARGUMENTS = ("batch", "target", "loss_fn", "loss_weights", "saved", "output_gradients")
-"""What programs may take besides inputs of the model; no placeholder of a ModelGraph but ``batch`` has such a name."""
+"""Arguments of programs other than model inputs; no placeholder of a ModelGraph but ``batch`` has such a name."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs.
+    """The program of one rank.
 
     Attributes:
-        kind: a whole training step; a forward (with what the backward needs, in training); the backward of such a forward.
-        rank: who runs it.
+        kind: a whole training step; a forward (in training it also returns saved values); the backward of such a forward.
+        rank: the rank.
         module: the graph.
         stages: the stages that it runs.
     """
@@ -56,7 +56,7 @@ class Program:
         return tuple(node.target for node in self.module.graph.nodes if node.op == "placeholder")
 
     def bind(self, state: Mapping[str, Tensor], slots: Mapping[str, GradientSlot]) -> None:
-        """Give the modules their parameters, buffers and constants, and where gradients go, by placeholder name."""
+        """Give the modules their parameters, buffers and constants, and the slots of gradients, by placeholder name."""
         for module in self.module.children():
             if isinstance(module, StageCall):
                 module.bind(state)
@@ -68,12 +68,12 @@ class Program:
 
 
 class StageCall(nn.Module):
-    """Calls a stage's graph: what stays with the stage goes in front.
+    """Calls a stage's graph with the stage's parameters, buffers and constants, followed by the arguments of the call.
 
     Args:
         graph: the stage's forward, backward, input-gradient or weight-gradient graph.
-        bound_names: the placeholders in front.
-        takes_tuple: whether the first argument is a tuple (of what a forward saved) that is spread.
+        bound_names: placeholder names of these parameters, buffers and constants.
+        takes_tuple: whether the first argument is a tuple of saved values, each of which is an argument of the graph.
     """
 
     def __init__(self, graph: fx.GraphModule, bound_names: Sequence[str], *, takes_tuple: bool = False) -> None:
@@ -87,18 +87,18 @@ class StageCall(nn.Module):
         self.bound = tuple(state[name] for name in self.bound_names)
 
     def forward(self, *arguments: Any) -> Any:
-        spread = (*arguments[0], *arguments[1:]) if self.takes_tuple else arguments
-        return self.graph(*self.bound, *spread)
+        unpacked = (*arguments[0], *arguments[1:]) if self.takes_tuple else arguments
+        return self.graph(*self.bound, *unpacked)
 
 
 class StoreGradients(nn.Module):
     """Adds gradients to ``.grad``, as autograd does: a parameter that was frozen after the program was made gets none.
 
     Args:
-        names: for each gradient, the parameter's placeholder; None leaves the gradient to somebody else.
+        names: for each gradient, the parameter's placeholder; None: the gradient is stored elsewhere.
 
     Attributes:
-        unsummed: the parameters whose gradients are parts that a later step sums -> over which ranks.
+        unsummed: parameter whose gradient is a part that a later step sums -> the ranks of the sum.
     """
 
     def __init__(self, names: Sequence[str | None]) -> None:
@@ -111,20 +111,21 @@ class StoreGradients(nn.Module):
         self._slots = tuple(None if name is None else (slots[name], self.unsummed.get(name, ())) for name in self.names)
 
     def forward(self, gradients: Sequence[Tensor]) -> None:
-        for found, gradient in zip(self._slots, gradients, strict=True):
-            if found is not None:
-                found[0].add(gradient, found[1])
+        for slot_and_ranks, gradient in zip(self._slots, gradients, strict=True):
+            if slot_and_ranks is not None:
+                slot, unsummed_over = slot_and_ranks
+                slot.add(gradient, unsummed_over)
 
 
 class LossCall(nn.Module):
-    """The loss of one microbatch and its gradients with respect to what the model returned.
+    """Computes the loss of one microbatch and its gradients with respect to the model's results.
 
     Args:
-        leaves: for each leaf of the model's result, the index of its value; a leaf of another kind is given as ``constants`` has it.
-        constants: the leaves that no node computes; a size as an expression in the batch.
+        leaves: for each leaf of the model's result, the index of its value in ``values``; None for a constant.
+        constants: for each leaf, its constant if no node computes it; a size as an expression in the batch.
         tree: structure of the result.
-        tracked: indices of the values that autograd would track.
-        differentiated: indices of the values whose gradients the stages take.
+        tracked: indices of the values that require a gradient.
+        differentiated: indices of the values whose gradients are arguments of stages.
         autocast: the mixed precision that it is computed in.
     """
 
@@ -148,14 +149,14 @@ class LossCall(nn.Module):
     def forward(
         self, values: Sequence[Tensor], target: Any, loss_fn: Callable[..., Tensor] | None, weight: float | Tensor, rows: int
     ) -> tuple[Tensor, ...]:
-        """Returns ``weight * loss`` and the gradients of it for each of ``differentiated``. ``rows``: those of the microbatch.
+        """Return ``weight * loss`` and its gradients for each of ``differentiated``. ``rows``: the size of the microbatch.
 
-        A weight of 0 leaves the microbatch out: the loss of targets that are all ignored is no number.
+        A weight of 0 gives a loss and gradients of 0: the loss itself is nan if all targets are ignored.
         """
         with torch.enable_grad():
-            given = [value.detach().requires_grad_() if index in self.tracked else value for index, value in enumerate(values)]
+            inputs = [value.detach().requires_grad_() if index in self.tracked else value for index, value in enumerate(values)]
             pairs = zip(self.leaves, self.constants, strict=True)
-            leaves = [at_batch(constant, rows) if index is None else given[index] for index, constant in pairs]
+            leaves = [at_batch(constant, rows) if index is None else inputs[index] for index, constant in pairs]
             result = pytree.tree_unflatten(leaves, self.tree)
             loss = self._loss(result, target, loss_fn).reshape(())
             weighted = loss * weight if weight else torch.zeros_like(loss)
@@ -163,21 +164,22 @@ class LossCall(nn.Module):
             return (weighted.detach(),)
         if not weight:
             return (weighted.detach(), *(torch.zeros_like(values[index]) for index in self.differentiated))
-        found: Sequence[Tensor | None] = torch.autograd.grad(weighted, [given[index] for index in self.tracked], allow_unused=True)
-        gradients = dict(zip(self.tracked, found, strict=True))
-        for index, gradient in gradients.items():
+        computed: Sequence[Tensor | None] = torch.autograd.grad(weighted, [inputs[index] for index in self.tracked], allow_unused=True)
+        gradient_of = dict(zip(self.tracked, computed, strict=True))
+        for index, gradient in gradient_of.items():
             if gradient is not None and index not in self.differentiated:
                 raise ConfigError(
                     "the loss depends on an output of the model that it did not depend on when it was first called",
                     remedy="pass another function object for another loss: each one is looked at once",
                 )
-        taken = (gradients[index] for index in self.differentiated)
-        return (
-            weighted.detach(),
-            *(torch.zeros_like(values[i]) if g is None else g.contiguous() for i, g in zip(self.differentiated, taken, strict=True)),
-        )
+        gradients = []
+        for index in self.differentiated:
+            gradient = gradient_of[index]
+            gradients.append(torch.zeros_like(values[index]) if gradient is None else gradient.contiguous())
+        return (weighted.detach(), *gradients)
 
     def _loss(self, result: Any, target: Any, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+        """Return the loss; an error that the user's loss_fn raises becomes a ConfigError."""
         try:
             return call_loss(result, target, loss_fn, self.autocast)
         except (PartitionError, torch.OutOfMemoryError):
@@ -188,20 +190,20 @@ class LossCall(nn.Module):
 
 
 def at_batch(constant: Any, batch: int) -> Any:
-    """A result that no node computes, for a batch of this size."""
+    """Return the value of a constant result for a batch size: it may be an expression in the batch."""
     if isinstance(constant, sympy.Expr):
         return int(constant.subs(dict.fromkeys(constant.free_symbols, batch)))
     return constant
 
 
 def call_loss(result: Any, target: Any, loss_fn: Callable[..., Tensor] | None, autocast: Autocast | None = None) -> Tensor:
-    """The loss: ``loss_fn(result, target)``, or what the model itself returns as one.
+    """Return ``loss_fn(result, target)``, or without a ``loss_fn`` the loss that the model itself returns.
 
     Args:
         autocast: the mixed precision that it is computed in.
 
     Raises:
-        ConfigError: the model returns no loss, or the loss is no single number.
+        ConfigError: the model returns no loss, or the loss is not a single number.
     """
     devices = {leaf.device.type for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)} & {"cpu", "cuda"}
     with contextlib.nullcontext() if autocast is None else autocast.enabled(max(devices, default=None)):
@@ -221,6 +223,7 @@ def call_loss(result: Any, target: Any, loss_fn: Callable[..., Tensor] | None, a
 
 
 def _own_loss(result: Any) -> object:
+    """Return the loss that the model computes: the result itself if it is a tensor, else its ``.loss`` or ``["loss"]``."""
     loss: object = result if isinstance(result, Tensor) else getattr(result, "loss", None)
     if loss is None and isinstance(result, Mapping):
         loss = result.get("loss")

@@ -1,11 +1,11 @@
-"""A pipeline schedule as data: which rank does what, in which order.
+"""A pipeline schedule as data: the actions of each rank, in order.
 
 Actions are written in the grammar of ``torch.distributed.pipelining``: the stage, a letter, the microbatch.
 
     2F0    forward of stage 2 on microbatch 0
     1B3    whole backward of stage 1 on microbatch 3
-    1I3    its input-gradient half (lets the previous stage go on)
-    0W2    the weight-gradient half (nobody waits for it)
+    1I3    its input-gradient half (the previous stage waits for it)
+    0W2    the weight-gradient half (no other stage waits for it)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Action", "ActionKind", "Schedule"]
 
 
 class ActionKind(enum.Enum):
-    """What one action computes."""
+    """The computation of an action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -49,7 +49,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read one action; raises ConfigError when the text is not one."""
+        """Parse one action; raises ConfigError for any other text."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ConfigError(f"{text!r} is not a schedule action", remedy="write stage, letter, microbatch: 2F0, 1B3, 1I3, 0W2")
@@ -62,9 +62,9 @@ class Schedule:
 
     Attributes:
         name: ``"1F1B"``, ``"ZBV"``, ...
-        n_microbatches: how many microbatches a step has.
+        n_microbatches: number of microbatches of a step.
         stage_ranks: for each stage, the ranks that run it: microbatches are distributed to these round-robin.
-        actions: for each rank, what it does, in order. Communication is not listed: it follows from the graph.
+        actions: for each rank, its actions in order. Communication is not listed: it follows from the graph.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is done in two halves (I and W)."""
+        """Whether some backward is split into two halves (I and W)."""
         return any(action.kind is ActionKind.BACKWARD_WEIGHT for action in self)
 
     def __iter__(self) -> Iterator[Action]:
@@ -90,7 +90,7 @@ class Schedule:
             yield from rank_actions
 
     def to_text(self) -> str:
-        """One line a rank, actions separated by commas: torch's CSV.
+        """Return one line a rank, actions separated by commas: torch's CSV.
 
         >>> print(Schedule("GPipe", 1, ((0,), (1,)), ((Action(0, ActionKind.FORWARD, 0),), (Action(1, ActionKind.FORWARD, 0),))).to_text())
         0F0
@@ -100,6 +100,6 @@ class Schedule:
 
     @staticmethod
     def parse(text: str, *, name: str, stage_ranks: tuple[tuple[int, ...], ...], n_microbatches: int) -> Schedule:
-        """Read what ``to_text`` wrote (empty cells, which torch writes for idle steps, are skipped)."""
+        """Parse the text of ``to_text``; skip empty cells, which torch writes for idle steps."""
         actions = tuple(tuple(Action.parse(cell) for cell in line.split(",") if cell.strip()) for line in text.strip().splitlines())
         return Schedule(name, n_microbatches, stage_ranks, actions)

@@ -17,7 +17,7 @@ Size: TypeAlias = int | sympy.Expr
 
 
 def numel(shape: Iterable[Size]) -> Any:
-    """The product of sizes, of which arithmetic is done."""
+    """Return the product of sizes: an int or an expression; typed Any, so that callers can compute with either."""
     return math.prod(shape)
 
 
@@ -39,26 +39,26 @@ class TensorSpec:
 
     @property
     def numel(self) -> Any:
-        """How many elements."""
+        """The number of elements."""
         return numel(self.shape)
 
     @property
     def known_dtype(self) -> torch.dtype:
-        """The dtype, where it is known."""
+        """The dtype; an assertion fails if it is unknown."""
         assert self.dtype is not None
         return self.dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element, where the dtype is known."""
+        """Bytes of one element."""
         return self.known_dtype.itemsize
 
     @property
     def bytes(self) -> Any:
-        """Of all elements."""
+        """Bytes of all elements."""
         return self.numel * self.itemsize
 
     def resized(self, dim: int, size: Size) -> TensorSpec:
-        """With another size of one dimension."""
+        """Return the spec with another size of one dimension."""
         dim %= len(self.shape)
         return TensorSpec((*self.shape[:dim], size, *self.shape[dim + 1 :]), self.dtype)

@@ -1,6 +1,6 @@
-"""The private names of torch that these packages use, each with why no public one serves: the one file to mend when torch changes.
+"""The private names of torch that these packages use, each with the reason: the one file to change when torch changes.
 
-Nothing else imports from a private module of torch or from ``torch.fx.experimental``; a test imports this file and calls what it names.
+Nothing else imports from a private module of torch or from ``torch.fx.experimental``; a test imports this file and calls all names.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ __all__ = [
 ]
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-"""Calls a function on the plain tensors behind a subclass, as torch's guide to subclasses does."""
+"""Calls functions on the plain tensors of a subclass, as in torch's guide to subclasses."""
 
 foreach_add_ = torch._foreach_add_
 """Adds to many tensors in one call, as ``torch.optim`` does."""
 
 foreach_norm = torch._foreach_norm
-"""What ``torch.nn.utils.clip_grad_norm_`` calls for tensors on an accelerator: told apart from other functions."""
+"""Called by ``torch.nn.utils.clip_grad_norm_`` for tensors on an accelerator; a subclass must recognize it."""
 
 registered_operators = torch._C._dispatch_get_registrations_for_dispatch_key
-"""Names of operators with a kernel for a dispatch key: those that autocast casts are documented in part."""
+"""Names of operators with a kernel for a dispatch key: the documentation of the ops that autocast casts is incomplete."""
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether a tensor lies in the memory of another one that it was made of."""
+    """Return whether a tensor is a view of another one."""
     return tensor._is_view()

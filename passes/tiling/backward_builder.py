@@ -13,17 +13,17 @@ from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.symbolic_sizes import size_of
 from passes.tiling.steps import TILE
 
-__all__ = ["GradientWriter", "write_out"]
+__all__ = ["GradientWriter", "copy_template"]
 
 aten = torch.ops.aten
 
 
-def write_out(target: fx.Graph, template: fx.Graph, arguments: Sequence[Any], label: str) -> list[fx.Node]:
-    """Copy a template into a graph.
+def copy_template(target: fx.Graph, template: fx.Graph, arguments: Sequence[Any], label: str) -> list[fx.Node]:
+    """Append the nodes of a template to a graph; views become reshapes, because strides of arguments may differ.
 
     Args:
         arguments: for each placeholder of the template, a node of the target.
-        label: suffix of the names of the copies; they are marked as computed for this tile.
+        label: the tile that the copies belong to, suffix of their names; empty: none.
 
     Returns:
         The copies of the template's outputs, flat.
@@ -33,8 +33,8 @@ def write_out(target: fx.Graph, template: fx.Graph, arguments: Sequence[Any], la
     placeholders = [node for node in template.nodes if node.op == "placeholder"]
     for node, argument in zip(placeholders, arguments, strict=True):
         copies[node] = argument
-        for (_, inside), (_, outside) in zip(memory_keys(node), memory_keys(argument), strict=True):
-            memory.setdefault(inside, outside)
+        for (_, template_key), (_, target_key) in zip(memory_keys(node), memory_keys(argument), strict=True):
+            memory.setdefault(template_key, target_key)
     for node in template.nodes:
         if node.op != "call_function":
             continue
@@ -42,8 +42,8 @@ def write_out(target: fx.Graph, template: fx.Graph, arguments: Sequence[Any], la
         function = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target  # noqa: SLF001
         name = f"{node.name}_{label}" if label else node.name
         copies[node] = target.create_node("call_function", function, positional, keywords, name=name)
-        own = tuple(memory.setdefault(key, new_memory()) for _, key in memory_keys(node))
-        copies[node].meta = {**node.meta, OWN_MEMORY: own, **({TILE: label} if label else {})}
+        keys = tuple(memory.setdefault(key, new_memory()) for _, key in memory_keys(node))
+        copies[node].meta = {**node.meta, OWN_MEMORY: keys, **({TILE: label} if label else {})}
     results = template.output_node().args[0]
     assert isinstance(results, Sequence)
     return [copies[node] for part in results for node in (part if isinstance(part, list | tuple) else [part]) if isinstance(node, fx.Node)]
@@ -55,7 +55,7 @@ class GradientWriter:
     The first gradient of a value may alias memory that others read: the first sum allocates, later ones add in place.
 
     Args:
-        size: emits a size.
+        size: emits a symbolic size as an argument of a call.
         device: of the tensors that it allocates.
 
     Attributes:
@@ -64,25 +64,25 @@ class GradientWriter:
 
     def __init__(self, target: fx.Graph, size: Callable[[Any], Any], device: torch.device) -> None:
         self.target, self._size, self._device = target, size, device
-        self._known = FakeTensorCache(pieces_are_alike=True)
+        self._fake_values = FakeTensorCache(pieces_are_alike=True)
         self._owned: set[fx.Node] = set()
         self.gradients: dict[fx.Node, fx.Node] = {}
 
     def call(self, function: Any, arguments: tuple[Any, ...], name: str, /, **keywords: Any) -> fx.Node:
-        """Write a call, with its fake value."""
+        """Write a call, with its fake tensor."""
         node = self.target.create_node("call_function", function, arguments, keywords, name=name)
-        self._known.describe(node)
+        self._fake_values.describe(node)
         return node
 
     def add(self, value: fx.Node, gradient: fx.Node) -> None:
         """Add to the gradient of a value."""
-        known = self.gradients.get(value)
-        if known is None:
+        total = self.gradients.get(value)
+        if total is None:
             self.gradients[value] = gradient
         elif value in self._owned:
-            self.call(aten.add_.Tensor, (known, gradient), f"{known.name}_more")
+            self.call(aten.add_.Tensor, (total, gradient), f"{total.name}_more")
         else:
-            self.gradients[value] = self.call(aten.add.Tensor, (known, gradient), f"{value.name}_gradient_sum")
+            self.gradients[value] = self.call(aten.add.Tensor, (total, gradient), f"{value.name}_gradient_sum")
             self._owned.add(value)
 
     def add_piece(self, value: fx.Node, slices: Sequence[tuple[int, int, int]], gradient: fx.Node) -> None:
@@ -101,10 +101,10 @@ class GradientWriter:
         return whole
 
     def _owned_gradient(self, value: fx.Node) -> fx.Node:
-        """Return the gradient of a value in memory that no other value aliases: zeros if there is none yet, else a copy of a first one."""
+        """Return the gradient of a value in memory of its own: zeros if there is no gradient yet, a copy if it may alias another value."""
         if value not in self._owned:
-            known = self.gradients.get(value)
-            if known is None:
+            gradient = self.gradients.get(value)
+            if gradient is None:
                 fake: Tensor = value.meta["val"]
                 shape = [self._size(size_of(size)) for size in fake.shape]
                 self.gradients[value] = self.call(
@@ -112,25 +112,25 @@ class GradientWriter:
                 )
             else:
                 self.gradients[value] = self.call(
-                    aten.clone.default, (known,), f"{value.name}_gradient_copy", memory_format=torch.contiguous_format
+                    aten.clone.default, (gradient,), f"{value.name}_gradient_copy", memory_format=torch.contiguous_format
                 )
             self._owned.add(value)
         return self.gradients[value]
 
-    def results(self, values: Sequence[fx.Node], given: Sequence[fx.Node]) -> list[fx.Node]:
+    def results(self, values: Sequence[fx.Node], placeholders: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the gradients of values, contiguous, each in memory that is shared with no other and no placeholder.
 
         Args:
-            given: placeholders, whose memory belongs to the caller.
+            placeholders: of the graph; their memory belongs to the caller.
         """
-        taken = {key for node in given for _, key in memory_keys(node)}
-        found = []
+        used_memory = {key for node in placeholders for _, key in memory_keys(node)}
+        gradients = []
         for value in values:
-            node = self.gradients[value]
-            keys = {key for _, key in memory_keys(node)}
-            if keys & taken or not node.meta["val"].is_contiguous():
-                node = self.call(aten.clone.default, (node,), f"{value.name}_gradient_own", memory_format=torch.contiguous_format)
-                keys = {key for _, key in memory_keys(node)}
-            taken |= keys
-            found.append(node)
-        return found
+            gradient = self.gradients[value]
+            keys = {key for _, key in memory_keys(gradient)}
+            if keys & used_memory or not gradient.meta["val"].is_contiguous():
+                gradient = self.call(aten.clone.default, (gradient,), f"{value.name}_gradient_own", memory_format=torch.contiguous_format)
+                keys = {key for _, key in memory_keys(gradient)}
+            used_memory |= keys
+            gradients.append(gradient)
+        return gradients

@@ -40,8 +40,8 @@ def tile_statistics(write: TileWriter, node: fx.Node, x: fx.Node, label: str) ->
     grouped = _grouped(write, node, x)
     dims = [0] if packet(node.target) is aten.batch_norm else []
     dims += range(2, grouped.meta["val"].dim())
-    both = write.emit(aten.var_mean.correction, (grouped, dims), f"{node.name}_statistics_{label}", node, correction=0, keepdim=True)
-    variance, mean = (write.emit(operator.getitem, (both, index), f"{both.name}_{index}", node) for index in (0, 1))
+    pair = write.emit(aten.var_mean.correction, (grouped, dims), f"{node.name}_statistics_{label}", node, correction=0, keepdim=True)
+    variance, mean = (write.emit(operator.getitem, (pair, index), f"{pair.name}_{index}", node) for index in (0, 1))
     return mean, variance
 
 
@@ -49,26 +49,27 @@ def merge_statistics(write: TileWriter, node: fx.Node, tiles: Sequence[tuple[flo
     """Write the statistics of all tiles, update the running statistics, and return the scale and shift that normalize an element.
 
     Args:
-        tiles: for each tile its fraction of the elements, and its statistics.
+        tiles: for each tile its fraction of the elements (its weight), and its statistics.
     """
 
     def emit(function: Any, *args: Any) -> fx.Node:
         return write.emit(function, args, f"{node.name}_{function.__name__.partition('.')[0]}", node)
 
     add = functools.partial(emit, aten.add.Tensor)
-    mean = functools.reduce(add, [emit(aten.mul.Tensor, each, share) for share, (each, _) in tiles])
-    spreads = []
-    for share, (each, variance) in tiles:
-        distance = emit(aten.sub.Tensor, each, mean)
-        spreads.append(emit(aten.mul.Tensor, emit(aten.add.Tensor, variance, emit(aten.mul.Tensor, distance, distance)), share))
-    variance = functools.reduce(add, spreads)
+    mean = functools.reduce(add, [emit(aten.mul.Tensor, tile_mean, weight) for weight, (tile_mean, _) in tiles])
+    weighted_variances = []
+    for weight, (tile_mean, tile_variance) in tiles:
+        distance = emit(aten.sub.Tensor, tile_mean, mean)
+        around_mean = emit(aten.add.Tensor, tile_variance, emit(aten.mul.Tensor, distance, distance))
+        weighted_variances.append(emit(aten.mul.Tensor, around_mean, weight))
+    variance = functools.reduce(add, weighted_variances)
     if packet(node.target) is aten.batch_norm and bound_arguments(node)["running_mean"] is not None:
-        _store(write, node, mean, variance, emit)
+        _update_running_statistics(write, node, mean, variance, emit)
     return _scaling(write, node, mean, variance, emit)
 
 
-def _store(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, emit: Emit) -> None:
-    """Write the update of the running statistics; the running variance is the unbiased one, with n - 1 in its denominator."""
+def _update_running_statistics(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, emit: Emit) -> None:
+    """Write ``running += momentum * (new - running)``; the running variance is unbiased, with n - 1 in its denominator."""
     arguments = bound_arguments(node)
     like, momentum = arguments["running_mean"].meta["val"], arguments["momentum"]
     batch, _, *space = (size_of(size) for size in node.meta["val"].shape)
@@ -80,34 +81,34 @@ def _store(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, e
         dtype=like.dtype,
         device=like.device,
     )
-    of_sample = emit(aten.mul.Tensor, variance, emit(aten.div.Tensor, count, emit(aten.sub.Tensor, count, 1)))
-    for name, new in (("running_mean", mean), ("running_var", of_sample)):
-        stored = write.whole[arguments[name]]
+    unbiased = emit(aten.mul.Tensor, variance, emit(aten.div.Tensor, count, emit(aten.sub.Tensor, count, 1)))
+    for name, new in (("running_mean", mean), ("running_var", unbiased)):
+        running = write.whole[arguments[name]]
         flat = emit(aten.detach.default, emit(aten.reshape.default, new, [-1]))
-        kept = emit(aten.mul.Tensor, stored, 1.0 - momentum)
-        emit(aten.copy_.default, stored, emit(aten.add.Tensor, kept, emit(aten.mul.Tensor, flat, momentum)))
+        decayed = emit(aten.mul.Tensor, running, 1.0 - momentum)
+        emit(aten.copy_.default, running, emit(aten.add.Tensor, decayed, emit(aten.mul.Tensor, flat, momentum)))
 
 
 def _scaling(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node, emit: Emit) -> Scaling:
-    """Write scale = weight / sqrt(variance + eps) and shift = bias - mean * scale, by channel; groups repeat theirs for each channel."""
+    """Write ``scale = weight / sqrt(variance + eps)`` and ``shift = bias - mean * scale`` by channel; groups repeat their statistics."""
     arguments = bound_arguments(node)
     shape = node.meta["val"].shape
-    upright = [1, -1, *[1] * (len(shape) - 2)]
+    per_channel = [1, -1, *[1] * (len(shape) - 2)]  # broadcasts over [batch, channel, *space]
     scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, arguments["eps"]))
     if packet(node.target) is aten.group_norm:
         groups, channels = arguments["num_groups"], int(shape[1])
 
-        def of_channels(of_groups: fx.Node) -> fx.Node:
+        def repeat_for_channels(of_groups: fx.Node) -> fx.Node:
             rows = emit(aten.reshape.default, of_groups, [-1, groups])
             repeated = emit(aten.repeat_interleave.self_int, rows, channels // groups, 1)
-            return emit(aten.reshape.default, repeated, [-1, channels, *upright[2:]])
+            return emit(aten.reshape.default, repeated, [-1, channels, *per_channel[2:]])
 
-        scale, mean = of_channels(scale), of_channels(mean)
+        scale, mean = repeat_for_channels(scale), repeat_for_channels(mean)
     if arguments["weight"] is not None:
-        scale = emit(aten.mul.Tensor, scale, emit(aten.reshape.default, write.whole[arguments["weight"]], upright))
+        scale = emit(aten.mul.Tensor, scale, emit(aten.reshape.default, write.whole[arguments["weight"]], per_channel))
     shift = emit(aten.neg.default, emit(aten.mul.Tensor, mean, scale))
     if arguments["bias"] is not None:
-        shift = emit(aten.add.Tensor, shift, emit(aten.reshape.default, write.whole[arguments["bias"]], upright))
+        shift = emit(aten.add.Tensor, shift, emit(aten.reshape.default, write.whole[arguments["bias"]], per_channel))
     return scale, shift
 
 

@@ -1,9 +1,9 @@
-"""Regions as stages of their own, differentiated once for all that compute alike: the tiles of a sweep that are of equal size.
+"""Differentiate each kind of region once, as a stage of its own: tiles of equal size in one sweep share a template.
 
     c2_tile0_1, c2_tile0_2, c2_tile1_1 ...   in the middle of the image: one template
     c2_tile0_0                               in a corner, with padding on two sides: another
 
-A tile is recomputed: its backward reads what the tile read. What is computed whole keeps what the plan's recomputation says.
+A tile is recomputed: its backward reads the inputs of the tile. Regions that are computed whole follow the plan's recomputation policy.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["Template", "Templates"]
 
 @dataclass(frozen=True)
 class Template:
-    """A region as a stage; inputs and outputs stand in the same places as those of every region like it.
+    """A region as a stage, for all regions that compute alike: their inputs and outputs have the same order.
 
     Attributes:
-        stage: its forward.
+        stage: its forward, under the names of the first such region.
         training: its training graphs.
     """
 
@@ -43,7 +43,7 @@ class Template:
 
 
 class Templates:
-    """All templates of a streamed stage.
+    """Cache of all templates of a tiled stage.
 
     Args:
         recompute: recomputation of regions that are computed whole.
@@ -52,47 +52,47 @@ class Templates:
     def __init__(self, stage: StageGraph, recompute: Recompute) -> None:
         self._stage = stage
         self._recompute = recompute
-        self._kinds: Mapping[str, int] = {
-            name: kind for kind, names in enumerate((stage.parameters, (*stage.buffers, *stage.constants))) for name in names
-        }
-        self._known: dict[Hashable, Any] = stage.module.meta.setdefault(TEMPLATES, {})
+        state_names = (*stage.buffers, *stage.constants)
+        self._kinds: Mapping[str, int] = {**dict.fromkeys(stage.parameters, 0), **dict.fromkeys(state_names, 1)}
+        self._cache: dict[Hashable, Any] = stage.module.meta.setdefault(TEMPLATES, {})
 
     def inputs(self, region: TiledRegion) -> list[fx.Node]:
-        """The inputs of a region in the order of a stage: parameters, buffers and constants, the rest."""
+        """Return the inputs of a region in the order of a stage: parameters, buffers and constants, values."""
         return sorted(region.inputs, key=self._kind)
 
     def _kind(self, node: fx.Node) -> int:
+        """Return 0 for a parameter, 1 for a buffer or constant, 2 for any other value."""
         return self._kinds.get(node.name, 2) if node.op == "placeholder" else 2
 
-    def requiring(self, region: TiledRegion, differentiable: Collection[fx.Node]) -> tuple[bool, ...]:
+    def outputs_requiring_gradient(self, region: TiledRegion, differentiable: Collection[fx.Node]) -> tuple[bool, ...]:
         """Return for each output of a region whether it requires a gradient if the ``differentiable`` inputs do."""
-        form = self._form(region, differentiable, ())
-        if form not in self._known:
+        signature = self._signature(region, differentiable, ())
+        if signature not in self._cache:
             inputs = self.inputs(region)
             module = region_module(inputs, region, without=(OWN_MEMORY, TILE))
             with fake_mode(self._stage.module.graph), torch.enable_grad():
-                given = []
+                arguments = []
                 for node in inputs:
                     value = node.meta["val"]
                     if isinstance(value, Tensor):
                         value = contiguous_like(value, self._stage.device)
                         value.requires_grad_(node in differentiable)
-                    given.append(value)
-                results = fx.Interpreter(module).run(*given)
-            self._known[form] = tuple(isinstance(result, Tensor) and result.requires_grad for result in results)
-        requiring: tuple[bool, ...] = self._known[form]
+                    arguments.append(value)
+                results = fx.Interpreter(module).run(*arguments)
+            self._cache[signature] = tuple(isinstance(result, Tensor) and result.requires_grad for result in results)
+        requiring: tuple[bool, ...] = self._cache[signature]
         return requiring
 
-    def template(self, region: TiledRegion, differentiable: Collection[fx.Node], given: Collection[fx.Node]) -> Template:
-        """The region's training graphs, under the names of the first region like it.
+    def template(self, region: TiledRegion, differentiable: Collection[fx.Node], with_gradient: Collection[fx.Node]) -> Template:
+        """Return the template of a region: differentiate it unless a region like it was.
 
         Args:
             differentiable: inputs whose gradients are wanted.
-            given: outputs whose gradients are there.
+            with_gradient: outputs whose gradients the backward gets.
         """
         recompute: Recompute = "full" if region.tile else self._recompute
-        form = (recompute, self._form(region, differentiable, given))
-        if form not in self._known:
+        key = (recompute, self._signature(region, differentiable, with_gradient))
+        if key not in self._cache:
             inputs = self.inputs(region)
             parameters, buffers, values = ([node.name for node in inputs if self._kind(node) == kind] for kind in range(3))
             module = region_module(inputs, region, without=(OWN_MEMORY, TILE))
@@ -100,23 +100,25 @@ class Templates:
             joint = differentiate(
                 stage,
                 frozenset(node.name for node in inputs if node in differentiable),
-                frozenset(node.name for node in given),
+                frozenset(node.name for node in with_gradient),
                 self._stage.device,
             )
-            self._known[form] = Template(stage, split_backward(joint, recompute))
-        found: Template = self._known[form]
-        return found
+            self._cache[key] = Template(stage, split_backward(joint, recompute))
+        template: Template = self._cache[key]
+        return template
 
-    def _form(self, region: TiledRegion, differentiable: Collection[fx.Node], given: Collection[fx.Node]) -> Hashable:
+    def _signature(self, region: TiledRegion, differentiable: Collection[fx.Node], with_gradient: Collection[fx.Node]) -> Hashable:
+        """Return a key that is equal for regions that compute alike: it numbers nodes in place of naming them."""
         inputs = self.inputs(region)
-        places = {node: place for place, node in enumerate((*inputs, *region.nodes))}
-        read = tuple((self._kind(node), _described(node.meta["val"]), node in differentiable) for node in inputs)
-        calls = tuple((node.target, argument_form((node.args, node.kwargs), places.__getitem__)) for node in region.nodes)
-        return str(self._stage.device), read, calls, tuple((places[node], node in given) for node in region.outputs)
+        number = {node: index for index, node in enumerate((*inputs, *region.nodes))}
+        read = tuple((self._kind(node), _input_properties(node.meta["val"]), node in differentiable) for node in inputs)
+        calls = tuple((node.target, argument_form((node.args, node.kwargs), number.__getitem__)) for node in region.nodes)
+        outputs = tuple((number[node], node in with_gradient) for node in region.outputs)
+        return str(self._stage.device), read, calls, outputs
 
 
-def _described(value: Any) -> Hashable:
-    """Return the properties of an input by which regions with equal calls may differ."""
+def _input_properties(value: Any) -> Hashable:
+    """Return the properties of an input by which regions with equal calls may differ: shape, dtype and device; or its number."""
     if isinstance(value, Tensor):
         return tuple(size_of(size) for size in value.shape), value.dtype, value.device
     return size_of(value) if isinstance(value, torch.SymInt) else str(value)

@@ -20,7 +20,7 @@ This is the forward; ``passes.tiling.backward`` writes the backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,11 +36,11 @@ from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid, fraction
 from passes.spmd.halo.call_tiles import Read, TileCall
 from passes.spmd.halo.demand import CheckpointSelection, demand, select_checkpoints, tiles_of
-from passes.tiling.builder import TileWriter
+from passes.tiling.builder import Tiles, TileWriter
 from passes.tiling.normalization import Scaling, apply_scaling, merge_statistics, tile_statistics
 from passes.tiling.steps import TEMPLATES
 
-__all__ = ["grid_over", "stream", "streamed"]
+__all__ = ["grid_over", "stream", "tiled_graph"]
 
 aten = torch.ops.aten
 
@@ -55,13 +55,13 @@ def stream(graph: ModelGraph, axes: Axes, grid: TileGrid, budget: int) -> ModelG
 
 
 class _Streamer:
-    """Writes the new graph in the order of the old one."""
+    """Writes the tiled graph in the order of the old one. ``scalings``: scale and shift of each normalization whose sweep is written."""
 
     def __init__(self, graph: ModelGraph, axes: Axes, grid: TileGrid, plan: CheckpointSelection) -> None:
         self.graph, self.axes, self.grid, self.plan = graph, axes, grid, plan
         self.writer = TileWriter(graph, axes, len(grid.counts))
         self.scalings: dict[fx.Node, Scaling] = {}
-        self.order = {node: place for place, node in enumerate(graph.graph.nodes)}
+        self.order = {node: index for index, node in enumerate(graph.graph.nodes)}
 
     def run(self) -> ModelGraph:
         with fake_mode(self.graph.graph):
@@ -81,8 +81,6 @@ class _Streamer:
         tiled.module.meta[TEMPLATES] = self.graph.module.meta.setdefault(TEMPLATES, {})  # equal tiles of other budgets are known, too
         return tiled
 
-    # -- sweeps --------------------------------------------------------------------------------------------------------------------
-
     def _sweep(self, node: fx.Node) -> None:
         """Compute a value whole: each tile into its slice of a buffer; a reduction over space as the sum of its tiles."""
         call = self.plan.calls[node]
@@ -93,55 +91,54 @@ class _Streamer:
         for tile in tiles_of(self.grid, [span is not None for span in call.spans]):
             box = self.grid.owned(call.spans, tile)
             with self._in_tile(node, tile) as label:
-                found = self._tile(node, box, label)
-            self.writer.put(buffer, call.spans, box, found, node)
+                value = self._tile(node, box, label)
+            self.writer.put(buffer, call.spans, box, value, node)
         self.writer.whole[node] = buffer
 
     @contextlib.contextmanager
     def _in_tile(self, node: fx.Node, tile: Sequence[int]) -> Iterator[str]:
         """Mark the calls written while active as those of one tile of a sweep; yields the name of the tile."""
-        label = f"tile{'_'.join(str(place) for place in tile)}_of_{node.name}"
+        label = f"tile{'_'.join(str(index) for index in tile)}_of_{node.name}"
         self.writer.tile = label
         yield label
         self.writer.tile = ""
 
     def _tile(self, node: fx.Node, box: Box, label: str) -> fx.Node:
         """Write one tile of a value, with all tiles of other values that it depends on, from whole values."""
-        demanded = demand({node: box}, self.plan.calls, self.axes, self.order, self.writer.whole)
-        held: dict[fx.Node, tuple[fx.Node, Box]] = {}
-        for each in demanded:
-            held[each] = (self._compute(each, demanded[each], held, label), demanded[each])
-        return held[node][0]
+        tiles: dict[fx.Node, tuple[fx.Node, Box]] = {}
+        for needed, needed_box in demand({node: box}, self.plan.calls, self.axes, self.order, self.writer.whole).items():
+            tiles[needed] = (self._compute(needed, needed_box, tiles, label), needed_box)
+        result, _ = tiles[node]
+        return result
 
-    def _compute(self, node: fx.Node, box: Box, held: Mapping[fx.Node, tuple[fx.Node, Box]], label: str) -> fx.Node:
+    def _compute(self, node: fx.Node, box: Box, tiles: Tiles, label: str) -> fx.Node:
         """Write one call for a box of its result, from tiles of its operands; a normalization only scales and shifts here."""
         call = self.plan.calls[node]
         if call.kind == "statistics":
             (x, *_) = self.axes.operands[node.name]
-            return apply_scaling(self.writer, node, self.writer.part(x, held, call.reads[0], box), self.scalings[node], label)
-        return self.writer.call(call, box, held, label)
-
-    # -- statistics and reductions over all tiles ----------------------------------------------------------------------------------
+            return apply_scaling(self.writer, node, self.writer.part(x, tiles, call.reads[0], box), self.scalings[node], label)
+        return self.writer.call(call, box, tiles, label)
 
     def _gather_statistics(self, node: fx.Node) -> None:
         """Write the sweep that computes the statistics of a normalization, from those of its tiles."""
         call = self.plan.calls[node]
         (x, *_) = self.axes.operands[node.name]
-        found = []
+        statistics = []
         for tile in tiles_of(self.grid, [span is not None for span in call.spans]):
             box = self.grid.owned(call.spans, tile)
             with self._in_tile(node, tile) as label:
-                held = self._held(x, box, label)
-                part = self.writer.part(x, held, call.reads[0], box)
-                found.append((fraction(box, call.spans), tile_statistics(self.writer, node, part, label)))
-        self.scalings[node] = merge_statistics(self.writer, node, found)
+                part = self.writer.part(x, self._operand_tile(x, box, label), call.reads[0], box)
+                statistics.append((fraction(box, call.spans), tile_statistics(self.writer, node, part, label)))
+        self.scalings[node] = merge_statistics(self.writer, node, statistics)
 
-    def _held(self, node: fx.Node, box: Box, label: str) -> dict[fx.Node, tuple[fx.Node, Box]]:
+    def _operand_tile(self, node: fx.Node, box: Box, label: str) -> Tiles:
+        """Write the tile of an operand that is not whole; empty for one that is."""
         return {} if node in self.writer.whole else {node: (self._tile(node, box, label), box)}
 
     def _reduce(self, call: TileCall) -> fx.Node:
-        """Write a reduction over space: reduce each tile, and combine the results."""
-        reads = [next((reads[index] for reads in call.reads if reads[index] is not None), None) for index in range(len(self.grid.counts))]
+        """Write a reduction over space: reduce each tile of the operands, and combine the results."""
+        grid_dimensions = range(len(self.grid.counts))
+        reads = [next((operand[index] for operand in call.reads if operand[index] is not None), None) for index in grid_dimensions]
         cut = [read is not None and call.factors[index] is not None for index, read in enumerate(reads)]
         total: fx.Node | None = None
         for tile in tiles_of(self.grid, cut):
@@ -150,46 +147,44 @@ class _Streamer:
             )
             with self._in_tile(call.node, tile) as label:
                 part = self._reduced_tile(call, reads, box, label, first=total is None)
-            total = part if total is None else self.writer.emit(_combination(call), (total, part), f"{part.name}_total", call.node)
+            total = part if total is None else self.writer.emit(_combining_op(call), (total, part), f"{part.name}_total", call.node)
         assert total is not None
         return total
 
     def _reduced_tile(self, call: TileCall, reads: Sequence[Read | None], box: Box, label: str, *, first: bool) -> fx.Node:
         """Write the reduction of one tile; for a mean, weighted with the tile's fraction of the elements."""
-        held: dict[fx.Node, tuple[fx.Node, Box]] = {}
+        tiles: dict[fx.Node, tuple[fx.Node, Box]] = {}
         for operand, need in zip(self.axes.operands[call.node.name], call.needs(box), strict=True):
-            held |= self._held(operand, need, label)
-        share = 1.0
+            tiles.update(self._operand_tile(operand, need, label))
+        weight = 1.0
         for index, read in enumerate(reads):
             interval, factor = box[index], call.factors[index]
             if read is not None and interval is not None and factor is not None and call.loops.factors[factor].reduction == "mean":
-                share *= (interval[1] - interval[0]) / read.span.size
-        part = self.writer.call(call, box, held, label, first=first)
-        return part if share == 1.0 else self.writer.emit(aten.mul.Tensor, (part, share), f"{part.name}_share", call.node)
+                weight *= (interval[1] - interval[0]) / read.span.size
+        part = self.writer.call(call, box, tiles, label, first=first)
+        return part if weight == 1.0 else self.writer.emit(aten.mul.Tensor, (part, weight), f"{part.name}_share", call.node)
 
 
-def _combination(call: TileCall) -> Any:
+def _combining_op(call: TileCall) -> Any:
+    """Return the op that combines the reductions of two tiles: maximum, minimum, or add (for sums and weighted means)."""
     kinds = {call.loops.factors[factor].reduction for factor in call.factors if factor is not None}
     return {"max": aten.maximum.default, "min": aten.minimum.default}.get(str(next(iter(kinds))), aten.add.Tensor)
 
 
-# -- the tiled graph of a model ----------------------------------------------------------------------------------------------------
-
-
-_KNOWN: WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], int], ModelGraph]] = WeakKeyDictionary()
+_TILED: WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], int], ModelGraph]] = WeakKeyDictionary()
 """Tiled graphs of each model by tiles and budget, for the lifetime of the model's graph."""
 
 
-def streamed(graph: ModelGraph, tiles: tuple[int, ...], budget: int) -> ModelGraph:
+def tiled_graph(graph: ModelGraph, tiles: tuple[int, ...], budget: int) -> ModelGraph:
     """Return ``stream``'s tiled graph, cached: the same object for equal arguments. Without tiles, return the graph itself.
 
     Args:
-        tiles: how many along each dimension of space, outermost first.
+        tiles: number of tiles along each dimension of space, outermost first.
         budget: bytes up to which values are computed whole.
     """
     if not tiles:
         return graph
-    cached = _KNOWN.setdefault(graph.module, {})
+    cached = _TILED.setdefault(graph.module, {})
     if (tiles, budget) not in cached:
         axes = find_axes(graph.graph)
         cached[tiles, budget] = stream(graph, axes, grid_over(axes, tiles), budget)
@@ -197,9 +192,9 @@ def streamed(graph: ModelGraph, tiles: tuple[int, ...], budget: int) -> ModelGra
 
 
 def grid_over(axes: Axes, counts: Sequence[int]) -> TileGrid:
-    """The grid of so many tiles along each dimension of space, outermost first.
+    """Return the grid with a number of tiles along each dimension of space, outermost first.
 
-    An axis that is several of these (rows times rows of an image) is cut by the outermost.
+    An axis that belongs to several of these dimensions is cut along the outermost.
 
     Raises:
         ConfigError: space has fewer dimensions.
@@ -210,7 +205,7 @@ def grid_over(axes: Axes, counts: Sequence[int]) -> TileGrid:
             f"a grid of tiles {tuple(counts)} has {len(counts)} dimensions, the space of this model has {len(space)}",
             remedy=f"pass {len(space)} numbers, or one" if space else 'mode "tile" is for models with convolutions or pooling',
         )
-    cut: list[frozenset[int]] = []
-    for each in space[: len(counts)]:
-        cut.append(frozenset(each).difference(*cut))
-    return TileGrid(tuple(counts), tuple(cut))
+    cut_axes: list[frozenset[int]] = []
+    for dimension_axes in space[: len(counts)]:
+        cut_axes.append(frozenset(dimension_axes).difference(*cut_axes))
+    return TileGrid(tuple(counts), tuple(cut_axes))

@@ -1,12 +1,13 @@
-"""The steps of a streamed graph: what is computed together, and what moves between tiles and whole values.
+"""The steps of a tiled graph: regions that are computed together, and copies between tiles and whole values.
 
-x_piece = x[.., 0:19]                        Piece       a part of a whole value, of no memory of its own
-c1_tile0 = conv2d(x_piece, w1)               Region      one tile of one sweep
+c2 = empty(..)                               Put            the memory of a whole value
+x_piece = x[.., 0:19]                        Piece          a view of a part of a whole value
+c1_tile0 = conv2d(x_piece, w1)               TiledRegion    one tile of one sweep
 c2_tile0 = relu(c1_tile0)                    "
+c2[.., 0:16].copy_(c2_tile0)                 Put            the tile in its place, by a slice and a copy
 ...
-c2 = cat([c2_tile0, c2_tile1], 2)            Together    a whole value, of tiles
-m = mean(c2)                                 Region      what is computed whole, between two sweeps
-rows = batch * 4                             Size        a number, known wherever it is read
+m = mean(c2)                                 TiledRegion    computed whole, between two sweeps
+rows = batch * 4                             Size           an integer
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ __all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Size", "Step", "Ti
 aten = torch.ops.aten
 
 TILE = "tile"
-"""Where in ``meta`` a node of a streamed graph says which tile of which sweep it belongs to; what is computed whole says nothing."""
+"""Key in ``meta`` of a node of a tiled graph: the name of its tile, ``"tile0_1_of_relu"``; nodes that compute whole values have none."""
 
 TEMPLATES = "templates"
-"""Where in ``meta`` of its module a streamed graph has what is known of its regions (``passes.tiling.region_cache``)."""
+"""Key in ``meta`` of the module of a tiled graph: the cache of its templates (``passes.tiling.region_cache``)."""
 
 FOR_WHOLE = "for_whole"
-"""Where in ``meta`` a node says that it puts a whole value together of tiles."""
+"""Key in ``meta`` of the nodes that allocate a whole value and copy tiles into it."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Put:
-    """A node that puts a whole value together: its memory, a place in it, a tile that is written there."""
+    """One of the nodes that assemble a whole value: it allocates the memory, slices it, or copies a tile into a slice."""
 
     node: fx.Node
 
     @property
     def tile(self) -> fx.Node | None:
-        """The tile that is written; None if the node only allocates or slices the memory."""
+        """The tile that is copied; None if the node only allocates or slices the memory."""
         tile = self.node.args[1] if self.node.target is aten.copy_.default else None
         return tile if isinstance(tile, fx.Node) else None
 
@@ -72,14 +73,14 @@ class TiledRegion(Region):
     """Nodes that are computed together.
 
     Attributes:
-        tile: which tile of which sweep; empty: computed whole.
+        tile: name of the tile, see ``TILE``; empty: computed whole.
     """
 
     tile: str
 
 
 Step: TypeAlias = Piece | Put | Size | TiledRegion
-"""What a streamed graph is made of."""
+"""The graph of a tiled model is a sequence of these."""
 
 
 def slices_of(node: fx.Node, is_slice: Callable[[fx.Node], bool]) -> tuple[fx.Node, list[tuple[int, int, int]]]:
@@ -93,12 +94,12 @@ def slices_of(node: fx.Node, is_slice: Callable[[fx.Node], bool]) -> tuple[fx.No
 
 
 def is_streamed(graph: fx.Graph) -> bool:
-    """Whether tiles are computed one after the other."""
+    """Whether the graph computes tiles, one after the other."""
     return any(node.meta.get(TILE) for node in graph.nodes)
 
 
 def steps_of(graph: fx.Graph) -> list[Step]:
-    """All steps of a graph, in an order in which they can be run."""
+    """Return the steps of a tiled graph in the order of its nodes; neighbours that compute for the same tile are one region."""
     steps: list[Step] = []
     pieces: set[fx.Node] = set()
     region: list[fx.Node] = []
@@ -109,7 +110,7 @@ def steps_of(graph: fx.Graph) -> list[Step]:
         if region and tile != region[0].meta.get(TILE, ""):
             steps.append(_region(region))
             region = []
-        if _is_size(node):
+        if isinstance(node.meta.get("val"), int | torch.SymInt):
             steps.append(Size(node))
         elif tile and _is_piece(node, pieces):
             pieces.add(node)
@@ -125,15 +126,11 @@ def steps_of(graph: fx.Graph) -> list[Step]:
 
 
 def _is_piece(node: fx.Node, pieces: Container[fx.Node]) -> bool:
-    """Whether a node of a tile slices a value from outside of the tile, or slices such a slice again."""
+    """Whether a node of a tile slices a value from outside of the tile, or another piece."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4:  # with a step, it is a slice of the model
         return False
     source = node.args[0]
     return isinstance(source, fx.Node) and (source in pieces or source.meta.get(TILE) != node.meta[TILE])
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
 def _region(nodes: Sequence[fx.Node]) -> TiledRegion:

@@ -1,13 +1,13 @@
-"""Step through a rank's program without running it: what each node gives, as values of whoever reads.
+"""Interpret a rank's program without running it, on abstract values that a subclass defines.
 
     node of the program                     shapes in symbols (verification)           storages (simulation)
 
     sizes = microbatch_sizes(batch, 2)      (size_mb0, size_mb1)                       (4, 4)
     x = split_batch(input, sizes, 0)        [float32 (size_mb0, 5), ...]               [(4, 5) in the memory of input, ...]
     h = self.stage0_forward_mb0(x[0])       from the stage's own graph                 from the stage's own graph
-    pending = all_reduce([dw], ...)         what it gives and expects, and what of     a message, and the buffers that it fills
+    pending = all_reduce([dw], ...)         specs that it gives, expects and gets      a message, and the buffers that it fills
 
-A subclass says what a tensor is, and what stages, losses and messages give; what programs do besides is the same for all, and here.
+A subclass defines tensors, and the results of stages, losses and messages. All other functions of programs are interpreted here.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class _Unknown:
 
 
 UNKNOWN = _Unknown()
-"""What nothing is known of before a run: a target, a loss function, what they give."""
+"""A value of which nothing is known before a run: a target, a loss function, their results."""
 
 
 class AbstractInterpreter(ABC):
-    """Steps through one program, node by node.
+    """Interprets one program, node by node.
 
     Args:
         program: read, not changed.
-        batch: the rows that it is given.
+        batch: the batch size.
 
     Attributes:
         values: node -> a tensor, a size, a tuple or list of such, None or UNKNOWN; of the nodes so far.
-        sizes: the rows of each microbatch.
-        node: where it is.
+        sizes: the number of rows of each microbatch.
+        node: the current node.
     """
 
     tensor_type: ClassVar[type[Any]]
-    """Of its tensors, which have a ``shape`` and a ``dtype``."""
+    """The class of abstract tensors, which have a ``shape`` and a ``dtype``."""
 
     node: fx.Node
 
@@ -67,7 +67,7 @@ class AbstractInterpreter(ABC):
         self.values: dict[fx.Node, Any] = {}
 
     def value_of(self, node: fx.Node) -> Any:
-        """What a node gives; UNKNOWN for a function that is none of programs."""
+        """Return the abstract result of a node; UNKNOWN for a function that programs do not normally call."""
         self.node = node
         if node.op == "placeholder":
             return self.input(node)
@@ -84,65 +84,64 @@ class AbstractInterpreter(ABC):
         return UNKNOWN if function is None else function(self, *arguments, **keywords)
 
     def error(self, problem: str) -> VerificationError:
-        """An error at the present node."""
+        """Return an error at the current node."""
         return VerificationError(
             f"rank {self.program.rank}, {self.node.name}: {problem}",
             remedy=f"print pm.graph({self.program.rank}): a pass, or an edit by hand, has left this node with arguments that do not fit",
         )
 
-    # -- what a subclass says --------------------------------------------------------------------------------------------------------
+    # -- defined by a subclass -------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def new(self, shape: Sequence[Size], dtype: torch.dtype) -> Any:
-        """A new tensor."""
+        """Return a tensor in new memory."""
 
     @abstractmethod
     def view(self, tensor: Any, shape: Sequence[Size]) -> Any:
-        """A part of a tensor, in its memory."""
+        """Return a tensor of another shape in a part of the memory of ``tensor``."""
 
     @abstractmethod
     def same_size(self, one: Size, other: Size) -> bool:
-        """Whether two sizes are equal in every run."""
+        """Return whether two sizes are equal for every batch size."""
 
     @abstractmethod
     def input(self, node: fx.Node) -> Any:
-        """An argument of the program."""
+        """Return the value of a placeholder of the program."""
 
     @abstractmethod
     def state(self, node: fx.Node) -> Any:
-        """A parameter, a buffer or a constant."""
+        """Return the parameter, buffer or constant of a ``get_attr`` node."""
 
     @abstractmethod
     def stage(self, module: StageCall, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> Any:
-        """The call of a stage: placeholders of its graph behind those of its own tensors, and what each is given."""
+        """Return the results of a stage; ``placeholders`` of its graph, except bound parameters and buffers, get ``arguments``."""
 
     @abstractmethod
     def loss(self, module: LossCall, values: Sequence[Any]) -> Any:
-        """The call of a loss function with results: the loss, and gradients of those that are differentiated."""
+        """Return the loss for the model's ``values``, and the gradients of those that are differentiated."""
 
     @abstractmethod
     def store(self, module: StoreGradients, gradients: Any) -> None:
-        """The gradients of parameters at their end."""
+        """Store gradients of parameters in ``.grad``."""
 
     @abstractmethod
     def send(self, value: Any, destination: int, tag: int) -> None:
-        """A message to another rank."""
+        """Send a message to another rank."""
 
     @abstractmethod
     def receive(self, shape: Sequence[Size], dtype: torch.dtype, source: int, tag: int) -> Any:
-        """A message of another rank, on its way."""
+        """Return a pending message of another rank."""
 
     @abstractmethod
     def collective(self, *arguments: Any, **keywords: Any) -> Any:
-        """Messages between the ranks of a group, on their way."""
+        """Return the pending result of a collective at the current node."""
 
     @abstractmethod
     def wait(self, started: Any) -> Any:
-        """What has arrived."""
-
-    # -- modules ---------------------------------------------------------------------------------------------------------------------
+        """Return the result of a pending receive or collective."""
 
     def _module(self, module: nn.Module, arguments: Sequence[Any]) -> Any:
+        """Return the result of a ``call_module`` node by the class of the module."""
         if isinstance(module, StageCall):
             return self._stage(module, arguments)
         if isinstance(module, LossCall):
@@ -166,10 +165,8 @@ class AbstractInterpreter(ABC):
             raise self.error(f"gives {len(arguments)} values to a graph that takes {len(placeholders)}")
         return self.stage(module, placeholders, arguments)
 
-    # -- functions -------------------------------------------------------------------------------------------------------------------
-
     def microbatch_sizes(self, batch: Size, count: int) -> tuple[Size, ...]:
-        """The rows of each microbatch: symbols where those of the batch are one, which they add up to."""
+        """Return the number of rows of each microbatch: symbols if the batch size is one."""
         if isinstance(batch, int):
             self.sizes = microbatch.microbatch_sizes(batch, count)
         elif count == 1:
@@ -179,7 +176,7 @@ class AbstractInterpreter(ABC):
         return self.sizes
 
     def split_batch(self, value: Any, sizes: Sequence[Size], dim: int, parts: int = 1) -> Any:
-        """The rows of each microbatch: in the memory of all where rows come first."""
+        """Return the rows of each microbatch: views if the batch is the first dimension, else new tensors."""
         if value is UNKNOWN:
             return [UNKNOWN] * len(sizes)
         per_row = self._per_row(value.shape[dim], sizes)
@@ -191,16 +188,19 @@ class AbstractInterpreter(ABC):
         return [self.new(shape, value.dtype) for shape in shapes]
 
     def _per_row(self, size: Size, sizes: Sequence[Size]) -> int | None:
-        """How many entries a row of the batch has in a size; None where it holds no batch."""
+        """Return how many entries of a dimension belong to one row of the batch; None if it does not hold the batch.
+
+        The dimension of a concatenation is a sum of the microbatches' symbols: the last one is replaced to make it a multiple of the batch.
+        """
         rows = sum(sizes)
         if isinstance(size, int) and isinstance(rows, int):
             return None if size % rows else size // rows
-        in_batches = sympy.sympify(size).subs(self.sizes[-1], self.batch - sum(self.sizes[:-1]))  # what microbatches were put together to
-        found = sympy.expand(in_batches) / self.batch
-        return int(found) if found.is_Integer else None
+        in_batches = sympy.sympify(size).subs(self.sizes[-1], self.batch - sum(self.sizes[:-1]))
+        per_row = sympy.expand(in_batches) / self.batch
+        return int(per_row) if per_row.is_Integer else None
 
     def concatenate(self, values: Sequence[Any], dim: int, _parts: int = 1) -> Any:
-        """All along one dimension."""
+        """Return a new tensor, of tensors along a dimension; a single tensor itself."""
         if UNKNOWN in values:
             return UNKNOWN
         first = values[0]
@@ -209,15 +209,15 @@ class AbstractInterpreter(ABC):
         return self.new((*first.shape[:dim], sum(value.shape[dim] for value in values), *first.shape[dim + 1 :]), first.dtype)
 
     def take_part(self, value: Any, dim: int, sizes: Sequence[Size] | int, index: int) -> Any:
-        """One part of a tensor: in its memory where it is cut along its first dimension."""
+        """Return one part of a tensor: a view if it is cut along its first dimension, else a new tensor."""
         if value is UNKNOWN:
             return UNKNOWN
         size = apply_to_sizes(operator.floordiv, value.shape[dim], sizes) if isinstance(sizes, int) else sizes[index]
         shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
         return self.view(value, shape) if dim == 0 else self.new(shape, value.dtype)
 
-    def alike(self, values: Sequence[Any]) -> Any:
-        """The first of tensors that must all be alike."""
+    def require_equal(self, values: Sequence[Any]) -> Any:
+        """Return the first of tensors that are added, and check that all have its shape and dtype."""
         known = [value for value in values if value is not UNKNOWN]
         for value in known[1:]:
             if not self.fits(known[0], value):
@@ -225,21 +225,21 @@ class AbstractInterpreter(ABC):
         return known[0] if known else UNKNOWN
 
     def total(self, values: Sequence[Any], _weights: Sequence[Any] = ()) -> Any:
-        """The sum of tensors."""
-        first = self.alike(values)
+        """Return the sum of tensors: new memory, except for a single one."""
+        first = self.require_equal(values)
         return first if len(values) == 1 or first is UNKNOWN else self.new(first.shape, first.dtype)
 
     def add_lists(self, values: Any, more: Any, new: Sequence[int] = ()) -> Any:
-        """Sums of gradients, in the memory of the first but for some."""
+        """Return sums of gradients, in the memory of ``values`` except for the indices in ``new``."""
         if UNKNOWN in (values, more):
             return UNKNOWN
         if len(values) != len(more):
             raise self.error(f"adds {len(more)} gradients to {len(values)}")
         pairs = zip(values, more, strict=True)
-        return [self.total(pair) if index in new else self.alike(pair) for index, pair in enumerate(pairs)]
+        return [self.total(pair) if index in new else self.require_equal(pair) for index, pair in enumerate(pairs)]
 
     def arithmetic(self, left: Any, right: Any) -> Any:
-        """Of two tensors, or of two sizes."""
+        """Return the result of an operator on two tensors, or on two sizes."""
         if isinstance(left, self.tensor_type) or isinstance(right, self.tensor_type):
             return self.total((left, right))
         if UNKNOWN in (left, right):
@@ -248,7 +248,7 @@ class AbstractInterpreter(ABC):
         return apply_to_sizes(self.node.target, left, right)
 
     def item(self, value: Any, index: int) -> Any:
-        """Of a tuple or list."""
+        """Return an item of a tuple or list."""
         if value is UNKNOWN or isinstance(value, self.tensor_type):
             return UNKNOWN
         if not isinstance(value, tuple | list) or not -len(value) <= index < len(value):
@@ -256,22 +256,22 @@ class AbstractInterpreter(ABC):
         return value[index]
 
     def like(self, value: Any, *_rest: Any) -> Any:
-        """A new tensor of the shape of another."""
+        """Return a new tensor with the shape and dtype of another."""
         return value if value is UNKNOWN else self.new(value.shape, value.dtype)
 
-    def fits(self, given: Any, wanted: Any) -> bool:
-        """Whether two tensors have equal shapes, and equal dtypes as far as these are known; or two sizes are equal."""
-        if isinstance(given, self.tensor_type) and isinstance(wanted, self.tensor_type):
-            return same_tensors(given, wanted, self.same_size)
-        if isinstance(given, int | sympy.Expr) and isinstance(wanted, int | sympy.Expr):
-            return self.same_size(given, wanted)
+    def fits(self, given: Any, expected: Any) -> bool:
+        """Return whether two tensors have equal shapes and known dtypes that do not differ, or two sizes are equal."""
+        if isinstance(given, self.tensor_type) and isinstance(expected, self.tensor_type):
+            return same_tensors(given, expected, self.same_size)
+        if isinstance(given, int | sympy.Expr) and isinstance(expected, int | sympy.Expr):
+            return self.same_size(given, expected)
         return False
 
-    def exchange(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> CollectiveSpec:
-        """What the collective at the present node gives, expects and gets."""
+    def spec_of_collective(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> CollectiveSpec:
+        """Return the tensors that the collective at the current node gives, expects and gets."""
         function = self.node.target
         assert callable(function)
-        tensors = [TensorSpec(each.shape, each.dtype) if isinstance(each, self.tensor_type) else each for each in arguments[0]]
+        tensors = [TensorSpec(value.shape, value.dtype) if isinstance(value, self.tensor_type) else value for value in arguments[0]]
         try:
             bound = collective_arguments(function, (tensors, *arguments[1:]), keywords)
             return collective_spec(function, bound, self.program.rank, self.same_size)
@@ -280,7 +280,7 @@ class AbstractInterpreter(ABC):
 
 
 def same_tensors(one: Any, other: Any, same_size: Callable[[Size, Size], bool]) -> bool:
-    """Whether two tensors have equal shapes, and equal dtypes as far as these are known."""
+    """Return whether two tensors have equal shapes, and dtypes that do not differ or are unknown (None)."""
     if one.dtype is not None and other.dtype is not None and one.dtype is not other.dtype:
         return False
     return len(one.shape) == len(other.shape) and all(map(same_size, one.shape, other.shape))
@@ -299,12 +299,12 @@ _FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     microbatch.add_gradients_in_place: AbstractInterpreter.add_lists,
     operator.getitem: AbstractInterpreter.item,
     **dict.fromkeys(SIZE_OPERATORS, AbstractInterpreter.arithmetic),
-    torch.zeros: lambda reader, shape, dtype, device: reader.new(shape, dtype),  # noqa: ARG005
+    torch.zeros: lambda interpreter, shape, dtype, device: interpreter.new(shape, dtype),  # noqa: ARG005
     torch.zeros_like: AbstractInterpreter.like,
     torch.mul: AbstractInterpreter.like,
-    send: lambda reader, *arguments, **keywords: reader.send(*arguments, **keywords),
-    receive: lambda reader, *arguments, **keywords: reader.receive(*arguments, **keywords),
-    **dict.fromkeys(COLLECTIVES, lambda reader, *arguments, **keywords: reader.collective(*arguments, **keywords)),
-    wait: lambda reader, started: reader.wait(started),
+    send: lambda interpreter, *arguments, **keywords: interpreter.send(*arguments, **keywords),
+    receive: lambda interpreter, *arguments, **keywords: interpreter.receive(*arguments, **keywords),
+    **dict.fromkeys(COLLECTIVES, lambda interpreter, *arguments, **keywords: interpreter.collective(*arguments, **keywords)),
+    wait: lambda interpreter, started: interpreter.wait(started),
 }
-"""What each function of a program gives."""
+"""Function of a program -> the method that interprets it."""

@@ -3,19 +3,19 @@
     rank 0   send(h, destination=1, tag=0)  ─────>  receive(shape, dtype, source=0, tag=0)   rank 1
                                                     wait(...)
 
-What is proved, for every batch size:
+It proves, for every batch size:
 
-- every graph is well formed, and every stage is called with what its graph takes (``passes.verify.value_specs``);
+- every graph is well formed, and every stage gets the arguments that its graph takes (``passes.verify.value_specs``);
 - every send has exactly one receive, with the same tag, dtype and shape;
 - on each channel (a source and a destination) receives are posted in the order of sending, so a transport without tags serves as well;
 - any two ranks start the collectives that both take part in in the same order: of the same kind, along the same dimensions, each giving
   the other tensors of the shapes and dtypes that it expects;
-- whatever is started is waited for once;
+- every receive and collective that is started is waited for once;
 - no call writes memory in place, except the declared writes of buffers (``passes.graph.buffer_writes``);
-- the ranks cannot wait for each other in a circle.
+- the ranks cannot deadlock.
 
-The last is decided by running the communication alone: a send never blocks (the receive is posted without waiting for anything), so a
-rank stops only where it waits, and one order of running is as good as any.
+The last is decided by simulating the communication alone. A send never blocks (its receive is posted without waiting for anything), so a
+rank stops only at a wait, and the result does not depend on the order in which the ranks run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Message(_Step):
 
 @dataclass(frozen=True)
 class _Collective(_Step):
-    """One rank's part in a collective; ``number`` counts those of its group."""
+    """One rank's part in a collective; ``number`` counts the collectives of its group."""
 
     number: int
     spec: CollectiveSpec
@@ -72,7 +72,7 @@ class _Collective(_Step):
 
 @dataclass(frozen=True)
 class _Wait(_Step):
-    """Where a rank waits for what ``started`` started."""
+    """A wait for the receive or collective that the node ``started`` started."""
 
     started: fx.Node
 
@@ -115,6 +115,7 @@ def verify(programs: Sequence[Program]) -> None:
 
 
 def _check_writes(program: Program) -> None:
+    """Check the in-place writes of the program's graph and of its stages' graphs."""
     verify_writes(program.module.graph, f"emitting the program of rank {program.rank}", owns_memory=True)
     for name, module in program.module.named_children():
         if isinstance(module, StageCall):
@@ -122,6 +123,7 @@ def _check_writes(program: Program) -> None:
 
 
 def _trace(program: Program, n_ranks: int) -> _Trace:
+    """Read the communication of a program; raises VerificationError for a malformed graph or a rank that does not exist."""
     try:
         program.module.graph.lint()
     except (RuntimeError, ValueError) as error:
@@ -142,12 +144,14 @@ def _trace(program: Program, n_ranks: int) -> _Trace:
 
 
 def _message(rank: int, node: fx.Node, specs: ValueSpecs, n_ranks: int) -> _Message:
+    """Read a send or receive; raises VerificationError if the peer does not exist or the value is not a tensor."""
     sends = node.target is send
     peer = node.kwargs["destination" if sends else "source"]
     tag = node.kwargs["tag"]
     assert isinstance(peer, int)
     assert isinstance(tag, int)
-    value = specs.of[node.args[0]] if sends and isinstance(node.args[0], fx.Node) else specs.of[node]
+    communicated = node.args[0] if sends and isinstance(node.args[0], fx.Node) else node
+    value = specs.of[communicated]
     value = value.value if isinstance(value, Pending) else value
     if not 0 <= peer < n_ranks or peer == rank:
         raise VerificationError(
@@ -171,10 +175,8 @@ def _collective(rank: int, node: fx.Node, specs: ValueSpecs, n_ranks: int, count
     return _Collective(rank, node, counts[spec.group], spec)
 
 
-# -- what is started is waited for -----------------------------------------------------------------------------------------------------
-
-
 def _check_waits(trace: _Trace) -> None:
+    """Check that every receive and collective is waited for once, and that nothing else reads it."""
     waits: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for step in trace.steps:
         if isinstance(step, _Wait):
@@ -182,13 +184,13 @@ def _check_waits(trace: _Trace) -> None:
     for step in trace.steps:
         if isinstance(step, _Wait) or step.node.target is send:
             continue
-        found = waits[step.node]
-        if not found:
+        step_waits = waits[step.node]
+        if not step_waits:
             raise VerificationError(f"{step} is never waited for", remedy="wait for it, even where its value is not used")
-        if len(found) > 1:
-            names = " and ".join(node.name for node in found)
+        if len(step_waits) > 1:
+            names = " and ".join(node.name for node in step_waits)
             raise VerificationError(f"{step} is waited for more than once: {names}", remedy="wait once and use the value")
-        others = [user.name for user in step.node.users if user not in found]
+        others = [user.name for user in step.node.users if user not in step_waits]
         if others:
             raise VerificationError(f"{step} is read by {', '.join(others)} before it is waited for", remedy="read what wait returns")
 
@@ -197,7 +199,7 @@ def _check_waits(trace: _Trace) -> None:
 
 
 def _check_messages(traces: Sequence[_Trace]) -> dict[fx.Node, _Message]:
-    """Match sends with receives; returns receive node -> its send."""
+    """Match sends with receives by channel and tag; return the send of each receive node."""
     sends, receives = _by_channel(traces, send), _by_channel(traces, receive)
     matched: dict[fx.Node, _Message] = {}
     for channel in sorted(sends.keys() | receives.keys()):
@@ -220,26 +222,28 @@ def _check_messages(traces: Sequence[_Trace]) -> dict[fx.Node, _Message]:
 
 
 def _by_channel(traces: Sequence[_Trace], function: object) -> defaultdict[Channel, list[_Message]]:
-    found: defaultdict[Channel, list[_Message]] = defaultdict(list)
+    messages: defaultdict[Channel, list[_Message]] = defaultdict(list)
     for trace in traces:
         for message in trace.messages(function):
-            found[message.channel].append(message)
-    return found
+            messages[message.channel].append(message)
+    return messages
 
 
 def _by_tag(messages: Sequence[_Message]) -> dict[int, _Message]:
-    found: dict[int, _Message] = {}
+    """Return the messages of one channel by tag; raises VerificationError if a tag is used twice."""
+    by_tag: dict[int, _Message] = {}
     for message in messages:
-        if message.tag in found:
+        if message.tag in by_tag:
             raise VerificationError(
-                f"{found[message.tag]} and {message.node.name} are both message {message.tag} {_between(message.channel)}",
+                f"{by_tag[message.tag]} and {message.node.name} are both message {message.tag} {_between(message.channel)}",
                 remedy="a tag is used once in a step between two ranks in one direction",
             )
-        found[message.tag] = message
-    return found
+        by_tag[message.tag] = message
+    return by_tag
 
 
 def _check_pair(specs: ValueSpecs, sent: _Message, posted: _Message) -> None:
+    """Check that a send and its receive have the same shape and dtype."""
     if not specs.same(sent.value, posted.value):
         raise VerificationError(
             f"{sent} sends {sent.value}, but {posted} expects {posted.value}",
@@ -248,6 +252,7 @@ def _check_pair(specs: ValueSpecs, sent: _Message, posted: _Message) -> None:
 
 
 def _check_order(sent: Sequence[_Message], posted: Sequence[_Message]) -> None:
+    """Check that the receives of a channel are posted in the order of its sends."""
     for first, second in zip(sent, posted, strict=True):
         if first.tag != second.tag:
             raise VerificationError(
@@ -264,84 +269,85 @@ def _between(channel: Channel) -> str:
 
 
 def _check_collectives(traces: Sequence[_Trace]) -> None:
-    """Any two ranks must agree on the collectives that both take part in; so every group agrees."""
+    """Check that any two ranks agree on their common collectives; every two are compared only to find the collective for the error."""
     if _groups_agree(traces):
         return
-    for one, other in combinations(traces, 2):  # which two do not
-        both = {one.rank, other.rank}
+    for left, right in combinations(traces, 2):
+        both = {left.rank, right.rank}
         pairs = zip_longest(
-            (step for step in one.collectives() if both <= set(step.spec.group)),
-            (step for step in other.collectives() if both <= set(step.spec.group)),
+            (step for step in left.collectives() if both <= set(step.spec.group)),
+            (step for step in right.collectives() if both <= set(step.spec.group)),
         )
         for first, second in pairs:
             if first is None or second is None:
-                found, missing = (first, other) if second is None else (second, one)
+                started, absent = (first, right) if second is None else (second, left)
                 raise VerificationError(
-                    f"{found} goes between ranks {_listed(found.spec.group)}, but rank {missing.rank} takes no part in it",
+                    f"{started} goes between ranks {_listed(started.spec.group)}, but rank {absent.rank} takes no part in it",
                     remedy="every rank of a group starts the same collectives",
                 )
-            _check_partners(one.specs, first, second)
+            _check_partners(left.specs, first, second)
 
 
 def _groups_agree(traces: Sequence[_Trace]) -> bool:
-    """Whether any two ranks agree, without a look at each two: by group, and in the order of any two groups that a rank is in.
+    """Return whether any two ranks agree, without comparing every two: the ranks of each group, and the order of any two groups.
 
-    Two sequences of groups are equal where, for any two groups, what is left of them without all others is.
+    Two ranks start their common groups in the same order if, for any two groups, they agree when all other groups are removed.
     """
-    of_groups: defaultdict[Group, dict[int, list[_Collective]]] = defaultdict(dict)
+    collectives: defaultdict[Group, dict[int, list[_Collective]]] = defaultdict(dict)
     orders: dict[frozenset[Group], list[Group]] = {}
-    known: dict[TensorSpec, TensorSpec] = {}
+    unique_specs: dict[TensorSpec, TensorSpec] = {}
     for trace in traces:
         steps = list(trace.collectives())
         for step in steps:
-            of_groups[step.spec.group].setdefault(trace.rank, []).append(step)
-        for two in combinations(dict.fromkeys(step.spec.group for step in steps), 2):
-            order = [step.spec.group for step in steps if step.spec.group in two]
-            if orders.setdefault(frozenset(two), order) != order:
+            collectives[step.spec.group].setdefault(trace.rank, []).append(step)
+        for two_groups in combinations(dict.fromkeys(step.spec.group for step in steps), 2):
+            order = [step.spec.group for step in steps if step.spec.group in two_groups]
+            if orders.setdefault(frozenset(two_groups), order) != order:
                 return False
-    for group, parts in of_groups.items():
-        if len(parts) != len(group) or len({len(steps) for steps in parts.values()}) > 1:
+    for group, steps_of_rank in collectives.items():
+        if len(steps_of_rank) != len(group) or len({len(steps) for steps in steps_of_rank.values()}) > 1:
             return False
-        for together in zip(*(parts[rank] for rank in group), strict=True):
-            if not _fit_together(traces[group[0]].specs, together, known):
+        for parts in zip(*(steps_of_rank[rank] for rank in group), strict=True):
+            if not _parts_agree(traces[group[0]].specs, parts, unique_specs):
                 return False
     return True
 
 
-def _fit_together(specs: ValueSpecs, parts: Sequence[_Collective], known: dict[TensorSpec, TensorSpec]) -> bool:
-    """Whether the parts of all ranks of a group in one collective are of one kind, and each gives what the others expect.
+def _parts_agree(specs: ValueSpecs, parts: Sequence[_Collective], unique_specs: dict[TensorSpec, TensorSpec]) -> bool:
+    """Return whether all ranks of a group start a collective of the same kind, and each gives the tensors that the others expect.
 
     Args:
-        parts: in the order of the group.
-        known: specs met before, to compare by identity what is equal.
+        parts: of the ranks, in the order of the group.
+        unique_specs: spec -> the first equal object, so that tuples compare by identity.
     """
-    if len({(part.spec.manner, len(part.spec.given)) for part in parts}) > 1:
+    if len({(part.spec.signature, len(part.spec.given)) for part in parts}) > 1:
         return False
     for index in range(len(parts[0].spec.given)):
-        given = zip(*(_as_known(part.spec.given[index], known) for part in parts), strict=True)
-        for part, to_this in zip(parts, given, strict=True):
-            expected = _as_known(part.spec.expected[index], known)
-            if to_this != expected and not all(map(specs.same, to_this, expected)):
+        given_to_ranks = zip(*(_deduplicated(part.spec.given[index], unique_specs) for part in parts), strict=True)
+        for part, given in zip(parts, given_to_ranks, strict=True):
+            expected = _deduplicated(part.spec.expected[index], unique_specs)
+            if given != expected and not all(map(specs.same, given, expected)):
                 return False
     return True
 
 
-def _as_known(row: Sequence[TensorSpec], known: dict[TensorSpec, TensorSpec]) -> tuple[TensorSpec, ...]:
-    """The same specs; of equal ones, the object that was met first."""
-    objects = {key: known.setdefault(spec, spec) for key, spec in dict(zip(map(id, row), row, strict=True)).items()}
-    return tuple(map(objects.__getitem__, map(id, row)))
+def _deduplicated(tensors: Sequence[TensorSpec], unique_specs: dict[TensorSpec, TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Replace each spec by the first equal object; hashes each object once, since a sequence often repeats one."""
+    by_id = {id(spec): spec for spec in tensors}
+    first_equal = {key: unique_specs.setdefault(spec, spec) for key, spec in by_id.items()}
+    return tuple(first_equal[id(spec)] for spec in tensors)
 
 
 def _check_partners(specs: ValueSpecs, first: _Collective, second: _Collective) -> None:
-    """Two ranks' parts in one collective must be of one kind, and fit together."""
+    """Check that two ranks' parts in one collective are of the same kind, and that each gives the tensors that the other expects."""
     if first.spec.group != second.spec.group:
         raise VerificationError(
             f"{first} goes between ranks {_listed(first.spec.group)} where {second} goes between ranks {_listed(second.spec.group)}",
             remedy="ranks that share groups start their collectives in the same order",
         )
-    if first.spec.manner != second.spec.manner:
+    if first.spec.signature != second.spec.signature:
         raise VerificationError(
-            f"{first} is {first.spec.manner} where {second} is {second.spec.manner}",
+            f"{first} is {first.spec.signature} where {second} is {second.spec.signature}",
             remedy="every rank of a group starts the same collectives, in the same order",
         )
     if len(first.spec.given) != len(second.spec.given):
@@ -350,11 +356,11 @@ def _check_partners(specs: ValueSpecs, first: _Collective, second: _Collective) 
             remedy="every rank of a group gives as many tensors, in the same order",
         )
     for giver, taker in ((first, second), (second, first)):
-        to, of = giver.spec.group.index(taker.rank), giver.spec.group.index(giver.rank)
+        taker_index, giver_index = giver.spec.group.index(taker.rank), giver.spec.group.index(giver.rank)
         for index, (given, expected) in enumerate(zip(giver.spec.given, taker.spec.expected, strict=True)):
-            if not specs.same(given[to], expected[of]):
+            if not specs.same(given[taker_index], expected[giver_index]):
                 raise VerificationError(
-                    f"{giver} gives {given[to]} as tensor {index} where {taker} expects {expected[of]}",
+                    f"{giver} gives {given[taker_index]} as tensor {index} where {taker} expects {expected[giver_index]}",
                     remedy="every rank of a group gives tensors of the shapes and dtypes that the others' sizes say",
                 )
 
@@ -363,42 +369,41 @@ def _listed(group: Group) -> str:
     return ", ".join(str(rank) for rank in group)
 
 
-# -- progress --------------------------------------------------------------------------------------------------------------------------
-
-
 def _check_progress(traces: Sequence[_Trace], sends: Mapping[fx.Node, _Message]) -> None:
-    """Run the communication of all ranks until all are done or none can go on."""
+    """Simulate the communication of all ranks until all are done or none can go on.
+
+    A receive completes once its send has started, a collective once all its ranks have started their parts.
+    """
+    missing: dict[fx.Node, dict[fx.Node, None]] = {}  # started node -> the nodes that must start before it completes
+    waited_on: dict[fx.Node, dict[fx.Node, None]] = {}  # node -> the entry of ``missing`` that it is in
+    for received, message in sends.items():
+        missing[received] = waited_on[message.node] = {message.node: None}
+    for parts in _parts_by_collective(traces):
+        nodes = {part.node: None for part in parts}
+        for node in nodes:
+            missing[node] = waited_on[node] = nodes
     position = [0] * len(traces)
-    needs: dict[fx.Node, list[fx.Node]] = {received: [message.node] for received, message in sends.items()}
-    for parts in _parts(traces):
-        nodes = [part.node for part in parts]
-        needs.update((node, nodes) for node in nodes)
-    missing = {id(each): set(each) for each in {id(nodes): nodes for nodes in needs.values()}.values()}
-    counted = {node: remaining for remaining in missing.values() for node in remaining}
     advanced = True
     while advanced:
         advanced = False
         for trace in traces:
             while position[trace.rank] < len(trace.steps):
                 step = trace.steps[position[trace.rank]]
-                if isinstance(step, _Wait) and missing[id(needs[step.started])]:
+                if isinstance(step, _Wait) and missing[step.started]:
                     break
-                counted.get(step.node, set()).discard(step.node)
+                if step.node in waited_on:
+                    del waited_on[step.node][step.node]
                 position[trace.rank] += 1
                 advanced = True
-    stuck = {trace.rank: trace.steps[position[trace.rank]] for trace in traces if position[trace.rank] < len(trace.steps)}
-    if stuck:
+    blocked = {trace.rank: trace.steps[position[trace.rank]] for trace in traces if position[trace.rank] < len(trace.steps)}
+    if blocked:
         rank_of = {step.node: trace.rank for trace in traces for step in trace.steps}
-        waiting = {
-            rank: (step.node, next(node for node in needs[step.started] if node in missing[id(needs[step.started])]))
-            for rank, step in stuck.items()
-            if isinstance(step, _Wait)
-        }
-        raise _circle(waiting, rank_of)
+        waits = [(rank, step) for rank, step in blocked.items() if isinstance(step, _Wait)]
+        raise _deadlock({rank: (step.node, next(iter(missing[step.started]))) for rank, step in waits}, rank_of)
 
 
-def _parts(traces: Sequence[_Trace]) -> list[list[_Collective]]:
-    """For each collective, the parts of all its ranks."""
+def _parts_by_collective(traces: Sequence[_Trace]) -> list[list[_Collective]]:
+    """Return for each collective the parts of all its ranks."""
     groups: defaultdict[tuple[Group, int], list[_Collective]] = defaultdict(list)
     for trace in traces:
         for step in trace.collectives():
@@ -406,21 +411,21 @@ def _parts(traces: Sequence[_Trace]) -> list[list[_Collective]]:
     return list(groups.values())
 
 
-def _circle(waiting: Mapping[int, tuple[fx.Node, fx.Node]], rank_of: Mapping[fx.Node, int]) -> VerificationError:
-    """Follow who waits for whom from one stuck rank to a rank met before.
+def _deadlock(waiting: Mapping[int, tuple[fx.Node, fx.Node]], rank_of: Mapping[fx.Node, int]) -> VerificationError:
+    """Return the error that lists a cycle of blocked ranks: follow each to the rank that it waits for, until one repeats.
 
     Args:
-        waiting: stuck rank -> where it waits, and what for.
+        waiting: blocked rank -> its wait node, and the node of another rank that it waits for.
     """
     path: list[int] = []
     rank = min(waiting)
     while rank not in path:
         path.append(rank)
         rank = rank_of[waiting[rank][1]]
-    lines = [
-        f"  rank {each} waits at {waiting[each][0].name} for {waiting[each][1].name} of rank {rank_of[waiting[each][1]]}"
-        for each in path[path.index(rank) :]
-    ]
+    lines = []
+    for blocked in path[path.index(rank) :]:
+        wait_node, missing = waiting[blocked]
+        lines.append(f"  rank {blocked} waits at {wait_node.name} for {missing.name} of rank {rank_of[missing]}")
     return VerificationError(
         "the ranks wait for each other in a circle\n" + "\n".join(lines),
         remedy="order each rank's actions so that what it sends never stands behind what it waits for",

@@ -1,12 +1,12 @@
-"""What every node of a program is: shapes in symbols, dtypes, and the structure around them.
+"""Describe the value of every node of a program: shapes in symbols, dtypes, and the tuples and lists around them.
 
     batch               batch
     sizes               (size_mb0, size_mb1)                    with  batch = size_mb0 + size_mb1
     ids_parts           [int64 (size_mb0, 5), int64 (size_mb1, 5)]
     stage0_forward_mb0  (float32 (size_mb0, 5, 16), (...))      from the stage's own graph, its batch being size_mb0
 
-Every call of a stage is checked against the placeholders of its graph on the way. So what a program sends has the shape that the
-computation gives it, not one that the emitter wrote down.
+Every call of a stage is checked against the placeholders of its graph. So the shape of a message is derived from the computation, not
+from the shape that the emitter wrote down.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["Pending", "ValueSpecs", "describe_values"]
 
 @dataclass(frozen=True)
 class Pending:
-    """What a receive or a collective returns.
+    """The result of a receive or a collective.
 
     Attributes:
-        value: what ``wait`` makes of it.
-        collective: what goes between the ranks; None for a receive.
+        value: the result of its ``wait``.
+        collective: the tensors that go between the ranks; None for a receive.
     """
 
     value: Any
@@ -45,10 +45,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class ValueSpecs:
-    """What describe_values found.
+    """The descriptions of all nodes of a program.
 
     Attributes:
-        program: whose nodes they are.
+        program: the program.
         of: node -> a TensorSpec, a size, a Pending, a tuple or list of such, None or UNKNOWN.
         batch: the batch size.
         sizes: the sizes of the microbatches.
@@ -60,28 +60,29 @@ class ValueSpecs:
     sizes: tuple[Size, ...]
 
     def same_size(self, one: Size, other: Size) -> bool:
-        """Whether two sizes are equal for every batch size."""
+        """Return whether two sizes are equal for every batch size."""
         return _same_size(one, other, self.batch, self.sizes)
 
     def same(self, one: TensorSpec, other: TensorSpec) -> bool:
-        """Whether two tensors have equal shapes for every batch size, and equal dtypes as far as these are known."""
+        """Return whether two tensors have equal shapes for every batch size, and dtypes that do not differ or are unknown."""
         return same_tensors(one, other, self.same_size)
 
 
 def describe_values(program: Program) -> ValueSpecs:
-    """Find out what every node of a program is.
+    """Describe every node of a program.
 
     Raises:
-        VerificationError: naming rank and node: a stage is called with what its graph does not take, tensors that are added or
-            stored differ in shape, or something that is not pending is waited for.
+        VerificationError: naming rank and node: an argument of a stage does not fit its graph, tensors that are added or stored
+            differ in shape, or something that is not pending is waited for.
     """
-    reader = _SpecReader(program)
+    interpreter = _SpecInterpreter(program)
     for node in program.module.graph.nodes:
-        reader.values[node] = reader.value_of(node)
-    return ValueSpecs(program, reader.values, reader.batch, reader.sizes)
+        interpreter.values[node] = interpreter.value_of(node)
+    return ValueSpecs(program, interpreter.values, interpreter.batch, interpreter.sizes)
 
 
 def _same_size(one: Size, other: Size, batch: Size, sizes: Sequence[Size]) -> bool:
+    """Return whether two sizes are equal, given that the microbatch ``sizes`` add up to ``batch``."""
     if one == other:
         return True
     difference = sympy.sympify(one - other)
@@ -90,8 +91,8 @@ def _same_size(one: Size, other: Size, batch: Size, sizes: Sequence[Size]) -> bo
     return bool(sympy.expand(difference) == 0)
 
 
-class _SpecReader(AbstractInterpreter):
-    """Describes one program."""
+class _SpecInterpreter(AbstractInterpreter):
+    """Interprets one program on specs; ``symbol`` is that of the batch size in the traced values of placeholders, if it is symbolic."""
 
     tensor_type = TensorSpec
 
@@ -101,16 +102,17 @@ class _SpecReader(AbstractInterpreter):
         self.symbol = traced.node.expr if isinstance(traced, torch.SymInt) else None
         self.bound = _bound_tensors(program)
         sections = (node.meta.get("section") for node in program.module.graph.nodes)
-        last = max((part.microbatch for part in sections if isinstance(part, Action)), default=0)
-        # A program that cuts nothing does not ask for sizes, and still has values of microbatches.
+        last = max((section.microbatch for section in sections if isinstance(section, Action)), default=0)
+        # A program need not call microbatch_sizes to have values of microbatches.
         self.microbatch_sizes(self.batch, last + 1)
 
     def value_of(self, node: fx.Node) -> Any:
+        """Return the spec of a node; for a function that is not interpreted, from its traced value."""
         value = super().value_of(node)
         if value is UNKNOWN and isinstance(node.meta.get("val"), Tensor | torch.SymInt | int):
             section = node.meta.get("section")
             rows = self.sizes[section.microbatch] if isinstance(section, Action) and node.meta.get("is_of_microbatch") else self.batch
-            return _of_traced(node.meta["val"], {self.symbol: rows})
+            return _spec_of_traced(node.meta["val"], {self.symbol: rows})
         return value
 
     def new(self, shape: Sequence[Size], dtype: torch.dtype) -> TensorSpec:
@@ -126,36 +128,38 @@ class _SpecReader(AbstractInterpreter):
         return UNKNOWN
 
     def state(self, node: fx.Node) -> Any:
-        return _of_traced(node.meta.get("val", operator.attrgetter(str(node.target))(self.program.module)), {})
-
-    # -- modules -------------------------------------------------------------------------------------------------------------------
+        return _spec_of_traced(node.meta.get("val", operator.attrgetter(str(node.target))(self.program.module)), {})
 
     def stage(self, module: StageCall, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> Any:
-        """Check what a stage's graph is given against its placeholders; its results follow."""
-        symbols = self._symbols(placeholders, arguments)
-        for place, (placeholder, given) in enumerate(zip(placeholders, arguments, strict=True)):
-            wanted = _of_traced(placeholder.meta["val"], symbols)
-            if given is not UNKNOWN and not self.fits(given, wanted):
-                name = self._name_of_argument(module, place, len(arguments))
-                raise self.error(f"gives {name}, {given}, where the stage's {placeholder.name} is {wanted}")
+        """Check the arguments of a stage against the placeholders of its graph; return the specs of its results."""
+        symbols = self._solve_symbols(placeholders, arguments)
+        for index, (placeholder, argument) in enumerate(zip(placeholders, arguments, strict=True)):
+            expected = _spec_of_traced(placeholder.meta["val"], symbols)
+            if argument is not UNKNOWN and not self.fits(argument, expected):
+                name = self._name_of_argument(module, index, len(arguments))
+                raise self.error(f"gives {name}, {argument}, where the stage's {placeholder.name} is {expected}")
         returned = module.graph.graph.output_node().args[0]
-        return fx.map_arg(returned, lambda result: _of_traced(result.meta.get("val"), symbols))
+        return fx.map_arg(returned, lambda result: _spec_of_traced(result.meta.get("val"), symbols))
 
-    def _name_of_argument(self, module: StageCall, place: int, n_arguments: int) -> str:
-        spread = n_arguments - len(self.node.args) + 1 if module.takes_tuple else 0
-        return f"{self.node.args[0]}[{place}]" if place < spread else str(self.node.args[place - max(spread - 1, 0)])
+    def _name_of_argument(self, module: StageCall, index: int, n_arguments: int) -> str:
+        """Return the name of an argument of the current stage call: ``"h"``, or ``"saved[2]"`` in the tuple of saved values."""
+        n_saved = n_arguments - len(self.node.args) + 1 if module.takes_tuple else 0
+        return f"{self.node.args[0]}[{index}]" if index < n_saved else str(self.node.args[index - max(n_saved - 1, 0)])
 
-    def _symbols(self, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> dict[sympy.Symbol | None, Size]:
-        """What the batch symbol of a stage's graph stands for in one call: found where an argument shows it."""
+    def _solve_symbols(self, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> dict[sympy.Symbol | None, Size]:
+        """Return the value of the batch symbol of a stage's graph in the current call.
+
+        Solve the first size that is linear in it: a placeholder (4*s0 + 1, 8) and an argument (9, 8) give s0 = 2. Default: the microbatch.
+        """
         unsolved: set[sympy.Symbol] = set()
-        for placeholder, given in zip(placeholders, arguments, strict=True):
-            for traced, size in _paired_sizes(placeholder.meta["val"], given):
+        for placeholder, argument in zip(placeholders, arguments, strict=True):
+            for traced, size in _paired_sizes(placeholder.meta["val"], argument):
                 if isinstance(traced, sympy.Expr) and len(traced.free_symbols) == 1:
                     (symbol,) = traced.free_symbols
                     factor = traced.coeff(symbol)
-                    rest = traced - factor * symbol
-                    if factor.is_number and factor != 0 and rest.is_number:
-                        return {symbol: (size - rest) / factor if traced != symbol else size}
+                    constant = traced - factor * symbol
+                    if factor.is_number and factor != 0 and constant.is_number:
+                        return {symbol: (size - constant) / factor if traced != symbol else size}
             unsolved.update(_free_symbols(placeholder.meta["val"]))
         section = self.node.meta.get("section")
         if isinstance(section, Action):
@@ -174,16 +178,14 @@ class _SpecReader(AbstractInterpreter):
             if name in self.bound and gradient is not UNKNOWN and not self.fits(gradient, self.bound[name]):
                 raise self.error(f"stores {gradient} as the gradient of {name}, which is {self.bound[name]}")
 
-    # -- communication -------------------------------------------------------------------------------------------------------------
-
     def send(self, value: Any, destination: int, tag: int) -> None:
-        """What is sent is checked with its receive (``passes.verify.programs``)."""
+        """Do nothing: ``passes.verify.programs`` checks the message with its receive."""
 
     def receive(self, shape: Sequence[Size], dtype: torch.dtype, source: int, tag: int) -> Pending:
         return Pending(TensorSpec(tuple(shape), dtype))
 
     def collective(self, *arguments: Any, **keywords: Any) -> Pending:
-        spec = self.exchange(arguments, keywords)
+        spec = self.spec_of_collective(arguments, keywords)
         return Pending(list(spec.results), spec)
 
     def wait(self, started: Any) -> Any:
@@ -193,43 +195,44 @@ class _SpecReader(AbstractInterpreter):
 
 
 def _bound_tensors(program: Program) -> dict[str, TensorSpec]:
-    """The parameters and buffers of the program's stages, by placeholder name."""
-    found = {}
+    """Return the parameters, buffers and constants of the program's stages, by placeholder name."""
+    specs = {}
     for module in program.module.children():
         if isinstance(module, StageCall):
             placeholders = [node for node in module.graph.graph.nodes if node.op == "placeholder"]
             for name, node in zip(module.bound_names, placeholders, strict=False):
-                found[name] = _of_traced(node.meta["val"], {})
-    return found
+                specs[name] = _spec_of_traced(node.meta["val"], {})
+    return specs
 
 
-def _of_traced(value: Any, symbols: Mapping[sympy.Symbol | None, Size]) -> Any:
-    """The spec of a traced value, its symbols replaced."""
+def _spec_of_traced(value: Any, symbols: Mapping[sympy.Symbol | None, Size]) -> Any:
+    """Return the spec of a traced value (a fake tensor, a size, or a tuple of such), with symbols replaced by sizes."""
     if isinstance(value, Tensor):
-        return TensorSpec(tuple(_replaced(size, symbols) for size in value.shape), value.dtype)
+        return TensorSpec(tuple(_substitute(size, symbols) for size in value.shape), value.dtype)
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-        return _replaced(value, symbols)
+        return _substitute(value, symbols)
     if isinstance(value, tuple | list):
-        return type(value)(_of_traced(part, symbols) for part in value)
+        return type(value)(_spec_of_traced(part, symbols) for part in value)
     return UNKNOWN
 
 
-def _replaced(size: int | torch.SymInt, symbols: Mapping[sympy.Symbol | None, Size]) -> Size:
+def _substitute(size: int | torch.SymInt, symbols: Mapping[sympy.Symbol | None, Size]) -> Size:
+    """Return a traced size with symbols replaced; an int if no symbol is left."""
     if isinstance(size, int):
         return size
     expression = canonical_size(size_of(size))
     if isinstance(expression, int) or expression in symbols:
         return symbols.get(expression, expression)
-    result = expression.subs([(symbol, by) for symbol, by in symbols.items() if symbol is not None])
+    result = expression.subs([(symbol, value) for symbol, value in symbols.items() if symbol is not None])
     return int(result) if result.is_Integer else result
 
 
-def _paired_sizes(traced: Any, given: Any) -> list[tuple[Size, Size]]:
-    """Sizes of a traced value beside those that it is given."""
-    if isinstance(traced, Tensor) and isinstance(given, TensorSpec):
-        return [(size_of(size), other) for size, other in zip(traced.shape, given.shape, strict=False)]
-    if isinstance(traced, torch.SymInt) and isinstance(given, int | sympy.Expr):
-        return [(size_of(traced), given)]
+def _paired_sizes(traced: Any, argument: Any) -> list[tuple[Size, Size]]:
+    """Pair each size of the traced value of a placeholder with the size of its argument."""
+    if isinstance(traced, Tensor) and isinstance(argument, TensorSpec):
+        return [(size_of(size), argument_size) for size, argument_size in zip(traced.shape, argument.shape, strict=False)]
+    if isinstance(traced, torch.SymInt) and isinstance(argument, int | sympy.Expr):
+        return [(size_of(traced), argument)]
     return []
 
 

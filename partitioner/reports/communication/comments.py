@@ -24,7 +24,7 @@ from passes.graph.provenance import module_path, source_line
 from passes.ir.comm.primitives import COLLECTIVES, receive, send
 from passes.ir.errors import first_few
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import homes, ranks_at_places
+from passes.ir.mesh import owning_pipelines, ranks_at_places
 from passes.ir.program import Program
 from passes.spmd.reshard import Change
 
@@ -56,7 +56,7 @@ class _Commenter:
         self.mesh = explained.mesh
         self.layouts = ValueLayouts(explained)
         self.nodes = {node.name: node for node in explained.cut.graph.graph.nodes}
-        self.pipeline = homes(self.mesh)
+        self.pipeline = owning_pipelines(self.mesh)
         self.ranks_at = ranks_at_places(self.mesh)
         self._message_comments: dict[tuple[int, Message], str] = {}  # (pipeline, message without microbatch) -> comment
 

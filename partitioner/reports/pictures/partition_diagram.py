@@ -24,7 +24,7 @@ from passes.autograd.staged_model import LoweredStages
 from passes.emit.communication_plan import Message
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.primitives import COLLECTIVES, send
-from passes.ir.mesh import homes, pipelines
+from passes.ir.mesh import owning_pipelines, pipelines
 
 __all__ = ["partition_diagram"]
 
@@ -90,7 +90,7 @@ class _Builder:
         self.shown = {rank: lane for lane, rank in enumerate(shown)}
         self.boxes: list[Box] = []
         ranks = pipelines(self.mesh)
-        self.place = {rank: (number, ranks[number].index(rank)) for rank, number in homes(self.mesh).items()}
+        self.place = {rank: (number, ranks[number].index(rank)) for rank, number in owning_pipelines(self.mesh).items()}
         self.producer: dict[tuple[int, str], str] = {}
         self.reader: dict[tuple[int, str], list[str]] = defaultdict(list)
         self.data: dict[tuple[str, str], None] = {}

@@ -16,7 +16,7 @@ from passes.autograd.staged_model import LoweredStages
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import send
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import homes, pipelines
+from passes.ir.mesh import owning_pipelines, pipelines
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.spmd.shard_stages import StagedCut
@@ -82,7 +82,7 @@ def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedC
     """
     work = [0.0] * plan.n_ranks
     flops: dict[int, Mapping[str, sympy.Expr]] = {}  # id of a graph -> node -> FLOPs
-    home = homes(plan.grid)
+    home = owning_pipelines(plan.grid)
     for number, (stages, ranks, graphs) in enumerate(zip(lowered, pipelines(plan.grid), staged.parts, strict=True)):
         for stage in stages.stages:
             graph = graphs[stages.stage_ranks[stage.index][0]]

@@ -1,8 +1,8 @@
-"""Which backend of torch.distributed carries out which operation on which kind of device.
+"""The operations that each backend of torch.distributed supports on each type of device.
 
     backend   cpu                       cuda
     gloo      everything                everything, copied through the host
-    mpi       everything                everything, if it was built to see device memory
+    mpi       everything                everything, if it was built with CUDA support
     nccl      nothing                   everything
 
 The documentation of torch.distributed ("Backends") lists what PyTorch implements; a test asks the installed gloo.
@@ -19,7 +19,7 @@ from passes.ir.errors import ConfigError
 __all__ = ["BACKENDS", "GATHERED_BYTES", "BackendOperation", "check_backend", "default_backend"]
 
 BackendOperation = Literal["send_receive", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-"""What programs ask a backend for; a halo exchange is made of sends and receives."""
+"""The operations that programs need; a halo exchange consists of sends and receives."""
 
 _ALL: frozenset[BackendOperation] = frozenset({"send_receive", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
@@ -34,20 +34,16 @@ BACKENDS: Mapping[str, Mapping[str, frozenset[BackendOperation]]] = MappingProxy
 
 
 GATHERED_BYTES: Mapping[str, int] = MappingProxyType({"gloo": 2**18, "nccl": 0})
-"""Backend -> bytes of all ranks' tensors up to which an all-reduce is one exchange: each rank gathers all, and reduces them itself."""
+"""Backend -> total bytes up to which an all-reduce is an all-gather, after which each rank reduces."""
 
 
 def default_backend(device_type: str) -> str:
-    """What runs on devices of a type where nothing else is said."""
+    """Return the backend for a type of device: nccl for cuda, gloo for all others."""
     return "nccl" if device_type == "cuda" else "gloo"
 
 
 def check_backend(backend: str, device_type: str, operation: BackendOperation) -> None:
-    """Refuse what a backend cannot do.
-
-    Raises:
-        ConfigError: naming a backend that can.
-    """
+    """Raise ConfigError, naming backends that support an operation, if this one does not."""
     if operation in BACKENDS.get(backend, {}).get(device_type, frozenset()):
         return
     able = [name for name, kinds in BACKENDS.items() if operation in kinds.get(device_type, frozenset())]

@@ -1,4 +1,4 @@
-"""Collectives as operators of value semantics, for graphs that autograd differentiates: each carries its dual.
+"""Collectives as functional operators that autograd differentiates: the backward of each is its dual.
 
     operator          forward                         backward
     all_reduce        Partial    -> Replicate         identity
@@ -11,7 +11,7 @@
     halo_exchange    Shard      -> overlapping parts  halo_add
     take_runs        a rank's own elements, padded    put_runs
 
-They stand in graphs while these are rewritten and differentiated; a program runs the started-and-waited-for functions of
+Graphs have them while they are rewritten and differentiated; a program has the asynchronous functions of
 ``passes.ir.comm.primitives`` in their place. They name a mesh dimension, not ranks, so that ranks with parts of one shape share a graph.
 Parts of an axis may be uneven: ``sizes`` are those of all parts along the mesh dimension and ``own`` is this rank's; both are empty and 0
 when all parts are equal. ``vary`` costs nothing at run time: programs leave it out.
@@ -47,20 +47,20 @@ __all__ = [
 
 
 GRADIENT = "gradient"
-"""The key in ``meta["custom"]`` that tells a dual from the call that it is the dual of; what else stands there holds of both."""
-
+"""The key in ``meta["custom"]`` that marks the dual of a call; all other entries are copied from the call."""
 
 AGAIN = "again"
-"""The key in ``meta`` of what a backward computes or gathers once more instead of keeping it."""
+"""The key in ``meta`` of nodes of a backward that recompute or gather again a value of the forward."""
 
 
-def _never(*_: object) -> Any:
+def _cannot_run(*_: object) -> Any:
     raise RuntimeError("collectives of a graph run as communication of a program, never by themselves")
 
 
 def _define(name: str, schema: str) -> Any:
+    """Define ``torch.ops.partitioner.<name>``, which graphs may contain but nobody may run."""
     torch.library.define(f"partitioner::{name}", schema)
-    torch.library.impl(f"partitioner::{name}", "CompositeExplicitAutograd", _never)
+    torch.library.impl(f"partitioner::{name}", "CompositeExplicitAutograd", _cannot_run)
     return getattr(torch.ops.partitioner, name).default
 
 
@@ -74,13 +74,13 @@ all_reduce = _define("all_reduce", "(Tensor x, str over, str operation) -> Tenso
 """The sum (maximum, minimum) of all parts, on every rank."""
 
 vary = _define("vary", "(Tensor x, str over) -> Tensor")
-"""The same value, on its way into work that is cut."""
+"""The same value, as an operand of sharded compute."""
 
 all_gather = _define("all_gather", _PART)
-"""All parts together, for work that is cut otherwise."""
+"""All parts concatenated, as an operand of compute that is sharded over another axis."""
 
 replicate = _define("replicate", _PART)
-"""All parts together, for work that every rank does alike."""
+"""All parts concatenated, as an operand of replicated compute."""
 
 take = _define("take", _PART)
 """This rank's part of a whole value."""
@@ -89,30 +89,30 @@ reduce_scatter = _define("reduce_scatter", _PART)
 """This rank's part of the sum of all parts."""
 
 exchange = _define("exchange", _EXCHANGE)
-"""The part of one axis for the part of another."""
+"""This rank's part of another axis: an all_to_all."""
 
 keep_first = _define("keep_first", "(Tensor x, str over) -> Tensor")
 """The value on the first rank, zeros on all others: parts whose sum is the value."""
 
 local_index = _define("local_index", "(Tensor index, str over, int count, SymInt size, SymInt[] sizes, SymInt own) -> Tensor")
-"""Indices into an axis of which each rank has a part, counted from where this rank's part begins."""
+"""Indices into a sharded axis, counted from the start of this rank's part."""
 
 _HALO = "(Tensor x, int dim, str over, int[] owned, str wanted, int own, int size, float fill) -> Tensor"
 
 halo_exchange = _define("halo_exchange", _HALO)
-"""The elements that a rank reads, whoever of the ranks along a mesh dimension has them (``passes.ir.comm.index_ranges``). ``owned``: how
-many each has; ``wanted``: what each reads; ``own`` and ``size``: how many this rank has and reads; ``fill``: what padding holds."""
+"""The elements that a rank reads, its own and those of other ranks along a mesh dimension (``passes.ir.comm.index_ranges``). ``owned``:
+number of elements of each rank; ``wanted``: the runs that each reads; ``own``, ``size``: how many this rank has and reads."""
 
 halo_add = _define("halo_add", _HALO)
-"""Gradients of what each rank read, added where the elements lie."""
+"""Gradients of the elements that each rank read, added on their owners."""
 
 _RUNS = "(Tensor x, int dim, str over, str wanted, int own, int size, float fill) -> Tensor"
 
 take_runs = _define("take_runs", _RUNS)
-"""Elements that a rank has itself, in the order in which it reads them, with padding: ``halo_exchange`` where nobody reads another's."""
+"""A rank's own elements in the order in which it reads them, with padding: a ``halo_exchange`` without communication."""
 
 put_runs = _define("put_runs", _RUNS)
-"""Gradients of what a rank read of its own elements, added."""
+"""Gradients of the copies that ``take_runs`` made of each element, added."""
 
 COLLECTIVES = (
     all_reduce, vary, all_gather, replicate, take, reduce_scatter, exchange, keep_first, local_index,
@@ -127,51 +127,35 @@ def _resized(x: Tensor, dim: int, size: Any) -> Tensor:
     return x.new_empty(shape)
 
 
-def _whole(x: Tensor, dim: int, _over: str, count: int, sizes: Sequence[Any], _own: Any) -> Tensor:
+def _fake_whole(x: Tensor, dim: int, _over: str, count: int, sizes: Sequence[Any], _own: Any) -> Tensor:
     return _resized(x, dim, sum(sizes) if sizes else x.shape[dim] * count)
 
 
-def _part(x: Tensor, dim: int, _over: str, count: int, sizes: Sequence[Any], own: Any) -> Tensor:
+def _fake_part(x: Tensor, dim: int, _over: str, count: int, sizes: Sequence[Any], own: Any) -> Tensor:
     return _resized(x, dim, own if sizes else x.shape[dim] // count)
 
 
-def _exchanged(x: Tensor, split_dim: int, concat_dim: int, over: str, count: int, *sizes: Any) -> Tensor:
-    part = _part(x, split_dim, over, count, *sizes[:2])
-    return _whole(part, concat_dim, over, count, *sizes[2:])
+def _fake_exchange(x: Tensor, split_dim: int, concat_dim: int, over: str, count: int, *sizes: Any) -> Tensor:
+    part = _fake_part(x, split_dim, over, count, *sizes[:2])
+    return _fake_whole(part, concat_dim, over, count, *sizes[2:])
 
 
-def _dense(x: Tensor, *_rest: object) -> Tensor:
+def _fake_contiguous(x: Tensor, *_rest: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _alike(x: Tensor, *_rest: object) -> Tensor:
+def _fake_like(x: Tensor, *_rest: object) -> Tensor:
     return x.new_empty_strided(x.shape, x.stride())
 
 
-def _read(x: Tensor, dim: int, *rest: Any) -> Tensor:
-    *_, size, _ = rest
+def _fake_read(x: Tensor, dim: int, *rest: Any) -> Tensor:
+    *_, size, _fill = rest
     return _resized(x, dim, size)
 
 
-def _own(x: Tensor, dim: int, *rest: Any) -> Tensor:
-    *_, own, _, _ = rest
+def _fake_own(x: Tensor, dim: int, *rest: Any) -> Tensor:
+    *_, own, _size, _fill = rest
     return _resized(x, dim, own)
-
-
-_SHAPES: Mapping[Any, Callable[..., Tensor]] = {
-    all_reduce: _dense,
-    vary: _alike,
-    keep_first: _alike,
-    all_gather: _whole,
-    replicate: _whole,
-    take: _part,
-    reduce_scatter: _part,
-    exchange: _exchanged,
-    halo_exchange: _read,
-    halo_add: _own,
-    take_runs: _read,
-    put_runs: _own,
-}
 
 
 def _identity(grad: Tensor, *_rest: object) -> Tensor:
@@ -179,41 +163,44 @@ def _identity(grad: Tensor, *_rest: object) -> Tensor:
 
 
 def _exchange_back(grad: Tensor, split_dim: int, concat_dim: int, over: str, count: int, *sizes: Any) -> Tensor:
-    back: Tensor = exchange(grad, concat_dim, split_dim, over, count, *sizes[2:], *sizes[:2])
-    return back
+    result: Tensor = exchange(grad, concat_dim, split_dim, over, count, *sizes[2:], *sizes[:2])
+    return result
 
 
-_DUALS: Mapping[Any, Callable[..., Tensor]] = {
-    all_reduce: _identity,
-    vary: lambda grad, over: all_reduce(grad, over, "sum"),
-    keep_first: _identity,
-    all_gather: reduce_scatter,
-    replicate: take,
-    take: replicate,
-    reduce_scatter: replicate,
-    exchange: _exchange_back,
-    halo_exchange: halo_add,
-    halo_add: halo_exchange,
-    take_runs: put_runs,
-    put_runs: take_runs,
+_FAKES_AND_DUALS: Mapping[Any, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    all_reduce: (_fake_contiguous, _identity),
+    vary: (_fake_like, lambda grad, over: all_reduce(grad, over, "sum")),
+    keep_first: (_fake_like, _identity),
+    all_gather: (_fake_whole, reduce_scatter),
+    replicate: (_fake_whole, take),
+    take: (_fake_part, replicate),
+    reduce_scatter: (_fake_part, replicate),
+    exchange: (_fake_exchange, _exchange_back),
+    halo_exchange: (_fake_read, halo_add),
+    halo_add: (_fake_own, halo_exchange),
+    take_runs: (_fake_read, put_runs),
+    put_runs: (_fake_own, take_runs),
 }
+"""Collective -> a function that returns an empty result of the right shape, for tracing; and its dual, for the backward."""
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001  the names that torch calls it by
-    _, *ctx.rest = inputs
-    ctx.about = get_current_meta().get("custom", {})
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001  the names that torch calls it by
+    _, *ctx.options = inputs
+    ctx.annotations = get_current_meta().get("custom", {})
 
 
-def _register(operator: Any, dual: Callable[..., Tensor]) -> None:
+def _register(operator: Any, fake: Callable[..., Tensor], dual: Callable[..., Tensor]) -> None:
+    """Register the fake of an operator, and its backward: the dual with the options of the forward call."""
+
     def gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        with annotate({**ctx.about, GRADIENT: True}):
-            return (dual(grad, *ctx.rest), *(None for _ in ctx.rest))
+        with annotate({**ctx.annotations, GRADIENT: True}):
+            return (dual(grad, *ctx.options), *(None for _ in ctx.options))
 
-    torch.library.register_fake(operator.name(), _SHAPES[operator])
-    torch.library.register_autograd(operator.name(), gradient, setup_context=_remember)
+    torch.library.register_fake(operator.name(), fake)
+    torch.library.register_autograd(operator.name(), gradient, setup_context=_save_for_backward)
 
 
-for _operator, _dual in _DUALS.items():
-    _register(_operator, _dual)
+for _operator, (_fake, _dual) in _FAKES_AND_DUALS.items():
+    _register(_operator, _fake, _dual)
 
-torch.library.register_fake(local_index.name(), _alike)
+torch.library.register_fake(local_index.name(), _fake_like)

@@ -1,4 +1,4 @@
-"""Halo strategies: how a segment of calls gets the elements that its windows read beyond a rank's own part."""
+"""Halo strategies: when a segment of calls receives the elements that its windows read of other ranks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Literal
 __all__ = ["HaloSegment", "HaloStrategy", "ends_of"]
 
 HaloStrategy = Literal["exchange", "overlap", "recompute"]
-"""Halos move in front of every call that needs one, which waits; or which computes its interior meanwhile; or a wider halo moves once, and
-both neighbours compute the rows between."""
+"""``exchange``: before every call that needs a halo. ``overlap``: the same, while the call computes its interior. ``recompute``: a wider
+halo once, and both neighbours compute the rows of the overlap."""
 
 
 @dataclass(frozen=True)
 class HaloSegment:
-    """Calls that follow each other, of which several read beyond a rank's own part.
+    """Consecutive calls, several of which read elements of other ranks.
 
     Attributes:
         first, last: names of the first and the last call.
-        modules: the first and the last module that it computes in, for reading; one where they are the same.
-        strategy: what was chosen.
-        exchange_messages: halo exchanges of a forward if they move layer by layer.
-        exchange_time: predicted seconds for one microbatch, forward and backward, if they do, and calls wait for them.
-        overlap_time: the same if calls compute their interior meanwhile: what is left to wait for, and what computing in pieces costs.
-        recompute_messages: halo exchanges of a forward if a wider halo moves once for each value that comes from outside.
-        recompute_time: predicted seconds for one microbatch, forward and backward, if it does: messages, and what is computed twice.
+        modules: the first and the last module that it computes in, for reports; one if they are the same.
+        strategy: the chosen one.
+        exchange_messages: halo exchanges of a forward with ``exchange``.
+        exchange_time: predicted seconds of ``exchange`` for one microbatch, forward and backward.
+        overlap_time: the same for ``overlap``: the rest of the wait, and the cost of computing in pieces.
+        recompute_messages: halo exchanges of a forward with ``recompute``: one for each value from outside of the segment.
+        recompute_time: predicted seconds of ``recompute``: messages and the rows that are computed twice.
     """
 
     first: str
@@ -39,6 +39,6 @@ class HaloSegment:
     recompute_time: float = field(compare=False)
 
 
-def ends_of(runs: Iterable[HaloSegment], strategy: HaloStrategy) -> tuple[tuple[str, str], ...]:
+def ends_of(segments: Iterable[HaloSegment], strategy: HaloStrategy) -> tuple[tuple[str, str], ...]:
     """Return the first and the last call of every segment with a strategy."""
-    return tuple((run.first, run.last) for run in runs if run.strategy == strategy)
+    return tuple((segment.first, segment.last) for segment in segments if segment.strategy == strategy)

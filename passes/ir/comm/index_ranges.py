@@ -1,4 +1,4 @@
-"""Runs: which elements of a dimension each rank of a group reads, in which order, whoever has them.
+"""Runs: the elements of a sharded dimension that each rank of a group reads, in order, its own and those of other ranks.
 
 A dimension of 16 lies over two ranks, eight elements each. A window of three with a padding of one at both ends reads
 
@@ -42,7 +42,7 @@ class Run:
     Attributes:
         start: the first one.
         count: how many.
-        step: 1; -1 backwards; 0: elements of padding, which nobody has.
+        step: 1; -1 backwards; 0: elements of padding, whose ``start`` is 0.
     """
 
     start: int
@@ -54,38 +54,35 @@ class Run:
 
 
 Runs: TypeAlias = tuple[Run, ...]
-"""What one rank reads, in order."""
+"""The elements that one rank reads, in order."""
 
 
 def length(runs: Iterable[Run]) -> int:
-    """How many elements runs have together."""
+    """Return the total number of elements."""
     return sum(run.count for run in runs)
 
 
 def forward_runs(indices: Iterable[int | None]) -> Runs:
-    """The runs of a list of elements; None is padding.
+    """Compress a list of element indices into runs; None is padding.
 
     >>> [str(run) for run in forward_runs([None, 0, 1, 2, 1])]
     ['_1', '0:3', '1:2']
     """
-    found: list[Run] = []
+    runs: list[Run] = []
     for index in indices:
-        last = found[-1] if found else None
-        if index is None:
-            step = 0 if last is not None and last.step == 0 else None
-        else:
-            step = _continues(last, index) if last is not None else None
+        last = runs[-1] if runs else None
+        step = None if last is None else _step_to(last, index)
         if last is None or step is None:
-            found.append(Run(0, 1, 0) if index is None else Run(index, 1))
+            runs.append(Run(0, 1, 0) if index is None else Run(index, 1))
         else:
-            found[-1] = Run(last.start, last.count + 1, step)
-    return tuple(found)
+            runs[-1] = Run(last.start, last.count + 1, step)
+    return tuple(runs)
 
 
-def _continues(run: Run, index: int) -> int | None:
-    """The step by which an element continues a run; None when it does not."""
-    if run.step == 0:
-        return None
+def _step_to(run: Run, index: int | None) -> int | None:
+    """Return the step of a run that an element (None: padding) extends; None if it starts a new run."""
+    if index is None or run.step == 0:
+        return 0 if index is None and run.step == 0 else None
     if run.count == 1:
         return index - run.start if abs(index - run.start) == 1 else None
     return run.step if index == run.start + run.step * run.count else None
@@ -93,11 +90,12 @@ def _continues(run: Run, index: int) -> int | None:
 
 @functools.cache
 def from_text(text: str) -> tuple[Runs, ...]:
-    """What each rank reads."""
-    return tuple(tuple(_run(word) for word in part.split()) for part in text.split("|"))
+    """Parse the runs of each rank: ``"_1 0:9|7:16 _1"``."""
+    return tuple(tuple(_parse_run(word) for word in part.split()) for part in text.split("|"))
 
 
-def _run(word: str) -> Run:
+def _parse_run(word: str) -> Run:
+    """Parse one run: ``"0:9"``, backwards ``"5:2"``, or padding ``"_2"``."""
     if word.startswith("_"):
         return Run(0, int(word[1:]), 0)
     start, stop = (int(number) for number in word.split(":"))
@@ -105,22 +103,19 @@ def _run(word: str) -> Run:
 
 
 def to_text(wanted: Iterable[Runs]) -> str:
-    """The inverse of ``from_text``."""
+    """Format the runs of each rank: the inverse of ``from_text``."""
     return "|".join(" ".join(str(run) for run in runs) for runs in wanted)
-
-
-# -- who has what ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Consecutive elements of one rank, for another or for itself.
+    """Consecutive elements of an owner rank that a reader rank (perhaps the same) copies.
 
     Attributes:
-        start: the first, of the rank's own elements, in ascending order whatever the step.
+        start: the smallest index, counted among the owner's elements, also if the step is -1.
         count: how many.
-        step: 1, or -1: read backwards.
-        place: where the first stands in what the reader makes.
+        step: 1, or -1: copied in reverse order.
+        place: index of the first copied element in the reader's result.
     """
 
     start: int
@@ -130,32 +125,32 @@ class Copy:
 
 
 Segment: TypeAlias = tuple[Copy, ...]
-"""All copies from one rank to one other, in the order of their places."""
+"""All copies from one rank to another, in the order of their places."""
 
 
 @functools.cache
 def segments(owned: tuple[int, ...], wanted: str) -> tuple[tuple[Segment, ...], ...]:
-    """``[reader][owner]``: what is copied.
+    """Return the copies between all ranks, as ``[reader][owner]``.
 
     Args:
-        owned: how many elements each rank has, in order.
-        wanted: what each reads.
+        owned: number of elements of each rank, in order.
+        wanted: the runs that each rank reads, as text.
     """
     starts = [sum(owned[:rank]) for rank in range(len(owned))]
-    found = []
+    of_readers = []
     for runs in from_text(wanted):
         by_owner: list[list[Copy]] = [[] for _ in owned]
         place = 0
         for run in runs:
-            for owner, copy in _owners(run, place, starts, owned):
+            for owner, copy in _copies_of_run(run, place, starts, owned):
                 by_owner[owner].append(copy)
             place += run.count
-        found.append(tuple(tuple(copies) for copies in by_owner))
-    return tuple(found)
+        of_readers.append(tuple(tuple(copies) for copies in by_owner))
+    return tuple(of_readers)
 
 
-def _owners(run: Run, place: int, starts: Sequence[int], owned: Sequence[int]) -> Iterator[tuple[int, Copy]]:
-    """Who has the elements of a run."""
+def _copies_of_run(run: Run, place: int, starts: Sequence[int], owned: Sequence[int]) -> Iterator[tuple[int, Copy]]:
+    """Yield the owners of a run's elements, each with its copy; ``starts`` has the index of the first element of each rank."""
     if run.step == 0:
         return
     first = run.start if run.step == 1 else run.start - run.count + 1
@@ -167,21 +162,14 @@ def _owners(run: Run, place: int, starts: Sequence[int], owned: Sequence[int]) -
             yield owner, Copy(low - start, high - low, run.step, place + offset)
 
 
-# -- on one rank -----------------------------------------------------------------------------------------------------------------------
-
-
 def take_runs(x: Tensor, dim: int, runs: Runs, fill: float) -> Tensor:
-    """The elements of runs, one after another, in new memory.
-
-    Args:
-        fill: what padding holds.
-    """
+    """Return the elements of runs, one after another, in new memory; padding has the value ``fill``."""
     if len(runs) == 1 and runs[0].step == 1:
         return x.narrow(dim, runs[0].start, runs[0].count).clone(memory_format=torch.contiguous_format)
-    return torch.cat([_taken(x, dim, run, fill) for run in runs], dim).contiguous()
+    return torch.cat([_take_run(x, dim, run, fill) for run in runs], dim).contiguous()
 
 
-def _taken(x: Tensor, dim: int, run: Run, fill: float) -> Tensor:
+def _take_run(x: Tensor, dim: int, run: Run, fill: float) -> Tensor:
     if run.step == 0:
         return _filled(x, dim, run.count, fill)
     if run.step == 1:
@@ -190,11 +178,7 @@ def _taken(x: Tensor, dim: int, run: Run, fill: float) -> Tensor:
 
 
 def put_runs(grad: Tensor, dim: int, runs: Runs, size: int) -> Tensor:
-    """The gradient of ``take_runs``: every element's readers added.
-
-    Args:
-        size: of the dimension that was read.
-    """
+    """Return the gradient of ``take_runs``: for each of the ``size`` elements, the sum of the gradients of its copies."""
     copies, place = [], 0
     for run in runs:
         if run.step:
@@ -204,10 +188,10 @@ def put_runs(grad: Tensor, dim: int, runs: Runs, size: int) -> Tensor:
 
 
 def put_copies(grad: Tensor, dim: int, copies: Sequence[Copy], size: int) -> Tensor:
-    """The gradients of what one rank read of one other, or of itself, added at the owner's elements, in new memory.
+    """Return the gradient of an owner's elements from the gradient of one reader, in new memory.
 
     Args:
-        grad: of what was read, each copy in its place.
+        grad: of the reader's result, each copy in its place.
         size: how many elements the owner has.
     """
     ordered = sorted(copies, key=lambda copy: copy.start)
@@ -218,7 +202,7 @@ def put_copies(grad: Tensor, dim: int, copies: Sequence[Copy], size: int) -> Ten
             piece = grad.narrow(dim, copy.place, copy.count)
             whole.narrow(dim, copy.start, copy.count).add_(piece if copy.step == 1 else piece.flip(dim))
         return whole
-    # No element was read twice: the gradient is what was read, moved, and zeros where nobody read.
+    # No element was read twice or in reverse: concatenate the gradients of the copies, with zeros for elements that were not read.
     pieces = []
     for copy, end in zip(ordered, ends, strict=False):
         pieces += [_filled(grad, dim, copy.start - end)] if copy.start > end else []

@@ -1,4 +1,4 @@
-"""What programs do with a batch besides computing on it: cut it into microbatches, put results together, accumulate gradients.
+"""Functions that programs call to cut a batch into microbatches, concatenate results and accumulate gradients.
 
 batch 9 in 4 microbatches:   | 3 | 2 | 2 | 2 |      (the first ones are larger, as torch.tensor_split cuts)
 """
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def microbatch_sizes(batch: int, n_microbatches: int) -> tuple[int, ...]:
-    """How many rows each microbatch has.
+    """Return the number of rows of each microbatch.
 
     >>> microbatch_sizes(9, 4)
     (3, 2, 2, 2)
@@ -38,10 +38,10 @@ def microbatch_sizes(batch: int, n_microbatches: int) -> tuple[int, ...]:
 
 
 def microbatch_weights(sizes: Sequence[int], reduction: str, parts: int = 1) -> tuple[float, ...]:
-    """What each microbatch's loss counts in the loss of the batch: its part of the rows for a mean, 1 for a sum.
+    """Return the weight of each microbatch's loss in the loss of the batch: its fraction of the rows for a mean, 1 for a sum.
 
     Args:
-        parts: how many ranks cut the batch alike: each one's rows are this part of all.
+        parts: over how many ranks the batch is sharded; ``sizes`` are the rows of one rank.
     """
     rows = sum(sizes) * parts
     return tuple(size / rows if reduction == "mean" else 1.0 for size in sizes)
@@ -51,27 +51,30 @@ def split_batch(value: Tensor, sizes: Sequence[int], dim: int, parts: int = 1) -
     """Return the rows of each microbatch. A dimension that holds several entries a row (batch times sequence) is cut between rows.
 
     Args:
-        parts: how many ranks cut the batch: the value has the rows of all of them, rank after rank, and ``sizes`` are those of one rank.
+        parts: over how many ranks the batch is sharded: the value has the rows of all ranks, rank after rank, and ``sizes`` are those
+            of one rank. Two ranks, two microbatches: rows ``a0 a1 b0 b1`` become ``a0 b0`` and ``a1 b1``.
     """
-    rows = sum(sizes) * parts
-    per_row = value.shape[dim] // rows
-    of_ranks = [torch.split(rank, [size * per_row for size in sizes], dim) for rank in torch.chunk(value, parts, dim)]
-    return [torch.cat(of, dim) if parts > 1 else of[0].contiguous() for of in zip(*of_ranks, strict=True)]
+    per_row = value.shape[dim] // (sum(sizes) * parts)
+    entries = [size * per_row for size in sizes]
+    by_rank = [torch.split(rank_rows, entries, dim) for rank_rows in torch.chunk(value, parts, dim)]
+    return [torch.cat(rows, dim) if parts > 1 else rows[0].contiguous() for rows in zip(*by_rank, strict=True)]
 
 
 def split_target(target: Any, sizes: Sequence[int]) -> list[Any]:
-    """The target of each microbatch: every tensor in it whose first dimension is the batch is cut, everything else is passed whole."""
+    """Return the target of each microbatch: tensors whose first dimension is the batch are cut, everything else is passed whole."""
     rows = sum(sizes)
+
+    def split_leaf(leaf: Any) -> list[Any]:
+        holds_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+        return split_batch(leaf, sizes, 0) if holds_batch else [leaf] * len(sizes)
+
     leaves, tree = pytree.tree_flatten(target)
-    cut = [
-        split_batch(leaf, sizes, 0) if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows else [leaf] * len(sizes)
-        for leaf in leaves
-    ]
-    return [pytree.tree_unflatten([parts[index] for parts in cut], tree) for index in range(len(sizes))]
+    of_leaves = [split_leaf(leaf) for leaf in leaves]
+    return [pytree.tree_unflatten([parts[index] for parts in of_leaves], tree) for index in range(len(sizes))]
 
 
 def take_part(value: Tensor, dim: int, sizes: Sequence[int] | int, index: int) -> Tensor:
-    """One part of a tensor that is cut along a dimension: into parts of these sizes, or into so many equal ones."""
+    """Return one part of a tensor along a dimension; ``sizes`` are those of all parts, or the number of equal parts."""
     if isinstance(sizes, int):
         size = value.shape[dim] // sizes
         return value.narrow(dim, index * size, size).contiguous()
@@ -82,16 +85,16 @@ def concatenate(values: Sequence[Tensor], dim: int, parts: int = 1) -> Tensor:
     """Return the value over the batch from its values over microbatches, its rows in their order: the inverse of ``split_batch``.
 
     Args:
-        parts: how many ranks cut the batch: each value has the rows of all of them, rank after rank.
+        parts: over how many ranks the batch is sharded: each value has the rows of all ranks, rank after rank.
     """
     if len(values) == 1:
         return values[0]
-    of_ranks = zip(*(torch.chunk(value, parts, dim) for value in values), strict=True)
-    return torch.cat([rows for rank in of_ranks for rows in rank], dim)
+    by_rank = zip(*(torch.chunk(value, parts, dim) for value in values), strict=True)
+    return torch.cat([rows for microbatches in by_rank for rows in microbatches], dim)
 
 
 def total(values: Sequence[Tensor]) -> Tensor:
-    """The sum, first to last."""
+    """Return the sum, added from first to last."""
     result = values[0]
     for value in values[1:]:
         result = result + value
@@ -99,24 +102,24 @@ def total(values: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_total(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean over the batch from the means over microbatches."""
+    """Return the mean over the batch from the means over microbatches."""
     return values[0] if len(values) == 1 else total([value * weight for value, weight in zip(values, weights, strict=True)])
 
 
 def add_gradients(gradients: Sequence[Tensor], more: Sequence[Tensor], new: Sequence[int]) -> list[Tensor]:
-    """Sums, some of them in new memory: what a backward returned may be in use elsewhere.
+    """Return sums of gradients.
 
     Args:
-        new: which; all others are added up in the memory of the first.
+        new: indices of the sums in new memory, because other values may alias the gradient; all others are added in place.
     """
     sums = [gradients[index] + more[index] if index in new else gradients[index] for index in range(len(gradients))]
-    own = [index for index in range(len(gradients)) if index not in new]
-    add_gradients_in_place([sums[index] for index in own], [more[index] for index in own])
+    in_place = [index for index in range(len(gradients)) if index not in new]
+    add_gradients_in_place([sums[index] for index in in_place], [more[index] for index in in_place])
     return sums
 
 
 def add_gradients_in_place(gradients: Sequence[Tensor], more: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Add to gradients that are nobody else's memory."""
+    """Add to gradients, which no other value may alias."""
     if gradients:
         foreach_add_(list(gradients), list(more))
     return gradients

@@ -1,4 +1,4 @@
-"""Communication as graph nodes: the functions that programs call, and the transport that carries them out.
+"""Communication as graph nodes: the functions that programs call, and the transport that executes them.
 
 Nothing communicates outside these nodes. A communication is started by one node and finished by a ``wait`` node, so that compute
 between the two overlaps with it:
@@ -17,9 +17,9 @@ together; ``wait`` gives a list. For one tensor and two ranks (letters are piece
     reduce_scatter   ab         cd          ->   a + c      b + d
     all_to_all       ab         cd          ->   ac         bd
     halo_exchange    ab         cd          ->   abc        bcd         each reads one element of the other
-    halo_add         abc        def         ->   a, b+d     c+e, f      its gradient: elements go back to who has them, and are added
+    halo_add         abc        def         ->   a, b+d     c+e, f      its gradient: elements return to their owners, and are added
 
-Pieces may differ in size, and be empty: then ``sizes`` tells how large the piece of each rank of the group is, in the group's order.
+Pieces may differ in size, and be empty: then ``sizes`` has the size of the piece of each rank of the group, in the group's order.
 Programs do not change tensors that are communicated, before or after. The collectives of a group pair up in the order of their calls.
 """
 
@@ -55,14 +55,14 @@ __all__ = [
 ]
 
 Operation: TypeAlias = Literal["sum", "max", "min"]
-"""How numbers of several ranks become one."""
+"""The reduction of an all_reduce."""
 
 Sizes: TypeAlias = Sequence[Sequence[int] | None]
-"""For each tensor, how large the piece of each rank of a group is along a dimension; None: all are equal."""
+"""For each tensor, the sizes of the pieces of all ranks of a group along a dimension; None: all are equal."""
 
 
 class Transport(Protocol):
-    """What carries out the communication of one rank. A pending value is whatever the transport says it is."""
+    """Executes the communication of one rank. The type of a pending value is the transport's choice."""
 
     rank: int
     device: torch.device
@@ -71,16 +71,16 @@ class Transport(Protocol):
         """Start sending; the tensor is kept alive until it has left."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> Any:
-        """Post a receive and return what ``wait`` takes."""
+        """Post a receive and return the pending value for ``wait``."""
 
     def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
-        """Start reducing each tensor over the ranks of the group and return what ``wait`` takes."""
+        """Start reducing each tensor over the ranks of the group and return the pending value for ``wait``."""
 
     def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
-        """Start putting the group's tensors together and return what ``wait`` takes."""
+        """Start putting the group's tensors together and return the pending value for ``wait``."""
 
     def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
-        """Start summing this rank's pieces of the group's tensors and return what ``wait`` takes."""
+        """Start summing this rank's pieces of the group's tensors and return the pending value for ``wait``."""
 
     def all_to_all(
         self,
@@ -91,7 +91,7 @@ class Transport(Protocol):
         split_sizes: Sizes | None = None,
         concat_sizes: Sizes | None = None,
     ) -> Any:
-        """Start exchanging pieces with every rank of the group and return what ``wait`` takes."""
+        """Start exchanging pieces with every rank of the group and return the pending value for ``wait``."""
 
     def halo_exchange(
         self,
@@ -102,7 +102,7 @@ class Transport(Protocol):
         wanted: Sequence[str],
         fill: float = 0.0,
     ) -> Any:
-        """Start fetching runs of elements from the ranks that have them and return what ``wait`` takes."""
+        """Start fetching runs of elements from their owners and return the pending value for ``wait``."""
 
     def halo_add(
         self,
@@ -112,22 +112,22 @@ class Transport(Protocol):
         owned: Sequence[tuple[int, ...]],
         wanted: Sequence[str],
     ) -> Any:
-        """Start giving gradients of fetched elements back to the ranks that have these and return what ``wait`` takes."""
+        """Start returning gradients of fetched elements to the owners of these and return the pending value for ``wait``."""
 
     def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
-        """Call a function that draws random numbers: every rank of the group gets the same."""
+        """Call a function that draws random numbers, with the same result on every rank of the group."""
 
     def draw_turn(self, stage: int) -> Any:
-        """What a forward of a stage waits for before it draws random numbers in a step of one microbatch: the draws of earlier stages."""
+        """Return a pending value that is ready once all earlier stages have drawn random numbers; None: nothing to wait for."""
 
     def end_draw_turn(self, stage: int) -> None:
-        """Say that the stage has drawn all its numbers on this rank."""
+        """Report that the stage has drawn all its random numbers on this rank."""
 
     def ready(self, pending: Any) -> bool:
-        """Whether ``wait`` may be called now; a transport whose ``wait`` blocks always says yes."""
+        """Return whether ``wait`` may be called now: always, if the transport's ``wait`` blocks."""
 
     def wait(self, pending: Any) -> Any:
-        """The received tensor, or the list of tensors that a collective gives; raises CommunicationError when it cannot come."""
+        """Return the received tensor, or the list of tensors of a collective; raises CommunicationError if it cannot arrive."""
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -138,7 +138,7 @@ _TRANSPORT: contextvars.ContextVar[Transport | None] = contextvars.ContextVar("t
 
 @contextlib.contextmanager
 def use_transport(transport: Transport) -> Iterator[None]:
-    """Carry out the communication of programs that are called inside."""
+    """Execute the communication of programs that are called inside by ``transport``."""
     token = _TRANSPORT.set(transport)
     try:
         yield
@@ -172,10 +172,10 @@ def all_reduce(tensors: Sequence[Tensor], group: tuple[int, ...], operation: Ope
 
 
 def all_gather(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
-    """Start putting tensors of a group of ranks together, each along its dimension, in the group's order; ``wait`` gives the list.
+    """Start concatenating tensors of a group of ranks, each along its dimension, in the group's order; ``wait`` gives the list.
 
     Args:
-        sizes: how large each rank's tensor is along that dimension.
+        sizes: size of each rank's tensor along that dimension.
     """
     return current_transport().all_gather(tensors, dims, group, sizes)
 
@@ -184,8 +184,8 @@ def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[
     """Start summing tensors over a group of ranks; ``wait`` gives the list of this rank's pieces of the sums.
 
     Args:
-        dims: for each tensor, along which its sum is cut.
-        sizes: how large each rank's piece is.
+        dims: for each tensor, the dimension that its sum is cut along.
+        sizes: size of each rank's piece.
     """
     return current_transport().reduce_scatter(tensors, dims, group, sizes)
 
@@ -198,13 +198,13 @@ def all_to_all(
     split_sizes: Sizes | None = None,
     concat_sizes: Sizes | None = None,
 ) -> Any:
-    """Start giving each rank of a group its piece of each tensor; ``wait`` gives the list of what all ranks gave to this one, put together.
+    """Start sending each rank of a group its piece of each tensor; ``wait`` gives the list of the received pieces, concatenated.
 
     Args:
-        split_dims: for each tensor, along which it is cut.
-        concat_dims: for each tensor, along which what comes is put together, in the group's order.
-        split_sizes: how large the piece for each rank is.
-        concat_sizes: how large the piece from each rank is, along ``concat_dims``.
+        split_dims: for each tensor, the dimension that it is cut along.
+        concat_dims: for each tensor, the dimension that received pieces are concatenated along, in the group's order.
+        split_sizes: size of the piece for each rank.
+        concat_sizes: size of the piece from each rank, along ``concat_dims``.
     """
     return current_transport().all_to_all(tensors, split_dims, concat_dims, group, split_sizes, concat_sizes)
 
@@ -217,13 +217,13 @@ def halo_exchange(
     wanted: Sequence[str],
     fill: float = 0.0,
 ) -> Any:
-    """Start fetching, of a dimension that lies over a group of ranks, the elements that each reads; ``wait`` gives the list.
+    """Start fetching the elements of a sharded dimension that this rank reads; ``wait`` gives the list.
 
     Args:
-        dims: for each tensor, the dimension.
-        owned: for each, how many elements each rank of the group has.
-        wanted: for each, the runs of elements that each rank reads (``passes.ir.comm.index_ranges``): ``"_1 0:9|7:16 _1"``.
-        fill: what padding holds.
+        dims: for each tensor, the dimension that is sharded over the group.
+        owned: for each tensor, the number of elements that each rank of the group has.
+        wanted: for each tensor, the runs of elements that each rank reads (``passes.ir.comm.index_ranges``): ``"_1 0:9|7:16 _1"``.
+        fill: the value of padding.
     """
     return current_transport().halo_exchange(tensors, dims, group, owned, wanted, fill)
 
@@ -231,25 +231,25 @@ def halo_exchange(
 def halo_add(
     tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], owned: Sequence[tuple[int, ...]], wanted: Sequence[str]
 ) -> Any:
-    """Start giving gradients of what ``halo_exchange`` fetched back: every element's owner adds them; ``wait`` gives the list."""
+    """Start returning gradients of the elements that ``halo_exchange`` fetched to their owners, which add them; ``wait`` gives the list."""
     return current_transport().halo_add(tensors, dims, group, owned, wanted)
 
 
 def draw_alike(function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
-    """Call a function that draws random numbers: all ranks of a group call it alike, and get the numbers that one model draws.
+    """Call a function that draws random numbers: all ranks of a group call it, and get the numbers of the unpartitioned model.
 
-    It goes between ranks, but brings no message to wait for.
+    It may communicate, but returns the result itself, not a pending value.
     """
     return current_transport().draw_alike(function, group, *arguments, **keywords)
 
 
 def wait(pending: Any) -> Any:
-    """Finish a receive or a collective."""
+    """Wait for a receive or a collective, and return its tensor or list of tensors."""
     return current_transport().wait(pending)
 
 
 COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, halo_exchange, halo_add)
-"""What goes between all ranks of a ``group``; the first argument is the tensors."""
+"""The functions that all ranks of a ``group`` call; the first argument is the tensors."""
 
 COMMUNICATION = (send, receive, *COLLECTIVES, wait)
 """Every function of this module that a program may call: kept by dead-code elimination."""

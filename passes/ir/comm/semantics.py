@@ -1,4 +1,4 @@
-"""What one rank gives to each rank of a group in a collective, what it expects of each, and what it gets: in symbols.
+"""Describe a collective on one rank: the tensors that it gives to each rank of the group, expects of each, and gets, in symbols.
 
     all_gather([h], (0,), group=(0, 1), sizes=((3, 2),))   on rank 0        h = float32 (3, 8)
 
@@ -6,7 +6,7 @@
         expects    float32 (3, 8) of rank 0,  float32 (2, 8) of rank 1
         gets       float32 (5, 8)
 
-Two ranks fit together where each gives what the other one expects. Errors tell the problem alone: whoever asks knows rank and node.
+Two ranks agree if each gives what the other one expects. Errors leave out rank and node, which the caller adds.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class CollectiveSpec:
     """One rank's part in a collective.
 
     Attributes:
-        manner: the kind and what all ranks must say alike: ``"all_gather along dimension 0, 1"``.
+        signature: the kind and all arguments that must be equal on all ranks: ``"all_gather along dimension 0, 1"``.
         group: the ranks.
-        given: for each tensor what each rank of the group is given.
-        expected: for each tensor what each rank of the group gives to this one.
-        results: what ``wait`` gives.
+        given: ``[tensor][position in the group]``: the tensor that this rank gives to that rank.
+        expected: ``[tensor][position in the group]``: the tensor that this rank expects from that rank.
+        results: the tensors that ``wait`` returns.
     """
 
-    manner: str
+    signature: str
     group: tuple[int, ...]
     given: tuple[tuple[TensorSpec, ...], ...]
     expected: tuple[tuple[TensorSpec, ...], ...]
@@ -46,7 +46,7 @@ class CollectiveSpec:
 
 
 def collective_arguments(function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a collective by name, defaults among them.
+    """Return the arguments of a collective by name, including defaults.
 
     Raises:
         VerificationError: the function takes no such arguments.
@@ -62,15 +62,16 @@ def collective_arguments(function: Callable[..., Any], args: Sequence[Any], keyw
 def collective_spec(
     function: Callable[..., Any], arguments: Mapping[str, Any], rank: int, same_size: Callable[[Size, Size], bool]
 ) -> CollectiveSpec:
-    """What a collective gives, expects and gets on one rank.
+    """Return one rank's part in a collective.
 
     Args:
-        arguments: of the collective, by name; specs in the place of tensors.
-        rank: this one.
-        same_size: whether two sizes are equal in every run.
+        function: one of ``COLLECTIVES``.
+        arguments: of the function, by name; specs in the place of tensors.
+        rank: the rank.
+        same_size: whether two sizes are equal for every batch size.
 
     Raises:
-        VerificationError: the group is none of this rank, or pieces and sizes do not fit.
+        VerificationError: the group does not contain the rank, or pieces and sizes do not fit.
     """
     group = arguments["group"]
     if rank not in group or list(group) != sorted(set(group)):
@@ -79,19 +80,24 @@ def collective_spec(
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, TensorSpec):
             raise VerificationError(f"cannot tell what {function.__name__} is given as tensor {index}: {tensor}")
-    reader = _Reader(function.__name__, tuple(tensors), len(group), group.index(rank), same_size)
-    manner, exchanges = _READERS[function](reader, arguments)
+    describer = _Describer(function.__name__, tuple(tensors), len(group), group.index(rank), same_size)
+    signature, exchanges = _DESCRIBERS[function](describer, arguments)
     given, expected, results = zip(*exchanges, strict=True) if exchanges else ((), (), ())
-    return CollectiveSpec(manner, tuple(group), given, expected, results)
+    return CollectiveSpec(signature, tuple(group), given, expected, results)
 
 
 _Exchange = tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], TensorSpec]
-"""What is given, expected and got for one tensor."""
+"""For one tensor: the tensors given to each rank, those expected of each rank, and the result."""
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Reads one collective."""
+class _Describer:
+    """Describes one collective. Methods return its ``signature``, and an exchange for each tensor.
+
+    Attributes:
+        n_ranks: size of the group.
+        position: index of this rank in the group.
+    """
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -133,35 +139,28 @@ class _Reader:
             exchanges.append((pieces, _cut(own, dim, parts), own.resized(dim, _total(parts))))
         return f"{_along('all_to_all', split_dims)} to {_listed(concat_dims)}", exchanges
 
-    def halo_exchange(self, arguments: Mapping[str, Any]) -> tuple[str, list[_Exchange]]:
-        return self._halos(arguments, back=False)
-
-    def halo_add(self, arguments: Mapping[str, Any]) -> tuple[str, list[_Exchange]]:
-        return self._halos(arguments, back=True)
-
-    def _halos(self, arguments: Mapping[str, Any], *, back: bool) -> tuple[str, list[_Exchange]]:
-        """What is read of others, or, on the way back, what others have read; a rank gives itself nothing."""
+    def halos(self, arguments: Mapping[str, Any], *, adjoint: bool) -> tuple[str, list[_Exchange]]:
+        """Describe a halo_exchange, or (``adjoint``) a halo_add, which moves the same elements from readers to owners."""
         dims = self._dims(arguments["dims"])
         exchanges = []
         for tensor, dim, owned, wanted in zip(self.tensors, dims, arguments["owned"], arguments["wanted"], strict=True):
-            sizes = (owned[self.position], length(from_text(wanted)[self.position]))
-            have, make = reversed(sizes) if back else sizes
-            if not self.same_size(tensor.shape[dim], have):
-                raise VerificationError(f"{self.name} is given {tensor} where its size along dimension {dim} is said to be {have}")
-            read = segments(tuple(owned), wanted)
-            to_others = tuple(self._copied(tensor, dim, read, reader=rank, owner=self.position) for rank in range(self.n_ranks))
-            of_others = tuple(self._copied(tensor, dim, read, reader=self.position, owner=rank) for rank in range(self.n_ranks))
-            given, expected = (of_others, to_others) if back else (to_others, of_others)
-            exchanges.append((given, expected, tensor.resized(dim, make)))
+            own_size, read_size = owned[self.position], length(from_text(wanted)[self.position])
+            size, result_size = (read_size, own_size) if adjoint else (own_size, read_size)
+            if not self.same_size(tensor.shape[dim], size):
+                raise VerificationError(f"{self.name} is given {tensor} where its size along dimension {dim} is said to be {size}")
+            copies = segments(tuple(owned), wanted)
+            read_by_others = tuple(self._copied(tensor, dim, copies, reader=rank, owner=self.position) for rank in range(self.n_ranks))
+            read_of_others = tuple(self._copied(tensor, dim, copies, reader=self.position, owner=rank) for rank in range(self.n_ranks))
+            given, expected = (read_of_others, read_by_others) if adjoint else (read_by_others, read_of_others)
+            exchanges.append((given, expected, tensor.resized(dim, result_size)))
         return f"{_along(self.name, dims)} of {_listed(arguments['owned'])}: {_listed(arguments['wanted'])}", exchanges
 
-    def _copied(self, tensor: TensorSpec, dim: int, read: Sequence[Sequence[Segment]], reader: int, owner: int) -> TensorSpec:
-        return tensor.resized(dim, 0 if reader == owner else sum(copy.count for copy in read[reader][owner]))
-
-    # -- dimensions and sizes ------------------------------------------------------------------------------------------------------
+    def _copied(self, tensor: TensorSpec, dim: int, copies: Sequence[Sequence[Segment]], reader: int, owner: int) -> TensorSpec:
+        """Return the spec of the elements that one rank reads of another; a rank sends itself nothing."""
+        return tensor.resized(dim, 0 if reader == owner else sum(copy.count for copy in copies[reader][owner]))
 
     def _dims(self, dims: Sequence[int]) -> list[int]:
-        """One for each tensor, counted from the front."""
+        """Check the dimensions, one for each tensor, and count negative ones from the front."""
         if len(dims) != len(self.tensors):
             raise VerificationError(f"{self.name} has {len(dims)} dimensions for {len(self.tensors)} tensors")
         for tensor, dim in zip(self.tensors, dims, strict=True):
@@ -170,7 +169,7 @@ class _Reader:
         return [dim % len(tensor.shape) for tensor, dim in zip(self.tensors, dims, strict=True)]
 
     def _sizes(self, sizes: Sequence[Sequence[Any] | None] | None) -> Sequence[Sequence[Any] | None]:
-        """One table for each tensor, each with a size for each rank."""
+        """Check the sizes of pieces: for each tensor, None or a size for each rank."""
         if sizes is None:
             return [None] * len(self.tensors)
         if len(sizes) != len(self.tensors):
@@ -184,7 +183,7 @@ class _Reader:
         return sizes
 
     def _parts(self, tensor: TensorSpec, dim: int, sizes: Sequence[Size] | None) -> list[Size]:
-        """How large the parts of all ranks are, this tensor being this rank's."""
+        """Return the sizes of the tensors of all ranks along a dimension; ``tensor`` is this rank's."""
         own = tensor.shape[dim]
         if sizes is None:
             return [own] * self.n_ranks
@@ -195,7 +194,7 @@ class _Reader:
         return list(sizes)
 
     def _pieces(self, tensor: TensorSpec, dim: int, sizes: Sequence[Size] | None) -> tuple[TensorSpec, ...]:
-        """What a tensor is cut into."""
+        """Return the pieces of a tensor for all ranks; equal ones if there are no sizes."""
         whole = tensor.shape[dim]
         if sizes is None:
             if isinstance(whole, int) and whole % self.n_ranks == 0:
@@ -209,23 +208,24 @@ class _Reader:
         return _cut(tensor, dim, sizes)
 
 
-_READERS: Mapping[Callable[..., Any], Callable[[_Reader, Mapping[str, Any]], tuple[str, list[_Exchange]]]] = {
-    all_reduce: _Reader.all_reduce,
-    all_gather: _Reader.all_gather,
-    reduce_scatter: _Reader.reduce_scatter,
-    all_to_all: _Reader.all_to_all,
-    halo_exchange: _Reader.halo_exchange,
-    halo_add: _Reader.halo_add,
+_DESCRIBERS: Mapping[Callable[..., Any], Callable[[_Describer, Mapping[str, Any]], tuple[str, list[_Exchange]]]] = {
+    all_reduce: _Describer.all_reduce,
+    all_gather: _Describer.all_gather,
+    reduce_scatter: _Describer.reduce_scatter,
+    all_to_all: _Describer.all_to_all,
+    halo_exchange: lambda describer, arguments: describer.halos(arguments, adjoint=False),
+    halo_add: lambda describer, arguments: describer.halos(arguments, adjoint=True),
 }
 
 
 def _cut(tensor: TensorSpec, dim: int, sizes: Sequence[Size]) -> tuple[TensorSpec, ...]:
-    """A tensor with each of these sizes along a dimension; those of one size are one object."""
-    made = {size: tensor.resized(dim, size) for size in set(sizes)}
-    return tuple(made[size] for size in sizes)
+    """Return for each size the tensor resized along a dimension; equal sizes share one object."""
+    of_size = {size: tensor.resized(dim, size) for size in set(sizes)}
+    return tuple(of_size[size] for size in sizes)
 
 
 def _total(sizes: Sequence[Size]) -> Size:
+    """Return the sum of sizes: an int if it is one."""
     numbers = [size for size in sizes if isinstance(size, int)]
     if len(numbers) == len(sizes):
         return sum(numbers)

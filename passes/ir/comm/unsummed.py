@@ -1,12 +1,10 @@
-"""Where programs put gradients of parameters, and gradients that are not summed yet.
-
-Ranks that compute on rows of their own may keep their parts until a later step sums them:
+"""Gradient accumulation without communication: ranks keep their parts of gradients until a later step sums them.
 
     step in no_sync      .grad = own part                                        nothing is sent
     step in no_sync      .grad = own part + own part                             nothing is sent
     step outside         .grad = sum over ranks of (.grad + own part)            one sum
 
-A gradient that was summed before the first of them is divided among the ranks, so that the later sum gives it back.
+A summed gradient that is already in ``.grad`` is divided among the ranks first, so that the later sum restores it.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ __all__ = ["AddUnsummed", "GradientSlot"]
 
 
 class GradientSlot(Protocol):
-    """Where the gradients that one rank computes for one parameter go."""
+    """The ``.grad`` of one parameter on one rank."""
 
     def add(self, gradient: Tensor, unsummed_over: Sequence[int] = ()) -> None:
         """Add a gradient to ``.grad``, as autograd does.
@@ -31,14 +29,14 @@ class GradientSlot(Protocol):
         """
 
     def take_unsummed(self) -> Tensor | None:
-        """Remove from ``.grad`` the part that earlier steps left there, and return it; None where there is none."""
+        """Remove from ``.grad`` the unsummed part of earlier steps, and return it; None if there is none."""
 
 
 class AddUnsummed(nn.Module):
-    """Adds to gradients what earlier steps left in ``.grad``, and takes it from there: the sum is stored in its place.
+    """Moves the unsummed parts of earlier steps from ``.grad`` into the gradients of this step, which are then summed and stored.
 
     Args:
-        names: for each gradient the parameter's placeholder, or None for one that is not summed.
+        names: for each gradient the parameter's placeholder; None for one that needs no sum.
     """
 
     def __init__(self, names: Sequence[str | None]) -> None:

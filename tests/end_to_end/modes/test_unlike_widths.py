@@ -15,7 +15,7 @@ from partitioner.experiments import sweep
 from partitioner.options.mode import mode_text
 from passes.ir.comm.primitives import all_reduce, receive, send
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import Mesh, homes, mesh_words, pipelines, receivers
+from passes.ir.mesh import Mesh, mesh_words, owning_pipelines, pipelines, receivers
 from tests.support.models.zoo import case_named
 from tests.support.planning.small_pipelines import assert_accumulated_and_clipped, assert_alike, assert_training_goes_on, inputs, perceptron
 from tests.support.planning.unlike_widths import Widths, mode, on, ranks_of
@@ -51,7 +51,7 @@ def test_everybody_receives_what_crosses_once(widths: Widths) -> None:
             if one != other:
                 received = [each for rank in ranks[one] for each in receivers(mesh, rank, one, other)]
                 assert sorted(received) == ranks[other]
-    assert all(rank in pipelines(mesh)[home] for rank, home in homes(mesh).items())
+    assert all(rank in pipelines(mesh)[home] for rank, home in owning_pipelines(mesh).items())
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------------------------

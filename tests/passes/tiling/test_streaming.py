@@ -20,7 +20,7 @@ from passes.analysis.axes import find_axes
 from passes.ir.errors import InfeasiblePlanError
 from passes.ir.graph import ModelGraph
 from passes.tiling.peak_memory import stream_size
-from passes.tiling.rewrite import grid_over, streamed
+from passes.tiling.rewrite import grid_over, tiled_graph
 from tests.cost_models.simulator.test_simulated_memory import measured
 from tests.support.samples.turned_space import Gram, Lines, Turned
 
@@ -139,7 +139,7 @@ def test_any_budget_gives_the_same_numbers(build: Callable[[], nn.Module], tiles
     graph = trace(model, (IMAGE,), None, False)
     expected = model(IMAGE)
     for budget in (0, sizes_of(model)[-1] // 4, sizes_of(model)[-1]):
-        torch.testing.assert_close(computed(streamed(graph, tiles, budget), model, IMAGE), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(computed(tiled_graph(graph, tiles, budget), model, IMAGE), expected, rtol=0, atol=1e-12)
 
 
 def computed(graph: ModelGraph, model: nn.Module, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def computed(graph: ModelGraph, model: nn.Module, x: Tensor) -> Tensor:
 def test_rows_within_an_axis_of_space() -> None:
     """A dimension that holds space outside and rows of the batch inside is computed whole: its tiles have no fixed number of elements."""
     model, x = made(lambda: Lines(nn.Linear(18, 18))), torch.randn(4, 3, 9, 6, dtype=torch.float64)
-    found = streamed(trace(model, (x,), None, False), (2,), 0)
+    found = tiled_graph(trace(model, (x,), None, False), (2,), 0)
     torch.testing.assert_close(computed(found, model, x), model(x), rtol=0, atol=1e-12)
 
 
@@ -189,7 +189,7 @@ def test_a_smaller_budget_holds_less_and_computes_more() -> None:
     axes = find_axes(graph.graph)
     largest = sizes_of(model)[-1]
     estimates = [stream_size(graph, axes, grid_over(axes, (3, 2)), budget) for budget in (largest, largest // 3)]
-    peaks = [forward_peak(streamed(graph, (3, 2), budget)) for budget in (largest, largest // 3)]
+    peaks = [forward_peak(tiled_graph(graph, (3, 2), budget)) for budget in (largest, largest // 3)]
     assert estimates[1].peak < estimates[0].peak
     assert peaks[1] < peaks[0]
     assert estimates[1].calls > estimates[0].calls
