@@ -1,4 +1,4 @@
-"""What a plan is asked for: a model, the hardware, what is decided already. Its solution is the plan."""
+"""The planning problem: a model, the hardware and the user's request. Its solution is the plan."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PlanProblem:
     Attributes:
         cluster: the hardware, at least as many devices as the request names.
         cost_model: prices work and messages; None: an analytic roofline.
-        mesh: its dimensions; None: to be chosen.
-        sequential_tiles: the tiles that one device computes one after the other, a number or a grid; None: there are none.
+        mesh: the mesh that the user named; None: the planner chooses.
+        sequential_tiles: number or grid of tiles that one device computes one after the other; None: no tiling.
     """
 
     graph: ModelGraph
@@ -38,10 +38,10 @@ class PlanProblem:
     sequential_tiles: int | tuple[int, ...] | None = None
 
     def solve(self, tell: Callable[[str], None] | None = None) -> Plan:
-        """The plan: of sequential tiles on one device, of a mesh, or the fastest of all.
+        """Return the plan: of sequential tiles on one device, of the named mesh, or the fastest of all meshes.
 
         Args:
-            tell: called with what a search knows so far, which an interrupt then takes; None: an interrupt ends everything.
+            tell: called with the progress of a search; an interrupt then keeps the best plan. None: an interrupt is raised.
 
         Raises:
             ConfigError: the request does not fit the model, the cluster or itself.

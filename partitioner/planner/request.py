@@ -1,4 +1,4 @@
-"""What the planner is asked for."""
+"""The user's request to the planner."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PlanRequest:
     batchnorm: str = "sync"
 
     def check(self, graph: ModelGraph) -> None:
-        """Raise ConfigError for the first thing that does not fit, by itself or with the model."""
+        """Raise ConfigError for the first argument that is invalid by itself, or does not fit the model."""
         self.checked()
         if self.schedule is not None:
             find_schedule(self.schedule).stage_ranks(len(self.devices), self.stages_per_rank, self.replicas)
@@ -62,7 +62,7 @@ class PlanRequest:
         self._check_replicas(graph)
 
     def checked(self) -> PlanRequest:
-        """This request; raises ConfigError for the first thing that does not fit the rest of it, whatever the model is."""
+        """Return this request; raise ConfigError for the first argument that is invalid for every model."""
         if self.mode not in MODES:
             raise ConfigError(f"there is no mode {self.mode!r}", remedy=f"choose one of {', '.join(MODES)}")
         if not self.devices:

@@ -61,16 +61,16 @@ def plan_stream(
     counts = best_grid(axes, tiles) if isinstance(tiles, int) else tuple(tiles)
     grid = grid_over(axes, counts)
     base = make_plan(graph, cluster, dataclasses.replace(request, memory_limit=None), cost_model)
-    whole = base.memory[0] if graph.training else forward_peak(graph)
+    untiled = base.memory[0] if graph.training else forward_peak(graph)
     n_tiles = math.prod(counts)
     limit = None if request.memory_limit is None else parse_bytes(request.memory_limit)
-    given = _held_throughout(graph, request.optimizer)
-    wanted = given + min(whole - given, 2 * (whole - given) // n_tiles) if limit is None else limit
+    permanent = _permanent_bytes(graph, request.optimizer)
+    allowed = permanent + min(untiled - permanent, 2 * (untiled - permanent) // n_tiles) if limit is None else limit
     recompute = cast(Recompute, base.recompute)
     budget, peak = 0, 0
-    for budget in _candidates(graph, axes, grid, wanted - given):
+    for budget in _budgets(graph, axes, grid, allowed - permanent):
         peak = _peak(graph, counts, budget, recompute, request.optimizer)
-        if peak <= wanted:
+        if peak <= allowed:
             break
     if limit is not None and peak > limit:
         raise InfeasiblePlanError(
@@ -83,16 +83,17 @@ def plan_stream(
     stage = dataclasses.replace(base.stages[0], first_node=first, flops=base.stages[0].flops * times)
     what = "in a training step " if graph.training else ""
     note = (
-        f"{' x '.join(map(str, counts))} sequential tiles hold {format_bytes(peak)} {what}instead of {format_bytes(whole)}, and compute "
+        f"{' x '.join(map(str, counts))} sequential tiles hold {format_bytes(peak)} {what}instead of {format_bytes(untiled)}, and compute "
         f"{times:.2g} times as much; values of up to {format_bytes(budget)} are computed whole."
     )
-    # A backward computes every tile again: of a step's forward and backward, 1 and 2, it makes 2 and 2.
+    # A step is a forward of 1 and a backward of 2; the tiled backward first recomputes every tile: 2 and 2.
     slower = (2 * times + 2 * times) / 3 if graph.training else times
     tiled = dataclasses.replace(base, stages=(stage,), tiles=counts, tile_budget=budget)
     return tiled.predicted(step_time=base.step_time * slower, memory=(peak,), notes=(*base.notes, note), gap=None, searched="")
 
 
 def _check_schedule(request: PlanRequest) -> None:
+    """Raise ConfigError for a schedule that splits backwards, or has several stages on a device."""
     if request.schedule is None:
         return
     kind = find_schedule(request.schedule)
@@ -101,12 +102,13 @@ def _check_schedule(request: PlanRequest) -> None:
         raise ConfigError(f"schedule {request.schedule!r} {reason}, and sequential tiling has one of each", remedy="leave schedule=None")
 
 
-def _held_throughout(graph: ModelGraph, optimizer: str) -> int:
-    """Bytes that no tile changes: inputs and parameters; of what trains, gradients and the optimizer's state, too."""
-    return given_bytes(graph) + (sum(value.nbytes for value in _parameters(graph)) + _state(graph, optimizer) if graph.training else 0)
+def _permanent_bytes(graph: ModelGraph, optimizer: str) -> int:
+    """Return the bytes that do not depend on tiles: inputs and parameters; in training also gradients and optimizer state."""
+    gradients = sum(value.nbytes for value in _parameters(graph)) if graph.training else 0
+    return given_bytes(graph) + gradients + (_state_bytes(graph, optimizer) if graph.training else 0)
 
 
-def _state(graph: ModelGraph, optimizer: str) -> int:
+def _state_bytes(graph: ModelGraph, optimizer: str) -> int:
     return sum(training_bytes(value.nbytes, value.dtype, optimizer) for value in _parameters(graph))
 
 
@@ -115,11 +117,11 @@ def _parameters(graph: ModelGraph) -> list[Tensor]:
 
 
 def _device(graph: ModelGraph) -> torch.device:
-    """Where the model lies: a model without parameters lies with its buffers or inputs."""
+    """Return the device of the first parameter, else of the first buffer or input."""
     values = {node.name: node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"}
     names = (*graph.parameters, *graph.buffers, *values)
-    tensors = (value for name in names if isinstance(value := values[name], Tensor))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    tensors = (values[name] for name in names)
+    return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
 
 
 def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, recompute: Recompute, optimizer: str) -> int:
@@ -128,27 +130,27 @@ def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, recompute: Re
     if not graph.training:
         return forward_peak(by_tiles)
     (stage,) = split_stages(by_tiles, [by_tiles.computing_nodes()[0].name], [_device(graph)])
-    wanted = frozenset(name for name in stage.parameters)
-    training = differentiate_tiles(stage, wanted, tiles_requiring_gradient(stage, wanted), recompute)
-    return step_peak(training, by_tiles) + _state(graph, optimizer)
+    parameters = frozenset(stage.parameters)
+    training = differentiate_tiles(stage, parameters, tiles_requiring_gradient(stage, parameters), recompute)
+    return step_peak(training, by_tiles) + _state_bytes(graph, optimizer)
 
 
-def _candidates(graph: ModelGraph, axes: Axes, grid: TileGrid, wanted: int) -> Iterator[int]:
-    """Yield budgets to try: the largest ones whose estimated peak is within ``wanted`` bytes, at last the one of the least peak."""
-    sizes = sorted({_largest(node, graph) for node in graph.computing_nodes()}, reverse=True)
-    measured: list[tuple[int, int]] = []
-    tried = 0
+def _budgets(graph: ModelGraph, axes: Axes, grid: TileGrid, allowed: int) -> Iterator[int]:
+    """Yield budgets to try: the largest ones whose estimated peak is within ``allowed`` bytes, at last the one of the least peak."""
+    sizes = sorted({_bytes_of_result(node, graph) for node in graph.computing_nodes()}, reverse=True)
+    estimates: list[tuple[int, int]] = []  # (peak, budget)
+    n_tried = 0
     for budget in sizes:
-        size = stream_size(graph, axes, grid, budget)
-        if size.calls > _MOST_CALLS and measured:
+        estimate = stream_size(graph, axes, grid, budget)
+        if estimate.calls > _MOST_CALLS and estimates:
             break
-        measured.append((size.peak, budget))
-        if size.peak <= wanted:
-            tried += 1
+        estimates.append((estimate.peak, budget))
+        if estimate.peak <= allowed:
+            n_tried += 1
             yield budget
-        if tried == _MOST_TRIED:
+        if n_tried == _MOST_TRIED:
             break
-    yield min(measured)[1]
+    yield min(estimates)[1]
 
 
 _MOST_CALLS = 20_000
@@ -158,7 +160,7 @@ _MOST_TRIED = 3
 """Budgets within the memory by their estimate whose tiled graphs are written and measured."""
 
 
-def _largest(node: fx.Node, graph: ModelGraph) -> int:
+def _bytes_of_result(node: fx.Node, graph: ModelGraph) -> int:
     value = node.meta.get("val")
     return bytes_of(value, graph.batch, graph.batch_size) if isinstance(value, Tensor) else 0
 

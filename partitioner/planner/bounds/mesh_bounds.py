@@ -2,8 +2,8 @@
 
 With the batch in R parts, other axes in T parts and P stages, a rank does at least 1 / (R T P) of the model's arithmetic and traffic, and
 launches all kernels of its stages: sharding makes kernels smaller, not fewer. Stages wait for each other as in the best schedule
-(``schedule_bounds``). Replicas all_reduce the gradients of parameters that they read whole once a step, or gather sharded parameters in
-every microbatch. Collectives inside stages are bounded for all stages together.
+(``schedule_bounds``). Replicas all_reduce gradients of parameters that they read whole once a step, or gather sharded parameters in every
+microbatch. Collectives inside stages are bounded for all stages together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cost_models.cost_model import CostModel
 from cost_models.formulas.symbols import Numbers
 from cost_models.hardware.clusters import Cluster
 from partitioner.planner.bounds.schedule_bounds import least_shared_step, least_step
-from partitioner.planner.costs.collectives import part_of_message
+from partitioner.planner.costs.collectives import fraction_of_message
 from partitioner.planner.costs.links import LinkTable, stages_length
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, microbatch_size, schedules
 from partitioner.planner.pipeline.problem import memory_limits
@@ -37,8 +37,8 @@ class MeshBounds:
     """Computes lower bounds of meshes on one cluster.
 
     Args:
-        cost_model: prices work. A part of some work may take no less than its share of the time beyond what it costs to start it.
-        links: of the cluster, where they are known already.
+        cost_model: prices work. A fraction of some work must take at least that fraction of its seconds, launches aside.
+        links: of the cluster, to share their cache.
     """
 
     def __init__(
@@ -48,49 +48,46 @@ class MeshBounds:
         self._cluster, self._whole, self._model = cluster, whole, model
         self._links = links or LinkTable(cluster)
         kinds = tuple(dict.fromkeys(cluster.devices))
-        # Gradients are added up in the ranks' own rows and parts: there may be a microbatch for each rank.
-        prices = whole.prices(kinds, cost_model, request.optimizer, adding=False)
+        prices = whole.prices(kinds, cost_model, request.optimizer, adding=False)  # a rank may have one microbatch, and accumulate nothing
         self._prices, self._request = prices, request
         self._numbers = cache(Numbers)
         self._n_units = len(whole.points.units)
         self._starts = prices.starting().min(axis=1)
         self._fixed = prices.fixed_bytes + prices.gradients.least
         self._limit = sum(memory_limits(cluster, request))
-        axes = find_axes(whole.of.graph.graph)
-        trained = [name for name in whole.of.graph.parameters if name in whole.cost.gradients]
-        every = [(copy, _longest_axis(axes, name)) for name in trained for copy in whole.of.copies(name)]
+        axes = find_axes(whole.source.graph.graph)
+        trained = [name for name in whole.source.graph.parameters if name in whole.cost.gradients]
+        every = [(copy, _longest_axis(axes, name)) for name in trained for copy in whole.source.copies(name)]
         self._sizes = {name: float(whole.held_bytes[name]) for name, _ in every}
         self._longest = dict(every)
-        self._in_parts: dict[tuple[Collective, int, int], tuple[float, float]] = {}
-        self._read_whole: dict[int, frozenset[str]] = {}
+        self._known_messages: dict[tuple[Collective, int, int], tuple[float, float]] = {}
+        self._known_replicated: dict[int, frozenset[str]] = {}
 
-    def of(self, mesh: Mesh, *, beside: bool = False, replicas: tuple[int, ...] = (), limit: float = math.inf) -> float:
+    def of(self, mesh: Mesh, *, extra_axes: bool = False, replicas: tuple[int, ...] = (), limit: float = math.inf) -> float:
         """Return a lower bound of the step seconds of all plans of a mesh; inf if parameters alone exceed the memory of all devices.
 
         Collectives are priced as between two ranks that shard the same axes: more ranks take longer for values of the same size.
         Microbatches divide a message into several, which take no less time together.
 
         Args:
-            beside: whether more than the usual axes may be cut: the sequence by ``tensor``, other axes than space by tiles, and large
-                weights by replicas.
-            replicas: how many ranks of the pipeline each stage is on; empty where each is on one.
-            limit: bytes of parameters that all ranks of a pipeline may hold together (``CuttableModel.cut``).
+            extra_axes, limit: as for ``CuttableModel.cut``.
+            replicas: for each stage, its number of round-robin ranks; empty: one each.
 
         Raises:
-            ConfigError: the mesh cannot cut the model.
+            ConfigError: the mesh cannot shard the model.
         """
         if mesh.widths:
-            return self._of_unlike(mesh, replicas)
+            return self._of_submeshes(mesh, replicas)
         places = stages_length(mesh)
         rows_name, n_rows = next(((name, size) for name, size in mesh.dimensions if name in ROWS), ("", 1))
-        shares_weights = beside and mesh.cutting.names == ("data",)  # replicas may hold shards of any weight, and sum nothing of it
+        shares_weights = extra_axes and mesh.cutting.names == ("data",)  # replicas may hold shards of any weight, and sum nothing of it
         n_whole = n_rows if rows_name == "data" and not shares_weights else 1
         if self._fixed * n_whole > self._limit or (len(replicas) or places) > self._n_units:
             return math.inf
         if shares_weights:
-            return self._of_work_alone(mesh)
+            return self._of_average_work(mesh)
         own_rows = -(-self._whole.batch_size // n_rows)
-        activations = self._activation_collectives(mesh, own_rows, beside, limit)
+        activations = self._activation_collectives(mesh, own_rows, extra_axes, limit)
         parameters, gradients = self._weight_collectives(mesh, rows_name, n_rows, stages=len(replicas) or places)
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
         request = dataclasses.replace(self._request, devices=self._request.devices[:places], replicas=replicas)
@@ -103,12 +100,12 @@ class MeshBounds:
                 steps.append(self._pipeline(count, size, places, mesh.cutting.size // n_rows, request, waiting))
         return (min(steps, default=math.inf) + gradients) * (1 - _ROUNDING)
 
-    def _of_work_alone(self, mesh: Mesh) -> float:
-        """Return the lower bound that is the work of an average rank."""
+    def _of_average_work(self, mesh: Mesh) -> float:
+        """Return the work of an average rank, a weaker lower bound."""
         seconds = self._prices.times(self._whole.batch_size).least
         return float(np.maximum(seconds / mesh.cutting.size, self._starts).sum()) / stages_length(mesh) * (1 - _ROUNDING)
 
-    def _of_unlike(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
+    def _of_submeshes(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
         """Return the lower bound for stages with different tensor-parallel degrees.
 
         It is the larger of the work of an average rank, and of the path of one microbatch through all stages at the largest degree.
@@ -138,19 +135,20 @@ class MeshBounds:
         """
         times = self._prices.times(rows)
         whole, longest, shares = float(times.least.sum()), float(times.least.max()), times.fractions
-        started = count * (float(np.maximum(times.least / parts, self._starts).sum()) + sum(exchanged)) / places
+        with_launches = count * (float(np.maximum(times.least / parts, self._starts).sum()) + sum(exchanged)) / places
         steps = []
-        for name, each in schedules(request):
+        for name, stages_per_rank in schedules(request):
             if request.replicas:
                 candidate = Candidate(name, 1, count, request.replicas)
                 steps.append(least_shared_step(candidate, whole / parts, longest / parts, shares, exchanged))
-                continue
-            load, slowest = (max(whole / (places * runs), longest) / parts for runs in (1, each))
-            if places * each <= self._n_units:
-                steps.append(least_step(Candidate(name, each, count), places, whole / parts, load, slowest, shares, exchanged))
-        return max(started, min(steps, default=math.inf))
+            elif places * stages_per_rank <= self._n_units:
+                load = max(whole / places, longest) / parts
+                slowest = max(whole / (places * stages_per_rank), longest) / parts
+                candidate = Candidate(name, stages_per_rank, count)
+                steps.append(least_step(candidate, places, whole / parts, load, slowest, shares, exchanged))
+        return max(with_launches, min(steps, default=math.inf))
 
-    def _activation_collectives(self, mesh: Mesh, rows: int, beside: bool, limit: float) -> tuple[float, float]:
+    def _activation_collectives(self, mesh: Mesh, rows: int, extra_axes: bool, limit: float) -> tuple[float, float]:
         """Return the seconds of the collectives of activations of all stages, forward and backward.
 
         Gathers of sharded parameters are left out: with more ranks their shards may be small enough to be coalesced, which the price for
@@ -159,17 +157,17 @@ class MeshBounds:
         inner = Mesh(tuple(each for each in mesh.cutting.dimensions if each[0] not in (*ROWS, *TILES)))  # halos shrink with a grid
         if not inner.dimensions:
             return 0.0, 0.0
-        cut = self._model.axes_cut(mesh.cutting, beside=beside, limit=limit)
-        alone = self._model.axes_cut(inner, beside=beside, limit=limit)
-        if any(cut[name] != alone[name] for name in inner.names):
+        in_mesh = self._model.axes_cut(mesh.cutting, extra_axes=extra_axes, limit=limit)
+        alone = self._model.axes_cut(inner, extra_axes=extra_axes, limit=limit)
+        if any(in_mesh[name] != alone[name] for name in inner.names):  # the other dimensions change the choice: no bound
             return 0.0, 0.0
-        part = self._model.cut_among_few(inner, beside=beside, limit=limit)
+        part = self._model.part_for_bounds(inner, extra_axes=extra_axes, limit=limit)
         links = self._links.of(mesh)
         numbers, totals = self._numbers(rows), (0.0, 0.0)
         for exchange, count in part.exchange_counts:
-            if exchange.held:
+            if exchange.is_stored:
                 continue
-            share = rows / self._whole.batch_size if part.of.graph.batch is None else 1.0
+            share = rows / self._whole.batch_size if part.source.graph.batch is None else 1.0
             # The time of copies is left out: shards of a microbatch of one sample may be contiguous, and need none.
             forward, backward = exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])
             totals = totals[0] + forward * count, totals[1] + backward * count
@@ -181,48 +179,47 @@ class MeshBounds:
             return (0.0, 0.0), 0.0
         links, parts = self._links.of(mesh)[rows_name], mesh.cutting.size // n_rows
         if rows_name == "data":
-            size = sum(self._sizes[name] for name in self._whole_on(n_rows))
+            size = sum(self._sizes[name] for name in self._read_by_all(n_rows))
             return (0.0, 0.0), links.seconds("all_reduce", size / (stages * parts)) if size else 0.0
         return self._parameter_gathers(links, n_rows, parts), 0.0
 
     def _parameter_gathers(self, links: GroupLinks, rows: int, others: int) -> tuple[float, float]:
-        """Return the seconds of all stages to gather parameters and to reduce-scatter gradients, for each microbatch.
+        """Return the seconds of all stages to gather parameters, and to reduce-scatter gradients, for each microbatch.
 
-        Args:
-            rows: the number of these ranks.
-            others: ranks of each stage that share its parameters evenly otherwise.
+        Parameters are sharded over ``rows`` ranks, and evenly over ``others`` along other mesh dimensions.
         """
-        ways: Sequence[Collective] = ("all_gather", "reduce_scatter")
+        kinds: Sequence[Collective] = ("all_gather", "reduce_scatter")
         totals = []
-        for way in ways:
-            messages, size = self._gathered(way, rows, others)
-            totals.append(messages * links.seconds(way, 0.0) + size / others * links.seconds(way, _LARGE) / _LARGE)
+        for kind in kinds:
+            messages, size = self._gathered_messages(kind, rows, others)
+            totals.append(messages * links.seconds(kind, 0.0) + size / others * links.seconds(kind, _LARGE) / _LARGE)
         return totals[0], totals[1]
 
-    def _gathered(self, way: Collective, rows: int, others: int) -> tuple[float, float]:
+    def _gathered_messages(self, kind: Collective, rows: int, others: int) -> tuple[float, float]:
         """Return the messages, and the bytes, of parameters that are long enough to be sharded over ``rows`` ranks in every plan."""
-        key = (way, rows, others)
-        if key not in self._in_parts:
-            sizes = [self._sizes[name] for name in self._whole_on(rows) if self._longest[name] >= rows * others]
-            self._in_parts[key] = sum(part_of_message(way, size / others, rows) for size in sizes), sum(sizes)
-        return self._in_parts[key]
+        key = (kind, rows, others)
+        if key not in self._known_messages:
+            sizes = [self._sizes[name] for name in self._read_by_all(rows) if self._longest[name] >= rows * others]
+            self._known_messages[key] = sum(fraction_of_message(kind, size / others, rows) for size in sizes), sum(sizes)
+        return self._known_messages[key]
 
-    def _whole_on(self, rows: int) -> frozenset[str]:
-        """Return the parameters that every replica reads whole: no slices, and no experts that only one replica has."""
-        if rows not in self._read_whole:
+    def _read_by_all(self, rows: int) -> frozenset[str]:
+        """Return the parameters that each of ``rows`` replicas reads whole: no slices, and no experts that only one replica has."""
+        if rows not in self._known_replicated:
             try:
-                summed = self._model.cut(Mesh((("data", rows),))).part.sums
+                sums = self._model.cut(Mesh((("data", rows),))).part.sums
             except ConfigError:
-                summed = ()
-            self._read_whole[rows] = frozenset(each.parameter for each in summed) & self._sizes.keys()
-        return self._read_whole[rows]
+                sums = ()
+            self._known_replicated[rows] = frozenset(each.parameter for each in sums) & self._sizes.keys()
+        return self._known_replicated[rows]
 
 
 def _longest_axis(axes: Axes, parameter: str) -> int:
     """Return the longest axis over which a parameter could be sharded; 0 if no node reads it."""
     if parameter not in axes.tensors:
         return 0
-    return max((size for each in axes.of(parameter) for axis in each if isinstance(size := axes.sizes[axis], int)), default=0)
+    sizes = (axes.sizes[axis] for dimension in axes.of(parameter) for axis in dimension)
+    return max((size for size in sizes if isinstance(size, int)), default=0)
 
 
 _LARGE = 1e18

@@ -1,21 +1,21 @@
-"""How long a step on a V takes at least, whatever the cuts are: means of paths through its schedule, one for each way through each rank.
+"""Lower bounds of a step on a V schedule over all stage cuts: weighted means of paths through the schedule.
 
-Rank r runs stage r, on the way down, and stage S-1-r, on the way up. A path through rank r is a chain of actions of which each waits for
+Rank r runs stage r, on the way down, and stage S-1-r, on the way up. A path through rank r is a chain of actions, each of which waits for
 the one before it:
 
-    before     forwards of the first microbatch through all stages above the rank's first one, or above its second one
-    on it      what the rank does from there on, in its order: all of it, or all up to the last backward of its second stage, or first one
-    behind     backwards of the last microbatch through all stages above, down to stage 0, and what rank 0 has left to do then
+    before     forwards of the first microbatch through all stages before the rank's first stage, or before its second one
+    on it      the rank's actions from there on: all, or all up to the last backward of its second stage, or of its first stage
+    behind     backwards of the last microbatch through the stages before that one, down to stage 0, and the last actions of rank 0
 
     two ranks, two microbatches, ZBV; one of the paths through rank 1, in capitals
 
     rank 0   0F0 0f1 ... 3f0 3i0 3w0 3f1 3i1 3w1 0i0 0w0 ... 0I1 0W1
     rank 1   ... 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1w1
 
-A path counts each half of each stage so many times: its length is linear in the times of the stages. No step is shorter than any mean of
-paths, so a unit takes at least what it counts in that mean wherever it counts least; units are added up, each at its least. That is true of
-every mean. The one that is used is nearly the best for stages that share a model's time evenly: kinds of paths in a few mixtures, ranks
-weighed such that a second counts about the same in all stages.
+A path contains each half of each stage a number of times, so its length is linear in the times of the stages. A step is at least as long as
+any weighted mean of paths. In that mean a unit counts at least as in the stage where it counts least, so the sum over units of that is a
+bound for all cuts. Any weights give a bound; those used are nearly the best for stages of equal time: a few mixtures of the kinds of paths,
+and weights of ranks for which a second of work counts about the same in all stages.
 """
 
 from __future__ import annotations
@@ -44,132 +44,128 @@ _MIXTURES = np.array(
         [[0.0, 0.1, 0.1], [0.0, 0.7, 0.1]],
     ]
 )
-"""(T, 2, 3) how much of each way through a rank is in a mean: all are tried, since the microbatches for each rank decide which is best."""
+"""(T, 2, 3) weights of the kinds of paths in T means; all are tried, as the best depends on the number of microbatches for each rank."""
 
-_N_TO_THE_END = 3
-"""How many of them have no backwards behind a rank."""
+_N_WITHOUT_BEHIND = 3
+"""The first mixtures, which have no backwards behind a rank."""
 
 _MOST_RANKS = 32
-"""Ranks up to which what lies behind a rank is read off the schedule."""
+"""The most ranks for which the actions behind a rank are read from the schedule."""
 
 _ROUNDS = 12
-"""How often the weights of ranks are mended."""
+"""Number of adjustments of the weights of ranks."""
 
-_SHARE = 0.05
-"""To which shares of halves are rounded, of the model for which weights are sought."""
+_STEP = 0.05
+"""Fractions of halves are rounded to multiples of this, so that weights are cached for similar models."""
 
 
 def least_on_v(name: str, n_ranks: int, count: int, halves: Floats, exchanged: tuple[float, float] = (0.0, 0.0)) -> float:
-    """Seconds of a step, at least.
+    """Return a lower bound of the seconds of a step.
 
     Args:
         count: microbatches.
-        halves: (3, N, K) seconds of the forward of each unit and of the halves of its backward, for one microbatch, on kinds of devices.
-        exchanged: seconds that units wait for the other ranks of their stages besides, forward and backward, whichever they are.
+        halves: (3, N, K) seconds of each unit's forward, and of the halves of its backward, for one microbatch, on kinds of devices.
+        exchanged: seconds of all collectives inside stages, forward and backward, wherever they are.
     """
-    each, forwards, backwards = _least(name, n_ranks, count, halves.shape, halves.tobytes())
-    return float((each + forwards * exchanged[0] + backwards * exchanged[1]).max())
+    of_units, forward_counts, backward_counts = _bounds_by_mean(name, n_ranks, count, halves.shape, halves.tobytes())
+    return float((of_units + forward_counts * exchanged[0] + backward_counts * exchanged[1]).max())
 
 
 @lru_cache(maxsize=4096)
-def _least(name: str, n_ranks: int, count: int, shape: tuple[int, ...], numbers: bytes) -> tuple[Floats, Floats, Floats]:
-    """Of each mean: what the units count at least, and how often a second of any stage does, forward and backward.
+def _bounds_by_mean(name: str, n_ranks: int, count: int, shape: tuple[int, ...], numbers: bytes) -> tuple[Floats, Floats, Floats]:
+    """Return (T,) for each mean the bound by units, and the least count of a forward and of an input half over all stages.
 
-    Asked for again on every mesh whose microbatches are as large.
+    The array ``halves`` is given as ``shape`` and bytes (``numbers``), for the cache.
     """
     halves = np.frombuffer(numbers).reshape(shape)
-    shares = halves.min(axis=2).sum(axis=1)
-    if not shares.sum() > 0:
+    fractions = halves.min(axis=2).sum(axis=1)
+    if not fractions.sum() > 0:
         return np.zeros(1), np.zeros(1), np.zeros(1)
-    forward, inputs, _ = np.rint(shares / shares.sum() / _SHARE).astype(int).tolist()
-    means = _means(name, n_ranks, count, forward, inputs)
-    each = np.tensordot(means, halves.reshape(3, -1), (1, 0)).min(axis=1)  # (T, N K), each where it counts least
-    units = each.reshape(len(each), *halves.shape[1:]).min(axis=2).sum(axis=1)
-    return units, means[:, 0].min(axis=1), means[:, 1].min(axis=1)
+    forward, inputs, _ = np.rint(fractions / fractions.sum() / _STEP).astype(int).tolist()
+    counts = _counts_of_means(name, n_ranks, count, forward, inputs)
+    of_units = np.tensordot(counts, halves.reshape(3, -1), (1, 0)).min(axis=1)  # (T, N K), in the stage where each counts least
+    total = of_units.reshape(len(of_units), *halves.shape[1:]).min(axis=2).sum(axis=1)
+    return total, counts[:, 0].min(axis=1), counts[:, 1].min(axis=1)
 
 
 @lru_cache(maxsize=512)
-def _means(name: str, n_ranks: int, count: int, forward: int, inputs: int) -> Floats:
-    """(T, 3, S) how often each half of each stage is counted, in means for units of such shares."""
-    shares = np.array([forward * _SHARE, inputs * _SHARE, 1 - (forward + inputs) * _SHARE])
+def _counts_of_means(name: str, n_ranks: int, count: int, forward: int, inputs: int) -> Floats:
+    """Return (T, 3, S) how often T means count each half of each stage, with weights for equal stages.
+
+    ``forward`` and ``inputs`` are the fractions of time of forwards and of input halves, in units of ``_STEP``.
+    """
+    fractions = np.array([forward * _STEP, inputs * _STEP, 1 - (forward + inputs) * _STEP])
     paths = _Paths(name, n_ranks, count)
     weights = np.full((len(paths.mixtures), n_ranks), 1 / n_ranks)
-    best, chosen = np.full(len(weights), -np.inf), weights
+    best, best_weights = np.full(len(weights), -np.inf), weights
     for _ in range(_ROUNDS):
-        each = np.tensordot(paths.counts(weights), shares, (1, 0))
-        least = each.min(axis=1)
-        chosen = np.where((least > best)[:, None], weights, chosen)
+        of_stages = np.tensordot(paths.counts(weights), fractions, (1, 0))
+        least = of_stages.min(axis=1)
+        best_weights = np.where((least > best)[:, None], weights, best_weights)
         best = np.maximum(best, least)
-        lower = np.minimum(each[:, :n_ranks], each[:, : n_ranks - 1 : -1])
-        weights = np.maximum(weights + (lower.mean(axis=1, keepdims=True) - lower) / count / 2, 0.0)
+        of_ranks = np.minimum(of_stages[:, :n_ranks], of_stages[:, : n_ranks - 1 : -1])
+        weights = np.maximum(weights + (of_ranks.mean(axis=1, keepdims=True) - of_ranks) / count / 2, 0.0)
         weights /= weights.sum(axis=1, keepdims=True)
-    return paths.counts(chosen)
+    return paths.counts(best_weights)
 
 
 class _Paths:
-    """The paths through each rank.
-
-    Args:
-        count: microbatches.
-    """
+    """The paths of ``count`` microbatches through each rank, of 2 x 3 kinds: from either stage, to its end or a last backward."""
 
     def __init__(self, name: str, n_ranks: int, count: int) -> None:
         forwards_ahead = SCHEDULES[name].forwards_ahead
-        assert forwards_ahead is not None  # else nothing is known of the order
-        self.mixtures = _MIXTURES if n_ranks <= _MOST_RANKS else _MIXTURES[:_N_TO_THE_END]
-        left = np.zeros((3, 3, n_ranks, 2))
-        self._whole = np.zeros(2 * n_ranks)
+        assert forwards_ahead is not None  # the order of the rank's forwards is known
+        self.mixtures = _MIXTURES if n_ranks <= _MOST_RANKS else _MIXTURES[:_N_WITHOUT_BEHIND]
+        left = np.zeros((3, 3, n_ranks, 2))  # (end of the path, half, rank, stage of the rank)
+        self._is_whole = np.zeros(2 * n_ranks)
         if n_ranks <= _MOST_RANKS:
-            left[1:], self._whole = _ends(name, n_ranks, min(count, 2 * n_ranks))
-        self._last = left[2, :, 0]
-        on_it = np.full((2, 3, 3, n_ranks, 2), float(count)) - left
+            left[1:], self._is_whole = _actions_left(name, n_ranks, min(count, 2 * n_ranks))
+        self._last_of_rank_0 = left[2, :, 0]
+        on_rank = np.full((2, 3, 3, n_ranks, 2), float(count)) - left  # (start of the path, end, half, rank, stage of the rank)
         ahead = np.minimum([forwards_ahead(n_ranks, rank) for rank in range(n_ranks)], count)
-        on_it[1, :, 0, :, 0] -= ahead
-        self._on_it = np.einsum("tbe,behrs->thrs", self.mixtures, on_it)
+        on_rank[1, :, 0, :, 0] -= ahead
+        self._on_rank = np.einsum("tbe,behrs->thrs", self.mixtures, on_rank)
 
     def counts(self, weights: Floats) -> Floats:
-        """(T, 3, S) how often means count each half of each stage.
-
-        Args:
-            weights: (T, R) of the paths through each rank.
-        """
+        """Return (T, 3, S) how often means count each half of each stage; ``weights``: (T, R) of the paths through each rank."""
         mixtures = self.mixtures[:, :, :, None]
         starts, ends = mixtures.sum(axis=2), mixtures.sum(axis=1)
-        on_it = self._on_it * weights[:, None, :, None]
-        counts = np.concatenate([on_it[..., 0], on_it[..., ::-1, 1]], axis=2)
-        below = 1 - np.cumsum(weights, axis=1)  # weights of the ranks that have a stage of the way down above them
-        above = (np.cumsum(weights, axis=1) - weights)[:, ::-1]  # weights of the ranks that have one of the way up in front of them
-        first, second = np.concatenate([below, 0 * above], axis=1), np.concatenate([0 * below + 1, above], axis=1)
-        behind = ends[:, 1] * second + ends[:, 2] * first
-        counts[:, 0] += starts[:, 0] * first + starts[:, 1] * second
+        on_rank = self._on_rank * weights[:, None, :, None]
+        counts = np.concatenate([on_rank[..., 0], on_rank[..., ::-1, 1]], axis=2)
+        down = 1 - np.cumsum(weights, axis=1)  # for each stage of the way down, the weights of the ranks whose first stage is behind it
+        up = (np.cumsum(weights, axis=1) - weights)[:, ::-1]  # for each stage of the way up, those whose second stage is behind it
+        before_first, before_second = np.concatenate([down, 0 * up], axis=1), np.concatenate([0 * down + 1, up], axis=1)
+        behind = ends[:, 1] * before_second + ends[:, 2] * before_first
+        counts[:, 0] += starts[:, 0] * before_first + starts[:, 1] * before_second
         counts[:, 1] += behind
-        counts[:, 2] += behind * self._whole
-        counts[:, :, [0, -1]] += (ends[:, 1] + ends[:, 2])[:, :, None] * self._last
-        kept: Floats = np.maximum(counts, 0.0)  # sums of nothing are not exactly nothing
-        return kept
+        counts[:, 2] += behind * self._is_whole
+        counts[:, :, [0, -1]] += (ends[:, 1] + ends[:, 2])[:, :, None] * self._last_of_rank_0
+        clipped: Floats = np.maximum(counts, 0.0)  # rounding can make zeros negative
+        return clipped
 
 
 @lru_cache(maxsize=256)
-def _ends(name: str, n_ranks: int, count: int) -> tuple[Floats, Floats]:
-    """What each rank has left to do after the last backward of its second stage, and of its first one: (2, 3, R, 2) halves of its stages.
+def _actions_left(name: str, n_ranks: int, count: int) -> tuple[Floats, Floats]:
+    """Return the actions of each rank after the last backward of its second stage, and after that of its first stage.
 
-    And (S,) 1 where that backward of a stage is whole.
+    Returns:
+        (2, 3, R, 2) how often each half of each of the rank's stages runs after it, and (S,) 1 if a stage's last backward is not split.
     """
-    left, whole = np.zeros((2, 3, n_ranks, 2)), np.zeros(2 * n_ranks)
-    for index in range(n_ranks):
-        moves = SCHEDULES[name].pattern(Rank(n_ranks, (0, 1), count, index, n_ranks - 1 - index))
-        if count < 2 * n_ranks:  # some are left out
+    left, is_whole = np.zeros((2, 3, n_ranks, 2)), np.zeros(2 * n_ranks)
+    for rank in range(n_ranks):
+        moves = SCHEDULES[name].pattern(Rank(n_ranks, (0, 1), count, rank, n_ranks - 1 - rank))
+        if count < 2 * n_ranks:  # some moves of the pattern have no microbatch
             moves = [(action.stage, action.kind) for action in numbered(moves, count)]
-        for place, way in ((1, 0), (0, 1)):
-            last = next(number for number in reversed(range(len(moves))) if moves[number][0] == place and moves[number][1] in _BACKWARDS)
-            whole[(index, -1 - index)[place]] = moves[last][1] is ActionKind.BACKWARD
-            for (stage, kind), number in Counter(moves[last + 1 :]).items():
-                left[way, _HALVES[kind], index, stage] += number
-    return left, whole
+        for end, stage in enumerate((1, 0)):
+            last = max(number for number, move in enumerate(moves) if move[0] == stage and move[1] in _SENDS_GRADIENT)
+            is_whole[(rank, -1 - rank)[stage]] = moves[last][1] is ActionKind.BACKWARD
+            for (later_stage, kind), number in Counter(moves[last + 1 :]).items():
+                left[end, _HALVES[kind], rank, later_stage] += number
+    return left, is_whole
 
 
-_BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-"""What sends a gradient on."""
+_SENDS_GRADIENT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+"""The actions that send a gradient to the stage before."""
 
 _HALVES = {ActionKind.FORWARD: [0], ActionKind.BACKWARD_INPUT: [1], ActionKind.BACKWARD_WEIGHT: [2], ActionKind.BACKWARD: [1, 2]}
 """The halves of a stage that a move computes."""

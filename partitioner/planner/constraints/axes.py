@@ -1,7 +1,7 @@
 """The axes that the user assigns to mesh dimensions: by name, or by transformers' tensor-parallel patterns.
 
 axes={"heads": "tensor"}                       every axis of that name; "ffn[3]" one of them
-axes={"batch": "tile"}                         another axis than space that tiles shard in some layers, where that is cheaper
+axes={"batch": "tile"}                         another axis than space, which tiles shard in the layers in which that is cheaper
 axes={"height[2]": "tile"}                     an axis of space that tiles must shard; the others are planned
 tp_plan={"layers.*.mlp.up_proj": "colwise"}    the output axis of the weight: it stays in the result
 tp_plan={"layers.*.mlp.down_proj": "rowwise"}  the input axis of the weight: contracted, or looked up
@@ -25,7 +25,7 @@ from passes.ir.layout import SPACE, Shard
 from passes.ir.mesh import ROWS, STAGES, TILE, TILES, Mesh
 from passes.spmd.propagate import Layouts
 
-__all__ = ["NAMED_FIRST", "SEQUENCE", "check_dimensions", "check_kept", "constrained_axes", "named_dimensions"]
+__all__ = ["NAMED_FIRST", "SEQUENCE", "check_dimensions", "check_sharded", "constrained_axes", "named_dimensions"]
 
 SEQUENCE = "sequence"
 """The name of the axes of ``"sequence_parallel"``, and of the mesh dimension that shards them."""
@@ -54,7 +54,7 @@ def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
     if constraints.tp_plan:
         named.append(("tp_plan", TENSOR))
     for said, dimension in named:
-        if dimension not in mesh.names and not _over(dimension, mesh):
+        if dimension not in mesh.names and not _dimensions_named(dimension, mesh):
             raise ConfigError(
                 f"{said} names the mesh dimension {dimension!r}, and the mesh has {', '.join(mesh.names)}",
                 remedy=f'choose one of these, or add it: mode={{"{dimension}": 2, ...}}',
@@ -71,11 +71,11 @@ def constrained_axes(
     Raises:
         ConfigError: an axis is unknown, too short, or of the wrong kind; a pattern matches nothing or says what is unknown.
     """
-    found: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())
+    assigned: dict[str, tuple[int, ...]] = dict.fromkeys(mesh.names, ())
     batch = batch_axes(graph, axes)
-    for name, dimension in _named(constraints, mesh):
+    for name, dimension in _named_axes(constraints, mesh):
         where = dimension_named((constraints.axes or {})[name])
-        wanted = _of_dimension(axes, mesh, dimension, axes_named(name, names))
+        wanted = _without_other_space(axes, mesh, dimension, axes_named(name, names))
         if not wanted:
             continue
         is_routed = dimension in ROWS and all(names[axis].startswith(f"{EXPERTS}[") for axis in wanted)
@@ -93,58 +93,58 @@ def constrained_axes(
                 f"axes={{{name!r}: {where!r}}}: {name} has size {sizes} and cannot be cut into {mesh.length(dimension)} parts",
                 remedy="cut an axis that is long enough, over fewer devices",
             )
-        found[dimension] += tuple(axis for axis in fitting if axis not in found[dimension])
+        assigned[dimension] += tuple(axis for axis in fitting if axis not in assigned[dimension])
     for pattern, style in (constraints.tp_plan or {}).items():
         for axis in _axes_of_pattern(graph, axes, names, pattern, style, mesh.length(TENSOR)):
-            if axis not in found[TENSOR]:
-                found[TENSOR] += (axis,)
-    return found
+            if axis not in assigned[TENSOR]:
+                assigned[TENSOR] += (axis,)
+    return assigned
 
 
-def check_kept(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> None:
+def check_sharded(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> None:
     """Raise ConfigError for a named axis over which the layouts shard nothing.
 
     Of several axes that tiles may shard instead of space, one suffices.
     """
-    may_stand_in = _standing_in(names, mesh, constraints, layouts)
+    instead_of_space = _sharded_instead_of_space(names, mesh, constraints, layouts)
     for name, where in (constraints.axes or {}).items():
-        over = {mesh.names.index(each) for each in _over(dimension_named(where), mesh)}
+        dimensions = {mesh.names.index(dimension) for dimension in _dimensions_named(dimension_named(where), mesh)}
         wanted = set(axes_named(name, names))
-        cut = _cuts_any(layouts, wanted, over)
-        places = (layout[index] for layout in layouts.stored.values() for index in over)
-        held = any(isinstance(place, Shard) and place.axis in wanted for place in places)
-        if not cut and not held and not wanted & may_stand_in:
+        shards_op = _shards_any(layouts, wanted, dimensions)
+        stored = (layout[index] for layout in layouts.stored.values() for index in dimensions)
+        shards_parameter = any(isinstance(placement, Shard) and placement.axis in wanted for placement in stored)
+        if not shards_op and not shards_parameter and not wanted & instead_of_space:
             raise ConfigError(
                 f"axes={{{name!r}: {where!r}}}: no operation of the model can be cut by {name}", remedy="leave it out, or name another axis"
             )
 
 
-def _standing_in(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:
+def _sharded_instead_of_space(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:
     """Return the axes that the user lets tiles shard instead of space, if the layouts shard any of them; else none.
 
-    axes={"batch": "tile", "height": "tile"}    the batch axes, where some layer is sharded by one of them
+    axes={"batch": "tile", "height": "tile"}    the batch axes, if some layer is sharded by one of them
     """
     for_tiles = [name for name, where in (constraints.axes or {}).items() if dimension_named(where) == TILE]
     axes = [axis for name in for_tiles for axis in axes_named(name, names)]
     not_spatial = frozenset(axis for axis in axes if not names[axis].startswith((*SPACE, "length")))
     tile_dimensions = [index for index, name in enumerate(mesh.names) if name in TILES]
-    return not_spatial if _cuts_any(layouts, not_spatial, tile_dimensions) else frozenset()
+    return not_spatial if _shards_any(layouts, not_spatial, tile_dimensions) else frozenset()
 
 
-def _cuts_any(layouts: Layouts, axes: Collection[int], dimensions: Collection[int]) -> bool:
-    """Return whether an operation is cut along one of the axes, over one of the mesh dimensions (by index)."""
-    found = (cuts[index] for cuts in layouts.cuts.values() for index in dimensions)
-    return any(cut is not None and cut.axis in axes for cut in found)
+def _shards_any(layouts: Layouts, axes: Collection[int], dimensions: Collection[int]) -> bool:
+    """Return whether one of the mesh dimensions (by index) shards an op along one of the axes."""
+    cuts = (cuts_of_op[index] for cuts_of_op in layouts.cuts.values() for index in dimensions)
+    return any(cut is not None and cut.axis in axes for cut in cuts)
 
 
-def _over(dimension: str, mesh: Mesh) -> tuple[str, ...]:
+def _dimensions_named(dimension: str, mesh: Mesh) -> tuple[str, ...]:
     """Return the dimensions of a mesh with a name; ``tile`` stands for all dimensions of a grid of tiles."""
     if dimension == TILE:
         return tuple(name for name in mesh.names if name in (TILE, *TILES))
     return (dimension,) if dimension in mesh.names else ()
 
 
-def _of_dimension(axes: Axes, mesh: Mesh, dimension: str, wanted: tuple[int, ...]) -> tuple[int, ...]:
+def _without_other_space(axes: Axes, mesh: Mesh, dimension: str, wanted: tuple[int, ...]) -> tuple[int, ...]:
     """Return the wanted axes without those of space that another dimension of a grid of tiles shards (height or width)."""
     if dimension not in TILES:
         return wanted
@@ -153,16 +153,17 @@ def _of_dimension(axes: Axes, mesh: Mesh, dimension: str, wanted: tuple[int, ...
     return tuple(axis for axis in wanted if axis not in others)
 
 
-def _named(constraints: Constraints, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """Yield the names of axes, each with the mesh dimensions that it is assigned to."""
+def _named_axes(constraints: Constraints, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Yield (name of axes, mesh dimension) of all assignments by the user."""
     for name, where in (constraints.axes or {}).items():
-        yield from ((name, dimension) for dimension in _over(dimension_named(where), mesh))
+        yield from ((name, dimension) for dimension in _dimensions_named(dimension_named(where), mesh))
 
 
 # -- patterns ------------------------------------------------------------------------------------------------------------------------
 
 
 def _axes_of_pattern(graph: ModelGraph, axes: Axes, names: tuple[str, ...], pattern: str, style: str, count: int) -> Iterator[int]:
+    """Yield the axes that one entry of ``tp_plan`` shards over ``count`` ranks; raise ConfigError if there are none."""
     kind = _STYLES.get(style)
     if kind is None:
         raise ConfigError(f"tp_plan[{pattern!r}]: there is no style {style!r}", remedy=f"choose one of {', '.join(_STYLES)}")
@@ -203,12 +204,7 @@ def _parameters_matching(graph: ModelGraph, pattern: str) -> list[str]:
 
 
 def _axes_of_weight(graph: ModelGraph, axes: Axes, names: tuple[str, ...], name: str, kind: str, count: int) -> Iterator[int]:
-    """Yield the axis to shard of a weight: the first dimension of the kind, ``"kept"`` in the result or ``"summed"``; none of a vector.
-
-    Args:
-        kind: ``"kept"`` or ``"summed"``.
-        count: ranks; the axis must be at least as long.
-    """
+    """Yield the axis to shard of a matrix over ``count`` ranks: of its first dimension that is ``"kept"`` or ``"summed"``."""
     if name not in axes.tensors or len(axes.of(name)) < 2:
         return
     for dimension, each in enumerate(axes.of(name)):
@@ -216,27 +212,33 @@ def _axes_of_weight(graph: ModelGraph, axes: Axes, names: tuple[str, ...], name:
             continue
         fitting = [axis for axis in each if fits(axes, axis, count)]
         if fitting:
-            yield min(fitting, key=lambda axis: _rank(names[axis]))
+            yield min(fitting, key=lambda axis: _priority(names[axis]))
             return
 
 
-def _rank(name: str) -> int:
+def _priority(name: str) -> int:
+    """Return the place of an axis name in ``NAMED_FIRST``."""
     base = name.partition("[")[0]
     return NAMED_FIRST.index(base) if base in NAMED_FIRST else len(NAMED_FIRST)
 
 
 def _kind_of(graph: ModelGraph, axes: Axes, name: str, dimension: int) -> str | None:
-    """Return whether calls have a dimension of a weight in their result (``"kept"``) or sum over it; None if no call reads it."""
+    """Return whether the first call with several operands that loops over a dimension of a weight keeps or sums it, or None.
+
+    Returns:
+        ``"kept"`` if its loops are dimensions of the result, else ``"summed"``.
+    """
     for node in _readers(graph, name):
         loops = axes.loops.get(node.name)
-        if loops is None:
+        if loops is None or len(loops.operands) < 2:
             continue
         place = next(place for place, operand in enumerate(axes.operands[node.name]) if _source(operand) == name)
-        factors = {axis: factor for factor, each in enumerate(axes.factors[node.name]) for axis in each}
-        of_dimension = {factors[axis] for axis in axes.of(name)[dimension] if axis in factors}
-        kept = {factor for result in loops.results for each in result for factor in each}
-        if len(loops.operands) > 1 and of_dimension & {factor for each in loops.operands[place] for factor in each}:
-            return "kept" if of_dimension <= kept else "summed"
+        loop_of = {axis: loop for loop, axes_of_loop in enumerate(axes.factors[node.name]) for axis in axes_of_loop}
+        of_dimension = {loop_of[axis] for axis in axes.of(name)[dimension] if axis in loop_of}
+        of_result = {loop for result in loops.results for result_dimension in result for loop in result_dimension}
+        of_operand = {loop for operand_dimension in loops.operands[place] for loop in operand_dimension}
+        if of_dimension & of_operand:
+            return "kept" if of_dimension <= of_result else "summed"
     return None
 
 

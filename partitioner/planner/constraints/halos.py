@@ -21,11 +21,7 @@ __all__ = ["asked_strategies", "check_halos"]
 
 
 def check_halos(constraints: Constraints, mesh: Mesh | None) -> None:
-    """Raise ConfigError where nothing exchanges halos, or for a word that says nothing.
-
-    Args:
-        mesh: that was asked for; None: of one device, or open.
-    """
+    """Raise ConfigError if the named mesh (None: none, or one device) exchanges no halos, or for an unknown strategy."""
     if constraints.halo is None:
         return
     if mesh is None or not any(name in (TILE, *TILES) for name in mesh.names):

@@ -1,4 +1,4 @@
-"""From what the user decided to what the stage cutter understands: forced boundaries, and stages that a unit may be in."""
+"""Translate constraints on stages for the stage cutter: into forced boundaries, and the stages that each unit may be in."""
 
 from __future__ import annotations
 
@@ -85,30 +85,30 @@ class _Names:
         self._known = modules_and_nodes.union(parameters)
 
     def check(self, name: str) -> bool:
-        """True; raises ConfigError when no module, parameter or node has the name."""
+        """Return True; raise ConfigError if no module, parameter or node has the name."""
         check_module(name, self._known, "the constraints name")
         return True
 
     def units(self, name: str) -> list[int]:
-        """The units of a module or node, in order; empty for a module that computes nothing of its own."""
+        """Return the units of a module or node, in order; none for a module that computes nothing."""
         self.check(name)
         nodes = [node for node, module in self.module_of.items() if node == name or _is_inside(module, name)]
         return sorted({self._unit_of[node] for node in nodes if node in self._unit_of})
 
     def boundary(self, name: str, at_end: bool) -> int:
-        """The boundary at the beginning or behind the end of a module."""
+        """Return the boundary at the beginning or the end of a module; raise ConfigError if stages cannot be cut there."""
         units = self.units(name)
         where = "behind" if at_end else "in front of"
         if not units:
             raise ConfigError(
                 f"split_spec cuts {where} {name!r}, which computes nothing", place=Place(module=name), remedy="cut at another module"
             )
-        edge = self._points.units[units[-1] if at_end else units[0]]
-        outside = edge[-1] if at_end else self._points.starts[units[0]]
+        edge_unit = self._points.units[units[-1] if at_end else units[0]]
+        edge_node = edge_unit[-1] if at_end else self._points.starts[units[0]]
         boundary = units[-1] + 1 if at_end else units[0]
-        if not _is_inside(self.module_of[outside], name) and outside != name:
+        if not _is_inside(self.module_of[edge_node], name) and edge_node != name:
             raise ConfigError(
-                f"split_spec cuts {where} {name!r}, where something crosses that cannot be sent: {', '.join(edge)} stay together",
+                f"split_spec cuts {where} {name!r}, where something crosses that cannot be sent: {', '.join(edge_unit)} stay together",
                 place=Place(module=name),
                 remedy="cut at another module",
             )
@@ -124,7 +124,7 @@ def _is_inside(module: str, name: str) -> bool:
 
 
 def _split_point(name: str, where: Any) -> bool:
-    """Whether the cut is at the end of the module."""
+    """Return whether the cut is at the end of the module; raise ConfigError if ``where`` is no split point."""
     text = str(getattr(where, "name", where)).lower()
     if text not in ("beginning", "end"):
         raise ConfigError(f"split_spec[{name!r}] is {where!r}", remedy='write "beginning" or "end", or a SplitPoint')
@@ -134,7 +134,7 @@ def _split_point(name: str, where: Any) -> bool:
 def _unit_ranks(
     device_map: Mapping[str, int | str | torch.device], names: _Names, points: CutPoints, devices: Sequence[str]
 ) -> dict[int, int]:
-    """Unit -> the rank that the device_map gives it; absent where it says nothing."""
+    """Return unit -> the rank that the device_map assigns it to; units without an entry are absent."""
     entries = {name: _rank(name, device, devices) for name, device in device_map.items() if names.check(name)}
     ranks: dict[int, int] = {}
     for index, unit in enumerate(points.units):
@@ -153,19 +153,20 @@ def _unit_ranks(
 
 
 def _rank(name: str, device: int | str | torch.device, devices: Sequence[str]) -> int:
+    """Return the rank of an entry of the device_map; raise ConfigError if there is none, or several run on the device."""
     if isinstance(device, int):
         if 0 <= device < len(devices):
             return device
         raise ConfigError(f"device_map puts {name!r} on rank {device}, there are ranks 0 to {len(devices) - 1}", remedy="use one of these")
-    found = [rank for rank, text in enumerate(devices) if text == str(device)]
-    if len(found) == 1:
-        return found[0]
-    problem = f"{len(found)} ranks run there" if found else f"no rank runs there: they run on {', '.join(devices)}"
+    ranks = [rank for rank, text in enumerate(devices) if text == str(device)]
+    if len(ranks) == 1:
+        return ranks[0]
+    problem = f"{len(ranks)} ranks run there" if ranks else f"no rank runs there: they run on {', '.join(devices)}"
     raise ConfigError(f"device_map puts {name!r} on {str(device)!r}, but {problem}", remedy="write the number of the rank")
 
 
 def _check_order(ranks: Mapping[int, int], names: _Names, points: CutPoints) -> None:
-    """With one stage on each rank, data can only go on to later ranks."""
+    """Raise ConfigError if a unit is on an earlier rank than one before it: with one stage a rank, values only go to later ranks."""
     highest, before = -1, ""
     for unit in sorted(ranks):
         module = names.module_of[points.units[unit][0]]

@@ -1,6 +1,6 @@
-"""What the backward of a model keeps and what it computes again, as ``passes.autograd.recompute`` decides it for the stages' graphs.
+"""Select the activations that a backward saves and those that it recomputes, as ``passes.autograd.recompute`` does for stage graphs.
 
-Read from the model's operators, before there is a backward: what each operator's backward keeps, and how large values are.
+There is no backward graph yet: the selection follows from the values that each op saves, and their sizes.
 """
 
 from __future__ import annotations
@@ -27,136 +27,133 @@ CONTRACTIONS |= {aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.g
 
 
 class CheckpointSelection:
-    """What is kept of one rank's part of a model.
+    """The selection for one rank's shard of a model.
 
     Args:
-        within: the nodes that some stage computes; all others every stage has for itself.
+        within: the nodes that belong to units; all others are computed by every stage that needs them.
 
     Attributes:
-        again: the nodes that the backward computes again.
-        savers: allocation that is kept -> the nodes for whose sake.
-        needed: the same if all were kept.
+        recomputed: the nodes that the backward recomputes.
+        savers: saved allocation -> the nodes whose backward needs it, or values recomputed from it.
+        needed: the same if nothing were recomputed, and gathered values were saved whole.
     """
 
     def __init__(self, graph: ModelGraph, cost: GraphCost, within: frozenset[str], recompute: Recompute) -> None:
         self._cost, self._within, self._policy = cost, within, recompute
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._numbers = Numbers(graph.batch_size)
-        self._own: dict[str, int] = {}
+        self._own: dict[str, int] = {}  # node -> its first allocation
         for allocation, maker in cost.maker.items():
             self._own.setdefault(maker, allocation)
-        moved = (each for each in cost.part_of if each not in cost.copies and self._is_dear_to_send(each))
-        self._received = {cost.part_of[each]: each for each in moved}
-        self.again: frozenset[str] = frozenset()
+        received = (each for each in cost.part_of if each not in cost.copies and self._is_saved_as_received(each))
+        self._received = {cost.part_of[each]: each for each in received}
+        self.recomputed: frozenset[str] = frozenset()
         self.needed: Mapping[int, Collection[str]] = self._savers(gathered=True)
         self.savers = self.needed
         if recompute == "full":
-            self._choose(frozenset(name for name in within if self._may_repeat(self._nodes[name])))
+            self._recompute(frozenset(name for name in within if self._can_recompute(self._nodes[name])))
         elif recompute == "selective":
-            enough = ENOUGH * self._bytes()
-            self._choose(self._larger_than_sources())
-            if self._bytes() > enough:
-                self._choose(frozenset(name for name in within if not self._is_dear(self._nodes[name])))
+            enough = ENOUGH * self._saved_bytes()
+            self._recompute(self._larger_than_sources())
+            if self._saved_bytes() > enough:
+                self._recompute(frozenset(name for name in within if not self._is_expensive(self._nodes[name])))
 
-    def made_for(self, place: Mapping[str, int]) -> dict[str, int]:
-        """For each node that is computed again, the last call, of those with a place, whose backward needs it or what is made from it."""
-        made_by: dict[str, set[int]] = {}
+    def last_need(self, position: Mapping[str, int]) -> dict[str, int]:
+        """Return recomputed node -> the last ``position`` of a call whose backward needs its value or one computed from it; -1: none."""
+        needs: dict[str, set[int]] = {}
         for allocation, readers in self.needed.items():
-            made_by.setdefault(self._cost.maker[allocation], set()).update(place[name] for name in readers if name in place)
-        found: dict[str, int] = {}
+            needs.setdefault(self._cost.maker[allocation], set()).update(position[name] for name in readers if name in position)
+        last: dict[str, int] = {}
         for name, node in reversed(self._nodes.items()):
-            if name in self.again:
-                found[name] = max((*made_by.get(name, ()), *(found.get(user.name, -1) for user in node.users)), default=-1)
-        return found
+            if name in self.recomputed:
+                last[name] = max((*needs.get(name, ()), *(last.get(user.name, -1) for user in node.users)), default=-1)
+        return last
 
-    def _choose(self, again: frozenset[str]) -> None:
-        self.again = again
+    def _recompute(self, nodes: frozenset[str]) -> None:
+        """Select the nodes to recompute."""
+        self.recomputed = nodes
         self.savers = self._savers(gathered=False)
 
-    def _may_repeat(self, node: fx.Node) -> bool:
+    def _can_recompute(self, node: fx.Node) -> bool:
+        """Return whether a second run gives the same value: it draws no random numbers, but for masks drawn from a seed."""
         return node.target is dropout_mask or not draws(node)
 
-    def _is_dear(self, node: fx.Node) -> bool:
-        return packet(node.target) in CONTRACTIONS or not self._may_repeat(node)
+    def _is_expensive(self, node: fx.Node) -> bool:
+        return packet(node.target) in CONTRACTIONS or not self._can_recompute(node)
 
-    def _bytes(self) -> float:
+    def _saved_bytes(self) -> float:
         return sum(float(self._numbers[self._cost.allocation_bytes[allocation]]) for allocation in self.savers)
 
     def _size(self, name: str) -> float:
         return float(self._numbers[self._cost.bytes[name]])
 
     def _larger_than_sources(self) -> frozenset[str]:
-        """What is no contraction with weights, and larger than the kept values that it is made from; views among it.
+        """Return the views, and the nodes larger than the saved values that they are computed from, without contractions with weights.
 
-        Masks are, where they are larger than what the values are made from that they are laid over.
+        A dropout mask is recomputed if it is larger than the saved sources of the values that it is applied to.
         """
-        drawn = {name for name in self._within if self._nodes[name].target is dropout_mask}
-        sources = self._sources(drawn)
-        drawn = {name for name in drawn if all(self._is_larger(name, reader, sources) for reader in self._nodes[name].users)}
-        return frozenset(name for name, made_from in self._sources(drawn).items() if name in self._within and made_from != {name})
+        masks = {name for name in self._within if self._nodes[name].target is dropout_mask}
+        sources = self._sources(masks)
+        masks = {name for name in masks if all(self._is_larger(name, reader, sources) for reader in self._nodes[name].users)}
+        return frozenset(name for name, saved in self._sources(masks).items() if name in self._within and saved != {name})
 
     def _is_larger(self, mask: str, reader: fx.Node, sources: Mapping[str, frozenset[str]]) -> bool:
-        laid_over = {value.name for value in reader.all_input_nodes} - {mask}
-        return self._size(mask) > sum(map(self._size, frozenset[str]().union(*(sources[value] for value in laid_over))))
+        """Return whether a mask is larger than the saved sources of the other operands of a call that reads it."""
+        others = {value.name for value in reader.all_input_nodes} - {mask}
+        return self._size(mask) > sum(map(self._size, frozenset[str]().union(*(sources[value] for value in others))))
 
-    def _sources(self, drawn: Collection[str]) -> dict[str, frozenset[str]]:
-        """The kept values from which each is made, itself alone where it is kept.
-
-        Args:
-            drawn: masks that are drawn from nothing.
-        """
+    def _sources(self, recomputed_masks: Collection[str]) -> dict[str, frozenset[str]]:
+        """Return node -> the saved values that it is recomputed from; the node itself if it is saved."""
         sources: dict[str, frozenset[str]] = {}
         for name, node in self._nodes.items():
             if name not in self._within:
-                is_value = node.op == "placeholder" and name not in self._cost.gradients
-                sources[name] = frozenset({name}) if is_value and node.users else frozenset()
+                is_input = node.op == "placeholder" and name not in self._cost.gradients
+                sources[name] = frozenset({name}) if is_input and node.users else frozenset()
                 continue
-            made_from = frozenset[str]().union(*(sources[source.name] for source in node.all_input_nodes))
+            of_operands = frozenset[str]().union(*(sources[operand.name] for operand in node.all_input_nodes))
             is_view = not self._cost.nodes[name].forward.launches
-            grows = name in drawn or is_view or self._size(name) > sum(map(self._size, made_from))
-            is_again = grows and not self._is_dear(node) and (node.target is not dropout_mask or name in drawn)
-            sources[name] = made_from if is_again else frozenset({name})
+            if node.target is dropout_mask:
+                is_recomputed = name in recomputed_masks
+            else:
+                is_recomputed = is_view or self._size(name) > sum(map(self._size, of_operands))
+            sources[name] = of_operands if is_recomputed and not self._is_expensive(node) else frozenset({name})
         return sources
 
     def _savers(self, *, gathered: bool) -> dict[int, set[str]]:
-        """Allocations that the backward keeps, with what is needed to make others again.
-
-        Args:
-            gathered: whether values are kept as they are read; else in the parts that ranks have of them.
-        """
+        """Return saved allocation -> the nodes whose backward needs it; ``gathered``: all as ops read them, else shards and sources."""
         savers: dict[int, set[str]] = {}
         for name, kept in self._cost.saved.items():
             if name in self._within:
                 for allocation in kept:
-                    for each in {allocation} if gathered else self._behind(self._in_parts(allocation)):
-                        savers.setdefault(each, set()).add(name)
+                    for saved in {allocation} if gathered else self._saved_for(self._before_gather(allocation)):
+                        savers.setdefault(saved, set()).add(name)
         return savers
 
-    def _in_parts(self, allocation: int) -> int:
-        """What a copy is made from: a rank's part of it, or, where that is dear, what other ranks had a part in."""
-        while allocation in self._cost.part_of and not self._is_dear_to_send(allocation):
+    def _before_gather(self, allocation: int) -> int:
+        """Return the shard that a gathered copy is made from; other received values stay as they are."""
+        while allocation in self._cost.part_of and not self._is_saved_as_received(allocation):
             allocation = self._cost.part_of[allocation]
         return allocation
 
-    def _is_dear_to_send(self, allocation: int) -> bool:
-        """Whether a copy is kept as it came from other ranks: all but what was gathered."""
+    def _is_saved_as_received(self, allocation: int) -> bool:
+        """Return whether a copy from other ranks is saved instead of communicated again: under "selective", unless it was gathered."""
         if self._policy != "selective" or allocation not in self._cost.part_of:
             return False
         sizes, part = self._cost.allocation_bytes, self._cost.part_of[allocation]
         return self._cost.copies.get(allocation, bool(self._numbers[sizes[allocation]] < self._numbers[sizes[part]]))
 
-    def _behind(self, allocation: int) -> set[int]:
-        """An allocation, or those that it is made again from."""
-        if self._cost.maker[allocation] not in self.again or self._is_dear_to_send(allocation):
+    def _saved_for(self, allocation: int) -> set[int]:
+        """Return the saved allocations that an allocation is recomputed from; itself if it is saved."""
+        if self._cost.maker[allocation] not in self.recomputed or self._is_saved_as_received(allocation):
             return {allocation}
-        found, seen, stack = set[int](), set[str](), [self._cost.maker[allocation]]
+        saved, seen, stack = set[int](), set[str](), [self._cost.maker[allocation]]
         while stack:
             name = stack.pop()
             if name in seen or name not in self._within:
                 continue
             seen.add(name)
-            if name in self.again:
+            if name in self.recomputed:
                 stack += [source.name for source in self._nodes[name].all_input_nodes]
             elif name in self._own:
-                found.add(self._received.get(self._own[name], self._own[name]))
-        return found
+                saved.add(self._received.get(self._own[name], self._own[name]))
+        return saved

@@ -1,6 +1,6 @@
-"""What the ranks that share a stage send each other, and how long it takes: from layouts alone, no graph is written.
+"""Collectives between the ranks that share a stage, and their seconds, from layouts alone: no graph is rewritten.
 
-    a value lies   and is read as     forward           backward
+    a value is     and is read as     forward           backward
     Partial        Replicate          all_reduce        -
     Partial        Varying            all_reduce        all_reduce
     Partial        Shard              reduce_scatter    all_gather
@@ -11,9 +11,8 @@
     Replicate      Varying            -                 all_reduce
     Shard          beyond its ends    halo_exchange     halo_exchange
 
-Each change is made once for all readers, in the unit of the first. Gradients of parameters that every rank has whole are summed once a
-step. Small parameters that ranks hold in parts go many in a message (``passes.emit.coalesce_collectives``): each is priced as its part of
-one.
+Each reshard runs once for all readers, in the unit of the first. Gradients of replicated parameters are summed once a step. Collectives of
+small sharded parameters are coalesced (``passes.emit.coalesce_collectives``): each is priced as its fraction of a message.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -46,14 +45,14 @@ __all__ = [
     "Exchange",
     "GradientSum",
     "collectives_between",
-    "counted_together",
     "find_exchanges",
     "find_gradient_sums",
     "find_halos",
-    "part_of_message",
+    "fraction_of_message",
     "reduced_in_parts",
     "shares_of_bucket",
     "sum_seconds",
+    "with_coalescing_counts",
 ]
 
 
@@ -67,10 +66,10 @@ class Exchange:
         dimension: the mesh dimension whose ranks communicate.
         forward: the collective of the forward; None: nothing is sent.
         backward: the collective of the backward; None: nothing is sent.
-        again: a second collective of the backward: the all_gather of a parameter that is not saved gathered.
+        regather: a second collective of the backward: the all_gather of a parameter that is not saved gathered.
         runs: number of contiguous runs of memory in a rank's shard: more than one are copied into a message or out of it.
-        held: whether the value is stored sharded (a parameter): small ones are coalesced (``passes.emit.coalesce_collectives``).
-        together: number of small stored values to coalesce with; 0: unknown.
+        is_stored: whether the value is stored sharded (a parameter): small ones are coalesced.
+        n_coalesced: number of small stored values that can share a message; 0: unknown.
     """
 
     reader: str
@@ -78,57 +77,60 @@ class Exchange:
     dimension: str
     forward: Collective | None
     backward: Collective | None
-    again: Collective | None = None
+    regather: Collective | None = None
     runs: Size = 1
-    held: bool = False
-    together: int = 0
+    is_stored: bool = False
+    n_coalesced: int = 0
 
     def in_stages(self, count: int) -> Exchange:
         """Return the collective in a model of ``count`` stages: each stage coalesces only its own, equal share of the small ones."""
-        return replace(self, together=-(-self.together // count)) if self.together and count > 1 else self
+        return replace(self, n_coalesced=-(-self.n_coalesced // count)) if self.n_coalesced and count > 1 else self
 
     def seconds(self, size: float, links: GroupLinks, runs: float = 1) -> tuple[float, float]:
         """Return the seconds forward and backward; ``size``: bytes, ``runs``: contiguous runs of memory, as numbers."""
-        forward, backward, again = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.backward, self.again))
-        return forward, backward + again
+        forward, backward, regather = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.backward, self.regather))
+        return forward, backward + regather
 
     def _seconds(self, kind: Collective | None, size: float, links: GroupLinks, runs: float) -> float:
+        """Return the seconds of one collective: its messages, minus the latency that coalescing saves, and copies to and from them."""
         if kind is None:
             return 0.0
-        if kind == "all_to_all":  # of what a rank holds
+        if kind == "all_to_all":  # of one rank's shard
             size /= links.n_ranks
-        messages = part_of_message(kind, size, links.n_ranks, self.together) if self.held and kind in _BUNDLED else 1.0
+        can_coalesce = self.is_stored and kind in _COALESCED
+        messages = fraction_of_message(kind, size, links.n_ranks, self.n_coalesced) if can_coalesce else 1.0
         saved = (1 - messages) * links.seconds(kind, 0.0) if messages < 1 else 0.0
         return links.seconds(kind, size) - saved + _COPIES[kind][runs > 1 or messages < 1] * links.copying(size)
 
 
-def part_of_message(kind: Collective, size: float, n_ranks: int, together: int = 0) -> float:
+def fraction_of_message(kind: Collective, size: float, n_ranks: int, n_coalesced: int = 0) -> float:
     """Return the fraction of a coalesced message that a stored value of ``size`` bytes takes; 1 if it is large enough to be sent alone.
 
     Args:
-        together: number of values that can be coalesced; 0: any.
+        n_coalesced: number of values that can share the message; 0: any.
     """
     sent = size if kind == "reduce_scatter" else size / n_ranks
-    return 1.0 if sent >= ALONE_BYTES else max(sent / BUNDLE_BYTES, 1 / together if together else 0.0)
+    return 1.0 if sent >= ALONE_BYTES else max(sent / BUNDLE_BYTES, 1 / n_coalesced if n_coalesced else 0.0)
 
 
-def counted_together(found: Iterable[Exchange], mesh: Mapping[str, int], copies: Callable[[str], Sequence[str]]) -> Iterator[Exchange]:
-    """Set ``Exchange.together`` of stored values: the number of small ones along the same mesh dimension.
+def with_coalescing_counts(
+    exchanges: Sequence[Exchange], mesh: Mapping[str, int], copies: Callable[[str], Sequence[str]]
+) -> Iterator[Exchange]:
+    """Set ``Exchange.n_coalesced`` of stored values: the number of small ones along the same mesh dimension.
 
     Args:
         mesh: mesh dimension -> number of ranks.
         copies: the calls of the whole model that a call of a folded block stands for.
     """
-    every = list(found)
     small = Counter[str]()
-    for each in every:
-        if each.held and float(each.size) < ALONE_BYTES * mesh[each.dimension]:
+    for each in exchanges:
+        if each.is_stored and float(each.size) < ALONE_BYTES * mesh[each.dimension]:
             small[each.dimension] += len(copies(each.reader))
-    return (replace(each, together=small[each.dimension]) if each.held else each for each in every)
+    return (replace(each, n_coalesced=small[each.dimension]) if each.is_stored else each for each in exchanges)
 
 
-_BUNDLED: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
-"""What goes in bundles of values that ranks hold in parts."""
+_COALESCED: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
+"""The collectives of small stored values that are coalesced."""
 
 _COPIES: Mapping[Collective, tuple[int, int]] = {
     "all_reduce": (1, 1),
@@ -137,10 +139,9 @@ _COPIES: Mapping[Collective, tuple[int, int]] = {
     "all_to_all": (1, 2),
     "halo_exchange": (0, 0),
 }
-"""How often a rank copies what is sent, where parts are one run of memory and where they are several.
+"""Copies of a message that a rank makes if shards are one contiguous run of memory, and if they are several.
 
-What is summed is summed in a copy; parts that lie one after another are sent from where they lie. What a halo is put together with is no
-part of the message, and not counted.
+Sums are computed in a copy; contiguous shards are sent without one. The concatenation of a halo is not part of the message.
 """
 
 
@@ -180,7 +181,7 @@ def sum_seconds(size: float, buckets: float, largest: float, links: GroupLinks) 
 
 
 _ROUNDING = 1e-6
-"""Of a sum of shares, and what gradients of no bytes have."""
+"""Margin for the rounding of sums of fractions, and for gradients of no bytes."""
 
 _CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[Collective | None, Collective | None]] = {
     (Partial, Replicate): ("all_reduce", None),
@@ -192,7 +193,7 @@ _CHANGES: Mapping[tuple[type[Placement], type[Placement]], tuple[Collective | No
     (Replicate, Shard): (None, "all_gather"),
     (Replicate, Varying): (None, "all_reduce"),
 }
-"""How a value lies and how it is read -> the collectives."""
+"""(layout of a value, layout that a call needs) -> the collectives, forward and backward."""
 
 
 def collectives_between(have: Placement, need: Placement) -> tuple[Collective | None, Collective | None]:
@@ -202,36 +203,37 @@ def collectives_between(have: Placement, need: Placement) -> tuple[Collective | 
 
 def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> list[Exchange]:
     """Return every collective of a microbatch; ``flowing``: the nodes that have a gradient."""
-    found: dict[object, Exchange] = {}
+    exchanges: dict[object, Exchange] = {}
     for node in graph.graph.nodes:
         if node.name not in layouts.needs:
             continue
         operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
-        read = zip(operands, layouts.needs[node.name], strict=True)
-        changes = (_changes(operand, need, node.name, layouts, sizes, flowing) for operand, need in read)
-        halos, inside = find_halos(node, axes, layouts, sizes, flowing), _inside(node, axes, layouts, sizes, flowing)
-        for key, exchange in itertools.chain(*changes, halos, inside):
-            found.setdefault(key, exchange)
+        reads = zip(operands, layouts.needs[node.name], strict=True)
+        reshards = (_reshards(operand, need, node.name, layouts, sizes, flowing) for operand, need in reads)
+        halos = find_halos(node, axes, layouts, sizes, flowing)
+        decomposed = _decomposed_reductions(node, axes, layouts, sizes, flowing)
+        for key, exchange in itertools.chain(*reshards, halos, decomposed):
+            exchanges.setdefault(key, exchange)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
-    return [replace(each, reader=last) if each.reader == "output" else each for each in found.values()]
+    return [replace(each, reader=last) if each.reader == "output" else each for each in exchanges.values()]
 
 
-def _changes(
+def _reshards(
     operand: fx.Node, need: tuple[Placement, ...], reader: str, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]
 ) -> Iterator[tuple[object, Exchange]]:
     """Yield the collectives that reshard one operand to the layout that a call needs, by a key that equal ones share."""
     have = layouts.results[operand.name][0]
-    for index, ((name, _), lies, wanted) in enumerate(zip(layouts.mesh, have, need, strict=True)):
-        forward, backward = collectives_between(lies, wanted)
+    for index, ((name, _), source, target) in enumerate(zip(layouts.mesh, have, need, strict=True)):
+        forward, backward = collectives_between(source, target)
         backward = backward if operand.name in flowing else None
-        again: Collective | None = "all_gather" if backward is not None and operand.name in sizes.gathered_again else None
+        regather: Collective | None = "all_gather" if backward is not None and operand.name in sizes.gathered_again else None
         if forward is not None or backward is not None:
-            size = sizes.whole_along(operand, need if isinstance(wanted, Shard) else have, index)
-            cut = next((each for each in (wanted, lies) if isinstance(each, Shard)), None)
-            runs = 1 if cut is None else sizes.runs(operand, need if cut is wanted else have, index, cut.dimension)
-            key = (operand.name, index, "sum" if isinstance(lies, Partial) else wanted)
-            held = operand.name in layouts.stored and isinstance(lies, Shard)
-            yield key, Exchange(reader, size, name, forward, backward, again, runs, held)
+            size = sizes.whole_along(operand, need if isinstance(target, Shard) else have, index)
+            shard = next((placement for placement in (target, source) if isinstance(placement, Shard)), None)
+            runs = 1 if shard is None else sizes.runs(operand, need if shard is target else have, index, shard.dimension)
+            key = (operand.name, index, "sum" if isinstance(source, Partial) else target)
+            is_stored = operand.name in layouts.stored and isinstance(source, Shard)
+            yield key, Exchange(reader, size, name, forward, backward, regather, runs, is_stored)
 
 
 def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
@@ -246,34 +248,39 @@ def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, fl
     for slide, place in slides:
         if slide.is_local or slide.owned is None:
             continue
-        read = segments(slide.owned, slide.wanted)
-        pairs = ((reader, owner, copies) for reader, by_owner in enumerate(read) for owner, copies in enumerate(by_owner))
-        most = max(sum(copy.count for copy in copies) for reader, owner, copies in pairs if reader != owner)
+        message_lengths = [
+            sum(copy.count for copy in copies)
+            for reader, by_owner in enumerate(segments(slide.owned, slide.wanted))
+            for owner, copies in enumerate(by_owner)
+            if reader != owner
+        ]
         operand = axes.operands[node.name][place]
         (part,) = sizes.operands(node)[operand]
         backward: Collective | None = "halo_exchange" if operand.name in flowing else None
         key = (operand.name, slide.over, slide.window.dimension, slide.wanted)
-        yield key, Exchange(node.name, part.bytes * most / max(slide.owned), slide.over, "halo_exchange", backward)
+        yield key, Exchange(node.name, part.bytes * max(message_lengths) / max(slide.owned), slide.over, "halo_exchange", backward)
 
 
-def _inside(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:
+def _decomposed_reductions(
+    node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]
+) -> Iterator[tuple[object, Exchange]]:
     """Yield the all_reduces of a decomposed reduction over a sharded axis: statistics for each row of its first operand."""
     for index, factor in reduced_in_parts(node.name, axes, layouts):
-        inside = decomposition_of(node, axes.loops[node.name].factors[factor].name)
-        if inside is None or not isinstance(node.meta["val"], Tensor):
+        decomposition = decomposition_of(node, axes.loops[node.name].factors[factor].name)
+        if decomposition is None or not isinstance(node.meta["val"], Tensor):
             continue
-        name, whole = layouts.mesh[index][0], cast(Size, 1)
-        for each, held in zip(axes.loops[node.name].factors, axes.factors[node.name], strict=True):
-            for axis in held if each.reduction == "whole" else ():
-                whole = whole * sizes.axis(axis, ())
+        name, n_reduced = layouts.mesh[index][0], cast(Size, 1)
+        for loop, axes_of_loop in zip(axes.loops[node.name].factors, axes.factors[node.name], strict=True):
+            for axis in axes_of_loop if loop.reduction == "whole" else ():
+                n_reduced = n_reduced * sizes.axis(axis, ())
         operand = axes.operands[node.name][0]
-        size = sizes.whole_along(operand, layouts.needs[node.name][0], index) / whole
-        if inside.single:
-            size = size * max(SINGLE_BYTES // operand.meta["val"].dtype.itemsize, 1)
-        for place, numbers in enumerate(inside.sends):
-            yield (node.name, index, place), Exchange(node.name, size * numbers, name, "all_reduce", None)
-        for place, numbers in enumerate(inside.returns if node.name in flowing else ()):
-            yield (node.name, index, "back", place), Exchange(node.name, size * numbers, name, None, "all_reduce")
+        row_bytes = sizes.whole_along(operand, layouts.needs[node.name][0], index) / n_reduced  # one number for each row
+        if decomposition.single:
+            row_bytes = row_bytes * max(SINGLE_BYTES // operand.meta["val"].dtype.itemsize, 1)
+        for place, numbers in enumerate(decomposition.sends):
+            yield (node.name, index, place), Exchange(node.name, row_bytes * numbers, name, "all_reduce", None)
+        for place, numbers in enumerate(decomposition.returns if node.name in flowing else ()):
+            yield (node.name, index, "back", place), Exchange(node.name, row_bytes * numbers, name, None, "all_reduce")
 
 
 def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[int, int]]:

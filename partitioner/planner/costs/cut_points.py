@@ -12,8 +12,8 @@ How the units of a folded model repeat:
     folded      unit   0 1 | 2 3 4 | 5 6 7 | 8          block 2 3 4 stands for three copies, 5 6 7 is the last
     unfolded           0 1 | 2 3 4 | 5 6 7 | 8 9 10 | 11 12 13 | 14
 
-What lies in the block is there once a copy. What lies in the block and the last copy crosses from each copy to the next; what lies in
-front, in the block and behind is shared by all copies.
+A parameter of units of the block exists once a copy. A value of units of the block and of the last copy goes from each copy to the next.
+An item of units before, in and after the block is shared by all copies.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class CutPoints:
 
     Attributes:
         units: the nodes of each.
-        starts: for each unit, the name that a plan has for a cut in front of it: its first node, of those that it may begin with.
-        values: what crosses between them.
+        starts: for each unit, the node by which a plan names a cut in front of it: its first node, of those that it may begin with.
+        values: the tensors that cross between them.
         replicated: replicable node -> the units that need it.
-        depth: for each unit, through how many modules a cut in front of it goes.
+        depth: for each unit, the number of modules that a cut in front of it goes through.
     """
 
     units: tuple[tuple[str, ...], ...]
@@ -76,10 +76,10 @@ class CutPoints:
 
 
 def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> CutPoints:
-    """Gather the nodes into units; none for a graph that computes nothing.
+    """Group the nodes into units; none for a graph that computes nothing.
 
     Args:
-        at: the nodes that a unit may begin with, for a graph that is written anew before it is cut; None: all.
+        at: the nodes that a unit may begin with, for a graph that is rewritten before it is cut; None: all.
     """
     replicable = replicable_nodes(graph)
     if replicable.issuperset(node.name for node in graph.computing_nodes()):
@@ -92,7 +92,7 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
     if at is not None:
         blocked = [is_blocked or node.name not in at for node, is_blocked in zip(nodes, blocked, strict=True)]
     units: list[list[str]] = []
-    has_begun = False  # what is written in front of the first node that a unit may begin with belongs to its unit
+    has_begun = False  # nodes before the first one that a unit may begin with belong to its unit
     for node, is_blocked in zip(nodes, blocked, strict=True):
         if not units or (has_begun and not is_blocked):
             units.append([])
@@ -100,7 +100,7 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
         units[-1].append(node.name)
     unit_of = {name: index for index, unit in enumerate(units) for name in unit}
     stacks = {node.name: _module_stack(node) for node in nodes}
-    depth = [0, *(_common(stacks[before[-1]], stacks[after[0]]) for before, after in itertools.pairwise(units))]
+    depth = [0, *(_n_common_modules(stacks[before[-1]], stacks[after[0]]) for before, after in itertools.pairwise(units))]
     return CutPoints(
         units=tuple(tuple(unit) for unit in units),
         starts=tuple(next((name for name in unit if at is None or name in at), unit[0]) for unit in units),
@@ -111,15 +111,15 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
 
 
 def _module_stack(node: fx.Node) -> tuple[str, ...]:
-    """The paths of the modules around a node, the model itself first."""
+    """Return the paths of the modules that contain a node, the model itself first."""
     stack = node.meta.get("nn_module_stack") or {}
     return tuple(re.sub(r"@\d+", "", path) for path, _ in stack.values())
 
 
-def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many modules, the model itself aside, are around both."""
-    shared = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return max(len(list(shared)) - 1, 0)
+def _n_common_modules(first: tuple[str, ...], second: tuple[str, ...]) -> int:
+    """Return the number of modules in both stacks, without the model itself."""
+    common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return max(len(list(common)) - 1, 0)
 
 
 def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mapping[str, int]) -> Iterator[tuple[int, int]]:
@@ -127,14 +127,14 @@ def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mappi
     symbols = set() if graph.batch is None else {graph.batch}
     returned = set(graph.returned)
     for node in nodes:
-        if not _travels(node, symbols):
+        if not _can_be_sent(node, symbols):
             readers = [position[user.name] for user in node.users if user.name in position]
             last = len(position) - 1 if node.name in returned else max(readers, default=0)
             if last > position[node.name]:
                 yield position[node.name], last
 
 
-def _travels(node: fx.Node, symbols: set[object]) -> bool:
+def _can_be_sent(node: fx.Node, symbols: set[object]) -> bool:
     """Return whether a node's value may be sent between stages: one tensor, whose sizes follow from the symbols of batch and sequence.
 
     The receiver allocates it before the sender has computed it.
@@ -158,16 +158,17 @@ def _written_memory(graph: ModelGraph, position: Mapping[str, int]) -> Iterator[
             if storage in memory.writers:
                 members.setdefault(storage, []).append(node)
     for storage, nodes in members.items():
-        places = [position[node.name] for node in nodes if node.name in position]
-        places += [position[name] for name in memory.writers[storage]]
+        positions = [position[node.name] for node in nodes if node.name in position]
+        positions += [position[name] for name in memory.writers[storage]]
         last = max(position[name] for name in memory.writers[storage])
         if nodes[0].op == "placeholder":
-            places += [position[user.name] for node in nodes for user in node.users if user.name in position]
-            last = max(places)
-        yield min(places), last
+            positions += [position[user.name] for node in nodes for user in node.users if user.name in position]
+            last = max(positions)
+        yield min(positions), last
 
 
 def _values(graph: ModelGraph, nodes: Iterable[fx.Node], unit_of: Mapping[str, int]) -> Iterator[CrossingValue]:
+    """Yield the values that a later unit reads; a returned value is read by the last unit, too."""
     returned = set(graph.returned)
     for node in nodes:
         producer = unit_of[node.name]
@@ -180,7 +181,7 @@ def _values(graph: ModelGraph, nodes: Iterable[fx.Node], unit_of: Mapping[str, i
 
 
 def _replicated(graph: ModelGraph, replicable: frozenset[str], unit_of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """For each replicable node, the units that need it: directly, or through other replicable nodes."""
+    """Return replicable node -> the units that need it, directly or through other replicable nodes."""
     needed: dict[str, set[int]] = {}
     returned = set(graph.returned)
     for node in reversed(graph.computing_nodes()):
@@ -202,10 +203,10 @@ class Expansion:
 
     Attributes:
         start, stop: the units of the block.
-        count: how many copies it stands for.
+        count: number of copies that it stands for.
         copies: node or placeholder of the block -> its copies, itself the first.
         points: the units of the whole model, by the names of its nodes.
-        source: (N,) for each of them the unit of the folded model.
+        source: (N,) the folded model's unit of each of them.
     """
 
     start: int
@@ -216,37 +217,40 @@ class Expansion:
     source: Integers
 
     def places(self, units: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """The units that something with these units has in the whole model: one for each copy that there is of it."""
-        length, more = self.stop - self.start, (self.count - 1) * (self.stop - self.start)
+        """Yield the units in the whole model of each copy of an item that has these units in the folded model.
+
+        With the example of the file: (2, 4) -> (2, 4), (5, 7), (8, 10); (3, 5) -> (3, 5), (6, 8), (9, 11); (0, 8) -> (0, 14).
+        """
+        length, shift = self.stop - self.start, (self.count - 1) * (self.stop - self.start)
         before = [unit for unit in units if unit < self.start]
         inside = [unit for unit in units if self.start <= unit < self.stop]
         behind = [unit for unit in units if unit >= self.stop]
         if not inside:
-            yield tuple(unit if unit < self.start else unit + more for unit in units)
+            yield tuple(unit if unit < self.start else unit + shift for unit in units)
         elif before and behind:
             repeated = [unit + copy * length for copy in range(self.count) for unit in inside]
-            yield (*before, *repeated, *(unit + more for unit in behind))
+            yield (*before, *repeated, *(unit + shift for unit in behind))
         elif before:
             yield (*before, *inside)
         else:
             for copy in range(self.count):
-                ahead = [unit - self.stop + self.start + (copy + 1) * length for unit in behind]
-                yield (*(unit + copy * length for unit in inside), *ahead)
+                in_next_copy = [unit - self.stop + self.start + (copy + 1) * length for unit in behind]
+                yield (*(unit + copy * length for unit in inside), *in_next_copy)
 
-    def n_places(self, units: Sequence[int]) -> int:
-        """How many copies there are of something with these units."""
+    def n_copies(self, units: Sequence[int]) -> int:
+        """Return the number of copies of an item with these units."""
         inside = any(self.start <= unit < self.stop for unit in units)
         return self.count if inside and not any(unit < self.start for unit in units) else 1
 
     def shared(self, items: Iterable[Shared]) -> Iterator[Shared]:
-        """Amounts, each once a copy."""
+        """Yield the copies of shared items."""
         for item in items:
             with_producer = item.units if item.producer < 0 else (item.producer, *item.units)
             for units in self._places(with_producer):
                 yield Shared(item.amount, units) if item.producer < 0 else Shared(item.amount, units[1:], units[0])
 
     def values(self, items: Iterable[Value]) -> Iterator[Value]:
-        """What crosses, each once a copy."""
+        """Yield the copies of values."""
         for item in items:
             for units in self._places((item.producer, *item.readers)):
                 yield Value(units[0], units[1:], item.size, item.gradient_size)
@@ -258,12 +262,12 @@ class Expansion:
 
     @cached_property
     def _known(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """The places of what has been asked for: the same units share something at every microbatch size and on every mesh."""
+        """A cache of ``places``: the same units are asked for at every microbatch size and on every mesh."""
         return {}
 
 
 def expansion_of(points: CutPoints, copies: Mapping[str, tuple[str, ...]], following: Mapping[str, str]) -> Expansion | None:
-    """How units repeat; None where a copy does not begin with a unit of its own.
+    """Return how units repeat; None if a copy does not begin with a unit of its own.
 
     The folded model has two of the blocks: one that stands for all copies but the last, and the last.
 

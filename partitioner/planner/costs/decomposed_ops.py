@@ -24,21 +24,22 @@ from passes.ir.tensor_spec import Size
 from passes.spmd.decompose.registry import SINGLE_BYTES, Decomposition, decomposition_of
 from passes.spmd.propagate import Layouts
 
-__all__ = ["with_written_out"]
+__all__ = ["with_decompositions"]
 
 
-def with_written_out(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: Layouts) -> GraphCost:
+def with_decompositions(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: Layouts) -> GraphCost:
     """Return the costs with those of decomposed ops replaced: time by their kernels, memory by the activations that these save."""
     decomposed: dict[str, OperationCost] = {}
     for node in graph.computing_nodes():
-        factors = [axes.loops[node.name].factors[factor].name for _, factor in reduced_in_parts(node.name, axes, layouts)]
-        found = decomposition_of(node, factors[0]) if factors else None
-        if found is not None and found.kernels:
-            decomposed[node.name] = _decomposed_cost(cost.nodes[node.name], node, found, cost.bytes[node.name])
+        loops = [axes.loops[node.name].factors[factor].name for _, factor in reduced_in_parts(node.name, axes, layouts)]
+        decomposition = decomposition_of(node, loops[0]) if loops else None
+        if decomposition is not None and decomposition.kernels:
+            decomposed[node.name] = _decomposed_cost(cost.nodes[node.name], node, decomposition, cost.bytes[node.name])
     return dataclasses.replace(cost, nodes={**cost.nodes, **decomposed}) if decomposed else cost
 
 
 def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decomposition, result: Size) -> OperationCost:
+    """Return the cost of the kernels whose arguments the call has; ``result``: bytes of its result, the size of one pass."""
     arguments = bound_arguments(node)
     kernels = [kernel for name, kernel in decomposition.kernels.items() if not name or arguments.get(name) is not None]
     size = result * SINGLE_BYTES / cost.dtype.itemsize if cost.dtype.itemsize < SINGLE_BYTES else result

@@ -48,16 +48,15 @@ class LinkTable:
         """Return the same for the stages of the same width as the one at a pipeline position."""
         same_width = [other for other, width in enumerate(mesh.widths) if width == mesh.widths[place]]
         ranks = sorted({pipeline[other] for pipeline in pipelines(mesh) for other in same_width})
-        return {
-            name: self._slowest_group(list(dict.fromkeys(mesh.group(rank, (name,)) for rank in ranks)), mesh.size)
-            for name in mesh.cutting_at(place).names
-        }
+        groups = {name: list(dict.fromkeys(mesh.group(rank, (name,)) for rank in ranks)) for name in mesh.cutting_at(place).names}
+        return {name: self._slowest_group(each, mesh.size) for name, each in groups.items()}
 
     def places(self, mesh: Mesh, *, all_talk: bool = False) -> Cluster:
-        """Return the cluster of one pipeline (``places_of``), cached by size, number of stages and stride: no more matters."""
+        """Return the cluster of one pipeline (``places_of``), cached by size, number of stages and stride of stages."""
         if mesh.widths:
             return places_of(mesh, self._cluster, all_talk=all_talk)
-        key = (mesh.size, stages_length(mesh), next((_strides(mesh)[name] for name in mesh.names if name in STAGES), 1), all_talk)
+        stride = next((_strides(mesh)[name] for name in mesh.names if name in STAGES), 1)
+        key = (mesh.size, stages_length(mesh), stride, all_talk)
         if key not in self._places:
             self._places[key] = places_of(mesh, self._cluster, all_talk=all_talk)
         return self._places[key]
@@ -70,7 +69,7 @@ class LinkTable:
     def _slowest_group(self, groups: Sequence[tuple[int, ...]], size: int) -> GroupLinks:
         """Return the links of the slowest group while all groups communicate, with the slowest memory of the first ``size`` ranks."""
         cluster = self._cluster
-        slowest = min(groups, key=lambda group: _key(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
+        slowest = min(groups, key=lambda group: _speed(_slowest(itertools.starmap(cluster.link, itertools.pairwise(group)))))
         memory = min(device.bandwidth for device in cluster.devices[:size])
         return dataclasses.replace(group_links(slowest, cluster, groups if _shares_ports(cluster) else ()), memory=memory)
 
@@ -118,6 +117,7 @@ def stages_length(mesh: Mesh) -> int:
 
 
 def _strides(mesh: Mesh) -> Mapping[str, int]:
+    """Return mesh dimension -> the distance between neighbouring ranks along it: {"data": 2, "tensor": 4} -> data 4, tensor 1."""
     strides, stride = {}, 1
     for name, size in reversed(mesh.dimensions):
         strides[name] = stride
@@ -126,15 +126,16 @@ def _strides(mesh: Mesh) -> Mapping[str, int]:
 
 
 def _slowest(links: Iterable[Link]) -> Link:
-    return min({id(link): link for link in links}.values(), key=_key)  # thousands of ranks, a few links
+    return min({id(link): link for link in links}.values(), key=_speed)  # thousands of ranks share a few link objects
 
 
-def _key(link: Link) -> tuple[float, float]:
+def _speed(link: Link) -> tuple[float, float]:
+    """Return a key that orders links from slow to fast."""
     return link.bandwidth, -link.latency
 
 
 def _slowest_device(devices: Sequence[Device]) -> Device:
-    """The device itself where all are alike; of unlike ones, the least of each number: the ranks of a stage wait for each other."""
+    """Return the device if all are equal, else one with the slowest of each number: the ranks of a stage wait for each other."""
     kinds = list(dict.fromkeys(devices))
     if len(kinds) == 1:
         return kinds[0]
@@ -155,7 +156,7 @@ def _peak(device: Device, dtype: str) -> float:
     return device.peak_flops.get(dtype, min(device.peak_flops.values()))
 
 
-# -- how fast ranks compute and talk -----------------------------------------------------------------------------------------------
+# -- speed of compute and communication --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,8 @@ def clock_rate_of(graph: ModelGraph, cluster: Cluster, *, asked: bool) -> ClockR
     """Return the clock rate of the slowest device and of the link between ranks 0 and 1; None for a single device."""
     if len(cluster.devices) == 1:
         return None
-    held = [node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters]
-    dtype = next((dtype for dtype in held if dtype.is_floating_point), torch.float32)
+    dtypes = [node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters]
+    dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
     link = cluster.link(0, 1)
     copying = 2 / min(device.bandwidth for device in cluster.devices) if link.copies else 0.0
     return ClockRate(min(device.flops(dtype) for device in cluster.devices), link.bandwidth, link.latency, copying, asked)

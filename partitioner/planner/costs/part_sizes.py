@@ -1,6 +1,6 @@
-"""The shapes that one rank has of a graph whose axes are cut: from layouts alone, no graph is written.
+"""Local shapes of one rank's shard, from layouts alone: no graph is rewritten.
 
-Sizes are said in the rank's own rows, and those of the largest part where parts are uneven: the slowest rank sets the pace.
+Sizes are in terms of the rank's own rows. Of uneven shards they are those of the largest one: the slowest rank determines the time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class PartSizes:
 
     Args:
         graph: the whole model.
-        rows: the mesh dimensions that cut the batch.
-        stored_again: the mesh dimensions over which the backward gathers parameters once more.
+        rows: the mesh dimensions that shard the batch.
+        stored_again: the mesh dimensions over which the backward gathers parameters a second time (FSDP).
 
     Attributes:
-        extents: how long the parts of axes are.
-        gathered_again: parameters that the backward gathers once more instead of keeping them whole.
+        extents: the lengths of the shards of axes.
+        gathered_again: parameters that the backward gathers a second time instead of saving them gathered.
     """
 
     def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], stored_again: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ class PartSizes:
         self._known_slides: dict[str, tuple[Slide, ...]] = {}
 
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
-        """The part of what a node gives."""
+        """Return the local shapes of a node's results."""
         shapes = tensor_shapes(node.meta.get("val"))
         layouts = self._layouts.results.get(node.name)
         if layouts is None or len(layouts) != len(shapes):
@@ -65,34 +65,34 @@ class PartSizes:
 
     def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorSpec, ...]]:
         """Return the local shapes of a call's operands: operand -> the shapes of its results."""
-        found = {}
+        shapes = {}
         for place, (operand, need) in enumerate(self._read(call)):
             part = self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need)
             is_wide = operand.name in self._layouts.wide and call.op != "output" and self._holding(call, place) == "computed"
-            found[operand] = (self._wide(part, operand.name) if is_wide else part,)
-        return found
+            shapes[operand] = (self._wide(part, operand.name) if is_wide else part,)
+        return shapes
 
     def fetched(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
         """Return operand -> the copies that a call makes of its local shard: with halos (by mesh dimension) and padding."""
         if call.op == "output" or not (self._layouts.fetched or self._layouts.wide or self._slides(call)):
             return {}
         interior = interior_of(self._axes.loops[call.name], self._slides(call)) if call.name in self._layouts.overlapped else None
-        parts, found = self.operands(call), {}
+        local_shapes, copies_of = self.operands(call), {}
         for place, (operand, _) in enumerate(self._read(call)):
-            shape = parts[operand][0]
+            shape = local_shapes[operand][0]
             is_fetched = operand.name in self._layouts.fetched and self._holding(call, place) == "fetched"
             slides = [*shared_halo_slides(operand.name, self._layouts, self.extents)] if is_fetched else []
             copies: list[Fetched] = []
             for slide in (*slides, *(each for each in self._slides(call) if each.window.operand == place)):
                 if interior is not None and slide is interior.slide:
                     borders = interior.border_slide
-                    copies.append(Fetched(_along(shape, borders), borders.wanted, is_sent=True, is_beside=True))
+                    copies.append(Fetched(_with_halo(shape, borders), borders.wanted, is_sent=True, is_beside=True))
                 elif not slide.is_identity:
-                    shape = _along(shape, slide)
+                    shape = _with_halo(shape, slide)
                     copies.append(Fetched(shape, slide.wanted, is_sent=not slide.is_local))
             if copies:
-                found[operand] = tuple(sorted(copies, key=lambda copy: copy.is_beside))
-        return found
+                copies_of[operand] = tuple(sorted(copies, key=lambda copy: copy.is_beside))
+        return copies_of
 
     def _read(self, call: fx.Node) -> Sequence[tuple[fx.Node, Layout]]:
         """Return the operands of a call, each with the layout that the call needs."""
@@ -109,6 +109,7 @@ class PartSizes:
         return self._known_slides[call.name]
 
     def _holding(self, call: fx.Node, place: int) -> OperandForm:
+        """Return how a rank has operand number ``place``: its own shard, with recomputed elements, or with fetched ones."""
         return operand_form(call.name, place, self._axes, self._layouts, self.extents)[0]
 
     def _wide(self, part: TensorSpec, name: str) -> TensorSpec:
@@ -152,27 +153,26 @@ class PartSizes:
         return self._known[key]
 
     def _dimension(self, axes: Sequence[int], dimension: int, layout: Layout) -> Size:
-        here = [
-            (place.axis, count)
-            for place, count in zip(layout, self._counts, strict=True)
-            if isinstance(place, Shard) and place.dimension == dimension
-        ]
+        """Return the local size of one dimension of a tensor; ``axes``: its axes, outermost first."""
+        placements = zip(layout, self._counts, strict=True)
+        shards = [(shard.axis, count) for shard, count in placements if isinstance(shard, Shard) and shard.dimension == dimension]
         size: Size = 1
         for axis in axes:
-            size = size * self.axis(axis, tuple(count for cut, count in here if cut == axis))
+            size = size * self.axis(axis, tuple(count for sharded, count in shards if sharded == axis))
         return size
 
     def _own_rows(self, shape: TensorSpec) -> TensorSpec:
         return replace(shape, shape=tuple(self._in_own_rows(size) for size in shape.shape))
 
     def _in_own_rows(self, size: Size) -> Size:
+        """Return a size as a formula of the rank's batch: the global batch is a multiple of it."""
         batch = self._graph.batch
         if batch is None or self._n_row_parts == 1 or not isinstance(size, sympy.Expr):
             return size
         return size.subs(batch, self._n_row_parts * batch)
 
 
-def _along(part: TensorSpec, slide: Slide) -> TensorSpec:
+def _with_halo(part: TensorSpec, slide: Slide) -> TensorSpec:
     """Return a local shape with its dimension of a window replaced by the elements read, of the rank that reads most."""
     shape, most = list(part.shape), max(map(length, from_text(slide.wanted)))
     own = slide.window.reach.size if slide.owned is None else max(slide.owned)

@@ -1,13 +1,13 @@
-"""What the units of a model cost: frozen tables, which are repeated for repeated blocks and stacked for stages of several widths.
+"""Costs of the units of a model: frozen tables, repeated for repeated blocks and stacked for stages of several widths.
 
-    UnitCosts            one kind of stage a column, whatever the microbatches are
-    MicrobatchTimes      the same at one microbatch size: what bounds ask
-    MicrobatchCosts      and all that the stage cutter asks: the numbers of a ``StageProblem`` that do not depend on the schedule
+    UnitCosts            for all microbatch sizes; a column for each kind of stage
+    MicrobatchTimes      for one size: seconds and saved activations, for bounds
+    MicrobatchCosts      for one size: all numbers of a ``StageProblem`` that do not depend on the schedule
 
-Stacked, every kind of stage takes the numbers of its own table:
+Stacked, every kind of stage takes the column of its own table:
 
-    kind             0       1       2        two ranks share a stage of kind 0; one computes a stage of kind 1, or 2, another device
-    of the table     0       1       1        the costs of a rank's half of the model, and those of the whole model
+    kind      0       1       2        two ranks share a stage of kind 0; one rank computes a stage of kind 1, or of 2, another device
+    table     0       1       1        0: costs of half the model on each rank; 1: of the whole model
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 from cost_models.hardware.clusters import Device
 from partitioner.planner.costs.cut_points import Expansion
 from partitioner.planner.costs.time_fractions import TimeFractions
-from partitioner.planner.solvers.boundaries import Gathered, Parted
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, Units, Working
+from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
+from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, TransientMemory, Units
 from passes.autograd.recompute import Recompute
 
 __all__ = ["LIMITS", "Amounts", "MicrobatchCosts", "MicrobatchTimes", "UnitCosts", "repeat", "stack"]
@@ -34,11 +34,11 @@ LIMITS = ("arithmetic", "memory traffic", "starting kernels")
 
 @dataclass(frozen=True, eq=False)
 class Amounts:
-    """What units hold.
+    """Memory of units, as shared items.
 
     Attributes:
-        items: of a folded model, where blocks repeat.
-        expansion: how they repeat; None: as they are.
+        items: of the folded model.
+        expansion: how its blocks repeat; None: the model is not folded.
     """
 
     items: tuple[Shared, ...]
@@ -51,24 +51,23 @@ class Amounts:
 
     @cached_property
     def least(self) -> float:
-        """Bytes that all stages together hold, what they share once: at least, whatever their kinds are and wherever they are cut.
+        """Lower bound of the bytes of all stages together, for all cuts and kinds of stages: each item once, at its least amount.
 
-        Of stacked tables the least amount of an item counts, and nothing of one that some do not have. So it may be less than the least
-        that any mixture of kinds holds, but never more.
+        Of stacked tables, an item that is not in all of them counts nothing.
         """
-        copies = (lambda _: 1) if self.expansion is None else self.expansion.n_places
+        copies = (lambda _: 1) if self.expansion is None else self.expansion.n_copies
         return float(sum(item.least * copies(item.units) for item in self.items))
 
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchTimes:
-    """N units of which D differ, K kinds of stages, one microbatch.
+    """Times of N units, D of them distinct, on K kinds of stages, for one microbatch.
 
     Attributes:
         distinct: (3, D, K) seconds of the forward, and of the input and weight halves of the backward.
-        waiting: (3, D, K) of these, for the other ranks that share a stage.
-        source: (N,) for each unit, which of those that differ it is.
-        kept: bytes held for each microbatch in flight, whether or not they are received.
+        waiting: (3, D, K) the part of these that is spent in collectives with the ranks that share the stage.
+        source: (N,) the number of each unit among the distinct ones.
+        kept: saved activations for each microbatch in flight, without received values.
     """
 
     distinct: Floats
@@ -105,12 +104,12 @@ class MicrobatchTimes:
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchCosts:
-    """N units, K kinds of stages, one microbatch.
+    """Costs of N units on K kinds of stages, for one microbatch.
 
     Attributes:
-        halves: (3, N, K) seconds, as ``MicrobatchTimes`` has them.
-        flops: (N,) of the forward; (N, K) where kinds differ.
-        units: the same for the stage cutter, with what they hold and send.
+        halves: (3, N, K) seconds (``MicrobatchTimes.halves``).
+        flops: (N,) of the forward; (N, K) if kinds differ.
+        units: times, memory and messages for the stage cutter.
     """
 
     halves: Floats
@@ -125,19 +124,19 @@ class MicrobatchCosts:
 
 @dataclass(frozen=True, eq=False)
 class UnitCosts:
-    """What N units cost in stages of K kinds. What depends on the rows of a microbatch is worked out once for each number of them.
+    """Costs of N units in stages of K kinds; functions of the rows of a microbatch are cached.
 
     Attributes:
-        kinds: a device with how many ranks share a stage on it.
-        recompute: what the backward computes again instead of keeping it.
+        kinds: the devices; if stages have a width each, it is part of a device's name.
+        recompute: the recomputation policy.
         users: placeholder -> the units that read it, in order.
-        held_bytes: for each kind, parameter -> bytes that a rank holds of it.
-        fixed: what stages hold all the time, but for the results.
-        results: of a forward alone, which every stage of several receives for the whole batch.
-        gradients: what stages hold from their first backward on.
-        starting: (N, K) seconds that it takes to start the kernels of each unit, forward and backward, whatever their work.
-        times, at: of microbatches of so many rows.
-        limits: (3, N, K) of these, the seconds of calls that go into each of ``LIMITS`` most of all.
+        held_bytes: for each kind, parameter -> bytes of one rank's shard.
+        fixed: permanent memory, without the results.
+        results: of a forward without backward; each of several stages receives them for the whole batch.
+        gradients: memory from the first backward on.
+        starting: (N, K) seconds of launching the kernels of each unit, forward and backward.
+        times, at: rows of a microbatch -> its times, and all its costs.
+        limits: rows -> (3, N, K) seconds of calls by their bottleneck in ``LIMITS``.
     """
 
     kinds: tuple[Device, ...]
@@ -174,7 +173,7 @@ def repeat(costs: UnitCosts, expansion: Expansion) -> UnitCosts:
 
     def at(rows: int) -> MicrobatchCosts:
         halves, folded = costs.at(rows).halves[:, source], costs.at(rows).units
-        assert isinstance(folded.working, Working)  # blocks repeat in stages of one width
+        assert isinstance(folded.working, TransientMemory)  # blocks repeat in stages of one width
         units = Units(
             time=halves.sum(axis=0),
             values=tuple(expansion.values(folded.values)),
@@ -200,58 +199,59 @@ def repeat(costs: UnitCosts, expansion: Expansion) -> UnitCosts:
     )
 
 
-Borders = tuple[tuple[Gathered, ...], tuple[Parted, ...]]
+Gathers = tuple[tuple[GatheredValue, ...], tuple[GatheredGradient, ...]]
 
 
 def stack(
-    of_kind: Sequence[int], tables: Sequence[UnitCosts], values_of: UnitCosts, borders: Callable[[int], Borders] = lambda _: ((), ())
+    table_of_kind: Sequence[int], tables: Sequence[UnitCosts], values_of: UnitCosts, gathers: Callable[[int], Gathers] = lambda _: ((), ())
 ) -> UnitCosts:
     """Return the costs of units in stages of several kinds, each from the table of its width.
 
     Args:
-        of_kind: (K,) for each kind, which of the tables prices it.
-        tables: of the same units in stages of one width each; every table knows the devices of all K kinds.
-        values_of: the table whose values hold for all stages: between stages they are whole.
-        borders: for the rows of a microbatch, what stages make whole before they send it, or read in parts.
+        table_of_kind: (K,) for each kind, the number of its table.
+        tables: of the same units in stages of one width each; every table has the devices of all K kinds.
+        values_of: the table with the sizes of messages: values between stages are whole.
+        gathers: rows of a microbatch -> the values, and the gradients, that stages gather before sending.
     """
 
-    def columns(each: Sequence[Floats]) -> Floats:
-        return np.stack([each[place][..., kind] for kind, place in enumerate(of_kind)], axis=-1)
+    def columns(of_tables: Sequence[Floats]) -> Floats:
+        """Return (..., K) the column of each kind, from its table's array."""
+        return np.stack([of_tables[table][..., kind] for kind, table in enumerate(table_of_kind)], axis=-1)
 
-    fixed = Amounts(_stacked_amounts(of_kind, ((*table.fixed.every, *table.results) for table in tables)))
-    gradients = Amounts(_stacked_amounts(of_kind, (table.gradients.every for table in tables)))
+    fixed = Amounts(_stack_amounts(table_of_kind, ((*table.fixed.every, *table.results) for table in tables)))
+    gradients = Amounts(_stack_amounts(table_of_kind, (table.gradients.every for table in tables)))
 
     @cache
     def times(rows: int) -> MicrobatchTimes:
-        each = [table.times(rows) for table in tables]
-        waiting = columns([of_table.waiting[:, of_table.source] for of_table in each])
-        kept = Amounts(_stacked_amounts(of_kind, (of_table.kept.every for of_table in each)))
-        return MicrobatchTimes(columns([of_table.halves for of_table in each]), waiting, np.arange(waiting.shape[1]), kept)
+        of_tables = [table.times(rows) for table in tables]
+        waiting = columns([table.waiting[:, table.source] for table in of_tables])
+        kept = Amounts(_stack_amounts(table_of_kind, (table.kept.every for table in of_tables)))
+        return MicrobatchTimes(columns([table.halves for table in of_tables]), waiting, np.arange(waiting.shape[1]), kept)
 
     def at(rows: int) -> MicrobatchCosts:
-        each, whole = [table.at(rows).units for table in tables], values_of.at(rows).units
-        replicated = _stacked(of_kind, ([(seconds, (units, -1)) for seconds, units in of_table.replicated] for of_table in each))
-        workings, halves = tuple(each[place].workings[0] for place in of_kind), times(rows).halves
-        flops, is_mixed = [tables[place].at(rows).flops for place in of_kind], len(set(of_kind)) > 1
-        gathered, parted = borders(rows)
+        of_tables, whole = [table.at(rows).units for table in tables], values_of.at(rows).units
+        replicated = _stack_items(table_of_kind, ([(seconds, (users, -1)) for seconds, users in table.replicated] for table in of_tables))
+        workings, halves = tuple(of_tables[table].workings[0] for table in table_of_kind), times(rows).halves
+        flops, is_mixed = [tables[table].at(rows).flops for table in table_of_kind], len(set(table_of_kind)) > 1
+        gathered_values, gathered_gradients = gathers(rows)
         units = Units(
             time=halves.sum(axis=0),
             values=whole.values,
             replicated=tuple((seconds, users) for seconds, (users, _) in replicated),
             fixed=fixed.every,
-            kept=_stacked_amounts(of_kind, (of_table.kept for of_table in each)),
+            kept=_stack_amounts(table_of_kind, (table.kept for table in of_tables)),
             depth=whole.depth,
             gradients=gradients.every,
-            summed=max(of_table.summed for of_table in each),
+            summed=max(table.summed for table in of_tables),
             working=workings if is_mixed else workings[0],
-            gathered=gathered,
-            parted=parted,
+            gathered_values=gathered_values,
+            gathered_gradients=gathered_gradients,
         )
         return MicrobatchCosts(halves, np.stack(flops, axis=1) if is_mixed else flops[0], units)
 
     return dataclasses.replace(
         tables[0],
-        held_bytes=tuple(tables[place].held_bytes[kind] for kind, place in enumerate(of_kind)),
+        held_bytes=tuple(tables[table].held_bytes[kind] for kind, table in enumerate(table_of_kind)),
         fixed=fixed,
         results=(),
         gradients=gradients,
@@ -262,36 +262,36 @@ def stack(
     )
 
 
-def _stacked_amounts(of_kind: Sequence[int], of_tables: Iterable[Iterable[Shared]]) -> tuple[Shared, ...]:
-    """What stages of every kind need, from the table that prices each kind (``_stacked``).
+def _stack_amounts(table_of_kind: Sequence[int], of_tables: Iterable[Iterable[Shared]]) -> tuple[Shared, ...]:
+    """Merge the shared items of all tables, with the amounts of each kind from its table (``_stack_items``).
 
-    An amount that is equal for all kinds is one number again: most are, and the solvers are faster with numbers.
+    An amount that is equal for all kinds becomes one number: most are, and the solvers are faster with numbers.
     """
-    kinds = range(len(of_kind))
+    kinds = range(len(table_of_kind))
     amounts_of_tables = ([(tuple(map(item.of_kind, kinds)), (item.units, item.producer)) for item in items] for items in of_tables)
-    merged = _stacked(of_kind, amounts_of_tables)
+    merged = _stack_items(table_of_kind, amounts_of_tables)
     return tuple(Shared(amounts if len(set(amounts)) > 1 else amounts[0], units, producer) for amounts, (units, producer) in merged)
 
 
-_Shape = tuple[tuple[int, ...], int]
-"""The units of something that is shared, and their producer, or -1: what is alike in several tables is one item."""
+_Users = tuple[tuple[int, ...], int]
+"""The units of a shared item, and their producer or -1: items with equal users are matched between tables."""
 
 
-def _stacked(
-    of_kind: Sequence[int], of_tables: Iterable[Iterable[tuple[tuple[float, ...], _Shape]]]
-) -> list[tuple[tuple[float, ...], _Shape]]:
-    """Amounts by kind, each from the table of the kind: nothing where that has no such item.
+def _stack_items(
+    table_of_kind: Sequence[int], of_tables: Iterable[Iterable[tuple[tuple[float, ...], _Users]]]
+) -> list[tuple[tuple[float, ...], _Users]]:
+    """Merge the items (amounts by kind, users) of tables: the amount of each kind is that of its table, or 0 if it has no such item.
 
-    The first item of some units in one table is taken to be the first of them in the others, the second the second, and so on. What a
-    stage holds is the sum of its items, so it does not matter which of the same units are taken together.
+    Of several items with the same users, the first of each table are merged, then the second, and so on: stages need the sum of all items,
+    so the matching does not matter.
     """
-    merged: dict[tuple[_Shape, int], list[float]] = {}
-    for place, items in enumerate(of_tables):
-        counts: dict[_Shape, int] = {}
-        kinds = [kind for kind, each in enumerate(of_kind) if each == place]
-        for amounts, shape in items:
-            number = counts[shape] = counts.get(shape, -1) + 1
-            found = merged.setdefault((shape, number), [0.0] * len(of_kind))
+    merged: dict[tuple[_Users, int], list[float]] = {}
+    for table, items in enumerate(of_tables):
+        counts: dict[_Users, int] = {}
+        kinds = [kind for kind, each in enumerate(table_of_kind) if each == table]
+        for amounts, users in items:
+            number = counts[users] = counts.get(users, -1) + 1
+            by_kind = merged.setdefault((users, number), [0.0] * len(table_of_kind))
             for kind in kinds:
-                found[kind] = amounts[kind]
-    return [(tuple(amounts), shape) for (shape, _), amounts in merged.items()]
+                by_kind[kind] = amounts[kind]
+    return [(tuple(amounts), users) for (users, _), amounts in merged.items()]

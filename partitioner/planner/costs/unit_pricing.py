@@ -1,4 +1,4 @@
-"""Price the units of one rank's part of a model: from formulas of its calls to the tables of ``unit_costs``."""
+"""Price the units of one rank's shard of a model: from formulas of its calls to the tables of ``unit_costs``."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ Triple = tuple[float, float, float]
 
 
 class UnitPricing:
-    """Prices units at any microbatch size and on any links; what does not depend on these is worked out once.
+    """Prices units at any microbatch size and on any links, with caches of all that does not depend on these.
 
-    A graph that serves one batch size alone is priced as if all its work and bytes were in proportion to the batch.
+    A graph traced for one batch size is priced as if all its work and bytes were proportional to the batch.
 
     Args:
-        optimizer: whose state is held for every parameter that trains.
-        recompute: what the backward computes again instead of keeping it.
-        known_seconds: of operations on a kind of device, by microbatch size: shared by all parts that the same cost model prices.
-        summed: bytes of gradients that are there twice at once, at most, when they are summed over ranks: at the end of a step, and while
-            the backward goes on.
-        is_cut: whether it is the part of one of several ranks that share a stage.
+        optimizer: its state is stored for every trained parameter.
+        recompute: the recomputation policy of the backward.
+        known_seconds: cache of operations' seconds by device and microbatch size, shared by all shards with the same cost model.
+        summed: the most bytes of gradients that exist twice while they are reduced: at the end of a step, and during the backward.
+        is_cut: whether several ranks share a stage, and this is the shard of one.
     """
 
     def __init__(
@@ -61,12 +60,12 @@ class UnitPricing:
         self.graph, self.cost, self.points, self.cost_model = graph, cost, points, cost_model
         self.kinds, self._recompute = tuple(kinds), recompute
         self.summed, self.is_cut = summed, is_cut
-        self.policy: Recompute = recompute if cost.gradients else "none"  # a forward alone computes nothing again
+        self.policy: Recompute = recompute if cost.gradients else "none"  # a forward alone recomputes nothing
         self.memory = UnitMemory(graph, cost, points, optimizer, self.policy)
         self.unit_of = points.unit_of
         self.distinct = tuple(dict.fromkeys(cost.nodes.values()))
         self.calls = self._count_calls(frozenset(cost.nodes))
-        self.calls_again = self._count_calls(self.memory.again) if self.memory.again else None
+        self.recomputed_calls = self._count_calls(self.memory.recomputed) if self.memory.recomputed else None
         self.numbers, self._known_seconds = cache(Numbers), known_seconds
         self._known_operations: dict[tuple[int, float], Floats] = {}
         self._known_kept: dict[tuple[int, float], tuple[Shared, ...]] = {}
@@ -84,18 +83,18 @@ class UnitPricing:
         """Return the costs on some links.
 
         Args:
-            batch_size: rows of a rank.
-            exchanges: communication between the ranks that share a stage, of each microbatch, and the links between them.
-            users, held_bytes: as ``UnitCosts`` has them, of any kind.
+            batch_size: samples of a rank.
+            exchanges: the collectives of each microbatch, with the links between the ranks that share a stage.
+            users, held_bytes: as in ``UnitCosts``, for one kind.
             adding: whether microbatches add their gradients to those of earlier ones.
-            n_stages: how many stages the units are cut into: each receives the results of a forward.
+            n_stages: number of stages; if several, each receives the results of a forward.
         """
         numbers, returned = self.numbers(batch_size), self.cost.returned if n_stages > 1 and not self.cost.gradients else ()
         size = float(sum(numbers[self.cost.allocation_bytes[key]] for key in returned))
         results = (Shared(size, tuple(range(len(self.points.units)))),) if size else ()
-        fixed = (*self.memory.fixed, *self.memory.given(numbers))
-        mine = tuple(pair for pair in exchanges if pair[0].reader in self.unit_of)
-        at = cache(lambda rows: _Microbatch(self, rows, batch_size, mine, adding, (*fixed, *results)))
+        fixed = (*self.memory.fixed, *self.memory.inputs(numbers))
+        in_units = tuple(pair for pair in exchanges if pair[0].reader in self.unit_of)
+        at = cache(lambda rows: _Microbatch(self, rows, batch_size, in_units, adding, (*fixed, *results)))
         return UnitCosts(
             kinds=self.kinds,
             recompute=self._recompute,
@@ -111,8 +110,8 @@ class UnitPricing:
         )
 
     @cached_property
-    def adding(self) -> Floats:
-        """(N, K) seconds that gradients of parameters are added to those of earlier microbatches: two are read, one is written."""
+    def accumulation(self) -> Floats:
+        """(N, K) seconds of adding parameter gradients to those of earlier microbatches: two are read, one is written."""
         size = np.zeros(len(self.points.units))
         for item in self.memory.gradients:
             size[list(item.units)] += item.most
@@ -120,12 +119,12 @@ class UnitPricing:
         return np.array([[self.cost_model.operation_time(work, kind, torch.float32) for kind in self.kinds] for work in works])
 
     def starting(self) -> Floats:
-        """(N, K) seconds of kernels without work."""
+        """Return (N, K) seconds of launching the kernels of each unit."""
         seconds: Floats = self.calls @ self.operations(self.graph.batch_size, 0.0).sum(axis=2)
         return seconds
 
     def operations(self, rows: int, share: float) -> Floats:
-        """(C, K, 3) seconds of each distinct operation."""
+        """Return (C, K, 3) seconds of each distinct operation: forward, input half and weight half; ``share``: factor of the work."""
         if (rows, share) not in self._known_operations:
             seconds = [[self._seconds(cost, kind, rows, share) for kind in self.kinds] for cost in self.distinct]
             self._known_operations[rows, share] = np.array(seconds)
@@ -138,27 +137,27 @@ class UnitPricing:
         return self._known_seconds[key]
 
     def kept(self, rows: int, share: float) -> tuple[Shared, ...]:
-        """What is kept for a microbatch."""
+        """Return the saved activations of a microbatch; arguments as in ``operations``."""
         if (rows, share) not in self._known_kept:
             self._known_kept[rows, share] = self.memory.kept(self.numbers(rows), share)
         return self._known_kept[rows, share]
 
-    def _count_calls(self, only: frozenset[str]) -> Floats:
-        """(N, C) how often each unit holds an operation of each distinct price, of some nodes."""
-        place = {cost: index for index, cost in enumerate(self.distinct)}
+    def _count_calls(self, nodes: frozenset[str]) -> Floats:
+        """Return (N, C) how many of the nodes are in each unit and have each distinct cost."""
+        column = {cost: index for index, cost in enumerate(self.distinct)}
         calls = np.zeros((len(self.points.units), len(self.distinct)))
         for index, unit in enumerate(self.points.units):
             for name in unit:
-                if name in only:
-                    calls[index, place[self.cost.nodes[name]]] += 1
+                if name in nodes:
+                    calls[index, column[self.cost.nodes[name]]] += 1
         return calls
 
 
 @dataclass(frozen=True, eq=False)
 class _Microbatch:
-    """Prices units for one microbatch size, on some links."""
+    """Prices units for one microbatch size, on some links; attributes as the arguments of ``UnitPricing.on``."""
 
-    of: UnitPricing
+    pricing: UnitPricing
     rows: int
     batch_size: int
     exchanges: tuple[tuple[Exchange, GroupLinks], ...]
@@ -167,87 +166,88 @@ class _Microbatch:
 
     @cached_property
     def _numbers(self) -> Numbers:
-        return self.of.numbers(self.rows)
+        return self.pricing.numbers(self.rows)
 
     @cached_property
     def _share(self) -> float:
-        """Of what formulas say, that of a microbatch of so many rows."""
-        return 1.0 if self.of.graph.batch is not None else self.rows / self.batch_size
+        """The factor of all formulas: 1, or this microbatch's fraction of the batch if the graph has a fixed batch size."""
+        return 1.0 if self.pricing.graph.batch is not None else self.rows / self.batch_size
 
     @cached_property
     def _operations(self) -> Floats:
-        return self.of.operations(self.rows, self._share)
+        return self.pricing.operations(self.rows, self._share)
 
     @cached_property
     def times(self) -> MicrobatchTimes:
-        """What bounds ask; the input half of a backward first computes again what was not kept."""
-        of, waiting = self.of, self._waiting()
-        halves: Floats = np.einsum("nc,ckh->hnk", of.calls, self._operations)
-        if of.calls_again is not None:
-            halves[1] += of.calls_again @ self._operations[:, :, 0]
+        """The seconds of units and their saved activations; recomputation is part of the input half of the backward."""
+        pricing, waiting = self.pricing, self._waiting()
+        halves: Floats = np.einsum("nc,ckh->hnk", pricing.calls, self._operations)
+        if pricing.recomputed_calls is not None:
+            halves[1] += pricing.recomputed_calls @ self._operations[:, :, 0]
         halves = halves + waiting[:, :, None]
         if self.adding:
-            halves[2] += of.adding * (1 - 1 / -(-self.batch_size // self.rows))
-        kept = Amounts(tuple(item for item in of.kept(self.rows, self._share) if item.producer < 0))
+            halves[2] += pricing.accumulation * (1 - 1 / -(-self.batch_size // self.rows))  # the first microbatch adds to nothing
+        kept = Amounts(tuple(item for item in pricing.kept(self.rows, self._share) if item.producer < 0))
         return MicrobatchTimes(halves, np.broadcast_to(waiting[:, :, None], halves.shape), np.arange(halves.shape[1]), kept)
 
     def _waiting(self) -> Floats:
-        """(3, N) seconds that units wait for the other ranks of their stage; recomputation exchanges once more what it needs."""
-        of, numbers, share = self.of, self._numbers, self._share
-        seconds = np.zeros((3, len(of.points.units)))
+        """Return (3, N) seconds that units wait for collectives; a recomputed forward repeats the collectives that it needs."""
+        pricing, numbers, share = self.pricing, self._numbers, self._share
+        seconds = np.zeros((3, len(pricing.points.units)))
         known: dict[tuple[object, ...], tuple[float, float]] = {}
         for exchange, links in self.exchanges:
-            kinds = exchange.forward, exchange.backward, exchange.again
-            key = (exchange.size, exchange.dimension, kinds, exchange.runs, exchange.held, exchange.together)
+            kinds = exchange.forward, exchange.backward, exchange.regather
+            key = (exchange.size, exchange.dimension, kinds, exchange.runs, exchange.is_stored, exchange.n_coalesced)
             if key not in known:
                 known[key] = exchange.seconds(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
             forward, backward = known[key]
-            gathers = exchange.forward == "all_gather" and of.policy != "none"
-            anew = exchange.again is None and (gathers or exchange.reader in of.memory.again)  # else the backward has it already
-            again = forward if anew else 0.0
-            seconds[0, of.unit_of[exchange.reader]] += forward
-            seconds[1, of.unit_of[exchange.reader]] += backward + again
+            is_lost = exchange.forward == "all_gather" and pricing.policy != "none"  # gathered values are not saved
+            is_needed = is_lost or exchange.reader in pricing.memory.recomputed
+            repeated = forward if is_needed and exchange.regather is None else 0.0
+            seconds[0, pricing.unit_of[exchange.reader]] += forward
+            seconds[1, pricing.unit_of[exchange.reader]] += backward + repeated
         return seconds
 
     @cached_property
     def costs(self) -> MicrobatchCosts:
-        """All that the stage cutter asks."""
-        of, numbers, share = self.of, self._numbers, self._share
-        flops = np.array([numbers[cost.forward.flops] * share for cost in of.distinct])
-        forward = dict(zip(of.distinct, self._operations[:, :, 0].tolist(), strict=True))
-        replicated = ((tuple(forward[of.cost.nodes[name]]), units) for name, units in of.points.replicated.items() if units)
-        kept, alone = of.kept(self.rows, share), self.rows >= self.batch_size
-        # Stages that communicate are inlined in their programs, and so are the last backwards of those whose gradients are summed.
-        called = not of.is_cut or not (alone or self.exchanges)
-        summed, summed_meanwhile = of.summed
+        """All costs of units, for the stage cutter."""
+        pricing, numbers, share = self.pricing, self._numbers, self._share
+        flops = np.array([numbers[cost.forward.flops] * share for cost in pricing.distinct])
+        forward = dict(zip(pricing.distinct, self._operations[:, :, 0].tolist(), strict=True))
+        replicated = ((tuple(forward[pricing.cost.nodes[name]]), units) for name, units in pricing.points.replicated.items() if units)
+        kept, alone = pricing.kept(self.rows, share), self.rows >= self.batch_size
+        # Backwards of stages with collectives are inlined in programs; so are the last ones before gradients are summed.
+        backward_is_call = not pricing.is_cut or not (alone or self.exchanges)
+        working = pricing.memory.working(numbers, share, kept, alone=alone, backward_is_call=backward_is_call)
+        summed_at_end, summed_in_backward = pricing.summed
         units = Units(
             time=self.times.halves.sum(axis=0),
             values=tuple(self._values()),
             replicated=tuple(replicated),
             fixed=self.fixed,
             kept=kept,
-            depth=np.array(of.points.depth, dtype=np.int64),
-            gradients=of.memory.gradients,
-            summed=summed,
-            working=replace(of.memory.working(numbers, share, kept, alone=alone, called=called), summed=summed_meanwhile),
+            depth=np.array(pricing.points.depth, dtype=np.int64),
+            gradients=pricing.memory.gradients,
+            summed=summed_at_end,
+            working=replace(working, summed=summed_in_backward),
         )
-        return MicrobatchCosts(self.times.halves, of.calls @ flops, units)
+        return MicrobatchCosts(self.times.halves, pricing.calls @ flops, units)
 
     def _values(self) -> Iterator[Value]:
-        """What crosses between units."""
-        for value in self.of.points.values:
-            size = round(self._numbers[self.of.cost.bytes[value.node]] * self._share)
-            yield Value(value.producer, value.readers, size, size if value.node in self.of.cost.gradients else 0)
+        """Yield the values that cross between units."""
+        for value in self.pricing.points.values:
+            size = round(self._numbers[self.pricing.cost.bytes[value.node]] * self._share)
+            yield Value(value.producer, value.readers, size, size if value.node in self.pricing.cost.gradients else 0)
 
     @cached_property
     def limits(self) -> Floats:
-        """(3, N, K) seconds of calls that go into each of ``LIMITS`` most of all."""
-        of, numbers, share = self.of, self._numbers, self._share
-        seconds = np.zeros((len(of.distinct), len(of.kinds), len(LIMITS)))
-        for (place, cost), (kind, device) in itertools.product(enumerate(of.distinct), enumerate(of.kinds)):
+        """(3, N, K) seconds of each unit's calls by their bottleneck, one of ``LIMITS``: that which takes longest alone."""
+        pricing, numbers, share = self.pricing, self._numbers, self._share
+        seconds = np.zeros((len(pricing.distinct), len(pricing.kinds), len(LIMITS)))
+        for (index, cost), (kind, device) in itertools.product(enumerate(pricing.distinct), enumerate(pricing.kinds)):
             for work in (cost.forward, cost.backward_input, cost.backward_weight):
                 arithmetic, traffic = numbers[work.flops] * share / device.flops(cost.dtype), numbers[work.bytes] * share / device.bandwidth
-                parts = (arithmetic, traffic, work.launches * device.launch_overhead)
-                seconds[place, kind, parts.index(max(parts))] += max(parts)
-        limits: Floats = np.einsum("nc,ckl->lnk", of.calls, seconds)
+                by_limit = (arithmetic, traffic, work.launches * device.launch_overhead)
+                seconds[index, kind, by_limit.index(max(by_limit))] += max(by_limit)
+        limits: Floats = np.einsum("nc,ckl->lnk", pricing.calls, seconds)
         return limits

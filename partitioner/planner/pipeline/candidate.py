@@ -1,4 +1,4 @@
-"""A model with its cuts: what each stage holds and takes, and how long the step is."""
+"""A model cut into stages: memory and times of each stage, and the simulated step."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ class StagedModel:
     @cached_property
     def kept(self) -> tuple[int, ...]:
         """Bytes of each stage's saved activations for one microbatch."""
-        return tuple(map(int, self._units.kept_uses.held(self._stage_of, self.schedule.n_stages, self._kinds).tolist()))
+        return tuple(map(int, self._units.kept_uses.per_stage(self._stage_of, self.schedule.n_stages, self._kinds).tolist()))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Peak bytes of each rank."""
         units, schedule, stage_of, kinds = self._units, self.schedule, self._stage_of, self._kinds
         fixed = np.zeros(schedule.n_ranks)
-        for ranks, held in zip(schedule.stage_ranks, units.fixed_uses.held(stage_of, schedule.n_stages, kinds), strict=True):
-            fixed[list(ranks)] += held
-        gradients = units.gradient_uses.held(stage_of, schedule.n_stages, kinds).tolist()
+        for ranks, size in zip(schedule.stage_ranks, units.fixed_uses.per_stage(stage_of, schedule.n_stages, kinds), strict=True):
+            fixed[list(ranks)] += size
+        gradients = units.gradient_uses.per_stage(stage_of, schedule.n_stages, kinds).tolist()
         working = units.working_of_stages([run.start for run in self.runs], kinds).tolist()
-        entering, leaving = units.entering.held(stage_of, schedule.n_stages), units.leaving.left(stage_of, schedule.n_stages)
+        entering, leaving = units.entering.per_stage(stage_of, schedule.n_stages), units.leaving.sent_per_stage(stage_of, schedule.n_stages)
         sizes = (self.kept, gradients, working, units.summed, entering.tolist(), leaving.tolist())
         peaks = self.problems.clock(self.candidate).peak_memory(*sizes)
-        return tuple(int(stays + peak) for stays, peak in zip(fixed.tolist(), peaks, strict=True))
+        return tuple(int(permanent + peak) for permanent, peak in zip(fixed.tolist(), peaks, strict=True))
 
     @property
     def _units(self) -> Units:
@@ -86,11 +86,7 @@ class StagedModel:
 
 
 def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> StagedModel:
-    """Cut a candidate into stages and simulate its schedule.
-
-    Args:
-        starts: the first unit of each stage.
-    """
+    """Cut a candidate into stages with these first units, and simulate its schedule."""
     n_units, clock = len(problems.points.units), problems.clock(candidate)
     columns = _times(problems, candidate, starts, stages_of(starts, n_units))
     times = tuple(itertools.starmap(StageTimes, zip(*columns, strict=True)))
@@ -103,7 +99,7 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
     kinds = problems.kinds(staged.candidate)
     parameters = _parameters(problems, staged.runs, kinds)
     stage_of = stages_of([run.start for run in staged.runs], len(prices.units))
-    leaving = [int(sent) for sent in prices.units.leaving.left(stage_of, len(staged.runs)).tolist()]
+    leaving = [int(sent) for sent in prices.units.leaving.sent_per_stage(stage_of, len(staged.runs)).tolist()]
     stages = zip(staged.runs, staged.times, _modules(problems, staged.runs), parameters, leaving, staged.kept, strict=True)
     return tuple(
         Stage(
@@ -128,35 +124,32 @@ def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[in
     forward, backward_input, backward_weight = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(n_stages), kinds]
     units = prices.units
     if len(units.replicated_uses.unit):
-        forward += units.replicated_uses.held(stage_of, n_stages, kinds)
-    if units.gathered:
-        forward += units.gathered_uses.left(stage_of, n_stages, kinds)
-    if units.parted:
-        backward_input += units.parted_uses.held(stage_of, n_stages, kinds)
+        forward += units.replicated_uses.per_stage(stage_of, n_stages, kinds)
+    if units.gathered_values:
+        forward += units.gathered_value_seconds.sent_per_stage(stage_of, n_stages, kinds)
+    if units.gathered_gradients:
+        backward_input += units.gathered_gradient_seconds.per_stage(stage_of, n_stages, kinds)
     messages = problems.messages(candidate)
     return tuple(column.tolist() for column in (forward, backward_input, backward_weight, *messages.of(stage_of), messages.shares))
 
 
 def _parameters(problems: PipelineProblems, runs: Sequence[range], kinds: Sequence[int]) -> list[tuple[int, int]]:
     """Return for each stage (number of parameters, bytes) of one rank."""
-    held_by, starts = [(0, 0) for _ in runs], [run.start for run in runs]
+    of_stages, starts = [(0, 0) for _ in runs], [run.start for run in runs]
     for node in problems.graph.graph.nodes:
         if node.name in problems.graph.parameters:
             for stage in {bisect_right(starts, unit) - 1 for unit in problems.prices.users[node.name]}:
                 size = problems.prices.held_bytes[kinds[stage]][node.name]
                 count = size // node.meta["val"].dtype.itemsize
-                held_by[stage] = (held_by[stage][0] + count, held_by[stage][1] + size)
-    return held_by
+                of_stages[stage] = (of_stages[stage][0] + count, of_stages[stage][1] + size)
+    return of_stages
 
 
 class StageSums:
-    """The gradients that the ranks of stages sum at the end of a step.
-
-    Args:
-        sums: each gradient with its mesh dimension.
-    """
+    """The gradients that the ranks of stages sum at the end of a step, each over a mesh dimension."""
 
     def __init__(self, prices: UnitCosts, sums: Iterable[GradientSum]) -> None:
+        # Of parameters with one reader: mesh dimension -> (readers, (N, 2) amounts). Of others: (mesh dimension, readers, (2,) amounts).
         self._read_once: dict[str, tuple[list[int], Floats]] = {}
         self._read_often: list[tuple[str, tuple[int, ...], Floats]] = []
         once: dict[str, list[tuple[int, float]]] = {}
@@ -165,31 +158,35 @@ class StageSums:
             if len(units) == 1:
                 once.setdefault(each.dimension, []).append((units[0], each.size))
             else:
-                self._read_often.append((each.dimension, units, _amounts([each.size])[0]))
-        for dimension, found in once.items():
-            self._read_once[dimension] = [unit for unit, _ in found], _amounts([size for _, size in found])
+                self._read_often.append((each.dimension, units, _bytes_and_buckets([each.size])[0]))
+        for dimension, gradients in once.items():
+            self._read_once[dimension] = [unit for unit, _ in gradients], _bytes_and_buckets([size for _, size in gradients])
 
     def of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
         """Return mesh dimension -> (R, 2) the bytes that each rank of the pipeline sums over it, and the number of buckets they fill.
 
         A parameter that two stages of a rank read counts once. Only the first rank of a replicated stage has an entry: all sum as much.
+
+        Args:
+            starts: the first unit of each stage.
+            stage_ranks: the ranks of each stage.
         """
-        stage_rank = [ranks[0] for ranks in stage_ranks]
-        ranks, n_ranks = np.array(stage_rank), max(stage_rank) + 1
-        found: dict[str, Floats] = {}
-        for dimension, (units, sizes) in self._read_once.items():
+        first_rank = [ranks[0] for ranks in stage_ranks]
+        rank_of_stage, n_ranks = np.array(first_rank), max(first_rank) + 1
+        by_dimension: dict[str, Floats] = {}
+        for dimension, (units, amounts) in self._read_once.items():
             stages = np.searchsorted(starts, units, side="right") - 1
-            found[dimension] = np.stack([np.bincount(ranks[stages], each, n_ranks) for each in sizes.T], axis=1)
-        for dimension, readers, size in self._read_often:
-            total = found.setdefault(dimension, np.zeros((n_ranks, 2)))
-            total[list({stage_rank[bisect_right(starts, unit) - 1] for unit in readers})] += size
-        return found
+            by_dimension[dimension] = np.stack([np.bincount(rank_of_stage[stages], column, n_ranks) for column in amounts.T], axis=1)
+        for dimension, readers, amount in self._read_often:
+            total = by_dimension.setdefault(dimension, np.zeros((n_ranks, 2)))
+            total[list({first_rank[bisect_right(starts, unit) - 1] for unit in readers})] += amount
+        return by_dimension
 
 
-def _amounts(sizes: Sequence[float]) -> Floats:
-    """Return (N, 2) bytes, and fractions of a bucket."""
-    bytes_of_each = np.array(sizes, dtype=float)
-    return np.stack([bytes_of_each, shares_of_bucket(bytes_of_each)], axis=1)
+def _bytes_and_buckets(sizes: Sequence[float]) -> Floats:
+    """Return (N, 2) bytes of gradients, and the fraction of a bucket that each fills."""
+    column = np.array(sizes, dtype=float)
+    return np.stack([column, shares_of_bucket(column)], axis=1)
 
 
 def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[str, ...]]:
@@ -200,20 +197,20 @@ def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[st
         (module_path(nodes[name]), stage_of[index])
         for index, unit in enumerate(problems.points.units)
         for name in unit
-        if name in nodes  # not what only cut graphs have: masks that are drawn apart
+        if name in nodes  # dropout masks are nodes of sharded graphs only
     ]
-    stages: dict[str, set[int]] = {}
+    stages_of_module: dict[str, set[int]] = {}
     for path, stage in paths:
         for prefix in prefixes(path):
-            stages.setdefault(prefix, set()).add(stage)
-    covered: list[dict[str, None]] = [{} for _ in runs]
+            stages_of_module.setdefault(prefix, set()).add(stage)
+    of_stages: list[dict[str, None]] = [{} for _ in runs]
     for path, stage in paths:
-        whole = next((prefix for prefix in prefixes(path) if stages[prefix] == {stage}), path)
-        covered[stage][whole] = None
-    return [tuple(name for name in names if name or len(names) == 1) for names in covered]
+        largest = next((prefix for prefix in prefixes(path) if stages_of_module[prefix] == {stage}), path)
+        of_stages[stage][largest] = None
+    return [tuple(name for name in names if name or len(names) == 1) for names in of_stages]
 
 
-# -- how long a step takes ---------------------------------------------------------------------------------------------------------
+# -- seconds of a step -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -247,13 +244,13 @@ class StageTimes:
 
 
 def simulate_step(schedule: Schedule, stages: Sequence[StageTimes]) -> Timing:
-    """Run a schedule on the clock; raises VerificationError when it cannot run."""
+    """Simulate a step; raise VerificationError if the schedule deadlocks."""
 
-    def on_its_way(stage: int, kind: ActionKind) -> float:
+    def transfer_seconds(stage: int, kind: ActionKind) -> float:
         return stages[stage].send if kind is ActionKind.FORWARD else stages[stage].send_gradient
 
     def share(stage: int, kind: ActionKind) -> float:
         return stages[stage if kind is ActionKind.FORWARD else stage - 1].share
 
     seconds = {kind: [times.of(kind) for times in stages] for kind in ActionKind}
-    return run_on_clock(schedule, lambda action: seconds[action.kind][action.stage], on_its_way, share)
+    return run_on_clock(schedule, lambda action: seconds[action.kind][action.stage], transfer_seconds, share)

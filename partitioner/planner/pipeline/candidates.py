@@ -1,4 +1,4 @@
-"""What the planner may choose on a mesh: microbatch counts and schedules."""
+"""The choices on a mesh: microbatch counts and schedules."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Candidate:
     replicas: tuple[int, ...] = ()
 
     def n_stages(self, n_ranks: int) -> int:
-        """How many stages so many ranks have."""
+        """Return the number of stages on ``n_ranks`` ranks."""
         return len(self.replicas) or n_ranks * self.stages_per_rank
 
 
 def schedules(request: PlanRequest) -> list[tuple[str, int]]:
-    """The schedules and stages a rank that the request leaves open, the default first."""
+    """Return the (schedule, stages per rank) that the request allows, the default first."""
     if request.mode == "model":
         return [(GPIPE.name, 1)]
     if request.schedule is not None:
@@ -51,21 +51,14 @@ def schedules(request: PlanRequest) -> list[tuple[str, int]]:
 
 
 def may_cut_batch(graph: ModelGraph, request: PlanRequest) -> bool:
-    """Whether the planner may cut the batch into microbatches by itself: not where results or statistics would differ from the model's.
-
-    With ``batchnorm="local"`` the user accepts statistics of part of the batch.
-    """
+    """Return whether the planner may choose microbatches: not if results, or statistics unless ``batchnorm="local"``, would differ."""
     if graph.batch is None or graph.mixed:
         return False
     return request.batchnorm == "local" or not graph.mixing.normalizations
 
 
 def with_statistics(graph: ModelGraph, counts: list[int]) -> list[int]:
-    """Keep the microbatch counts that leave BatchNorm in training more than one value per channel; one microbatch if none does.
-
-    Args:
-        counts: ascending.
-    """
+    """Return the ascending microbatch counts that leave BatchNorm in training more than one value per channel; [1] if none does."""
     if not graph.mixing.normalizations:
         return counts
     kept = (count for count in counts if all(values > 1 for _, values in values_per_channel(graph, graph.batch_size // count)))
@@ -73,12 +66,12 @@ def with_statistics(graph: ModelGraph, counts: list[int]) -> list[int]:
 
 
 def microbatch_size(batch_size: int, n_microbatches: int) -> int:
-    """Rows of the largest microbatch."""
+    """Return the rows of the largest microbatch."""
     return -(-batch_size // n_microbatches)
 
 
 def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:
-    """The microbatch counts to choose from, ascending: divisors of the rank's batch.
+    """Return the microbatch counts to choose from, ascending: divisors of the rank's batch.
 
     Args:
         graph: with the batch of one rank.
@@ -102,7 +95,7 @@ def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -
 
 
 _MOST_COUNTS = 8
-"""Microbatch counts up to which all are tried; of more, each at least twice the one before."""
+"""Number of microbatch counts up to which all are tried; of more, each is at least twice the one before."""
 
 _MOST_MICROBATCHES = 8
 """Microbatches for each rank of a pipeline beyond which the bubble is too small to matter."""

@@ -31,10 +31,10 @@ from passes.ir.graph import ModelGraph
 __all__ = ["PipelineProblems", "memory_limits"]
 
 _SLACK = 0.02
-"""A stage may be slower than the best by less than the prices can be wrong, if that sends less or cuts between modules."""
+"""Relative increase of the bottleneck that is accepted to send less or cut between modules: less than the error of prices."""
 
 _LINEAR_TO = 2**24
-"""Bytes up to which the price of a message is taken to be linear."""
+"""Bytes of the message from which the seconds per byte of a link are computed."""
 
 
 class PipelineProblems:
@@ -53,7 +53,7 @@ class PipelineProblems:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.points, self.prices, self.cost_model = points, prices, cost_model
         self.limits = memory_limits(cluster, request)
-        self._summing: dict[int, Units] = {}
+        self._units_with_replicas: dict[int, Units] = {}
         self._kinds: dict[Candidate, tuple[int, ...]] = {}
         self._messages: dict[tuple[tuple[tuple[int, ...], ...], int], MessageTimes] = {}
         self._unlimited: dict[tuple[tuple[int, ...], tuple[int, ...], int], StageCuts | None] = {}
@@ -74,7 +74,7 @@ class PipelineProblems:
         return microbatch_size(self.graph.batch_size, candidate.n_microbatches)
 
     def problem(self, candidate: Candidate) -> StageProblem:
-        """The candidate's stage-cutting problem; raises ConfigError when constraints do not fit it."""
+        """Return the candidate's stage-cutting problem; raise ConfigError if constraints do not fit it."""
         order = self.order(candidate)
         links, (forced, allowed) = self.links(order.stage_ranks), self.restrictions(candidate)
         return StageProblem(
@@ -82,7 +82,7 @@ class PipelineProblems:
             kind=self.kinds(candidate),
             rank=tuple(ranks[0] for ranks in order.stage_ranks),
             latency=np.array([self.cost_model.transfer_time(0, link) for link in links]),
-            seconds_per_byte=np.array([self._slope(link) for link in links]),
+            seconds_per_byte=np.array([self._seconds_per_byte(link) for link in links]),
             in_flight=order.in_flight,
             later=order.later,
             awaiting=order.awaiting,
@@ -93,27 +93,28 @@ class PipelineProblems:
         )
 
     def units(self, candidate: Candidate) -> Units:
-        """The candidate's units: replicas of a stage have its gradients twice while they sum them, a message at a time."""
+        """Return the candidate's units; replicas of stages have a second copy of a bucket of gradients while they sum it."""
         rows = self.rows(candidate)
         units = self.prices.at(rows).units
         if not candidate.replicas:
             return units
-        if rows not in self._summing:
+        if rows not in self._units_with_replicas:
             largest = float(units.gradient_uses.amount.max(initial=0.0))
-            self._summing[rows] = replace(units, summed=max(units.summed, BUCKET_BYTES + largest))
-        return self._summing[rows]
+            self._units_with_replicas[rows] = replace(units, summed=max(units.summed, BUCKET_BYTES + largest))
+        return self._units_with_replicas[rows]
 
     def sum_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
         """Return the seconds of gradient reduction over a stage's replicas, of the slowest stage, without overlap."""
         stage_ranks, units = self.order(candidate).stage_ranks, self.units(candidate)
-        uses, stages, kinds = units.gradient_uses, stages_of(starts, len(units)), self.kinds(candidate)
-        shares = uses._replace(amount=shares_of_bucket(uses.amount))
-        sizes, buckets = (each.held(stages, len(stage_ranks), kinds).tolist() for each in (uses, shares))
-        links, largest = [group_links(ranks, self.cluster) for ranks in stage_ranks], float(shares.amount.max(initial=0.0))
-        return max(sum_seconds(size, filled, largest, each) for each, size, filled in zip(links, sizes, buckets, strict=True))
+        uses, stage_of, kinds = units.gradient_uses, stages_of(starts, len(units)), self.kinds(candidate)
+        bucket_fractions = uses._replace(amount=shares_of_bucket(uses.amount))
+        sizes = uses.per_stage(stage_of, len(stage_ranks), kinds).tolist()
+        buckets = bucket_fractions.per_stage(stage_of, len(stage_ranks), kinds).tolist()
+        links, largest = [group_links(ranks, self.cluster) for ranks in stage_ranks], float(bucket_fractions.amount.max(initial=0.0))
+        return max(sum_seconds(size, filled, largest, link) for link, size, filled in zip(links, sizes, buckets, strict=True))
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
-        """Return the cuts that constraints force and allow; raises ConfigError when they do not fit it."""
+        """Return the cuts that constraints force and allow; raise ConfigError if they do not fit the candidate."""
         stage_ranks = self.order(candidate).stage_ranks
         return restrict(self.request.constraints, self.graph, self.points, self.request.devices, stage_ranks, self.request.modules)
 
@@ -124,7 +125,7 @@ class PipelineProblems:
         return self._kinds[candidate]
 
     def kind_of(self, ranks: Sequence[int]) -> int:
-        """Return the index of a stage's kind of device: if its ranks differ, of the one that is slowest for the whole model."""
+        """Return the index of a stage's device among the kinds of the prices; if its ranks differ, that of the slowest for the model."""
         kinds = {self.prices.kinds.index(self.cluster.devices[rank]) for rank in ranks}
         return min(kinds) if len(kinds) == 1 else max(sorted(kinds), key=self._seconds_on)
 
@@ -132,14 +133,14 @@ class PipelineProblems:
         return float(self.prices.times(self.graph.batch_size).seconds[:, kind].sum())
 
     def _limits_of(self, stage_ranks: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
-        """Return the memory of each rank; for the first rank of a replicated stage, the least of all its ranks."""
-        first = {ranks[0]: ranks for ranks in stage_ranks}
-        return tuple(min(self.limits[each] for each in first.get(rank, (rank,))) for rank in range(len(self.limits)))
+        """Return the memory limit of each rank; for the first rank of a replicated stage, the least of the stage's ranks."""
+        ranks_of_first = {ranks[0]: ranks for ranks in stage_ranks}
+        return tuple(min(self.limits[other] for other in ranks_of_first.get(rank, (rank,))) for rank in range(len(self.limits)))
 
     def links(self, stage_ranks: Sequence[tuple[int, ...]]) -> list[Link]:
         """Return the link from each stage to the next: the slowest between any of their ranks."""
-        pairs = (itertools.product(here, there) for here, there in itertools.pairwise(stage_ranks))
-        return [max(itertools.starmap(self.cluster.link, each), key=self._slope) for each in pairs]
+        rank_pairs = (itertools.product(senders, receivers) for senders, receivers in itertools.pairwise(stage_ranks))
+        return [max(itertools.starmap(self.cluster.link, pairs), key=self._seconds_per_byte) for pairs in rank_pairs]
 
     def messages(self, candidate: Candidate) -> MessageTimes:
         """Return the transfer times of the candidate's messages, cached."""
@@ -150,21 +151,21 @@ class PipelineProblems:
 
     def hold(self, memory: Sequence[float]) -> bool:
         """Return whether the bytes of each rank are within its limit."""
-        return all(held <= limit for held, limit in zip(memory, self.limits, strict=True))
+        return all(size <= limit for size, limit in zip(memory, self.limits, strict=True))
 
     def paths(self, candidate: Candidate) -> PathCosts:
-        """Return bounds of a step by the runs of units that are its stages; raises ConfigError when constraints do not fit it."""
+        """Return the lower bounds of a step by its stages; raise ConfigError if constraints do not fit the candidate."""
         return PathCosts(self.problem(candidate), self.prices.at(self.rows(candidate)).halves, self.order(candidate))
 
     def solve(self, candidate: Candidate) -> StageCuts | None:
-        """The candidate's cuts whose slowest stage is fastest, or nearly so; None when nothing fits.
+        """Return the candidate's cuts with the least bottleneck, within ``_SLACK``; None if none fit the memory.
 
-        Schedules with the same stages on the same ranks differ only in what they hold. So memory is left aside first, once for all of
-        them; only where that solution does not fit is the candidate solved by itself.
+        Schedules with the same stages on the same ranks differ only in memory. So their problem without memory limits is solved once; only
+        if that solution does not fit is the candidate's own problem solved.
         """
-        found, problem = self.unlimited(candidate), self.problem(candidate)
-        if found is None or fits_together(problem, found.starts):
-            return found
+        cuts, problem = self.unlimited(candidate), self.problem(candidate)
+        if cuts is None or fits_together(problem, cuts.starts):
+            return cuts
         return solve(problem, _SLACK)
 
     def unlimited(self, candidate: Candidate) -> StageCuts | None:
@@ -175,7 +176,7 @@ class PipelineProblems:
             self._unlimited[key] = solve(replace(problem, limit=(np.inf,) * len(problem.limit)), _SLACK)
         return self._unlimited[key]
 
-    def _slope(self, link: Link) -> float:
+    def _seconds_per_byte(self, link: Link) -> float:
         return (self.cost_model.transfer_time(_LINEAR_TO, link) - self.cost_model.transfer_time(0, link)) / _LINEAR_TO
 
 

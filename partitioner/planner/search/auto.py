@@ -17,7 +17,7 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.planner.bounds.mesh_bounds import MeshBounds
-from partitioner.planner.constraints.axes import check_dimensions, check_kept
+from partitioner.planner.constraints.axes import check_dimensions, check_sharded
 from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_length
 from partitioner.planner.pipeline.candidates import microbatch_choices
 from partitioner.planner.pipeline.problem import memory_limits
@@ -27,12 +27,12 @@ from partitioner.planner.search.describe import searched_words
 from partitioner.planner.search.infeasible import nothing_fits
 from partitioner.planner.search.make_plan import describe_best
 from partitioner.planner.search.mesh_problem import MeshProblem
-from partitioner.planner.search.plan_mesh import cut_described
+from partitioner.planner.search.plan_mesh import with_sharding
 from partitioner.planner.search.space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
-from partitioner.planner.sharding.tile_halos import with_paid_halos
+from partitioner.planner.sharding.tile_halos import cut_with_halos
 from passes.graph.fingerprint import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, PartitionError
@@ -83,20 +83,20 @@ class _Opener:
         cut: MeshCut | None = None
         if mesh.cutting.size > 1:
             known = (self._model, mesh, self._cluster, self._request, self._cost_model)
-            cut = with_paid_halos(*known, beside=item.beside, limit=limit)
-            check_kept(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
-            if item.beside and self._is_known(item, cut, limit):
+            cut = cut_with_halos(*known, extra_axes=item.extra_axes, limit=limit)
+            check_sharded(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
+            if item.extra_axes and self._has_no_extra_axes(item, cut, limit):
                 return None
         part = self._model.whole if cut is None else cut.part
         of_one_size = part.graph.batch is None and self._graph.batch is not None
         mode = "auto" if stages_length(mesh) > 1 else "model" if of_one_size else "pipeline"
         request = dataclasses.replace(self._request, mode=mode, replicas=item.replicas)
-        unlike = None if cut is None or not mesh.widths else submesh_parts(cut, mesh, self._request.batchnorm, self.links)
-        problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self.links, unlike)
+        submeshes = None if cut is None or not mesh.widths else submesh_parts(cut, mesh, self._request.batchnorm, self.links)
+        problem = MeshProblem(mesh, part, self._cluster, request, self._cost_model, self.links, submeshes)
         return problem, cut, candidates_of(problem, microbatch_choices(part.graph, request, problem.n_places))
 
-    def _is_known(self, item: ClosedMesh, cut: MeshCut, limit: float) -> bool:
-        """Return whether allowing tile dimensions to shard other axes than space gives the same sharding as not allowing it."""
+    def _has_no_extra_axes(self, item: ClosedMesh, cut: MeshCut, limit: float) -> bool:
+        """Return whether tile dimensions that may shard other axes than space shard the same as those that may not."""
         in_tiles = any(name in TILES for name in item.mesh.names)
         return in_tiles and cut.in_whole_model() == self._model.cut(item.mesh.cutting, limit=limit).in_whole_model()
 
@@ -114,8 +114,8 @@ class _Auto:
         self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None] | None
     ) -> None:
         self._graph, self._cluster, self._request, self._cost_model = graph, cluster, request, cost_model
-        pace, hardware = clock_rate_of(graph, cluster, asked=False), Hardware(cluster, cost_model)
-        self._model = CuttableModel(graph, request, pace=pace, hardware=hardware)
+        clock_rate, hardware = clock_rate_of(graph, cluster, asked=False), Hardware(cluster, cost_model)
+        self._model = CuttableModel(graph, request, clock_rate=clock_rate, hardware=hardware)
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)
@@ -135,29 +135,29 @@ class _Auto:
         for mesh in (alone, *(mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1)):
             for replicas in allowed_sharing(self._graph, self._cluster, self._request, mesh):
                 self._open_mesh(mesh, bounds, replicas)
-            for unlike, replicas in allowed_widths(self._graph, self._cluster, self._request, mesh):
-                self._open_mesh(unlike, bounds, replicas)
-        self._look_at(shapes, bounds)
-        if self._search.best is None:  # tiles hold less at once than rows of whole images
-            self._look_at([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
+            for submeshes, replicas in allowed_widths(self._graph, self._cluster, self._request, mesh):
+                self._open_mesh(submeshes, bounds, replicas)
+        self._search_meshes(shapes, bounds)
+        if self._search.best is None:  # tiles need less memory than whole images
+            self._search_meshes([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
         self._search.prove()
 
-    def _look_at(self, shapes: Iterable[Mesh], bounds: MeshBounds) -> None:
+    def _search_meshes(self, shapes: Iterable[Mesh], bounds: MeshBounds) -> None:
         """Add meshes, and search until none of their candidates can be faster than the best plan."""
         for mesh in shapes:
             self._open_mesh(mesh, bounds)
         self._search.run()
 
     def _open_mesh(self, mesh: Mesh, bounds: MeshBounds, replicas: tuple[int, ...] = ()) -> None:
-        """Add a mesh to the search with its lower bound; a second time with sequence parallelism, where the model allows that.
+        """Add a mesh to the search with its lower bound; a second time with extra axes, if the model allows that.
 
         A mesh whose bound is infinite does not fit the memory: it is remembered for the error message of a failed search.
         """
         try:
             uniform = not replicas and not mesh.widths
-            for beside in (False, True) if uniform and self._model.can_cut_beside(mesh) else (False,):
-                bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=self._opener.parameter_limit(mesh))
-                item = ClosedMesh(mesh, beside, self._graph.batch_size, replicas)
+            for extra_axes in (False, True) if uniform and self._model.has_extra_axes(mesh) else (False,):
+                bound = bounds.of(mesh, extra_axes=extra_axes, replicas=replicas, limit=self._opener.parameter_limit(mesh))
+                item = ClosedMesh(mesh, extra_axes, self._graph.batch_size, replicas)
                 self._n_cuts += 1
                 self._search.add(bound, item)
                 if bound == math.inf:
@@ -173,7 +173,7 @@ class _Auto:
         plan = describe_best(search, lambda option: id(option.problem))
         option, _ = search.best
         if option.cut is not None:
-            plan = cut_described(plan, option.cut)
+            plan = with_sharding(plan, option.cut)
         searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, search.gap, interrupted=search.interrupted)
         return dataclasses.replace(plan.predicted(searched=searched), weights=weights_digest(self._graph))
 

@@ -1,10 +1,10 @@
-"""Other axes that a mesh of named dimensions could cut, each as a user would ask for it: to be priced as whole plans.
+"""Other axes that the dimensions of a mesh could shard, as constraints that a user could write: to be priced as whole plans.
 
-Axes are chosen by a sum over calls (``axis_choice``), which leaves out what only a whole plan has: what stages wait for, bundles, the
-parts that other dimensions leave. So the plan of that choice is compared with those of
+Axes are chosen by a sum over calls (``axis_problem``), without the costs that only a whole plan has: waiting between stages, coalesced
+collectives, sizes divided by other dimensions. So the plan of that choice is compared with those of
 
-    {"heads": "tensor"}                                   each name alone, the rest chosen beside it
-    {"heads": "tensor", "ffn": "tensor", ...}             the axes that tensor parallelism usually cuts: together, and without one of them
+    {"heads": "tensor"}                                   each name alone, with the cheapest other axes
+    {"heads": "tensor", "ffn": "tensor", ...}             the usual axes of tensor parallelism: together, and without one of them
     {"heads": "tensor", "ffn": "tensor", "hidden": ...}   all names
 """
 
@@ -23,31 +23,32 @@ from passes.ir.mesh import TILE, TILES, Mesh
 __all__ = ["contending_axes"]
 
 _NEVER = ("batch", "rest")
-"""Names of axes that neither dimension cuts."""
+"""Names of axes that no contender shards."""
 
 
 def contending_axes(model: CuttableModel, mesh: Mesh, constraints: Constraints) -> Iterator[tuple[Constraints, bool]]:
-    """Yield the constraints with other axes for the tensor, sequence or tile dimension of a mesh; none where a user named axes.
+    """Yield the constraints with other axes for the tensor, sequence or tile dimension of a mesh; none if the user named axes.
 
     Returns:
-        Each with whether it is still what the mode means: a tensor dimension cuts axes of parameters, and the sequence beside them; tiles
-        cut space.
+        Pairs (constraints, whether they are what the mode means: tensor dimensions shard axes of parameters, and the sequence with them;
+        tiles shard space).
     """
     if constraints.axes or constraints.tp_plan or mesh.widths:
         return
     first_tile = next((name for name in mesh.names if name in TILES), None)
-    meant = {name: name for name in (TENSOR, SEQUENCE) if name in mesh.names} | ({TILE: first_tile} if first_tile else {})
-    for dimension, of_mesh in meant.items():
-        kinds = {name: held for name, held in model.kinds_of_axes(mesh.cutting, of_mesh).items() if name not in _NEVER}
+    dimensions = {name: name for name in (TENSOR, SEQUENCE) if name in mesh.names} | ({TILE: first_tile} if first_tile else {})
+    for dimension, of_mesh in dimensions.items():
+        kinds = {name: of_parameters for name, of_parameters in model.kinds_of_axes(mesh.cutting, of_mesh).items() if name not in _NEVER}
         usual, alone = tuple(name for name in kinds if name in NAMED_FIRST), [(name,) for name in kinds]
         without_one = itertools.combinations(usual, len(usual) - 1) if usual else ()
-        for chosen in dict.fromkeys([*alone, usual, *without_one, tuple(name for name in kinds if name != SEQUENCE)]):
-            if chosen and set(chosen) != {dimension}:
-                is_of_mode = all(_is_meant(dimension, name, of_parameters=kinds[name]) for name in chosen)
-                yield dataclasses.replace(constraints, axes=dict.fromkeys(chosen, dimension)), is_of_mode
+        for names in dict.fromkeys([*alone, usual, *without_one, tuple(name for name in kinds if name != SEQUENCE)]):
+            if names and set(names) != {dimension}:
+                is_of_mode = all(_is_usual(dimension, name, of_parameters=kinds[name]) for name in names)
+                yield dataclasses.replace(constraints, axes=dict.fromkeys(names, dimension)), is_of_mode
 
 
-def _is_meant(dimension: str, name: str, *, of_parameters: bool) -> bool:
+def _is_usual(dimension: str, name: str, *, of_parameters: bool) -> bool:
+    """Return whether a mesh dimension usually shards axes of a name; ``of_parameters``: whether parameters have such an axis."""
     if dimension == TILE:
         return name in (*SPACE, "length")
     return dimension == TENSOR and (of_parameters or name == SEQUENCE)

@@ -26,7 +26,7 @@ from cost_models.hardware.units import format_seconds
 from partitioner.planner.costs.links import stages_length
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.search.describe import plan_words
-from partitioner.planner.search.mesh_problem import MeshProblem, Promise, Solution
+from partitioner.planner.search.mesh_problem import LowerBounds, MeshProblem, Solution
 from partitioner.planner.sharding.model import MeshCut
 from partitioner.schedules.catalog import SCHEDULES
 from passes.autograd.recompute import Recompute
@@ -70,7 +70,7 @@ class Option:
 
     Attributes:
         cut: its sharded axes; None: no axes.
-        promise: lower bounds over its stage cuts; None: not computed yet.
+        bounds: lower bounds over its stage cuts; None: not computed yet.
         axes: the axes that the user named for it, in words; empty if the planner chose them.
     """
 
@@ -78,28 +78,28 @@ class Option:
     cut: MeshCut | None
     policy: Recompute
     candidate: Candidate
-    promise: Promise | None = None
+    bounds: LowerBounds | None = None
     axes: str = ""
 
     @property
     def idle(self) -> float:
-        """Return a guess that orders the search: by which fraction a step exceeds its lower bound (idle ranks, recomputation)."""
+        """A guess that orders the search: the fraction by which a step exceeds its lower bound (idle ranks, recomputation)."""
         candidate, problem = self.candidate, self.problem
         imbalance = _UNEVEN * (candidate.n_stages(problem.n_places) - 1) / len(problem.part.points.units)
         idle = imbalance + SCHEDULES[candidate.schedule].idle * (problem.n_places - 1) / candidate.n_microbatches
         if self.policy != "none":
-            return idle + (_RECOMPUTED if self.promise is None else 0.0)
+            return idle + (_RECOMPUTED if self.bounds is None else 0.0)
         return idle + (_TIGHT if candidate.stages_per_rank > 1 and problem.is_tight("none", candidate) else 0.0)
 
     @property
     def words(self) -> str:
         """Describe the candidate in words, for progress and reports."""
-        words = plan_words(self.problem.mesh, self.candidate, self.policy, beside=self.cut is not None and self.cut.beside)
+        words = plan_words(self.problem.mesh, self.candidate, self.policy, extra_axes=self.cut is not None and self.cut.extra_axes)
         return f"{words}, {self.axes}" if self.axes else words
 
 
 Opened: TypeAlias = tuple[MeshProblem, MeshCut | None, Iterable[tuple[Recompute, Candidate]]]
-"""A mesh, what it cuts, and its candidates."""
+"""A mesh, its sharded axes (None: no axes), and its candidates."""
 
 
 @dataclass(frozen=True)
@@ -108,56 +108,56 @@ class ClosedMesh:
 
     Attributes:
         mesh: all dimensions.
-        beside: whether the tensor dimension also shards the sequence (Megatron sequence parallelism).
+        extra_axes: whether it shards more than the usual axes (``MeshCut``).
         rows: samples of the whole batch.
         replicas: for each stage, its number of round-robin ranks; empty: one each.
     """
 
     mesh: Mesh
-    beside: bool
+    extra_axes: bool
     rows: int
     replicas: tuple[int, ...] = ()
 
     @property
     def idle(self) -> float:
-        """Return a guess that orders the search: the bubble's fraction of a step."""
+        """A guess that orders the search: half the bubble's fraction of a step."""
         stages = stages_length(self.mesh)
         replicas = next((size for name, size in self.mesh.dimensions if name in ROWS), 1)
         return 0.5 * (stages - 1) / max(1, min(self.rows // replicas, 8 * stages))
 
 
 class PlanSearch:
-    """The search, with what it has found so far.
+    """The search, with its results so far.
 
     Args:
         tell: called with the progress whenever it changes; an interrupt then keeps the best plan. None: an interrupt is raised.
-        opened: opens a closed mesh: returns it with its sharding and candidates, or None if an equal one is known. It must not refer to the
-            search, so that what a search has found is freed with it.
+        open_mesh: opens a closed mesh: returns it with its sharding and candidates, or None if an equal one is known. It must not refer to
+            the search, so that the solutions are freed with the search.
 
     Attributes:
         best: the fastest solution.
-        solutions: all that were worked out, in their order.
-        meshes: those that were opened.
+        solutions: all solutions, in the order of the search.
+        meshes: the opened meshes.
         refusals: why candidates were refused.
-        bound: after ``prove``, seconds that no plan can beat.
+        bound: after ``prove``, a lower bound of the seconds of all plans.
         interrupted: whether an interrupt ended the search.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None, opened: Callable[[ClosedMesh], Opened | None] | None = None) -> None:
-        self._tell, self._opened = tell, opened
+    def __init__(self, tell: Callable[[str], None] | None = None, open_mesh: Callable[[ClosedMesh], Opened | None] | None = None) -> None:
+        self._tell, self._open_mesh = tell, open_mesh
         self.best: tuple[Option, Solution] | None = None
         self.solutions: list[tuple[Option, Solution]] = []
         self.meshes: list[MeshProblem] = []
         self.refusals: list[ConfigError] = []
         self.bound, self.interrupted = 0.0, False
-        self._open: list[tuple[float, int, float, ClosedMesh | Option]] = []
+        self._queue: list[tuple[float, int, float, ClosedMesh | Option]] = []  # (expected time, number, lower bound, item)
         self._n_added = self._n_solved = self._n_actions = 0
         self._unproved: list[float] = []
 
     def add(self, bound: float, item: ClosedMesh | Option) -> None:
         """Queue a closed mesh or a candidate by its expected time: its lower bound, increased by the expected idle fraction."""
         if bound < np.inf:
-            heapq.heappush(self._open, (bound * (1 + item.idle), self._n_added, bound, item))
+            heapq.heappush(self._queue, (bound * (1 + item.idle), self._n_added, bound, item))
             self._n_added += 1
 
     def add_mesh(
@@ -171,8 +171,8 @@ class PlanSearch:
 
     def run(self) -> None:
         """Search until no candidate left can beat the best solution, or a limit is reached."""
-        while self._open and not self._has_searched_enough():
-            _, _, bound, item = heapq.heappop(self._open)
+        while self._queue and not self._has_searched_enough():
+            _, _, bound, item = heapq.heappop(self._queue)
             if self._is_beaten(bound):
                 continue
             with self._interruptible(bound):
@@ -183,29 +183,29 @@ class PlanSearch:
 
     def prove(self) -> None:
         """Set ``bound``: tighten the bounds of the items left, lowest first, until the lowest is tight or that of a simulated candidate."""
-        left = [(bound, number, item) for _, number, bound, item in self._open if not self._is_beaten(bound)]
+        left = [(bound, number, item) for _, number, bound, item in self._queue if not self._is_beaten(bound)]
         heapq.heapify(left)
         while left and left[0][0] < self._least_unproved and len(self.meshes) < _MOST_MESHES and not self.interrupted:
             bound, _, item = heapq.heappop(left)
-            self._open = []
-            if isinstance(item, Option) and item.promise is not None:
+            self._queue = []
+            if isinstance(item, Option) and item.bounds is not None:  # cannot be tightened further
                 heapq.heappush(left, (bound, -1, item))
                 break
             with self._interruptible(bound):
-                self._look_closer(item, bound)
-            for _, number, known, each in self._open:
-                if not self._is_beaten(known):
-                    heapq.heappush(left, (max(bound, known), number, each))
+                self._tighten(item, bound)
+            for _, number, added_bound, added in self._queue:
+                if not self._is_beaten(added_bound):
+                    heapq.heappush(left, (max(bound, added_bound), number, added))
         self.bound = min((self._least_unproved, *(bound for bound, _, _ in left)), default=np.inf)
 
-    def _look_closer(self, item: ClosedMesh | Option, bound: float) -> None:
-        """Tighten the bound of an item: open a mesh, or bound a candidate over its stage cuts."""
+    def _tighten(self, item: ClosedMesh | Option, bound: float) -> None:
+        """Queue what replaces an item with a tighter bound: a mesh's candidates, or a candidate bounded over its stage cuts."""
         if not isinstance(item, Option):
             self.open(item)
             return
-        promised = self._promised(item)
-        if promised is not None and promised.promise is not None:
-            self.add(max(bound, promised.promise.bound), promised)
+        bounded = self._with_bounds(item)
+        if bounded is not None and bounded.bounds is not None:
+            self.add(max(bound, bounded.bounds.bound), bounded)
 
     @contextmanager
     def _interruptible(self, bound: float) -> Iterator[None]:
@@ -220,11 +220,11 @@ class PlanSearch:
 
     @property
     def gap(self) -> float:
-        """Return the fraction of the best plan's time by which any plan could be faster; 0 is proved optimal."""
-        return max(0.0, 1 - self.bound / self._known) if self._known else 0.0
+        """The fraction of the best plan's time by which any plan could be faster; 0 is proved optimal."""
+        return max(0.0, 1 - self.bound / self._best_seconds) if self._best_seconds else 0.0
 
     def fastest(self, group: Callable[[Option], Hashable]) -> list[tuple[Option, Solution]]:
-        """The fastest solution of each group, the chosen one first, then the fastest."""
+        """Return the fastest solution of each group, ``best`` first, then by time."""
         fastest: dict[Hashable, tuple[Option, Solution]] = {}
         for option, solution in (*([self.best] if self.best else []), *self.solutions):
             known = fastest.get(group(option))
@@ -234,16 +234,16 @@ class PlanSearch:
 
     @property
     def _least_unproved(self) -> float:
-        """Return the lowest bound of items that were simulated in part, and may contain a better plan."""
+        """The lowest bound of items that were simulated in part, and may contain a better plan."""
         return min(self._unproved, default=np.inf)
 
     @property
-    def _known(self) -> float:
-        """Seconds of the best so far."""
+    def _best_seconds(self) -> float:
         return np.inf if self.best is None else self.best[1].step_time
 
     def _is_beaten(self, bound: float) -> bool:
-        return bound >= self._known
+        """Return whether no plan with this lower bound can beat the best one."""
+        return bound >= self._best_seconds
 
     def _has_searched_enough(self) -> bool:
         too_long = len(self.meshes) >= _MOST_MESHES or self._n_actions >= _MOST_ACTIONS
@@ -251,18 +251,19 @@ class PlanSearch:
 
     def open(self, item: ClosedMesh) -> None:
         """Open a closed mesh: shard its axes and queue its candidates."""
-        assert self._opened is not None
+        assert self._open_mesh is not None
         try:
-            found = self._opened(item)
-            if found is not None:
-                self.add_mesh(*found)
+            opened = self._open_mesh(item)
+            if opened is not None:
+                self.add_mesh(*opened)
         except ConfigError as refusal:
             self.refusals.append(refusal)
 
-    def _promised(self, option: Option) -> Option | None:
+    def _with_bounds(self, option: Option) -> Option | None:
         """Return a candidate with its bounds over stage cuts; None if constraints refuse it."""
         try:
-            return dataclasses.replace(option, promise=option.problem.promise(option.policy, option.candidate, self._known))
+            bounds = option.problem.lower_bounds(option.policy, option.candidate, self._best_seconds)
+            return dataclasses.replace(option, bounds=bounds)
         except ConfigError as refusal:
             self.refusals.append(refusal)
             return None
@@ -270,26 +271,23 @@ class PlanSearch:
     def _solve(self, option: Option, known: float) -> None:
         """Cut a candidate into stages and record the solution.
 
-        The first time, compute its bound over stage cuts; if that exceeds the bound by which it was chosen, queue it again instead.
-
-        Args:
-            known: the bound by which it was chosen.
+        The first time, compute its bound over stage cuts; if that exceeds the bound by which it was chosen (``known``), queue it again.
         """
-        promised = option if option.promise is not None else self._promised(option)
-        if promised is None or promised.promise is None:
+        bounded = option if option.bounds is not None else self._with_bounds(option)
+        if bounded is None or bounded.bounds is None:
             return
-        problem, candidate, promise = option.problem, option.candidate, promised.promise
-        if option.promise is None and promise.bound > known * (1 + _TIE):
-            self.add(promise.bound, promised)
+        problem, candidate = option.problem, option.candidate
+        if option.bounds is None and bounded.bounds.bound > known * (1 + _TIE):
+            self.add(bounded.bounds.bound, bounded)
             return
         self._n_solved += 1
-        n_actions = candidate.n_stages(problem.n_places) * candidate.n_microbatches
+        n_stages = candidate.n_stages(problem.n_places)
+        n_actions = n_stages * candidate.n_microbatches
         self._n_actions += n_actions if self.best is not None else 0
-        n_cuts = math.comb(len(problem.part.points.units) - 1, candidate.n_stages(problem.n_places) - 1)
-        is_sampled = n_cuts > _MANY_CUTS
+        is_sampled = math.comb(len(problem.part.points.units) - 1, n_stages - 1) > _MANY_CUTS
         most = min(_FEW_CUTS if is_sampled else _MOST_CUTS, _MOST_CUT_ACTIONS // n_actions)
-        within = self._known * _NEAR if is_sampled else math.inf
-        solution, bound = problem.solve(option.policy, candidate, promise, most, within, thorough=self.best is None)
+        within = self._best_seconds * _NEAR if is_sampled else math.inf
+        solution, bound = problem.solve(option.policy, candidate, bounded.bounds, most, within, thorough=self.best is None)
         if solution is None or bound < solution.step_time:
             self._unproved.append(bound)
         if solution is None:

@@ -96,20 +96,20 @@ def compared(words: str, seconds: float, chosen: float) -> str:
     return f"{words}: {format_seconds(seconds)} a step, {verdict}"
 
 
-def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, beside: bool = False) -> str:
+def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, extra_axes: bool = False) -> str:
     """Describe a mesh, a candidate and a recomputation policy in words.
 
-    >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full", beside=True)
+    >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full", extra_axes=True)
     'data 2 x tensor 4 with the sequence, recompute full'
 
     Args:
         policy: of recomputation.
-        beside: whether more than the usual axes is cut: another than space by tiles, the sequence by ``tensor``, or large weights.
+        extra_axes: whether more than the usual axes is cut: another than space by tiles, the sequence by ``tensor``, or large weights.
     """
     where = mesh_words(mesh, candidate.replicas)
-    if beside and any(name in TILES for name in mesh.names):
+    if extra_axes and any(name in TILES for name in mesh.names):
         where += " with other axes than space"
-    elif beside:
+    elif extra_axes:
         where += " with the sequence" if "tensor" in mesh.names else " with large weights cut"
     words = [where]
     if any(name in STAGES for name in mesh.names) and mesh.size > 1:
@@ -127,9 +127,9 @@ def words_of(plan: Plan) -> str:
     with_sequence = any(axis.startswith("sequence") and dimension == "tensor" for axis, dimension in plan.axes)
     with_weights = any(dimension == "data" and not axis.startswith((BATCH, "experts")) for axis, dimension in plan.axes)
     switched = any(dimension in TILES and not axis.startswith((*SPACE, "length")) for axis, dimension in plan.axes)
-    beside = with_sequence or with_weights or switched
+    extra_axes = with_sequence or with_weights or switched
     candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches, plan.replicas)
-    return plan_words(plan.grid, candidate, plan.recompute, beside=beside)
+    return plan_words(plan.grid, candidate, plan.recompute, extra_axes=extra_axes)
 
 
 def candidate_words(candidate: Candidate) -> str:

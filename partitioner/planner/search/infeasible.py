@@ -1,4 +1,4 @@
-"""Why there is no plan: too few places to cut, constraints that contradict, or too little memory, and what would help."""
+"""Errors of searches without a plan: too few cut points, contradicting constraints, or too little memory, with remedies."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _MOST_DEVICES = 4096
 
 
 def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> PartitionError:
-    """The error for a candidate that has no solution."""
-    if (refused := too_many_stages(problems, candidate)) is not None:
-        return refused
+    """Return the error for a candidate without a solution."""
+    refusal = too_many_stages(problems, candidate)
+    if refusal is not None:
+        return refusal
     problem = problems.problem(candidate)
     n_ranks = len(problems.cluster.devices)
     if solve(replace(problem, limit=(np.inf,) * n_ranks)) is None:
@@ -45,7 +46,7 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
 
 
 def too_many_stages(problems: PipelineProblems, candidate: Candidate) -> ConfigError | None:
-    """The error for a candidate that has more stages than the model has operations to cut between; None where it has not."""
+    """Return the error for a candidate with more stages than the model has units, or None."""
     n_units, n_ranks = len(problems.points.units), len(problems.cluster.devices)
     n_stages = candidate.n_stages(n_ranks)
     if n_units >= n_stages:
@@ -64,48 +65,50 @@ def too_many_stages(problems: PipelineProblems, candidate: Candidate) -> ConfigE
 
 
 def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionError]) -> PartitionError:
-    """The error where no plan of any mesh fits: of the mesh whose fullest device lacks least, with all recomputed.
+    """Return the error if no plan of any mesh fits: that of the mesh whose fullest device lacks the least memory.
 
     Args:
-        meshes: what was tried.
-        refusals: meshes that were refused for another reason; told where no mesh lacks memory.
+        meshes: all that were tried; each is judged by its candidate of least memory, under the policy that recomputes most.
+        refusals: errors of other meshes; the first is returned if none lacks memory.
     """
-    lacking = []
-    for order, mesh in enumerate(meshes):
+    lacking: list[tuple[float, MeshProblem, PipelineProblems, Candidate]] = []
+    for mesh in meshes:
         problems = mesh.problems(mesh.policies[-1])
-        candidate = _most_frugal(problems, mesh)
+        candidate = _least_memory_candidate(problems, mesh)
         if len(problems.points.units) >= mesh.n_places:
             missing = shortfall(problems.problem(candidate))
             if missing < np.inf:
-                lacking.append((missing, order, problems, candidate, mesh))
+                lacking.append((missing, mesh, problems, candidate))
     if not lacking:
-        first = meshes[0] if meshes else None
-        if refusals or first is None:
+        if refusals or not meshes:
             return refusals[0]
-        problems = first.problems(first.policies[-1])
-        return why_infeasible(problems, _most_frugal(problems, first))
-    missing, _, problems, candidate, mesh = min(lacking, key=lambda each: each[:2])
+        problems = meshes[0].problems(meshes[0].policies[-1])
+        return why_infeasible(problems, _least_memory_candidate(problems, meshes[0]))
+    counts = []
+    for _, mesh, problems, candidate in lacking:
+        n_places = _fewest_devices(problems, candidate)
+        if n_places is not None:
+            counts.append(_n_ranks(mesh.mesh, n_places))
+    missing, mesh, problems, candidate = min(lacking, key=lambda entry: entry[0])
     words = mesh_words(mesh.mesh, candidate.replicas)
     devices, count = _count(mesh.mesh.size, "device"), _count(candidate.n_microbatches, "microbatch", "es")
     lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
-    enough = [_fewest_devices(each, best) for _, _, each, best, _ in lacking]
-    counts = [_ranks(of.mesh, places) for places, (*_, of) in zip(enough, lacking, strict=True) if places is not None]
     return InfeasiblePlanError(
         f"no plan fits {devices} of {format_bytes(min(problems.limits))}: in the closest, {words} with {count}, {lacks}",
         remedy=_remedy(problems, mesh.mesh.size, min(counts, default=None), missing),
     )
 
 
-def _ranks(mesh: Mesh, n_places: int) -> int:
-    """How many ranks a mesh would have with so many places; further stages are as wide as the last."""
+def _n_ranks(mesh: Mesh, n_places: int) -> int:
+    """Return the number of ranks of a mesh with another number of pipeline positions; further stages are as wide as the last."""
     if not mesh.widths:
         return n_places * mesh.cutting.size
     widths = (*mesh.widths, *(mesh.widths[-1] for _ in range(n_places)))[:n_places]
     return mesh.size // sum(mesh.widths) * sum(widths)
 
 
-def _most_frugal(problems: PipelineProblems, mesh: MeshProblem) -> Candidate:
-    """The candidate that needs least memory: the most microbatches, in the default order."""
+def _least_memory_candidate(problems: PipelineProblems, mesh: MeshProblem) -> Candidate:
+    """Return the candidate that needs least memory: the most microbatches, in the default schedule."""
     rows = mesh.part.graph.batch_size
     count = mesh.request.n_microbatches or (rows if may_cut_batch(mesh.part.graph, mesh.request) else 1)
     name, stages_per_rank = schedules(problems.request)[0]
@@ -117,11 +120,11 @@ def _count(number: int, thing: str, plural: str = "s") -> str:
 
 
 def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missing: float) -> str:
-    """How many devices would do, and how large they would have to be.
+    """Say how many devices would suffice, and how large they would have to be.
 
     Args:
-        present: devices that there are.
-        fewest: devices of this size that fit the model; None: no number of them does.
+        present: number of devices.
+        fewest: smallest number of such devices that fit the model; None: no number does.
         missing: bytes that the fullest device lacks.
     """
     others = "a smaller batch, or an optimizer with less state"
@@ -138,7 +141,7 @@ def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missin
 
 
 def _fewest_devices(problems: PipelineProblems, candidate: Candidate) -> int | None:
-    """The smallest device count that fits, by doubling and bisecting; None when none does."""
+    """Return the smallest device count that fits, by doubling and bisecting; None if none does."""
     most = min(len(problems.points.units) // candidate.stages_per_rank, _MOST_DEVICES)
     low = high = len(problems.cluster.devices)
     while not _fits(problems, candidate, high):
@@ -152,7 +155,7 @@ def _fewest_devices(problems: PipelineProblems, candidate: Candidate) -> int | N
 
 
 def _fits(problems: PipelineProblems, candidate: Candidate, n_devices: int) -> bool:
-    """Whether so many devices, the last one repeated, hold the model."""
+    """Return whether the model fits ``n_devices`` devices: those of the cluster, the last one repeated; without constraints."""
     devices: list[Device] = [*problems.cluster.devices, *[problems.cluster.devices[-1]] * n_devices][:n_devices]
     larger = PipelineProblems(
         problems.graph,

@@ -1,8 +1,8 @@
-"""From a model, a cluster and a request to a plan of one mesh.
+"""Plan one mesh, for a model, a cluster and a request.
 
-    units, prices -> candidates: policy, microbatches, schedule -> for each, if it may be the fastest: cuts, clock -> the fastest that fits
+    units, costs -> candidates: policy, microbatches, schedule -> for each that may be best: cuts, simulated step -> the fastest that fits
 
-It is the search of ``mode="auto"`` (``plan_search``) with the mesh given.
+It is the search of ``mode="auto"`` (``best_first``) with the mesh given.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Contender, Plan, Prediction
 
-__all__ = ["PlanRequest", "Way", "describe_best", "make_plan", "plan_ways"]
+__all__ = ["PlanRequest", "Sharding", "describe_best", "make_plan", "plan_shardings"]
 
 
 def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
-    """Decide stages, ranks, schedule and microbatches for a model whose axes are not cut.
+    """Decide stages, ranks, schedule and microbatches for a model whose axes are not sharded.
 
     Args:
         cluster: the hardware to plan for, at least as many devices as the request names.
-        request: what the user said; what is None is decided here.
+        request: the user's choices; those that are None are decided here.
         cost_model: prices work and messages; None: an analytic roofline.
 
     Raises:
@@ -49,17 +49,17 @@ def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     part = whole_part(unfolded(graph))
     mesh = Mesh((("pipeline", len(request.devices)),))
     problem = MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline())
-    return plan_ways([Way(problem, None)])[0]
+    return plan_shardings([Sharding(problem, None)])[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Way:
-    """A mesh with one choice of the axes that it cuts.
+class Sharding:
+    """A mesh with one choice of the axes that it shards.
 
     Attributes:
-        cut: its axes; None where it cuts none.
-        axes: those that were named for it, in words; empty where the planner chose them.
-        is_of_mode: whether it is what the mode means, and may be taken.
+        cut: the sharded model; None if no axes are sharded.
+        axes: the axes named for it, in words; empty if the planner chose them.
+        is_of_mode: whether it is what the requested mode means; others are priced, but not taken.
     """
 
     problem: MeshProblem
@@ -68,63 +68,66 @@ class Way:
     is_of_mode: bool = True
 
 
-def plan_ways(
-    ways: Sequence[Way], contenders: Sequence[Way] = (), may_take: Callable[[float], bool] = lambda _seconds: True
+def plan_shardings(
+    shardings: Sequence[Sharding], contenders: Sequence[Sharding] = (), may_take: Callable[[float], bool] = lambda _seconds: True
 ) -> tuple[Plan, MeshCut | None]:
-    """Decide what is open on one mesh that may cut axes in several ways; raises as ``make_plan`` does.
+    """Return the best plan of a mesh over several shardings, with its sharded model; raises as ``make_plan`` does.
 
     Args:
-        ways: the mesh with each of its cuts. Of equal plans, that of the first way is taken.
-        contenders: other choices of axes, which are priced as plans, too: what is stated of all plans covers them.
-        may_take: whether a contender may be taken whose step takes so many seconds, if it is of the mode.
-
-    Returns:
-        The plan, and the cut that it has.
+        shardings: the planner's own; of equal plans, that of the first is taken.
+        contenders: with other axes. All are priced: the reported gap holds for them, too.
+        may_take: whether a contender of the mode may be taken if its step takes so many seconds.
     """
-    search = kept = _searched([*ways, *contenders])
+    every = [*shardings, *contenders]
+    search = taken = _search(every)
     if search.best is None:
-        raise next((way.problem.refusal for way in ways if way.problem.refusal is not None), None) or _nothing_fits(ways[0].problem)
+        refusals = (sharding.problem.refusal for sharding in shardings)
+        raise next((refusal for refusal in refusals if refusal is not None), None) or _nothing_fits(shardings[0].problem)
     fastest, solution = search.best
-    of_mode = {id(way.problem) for way in (*ways, *contenders) if way.is_of_mode}
-    if id(fastest.problem) not in of_mode:
-        kept = _searched([way for way in (*ways, *contenders) if way.is_of_mode])
-    if kept.best is not None and kept.best[0].axes and not may_take(kept.best[1].step_time):
-        kept = _searched(ways)
-    kept = kept if kept.best is not None else search
-    assert kept.best is not None
-    plan = describe_best(kept, lambda option: (bool(option.axes), option.cut is not None and option.cut.beside, option.candidate.schedule))
+    of_mode = [sharding for sharding in every if sharding.is_of_mode]
+    if all(sharding.problem is not fastest.problem for sharding in of_mode):
+        taken = _search(of_mode)
+    if taken.best is not None and taken.best[0].axes and not may_take(taken.best[1].step_time):
+        taken = _search(shardings)
+    taken = taken if taken.best is not None else search
+    assert taken.best is not None
+
+    def group(option: Option) -> Hashable:
+        return bool(option.axes), option.cut is not None and option.cut.extra_axes, option.candidate.schedule
+
+    plan = describe_best(taken, group)
     gap = max(0.0, 1 - min(search.bound, solution.step_time) / plan.step_time) if plan.step_time else 0.0
     axes_gap = max(0.0, 1 - solution.step_time / plan.step_time) if plan.step_time else 0.0
     faster = f"{fastest.words}, {100 * axes_gap:.2g} % less" if axes_gap else ""
-    searched = searched_words(len(search.solutions), 1, 1, gap, n_choices=len(ways) + len(contenders), faster=faster)
-    return plan.predicted(searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), kept.best[0].cut
+    searched = searched_words(len(search.solutions), 1, 1, gap, n_choices=len(every), faster=faster)
+    return plan.predicted(searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), taken.best[0].cut
 
 
-def _searched(ways: Sequence[Way]) -> PlanSearch:
-    """Search all plans of some ways."""
+def _search(shardings: Sequence[Sharding]) -> PlanSearch:
+    """Search all plans of some shardings of a mesh."""
     search = PlanSearch()
-    for way in ways:
-        problem = way.problem
+    for sharding in shardings:
+        problem = sharding.problem
         problem.request.check(problem.part.graph)
         if not problem.part.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         counts = _counts(problem)
         _check_constraints(problem, counts[0])
-        search.add_mesh(problem, way.cut, candidates_of(problem, counts), way.axes)
+        search.add_mesh(problem, sharding.cut, candidates_of(problem, counts), sharding.axes)
     search.run()
     search.prove()
     return search
 
 
 def _counts(problem: MeshProblem) -> list[int]:
-    """The microbatch counts that are open on a mesh that was asked for."""
+    """Return the microbatch counts to choose from on a mesh that the user named."""
     if problem.request.mode == "model" or problem.n_places == 1:
         return [problem.request.n_microbatches or 1]
     return microbatch_choices(problem.part.graph, problem.request, problem.n_places)
 
 
 def _check_constraints(problem: MeshProblem, count: int) -> None:
-    """Raise ConfigError when no schedule has few enough stages, or constraints do not fit one that has."""
+    """Raise ConfigError if every schedule has too many stages for the model, or constraints do not fit one that has not."""
     problems = problem.problems(problem.policies[0])
     candidates = [Candidate(*names, count, problem.request.replicas) for names in schedules(problem.request)]
     refusals = [too_many_stages(problems, candidate) for candidate in candidates]
@@ -136,8 +139,8 @@ def _check_constraints(problem: MeshProblem, count: int) -> None:
 
 
 def _nothing_fits(problem: MeshProblem) -> PartitionError:
-    """The error of a mesh, under the policy that keeps least: of the default schedule, with the most microbatches that were tried."""
-    if problem.mesh.cutting.size > 1:  # places of the pipeline are not devices
+    """Return the error of a mesh without a plan, for the policy that saves least, the default schedule and the most microbatches."""
+    if problem.mesh.cutting.size > 1:  # several devices have one pipeline position
         return nothing_fits([problem], [])
     problems = problem.problems(problem.policies[-1])
     name, stages_per_rank = schedules(problems.request)[0]
@@ -146,25 +149,16 @@ def _nothing_fits(problem: MeshProblem) -> PartitionError:
 
 
 def describe_best(search: PlanSearch, group: Callable[[Option], Hashable]) -> Plan:
-    """The best plan of a search, beside the best of other groups.
-
-    Args:
-        group: what others are told of, the best of each.
-    """
+    """Return the best plan of a search; its report compares it with the best solution of each other group (``group``: their key)."""
     (option, solution), *others = search.fastest(group)
-    contenders = [contender(each.words, found) for each, found in ((option, solution), *others)]
-    beside = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
-    runner_up = compared(beside[0][0].words, beside[0][1].step_time, solution.step_time) if beside else ""
-    return _described(option.problem, solution, runner_up, contenders).predicted(gap=search.gap)
+    contenders = [contender(other.words, found) for other, found in ((option, solution), *others)]
+    alternatives = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
+    runner_up = compared(alternatives[0][0].words, alternatives[0][1].step_time, solution.step_time) if alternatives else ""
+    return _plan_of(option.problem, solution, runner_up, contenders).predicted(gap=search.gap)
 
 
-def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:
-    """The plan that a solution is.
-
-    Args:
-        runner_up: the next best, in words.
-        contenders: what was worked out, the chosen one first.
-    """
+def _plan_of(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:
+    """Return a solution as a plan; ``runner_up``: the next best in words, ``contenders``: all compared ones, the chosen one first."""
     graph, request, mesh = problem.part.graph, problem.request, problem.mesh
     candidate, problems = chosen.staged.candidate, chosen.staged.problems
     return Plan(
@@ -189,10 +183,11 @@ def _described(problem: MeshProblem, chosen: Solution, runner_up: str, contender
 
 
 _MOST_CONTENDERS = 6
-"""Plans that are told of, the chosen one among them."""
+"""Limit of the reported solutions, with the chosen one."""
 
 
 def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
+    """Yield the notes of a plan: on the traced graph, why the batch is not cut, unpriced ops, seeds of replicas."""
     yield from graph.notes
     if (asked := request.n_microbatches or 1) > graph.batch_size:
         yield f"n_microbatches={asked}: a pipeline has {graph.batch_size} rows of the planned batch, which runs in that many microbatches"

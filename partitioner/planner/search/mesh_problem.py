@@ -1,6 +1,6 @@
 """The planning problem of one mesh: choose recomputation, microbatches, schedule and stage cuts.
 
-part of a rank, links   ->   units and prices for each policy   ->   candidates, each with a bound and a solution
+one rank's shard, links   ->   units and costs for each policy   ->   candidates, each with a bound and a solution
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh, pipelines
 
-__all__ = ["MeshProblem", "Promise", "Solution"]
+__all__ = ["LowerBounds", "MeshProblem", "Solution"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Solution:
 
 
 @dataclass(frozen=True, eq=False)
-class Promise:
+class LowerBounds:
     """Lower bounds of a candidate, computed before its cuts are searched.
 
     Attributes:
@@ -75,7 +75,7 @@ class MeshProblem:
         cluster: of all ranks.
         request: the user's request; its mode is that of the stages.
         links: of the cluster, to share their cache.
-        unlike: the shards of stages with a tensor-parallel degree each; ``part`` is then that of the widest.
+        submeshes: the shards of stages with a tensor-parallel degree each; ``part`` is then that of the widest.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class MeshProblem:
         request: PlanRequest,
         cost_model: CostModel,
         links: LinkTable | None = None,
-        unlike: SubmeshParts | None = None,
+        submeshes: SubmeshParts | None = None,
     ) -> None:
-        self.mesh, self.part, self.cost_model, self.unlike = mesh, part, cost_model, unlike
+        self.mesh, self.part, self.cost_model, self.submeshes = mesh, part, cost_model, submeshes
         self.devices = request.devices
         links = links or LinkTable(cluster)
         self.links, self.places = links.of(mesh), links.places(mesh, all_talk=bool(request.replicas))
@@ -98,7 +98,7 @@ class MeshProblem:
         self._refusals: list[ConfigError] = []
         self._n_priced = 0
         self._problems: dict[Recompute, PipelineProblems] = {}
-        self._steps: dict[tuple[Recompute, Candidate], float] = {}
+        self._least_steps: dict[tuple[Recompute, Candidate], float] = {}
         self._loads: dict[tuple[Recompute, int, int, int], float] = {}
 
     @cached_property
@@ -137,10 +137,10 @@ class MeshProblem:
         return self._problems[policy]
 
     def _prices(self, policy: Recompute) -> UnitCosts:
-        if self.unlike is None:
+        if self.submeshes is None:
             return self.part.prices(self.kinds, self.cost_model, self.request.optimizer, policy, self.links, n_stages=self.n_places)
-        prices = self.unlike.prices(self.kinds, self.places.devices, self.cost_model, self.request.optimizer, policy)
-        self.unlike.check(prices)
+        prices = self.submeshes.prices(self.kinds, self.places.devices, self.cost_model, self.request.optimizer, policy)
+        self.submeshes.check(prices)
         return prices
 
     def bound(self, policy: Recompute, candidate: Candidate, *, whole_units: bool = False) -> float:
@@ -152,31 +152,34 @@ class MeshProblem:
         problems = self.problems(policy)
         if len(problems.points.units) < candidate.n_stages(self.n_places) or not self._could_fit(problems, candidate):
             return np.inf
-        return self._step(problems, candidate, whole_units=True) if whole_units else self._step_of(problems, candidate)
+        return self._least_step(problems, candidate, whole_units=True) if whole_units else self._cached_least_step(problems, candidate)
 
     def bound_of_any(self, candidate: Candidate) -> float:
         """Return the lower bound over all recomputation policies, ignoring memory: a backward without recomputation is the shortest."""
         if len(self.part.points.units) < candidate.n_stages(self.n_places):
             return np.inf
-        return self._step_of(self.problems("none"), candidate)
+        return self._cached_least_step(self.problems("none"), candidate)
 
-    def _step_of(self, problems: PipelineProblems, candidate: Candidate) -> float:
+    def _cached_least_step(self, problems: PipelineProblems, candidate: Candidate) -> float:
         key = (problems.prices.recompute, candidate)
-        if key not in self._steps:
-            self._steps[key] = self._step(problems, candidate)
-        return self._steps[key]
+        if key not in self._least_steps:
+            self._least_steps[key] = self._least_step(problems, candidate)
+        return self._least_steps[key]
 
-    def _step(self, problems: PipelineProblems, candidate: Candidate, *, whole_units: bool = False) -> float:
-        n_stages = candidate.n_stages(self.n_places)
-        rows, parts = problems.rows(candidate), (self.n_places, n_stages)
+    def _least_step(self, problems: PipelineProblems, candidate: Candidate, *, whole_units: bool = False) -> float:
+        """Return a lower bound of the step seconds, gradient reduction included, without regard to memory; arguments as in ``bound``."""
+        n_ranks, n_stages = self.n_places, candidate.n_stages(self.n_places)
+        rows = problems.rows(candidate)
         times = problems.prices.times(rows)
         whole, longest, shares = float(times.least.sum()), float(times.least.max()), times.fractions
         if candidate.replicas:
             return least_shared_step(candidate, whole, longest, shares) * (1 - _ROUNDING) + self._least_sums
-        load, slowest = (max(whole / count, longest) for count in parts)
         if whole_units:
-            load, slowest = (self._least_load(problems, rows, count, n_stages // count) for count in parts)
-        step = least_step(candidate, self.n_places, whole, load, slowest, shares)
+            load = self._least_load(problems, rows, n_ranks, n_stages // n_ranks)
+            slowest = self._least_load(problems, rows, n_stages, 1)
+        else:
+            load, slowest = max(whole / n_ranks, longest), max(whole / n_stages, longest)
+        step = least_step(candidate, n_ranks, whole, load, slowest, shares)
         return step * (1 - _ROUNDING) + self._least_sums
 
     def is_tight(self, policy: Recompute, candidate: Candidate) -> bool:
@@ -203,18 +206,20 @@ class MeshProblem:
         if candidate.stages_per_rank > 1 or with_gradients > limit * places:
             return bool(with_gradients <= limit * places)
         order, kept = problems.order(candidate), problems.prices.times(problems.rows(candidate)).kept.least
-        for held, stays in ((order.in_flight, fixed), (order.later, with_gradients)):
-            if min(held) and kept > (limit * sum(1 / number for number in held) - stays / max(held)) * (1 + _ROUNDING):
+        for in_flight, permanent in ((order.in_flight, fixed), (order.later, with_gradients)):
+            room = limit * sum(1 / count for count in in_flight) - permanent / max(in_flight) if min(in_flight) else np.inf
+            if kept > room * (1 + _ROUNDING):
                 return False
         return True
 
     def _least_load(self, problems: PipelineProblems, rows: int, n_parts: int, n_runs: int) -> float:
+        """Return ``schedule_bounds.least_load`` of the units for a microbatch of ``rows`` samples, cached."""
         key = (problems.prices.recompute, rows, n_parts, n_runs)
         if key not in self._loads:
             self._loads[key] = least_load(problems.prices.times(rows).least, n_parts, n_runs)
         return self._loads[key]
 
-    def promise(self, policy: Recompute, candidate: Candidate, below: float) -> Promise:
+    def lower_bounds(self, policy: Recompute, candidate: Candidate, below: float) -> LowerBounds:
         """Return lower bounds of a candidate over all cuts whose stages fit the memory.
 
         Args:
@@ -223,15 +228,15 @@ class MeshProblem:
         bound = self.bound(policy, candidate, whole_units=True)
         problems, n_stages = self.problems(policy), candidate.n_stages(self.n_places)
         if bound >= below or (candidate.stages_per_rank > 1 and n_stages * len(problems.points.units) > _MOST_RUNS):
-            return Promise(None, bound, bound)
+            return LowerBounds(None, bound, bound)
         costs, most = problems.paths(candidate), below - self._least_sums
         longest_path = best_bottleneck(costs) if most == math.inf else float(bottleneck_table(costs, most)[0, 0])
         if longest_path > most:
-            return Promise(None, math.inf, below)
-        return Promise(costs, longest_path, max(longest_path * (1 - _ROUNDING) + self._least_sums, bound))
+            return LowerBounds(None, math.inf, below)
+        return LowerBounds(costs, longest_path, max(longest_path * (1 - _ROUNDING) + self._least_sums, bound))
 
     def solve(
-        self, policy: Recompute, candidate: Candidate, promise: Promise, most: int, within: float = math.inf, *, thorough: bool = True
+        self, policy: Recompute, candidate: Candidate, lower: LowerBounds, most: int, within: float = math.inf, *, thorough: bool = True
     ) -> tuple[Solution | None, float]:
         """Return the fastest cuts of a candidate that fit the memory, None if none of those simulated does; and a lower bound of all.
 
@@ -241,50 +246,57 @@ class MeshProblem:
         3. Branch and bound over cuts from there (``fastest_cuts``).
 
         Args:
+            lower: the candidate's lower bounds.
             most: limit of simulated cuts, without the first.
             within: simulate no others if the first cuts are slower than these seconds.
             thorough: in case 1, look for other cuts if balanced ones exceed the memory.
         """
-        problems = self.problems(policy)
-        known: dict[tuple[int, ...], Solution] = {}
-        fastest = math.inf
+        if lower.bound == math.inf:
+            return None, math.inf
+        problems, known, fastest = self.problems(policy), dict[tuple[int, ...], Solution](), math.inf
 
         def seconds(starts: tuple[int, ...]) -> float:
-            """Simulate a step with stages that begin at ``starts``; inf if it is refused or exceeds the memory."""
+            """Simulate a step with stages of these first units; inf if the cuts are refused or exceed the memory."""
             nonlocal fastest
-            if starts in known:
-                return known[starts].step_time
-            torn = None if self.unlike is None else self.unlike.torn(problems.prices, starts, problems.order(candidate).stage_ranks)
-            if torn is not None:
-                self._refusals.append(torn)
-                return math.inf
-            self._n_priced += 1
-            staged = stage_model(problems, candidate, starts)
-            found = Solution(staged, self._sum_seconds(problems, staged))
-            if found.step_time > fastest * (1 + _EQUAL):  # too slow: skip the check of memory
-                return found.step_time
-            if not problems.hold(found.staged.memory):
-                return math.inf
-            known[starts], fastest = found, min(found.step_time, fastest)
-            return found.step_time
+            if starts not in known:
+                solution = self._simulate(problems, candidate, starts)
+                if solution is None:
+                    return math.inf
+                if solution.step_time > fastest * (1 + _EQUAL):  # too slow: skip the check of memory
+                    return solution.step_time
+                if not problems.hold(solution.staged.memory):
+                    return math.inf
+                known[starts], fastest = solution, min(solution.step_time, fastest)
+            return known[starts].step_time
 
-        if promise.bound == math.inf:
-            return None, math.inf
         balanced_only = self.request.mode == "model" and self.n_places > 1  # the user wants a share for each device, not a short step
-        if promise.costs is None or balanced_only:
+        if lower.costs is None or balanced_only:
             cuts = problems.unlimited(candidate)
             if cuts is not None and (thorough or balanced_only) and seconds(cuts.starts) == math.inf:
                 cuts = problems.solve(candidate)
-            taken = math.inf if cuts is None else seconds(cuts.starts)
-            return (None, promise.bound) if cuts is None or taken == math.inf else (known[cuts.starts], min(taken, promise.bound))
-        tried = promising_cuts(promise.costs, promise.longest_path)
+            if cuts is None or seconds(cuts.starts) == math.inf:
+                return None, lower.bound
+            return known[cuts.starts], min(seconds(cuts.starts), lower.bound)
+        first = promising_cuts(lower.costs, lower.longest_path)
         if candidate.stages_per_rank > 1 or candidate.n_microbatches == 1:  # the longest path ignores most waiting, and shared ranks
-            cuts = problems.solve(candidate) if seconds(tried) == math.inf else problems.unlimited(candidate)
-            if cuts is not None and seconds(cuts.starts) <= seconds(tried) * (1 + _EQUAL if candidate.n_microbatches == 1 else 1 - _EQUAL):
-                tried = cuts.starts
-        found = fastest_cuts(promise.costs, promise.longest_path, self._least_sums, seconds, tried, most, within)
-        bound = found.bound if found.bound == found.seconds else min(found.seconds, promise.bound)
-        return (None if found.starts is None else known[found.starts]), bound
+            cuts = problems.solve(candidate) if seconds(first) == math.inf else problems.unlimited(candidate)
+            tolerance = 1 + _EQUAL if candidate.n_microbatches == 1 else 1 - _EQUAL
+            if cuts is not None and seconds(cuts.starts) <= seconds(first) * tolerance:
+                first = cuts.starts
+        best = fastest_cuts(lower.costs, lower.longest_path, self._least_sums, seconds, first, most, within)
+        bound = best.bound if best.bound == best.seconds else min(best.seconds, lower.bound)
+        return (None if best.starts is None else known[best.starts]), bound
+
+    def _simulate(self, problems: PipelineProblems, candidate: Candidate, starts: tuple[int, ...]) -> Solution | None:
+        """Simulate a step with stages of these first units; None, with the error recorded, if a shared parameter rules the cuts out."""
+        if self.submeshes is not None:
+            refusal = self.submeshes.sharing_error(problems.prices, starts, problems.order(candidate).stage_ranks)
+            if refusal is not None:
+                self._refusals.append(refusal)
+                return None
+        self._n_priced += 1
+        staged = stage_model(problems, candidate, starts)
+        return Solution(staged, self._sum_seconds(problems, staged))
 
     def _sum_seconds(self, problems: PipelineProblems, staged: StagedModel) -> float:
         """Return the seconds at the end of a step until the ranks of all stages have summed their gradients."""
@@ -292,16 +304,17 @@ class MeshProblem:
         of_replicas = problems.sum_seconds(staged.candidate, starts) if staged.candidate.replicas else 0.0
         if not self.part.sums:
             return of_replicas
-        if self.unlike is not None:
-            return of_replicas + self.unlike.sum_seconds(self._unlike_sums, starts, stage_ranks)
-        ranks = self._stage_sums.of_ranks(starts, stage_ranks)
-        each = {tuple(sizes) for sizes in zip(*(map(tuple, sizes.tolist()) for sizes in ranks.values()), strict=True)}
-        return of_replicas + max(self.part.sum_seconds(dict(zip(ranks, sizes, strict=True)), self.links) for sizes in each)
+        if self.submeshes is not None:
+            return of_replicas + self.submeshes.sum_seconds(self._submesh_sums, starts, stage_ranks)
+        by_dimension = self._stage_sums.of_ranks(starts, stage_ranks)
+        # For each rank, (bytes, buckets) by mesh dimension; ranks with equal ones are priced once.
+        of_ranks = set(zip(*(map(tuple, sizes.tolist()) for sizes in by_dimension.values()), strict=True))
+        return of_replicas + max(self.part.sum_seconds(dict(zip(by_dimension, sizes, strict=True)), self.links) for sizes in of_ranks)
 
     @cached_property
-    def _unlike_sums(self) -> dict[int, StageSums]:
-        assert self.unlike is not None
-        return self.unlike.stage_sums(next(iter(self._problems.values())).prices)
+    def _submesh_sums(self) -> dict[int, StageSums]:
+        assert self.submeshes is not None
+        return self.submeshes.stage_sums(next(iter(self._problems.values())).prices)
 
     @cached_property
     def _stage_sums(self) -> StageSums:
@@ -313,14 +326,14 @@ class MeshProblem:
 
         It is 0 for stages of unequal degrees: their sums depend on which stage has which parameter.
         """
-        if self.unlike is not None:
+        if self.submeshes is not None:
             return 0.0
         shares = ((name, size / self.n_places) for name, size in self.part.bytes_summed.items())
         return sum(size * self.links[name].seconds("all_reduce", _LARGE) / _LARGE for name, size in shares) * (1 - _ROUNDING)
 
 
 _LARGE = 1e18
-"""Bytes of a message whose latency is nothing beside them."""
+"""Bytes of a message for which latency is negligible."""
 
 _EQUAL = 1e-9
 """Relative differences of seconds that are rounding."""
@@ -329,4 +342,4 @@ _ROUNDING = 1e-6
 """Relative margin for the rounding of sums: a bound is never above what it bounds."""
 
 _MOST_RUNS = 2_000
-"""Units times stages up to which the runs of stages that share ranks are looked at one by one: what they promise is too little for more."""
+"""Limit of units times stages for which runs are bounded one by one if stages share ranks: their bounds are too weak to be worth more."""

@@ -1,11 +1,11 @@
-"""What ``mode="auto"`` chooses from: meshes, and on each of them recomputation policies, microbatch counts and schedules.
+"""The search space of ``mode="auto"``: meshes, and for each of them recomputation policies, microbatch counts and schedules.
 
-Every mesh of so many devices: how many ranks cut rows, the graph, and axes of the parameters, and how these dimensions nest.
+All meshes of the devices are tried: the number of ranks that shard the batch, the stages and axes of parameters, and their nesting.
 
     8 devices    {"data": 8}, {"fsdp": 8}, {"pipeline": 8}, {"tensor": 8}, {"data": 4, "tensor": 2}, {"data": 4, "pipeline": 2}, ...
 
-What sends most stands innermost, where links are fastest: tensor inside of rows. Stages send least; whether they stand outside of rows or
-inside is a choice where links differ. ``"zero2"`` lies as ``"zero1"`` does and is left out.
+The dimension that sends most is innermost, where links are fastest: tensor inside of data. Stages send least; both nestings of stages and
+batch are tried if links differ. ``"zero2"`` has the layouts of ``"zero1"`` and is left out.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ __all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "allowed_widths
 
 
 def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
-    """The meshes that fit the devices, the batch and what the user said.
+    """Yield the meshes that fit the devices, the batch and the user's constraints.
 
-    A device_map names ranks, so the stages have all of them. A schedule, or stages on each device, asks for a pipeline.
+    A device_map names ranks, so all ranks are stages. A schedule, or stages on each device, requires a pipeline.
     """
     n_devices = len(cluster.devices)
-    unlike = len(set(cluster.devices)) > 1
+    is_heterogeneous = len(set(cluster.devices)) > 1
     wants_stages = request.schedule is not None or request.stages_per_rank is not None
     wants_stages |= any(value is not None for value in (request.constraints.split_spec, request.constraints.pin))
     named = named_dimensions(request.constraints)
-    for mesh in mesh_shapes(n_devices, graph.batch_size, levels=unlike or not isinstance(cluster.links, Link)):
+    for mesh in mesh_shapes(n_devices, graph.batch_size, levels=is_heterogeneous or not isinstance(cluster.links, Link)):
         stages = stages_length(mesh)
         if not named <= set(mesh.names):
             continue
@@ -58,11 +58,7 @@ def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, re
 
 
 def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest, *, tight: bool) -> Iterator[Mesh]:
-    """The meshes of tiles that fit the same, for a model that has space, on up to so many devices as all kinds are combined on.
-
-    Args:
-        tight: whether also those that are worth it for their memory alone.
-    """
+    """Yield the allowed meshes with tiles, for a model with space on at most ``MANY`` devices; ``tight`` as for ``tile_shapes``."""
     constraints, n_devices = request.constraints, len(cluster.devices)
     wants_stages = request.schedule is not None or request.stages_per_rank is not None
     wants_stages |= any(each is not None for each in (constraints.split_spec, constraints.pin, constraints.device_map))
@@ -75,8 +71,8 @@ def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, req
 
 
 def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[int, ...]]:
-    """How many places of a mesh's pipeline each stage could have, some more than one: on few devices, of a batch that can be cut."""
-    n_places, most = stages_length(mesh), _most_turns(graph, cluster, request, mesh)
+    """Yield the divisions of a pipeline's positions among round-robin replicated stages: (2, 1, 1) for 4 positions, ...; on few devices."""
+    n_places, most = stages_length(mesh), _most_replicas(graph, cluster, request, mesh)
     if most < 2 or named_dimensions(request.constraints):
         return
     for n_stages in range(2, n_places if n_places <= _FEW_SHARING else _MOST_SHARED_STAGES + 1):
@@ -85,11 +81,11 @@ def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, m
                 yield replicas
 
 
-def _most_turns(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> int:
-    """How many ranks a round-robin replicated stage could have."""
+def _most_replicas(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> int:
+    """Return the most ranks of a round-robin replicated stage, each with at least one microbatch; 1 if no stage can be replicated."""
     kinds = [SCHEDULES[request.schedule]] if request.schedule is not None else list(SCHEDULES.values())
-    is_shared = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
-    if len(cluster.devices) > _MOST_SHARING or not is_shared or request.constraints.device_map is not None:
+    can_replicate = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
+    if len(cluster.devices) > _MOST_SHARING or not can_replicate or request.constraints.device_map is not None:
         return 1
     if graph.mixing or written_buffers(graph):
         return 1
@@ -98,31 +94,26 @@ def _most_turns(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh:
 
 
 def allowed_widths(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
-    """The meshes with a degree for each stage that the places of a mesh's pipeline could make, alone or beside replicas, on few devices.
+    """Yield the meshes with a tensor-parallel degree for each stage, made from the positions of a mesh's pipeline; on few devices.
 
     Returns:
-        Each with the turns of its stages, empty where there are none.
+        Pairs (mesh, number of replicas of each stage; empty if no stage has several).
     """
     constraints, n_devices = request.constraints, len(cluster.devices)
     if n_devices > _MOST_SHARING or constraints.device_map is not None or any(name not in ("data", *STAGES) for name in mesh.names):
         return
-    most, named = _most_turns(graph, cluster, request, mesh), named_dimensions(constraints)
-    for unlike, turns in unlike_shapes(mesh):
-        if named <= set(unlike.names) and max(turns, default=1) <= most:
-            yield unlike, turns
+    most, named = _most_replicas(graph, cluster, request, mesh), named_dimensions(constraints)
+    for submeshes, replicas in submesh_shapes(mesh):
+        if named <= set(submeshes.names) and max(replicas, default=1) <= most:
+            yield submeshes, replicas
 
 
 _MOST_SHARING, _FEW_SHARING, _MOST_SHARED_STAGES = 8, 4, 3
-"""Devices up to which stages on unlike numbers of ranks are proposed; places of a pipeline up to which there are as many stages as may be;
-how many for more."""
+"""The most devices for stages on different numbers of ranks; positions for which all numbers of stages are tried; most stages beyond."""
 
 
 def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple[Recompute, Candidate]]:
-    """Everything that is open on a mesh, the plainest first.
-
-    Args:
-        counts: the microbatch counts to choose from.
-    """
+    """Yield the combinations of policy, microbatch count (of ``counts``) and schedule on a mesh, the simplest first."""
     at_least = max(problem.request.replicas, default=1)
     for policy in problem.policies:
         for count in (count for count in counts if count >= at_least):
@@ -130,27 +121,27 @@ def candidates_of(problem: MeshProblem, counts: Sequence[int]) -> Iterator[tuple
                 yield policy, Candidate(name, stages_per_rank, count, problem.request.replicas)
 
 
-# -- every mesh of so many devices -------------------------------------------------------------------------------------------------
+# -- all meshes of a number of devices ---------------------------------------------------------------------------------------------
 
 
 ROW_KINDS = ("data", "zero1", "fsdp")
-"""How replicas hold parameters: whole, in parts that are gathered once a microbatch, or gathered for every use."""
+"""Storage of parameters by replicas: whole, sharded and gathered once a microbatch, or gathered for every use."""
 
 INNER = (("tensor",), ("sequence",), ("sequence", "tensor"))
-"""What may be cut beside rows and stages, outermost first."""
+"""The mesh dimensions inside of replicas and stages, outermost first."""
 
 MANY = 64
 """Devices above which only the commonest dimensions are combined: data or fsdp, pipeline, tensor."""
 
 
 def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Mesh]:
-    """The meshes, those with fewer dimensions first.
+    """Yield all meshes, those with fewer dimensions first.
 
     Args:
-        batch_size: rows; the ranks that cut them must divide it.
-        levels: whether links differ, so that the order of stages and rows matters.
+        batch_size: a multiple of the ranks that shard the batch.
+        levels: whether links differ, so that the order of stages and replicas matters.
     """
-    found: dict[Mesh, None] = {}
+    meshes: dict[Mesh, None] = {}
     for rows, stages, inner in factorizations(n_devices, 3):
         if batch_size % rows:
             continue
@@ -160,17 +151,16 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
                 outer = [(kind, rows), ("pipeline", stages)]
                 for order in itertools.permutations(outer) if levels else (outer,):
                     dimensions = tuple((name, size) for name, size in (*order, *within) if size > 1)
-                    found[Mesh(dimensions or (("pipeline", 1),))] = None
-    yield from sorted(found, key=lambda mesh: (len(mesh.dimensions), mesh.names, mesh.dimensions))
+                    meshes[Mesh(dimensions or (("pipeline", 1),))] = None
+    yield from sorted(meshes, key=lambda mesh: (len(mesh.dimensions), mesh.names, mesh.dimensions))
 
 
 def tile_shapes(n_devices: int, batch_size: int, *, tight: bool) -> Iterator[Mesh]:
-    """The meshes of tiles, rows and stages outside of them: ``{"tile": 4}``, ``{"data": 2, "tile": 2}``, ``{"pipeline": 2, "tile": 2}``.
+    """Yield meshes with tiles inside of replicas and stages: ``{"tile": 4}``, ``{"data": 2, "tile": 2}``, ``{"pipeline": 2, "tile": 2}``.
 
     Args:
-        batch_size: rows; the ranks that cut them must divide it.
-        tight: for their memory: also where the batch could be cut into as many equal parts over the ranks of a stage, which is as little
-            work for each, without halos.
+        batch_size: a multiple of the ranks that shard the batch.
+        tight: whether to include tiles that only save memory: as many replicas could divide the batch, as fast and without halos.
     """
     for rows, stages, tiles in factorizations(n_devices, 3):
         if tiles > 1 and batch_size % rows == 0 and (tight or batch_size % (rows * tiles)):
@@ -179,18 +169,18 @@ def tile_shapes(n_devices: int, batch_size: int, *, tight: bool) -> Iterator[Mes
                 yield Mesh(tuple((name, size) for name, size in outer if size > 1))
 
 
-def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
-    """Yield the ways to give the places of a pipeline to fewer stages: each stage on some ranks together, or replicated on some.
+def submesh_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
+    """Yield meshes whose stages have several of a pipeline's ranks each: as tensor-parallel ranks, as round-robin replicas, or both.
 
-    {"pipeline": 4}      2 | 1 | 1 together;  3 | 1 together;  2 round-robin | 2 together;  ...
+    {"pipeline": 4}      tensor 2 | 1 | 1;  tensor 3 | 1;  2 replicas | tensor 2;  ...
 
-    Of more than four places two stages are made, on powers of two.
+    Pipelines of more than four ranks are divided into two stages of powers of two.
 
     Args:
-        mesh: rows and a pipeline, no dimension of ``WIDTH``.
+        mesh: replicas and a pipeline, without a dimension ``WIDTH``.
 
     Returns:
-        Meshes, and how many replicas each stage has; empty where one.
+        Pairs (mesh, number of replicas of each stage; empty if no stage has several).
     """
     n_places = mesh.length(_PIPELINE)
     few = n_places <= _FEW
@@ -198,16 +188,16 @@ def unlike_shapes(mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
         for sizes in _divisions(n_places, n_stages):
             if not few and any(size & (size - 1) for size in sizes):
                 continue
-            for turns in itertools.product(*([count for count in range(1, size + 1) if size % count == 0] for size in sizes)):
-                widths = [size // count for size, count in zip(sizes, turns, strict=True)]
+            for replicas in itertools.product(*([count for count in range(1, size + 1) if size % count == 0] for size in sizes)):
+                widths = [size // count for size, count in zip(sizes, replicas, strict=True)]
                 if len(set(widths)) > 1:
-                    of_places = tuple(width for width, count in zip(widths, turns, strict=True) for _ in range(count))
-                    outer = tuple((name, len(of_places) if name == _PIPELINE else size) for name, size in mesh.dimensions)
-                    yield Mesh((*outer, (WIDTH, max(widths))), of_places), turns if max(turns) > 1 else ()
+                    width_of_place = tuple(width for width, count in zip(widths, replicas, strict=True) for _ in range(count))
+                    outer = tuple((name, len(width_of_place) if name == _PIPELINE else size) for name, size in mesh.dimensions)
+                    yield Mesh((*outer, (WIDTH, max(widths))), width_of_place), replicas if max(replicas) > 1 else ()
 
 
 def _divisions(n_places: int, n_stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to divide places among stages: how many each has."""
+    """Yield the ways to divide positions among stages, in order: (1, 3), (2, 2), (3, 1) for four positions and two stages."""
     for ends in itertools.combinations(range(1, n_places), n_stages - 1):
         yield tuple(end - start for start, end in itertools.pairwise((0, *ends, n_places)))
 
@@ -215,7 +205,7 @@ def _divisions(n_places: int, n_stages: int) -> Iterator[tuple[int, ...]]:
 _PIPELINE = "pipeline"
 
 _FEW = 4
-"""Places up to which all ways are tried."""
+"""Positions up to which all divisions are tried."""
 
 
 def _inner(count: int, inners: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, int], ...]]:

@@ -42,10 +42,10 @@ class AxisPrices(Protocol):
     def work(self, name: str, layout: CallLayout) -> float:
         """Return the cost of a call under a layout: one rank's compute, and its halos."""
 
-    def whole(self, name: str) -> float:
+    def replicate(self, name: str) -> float:
         """Return the cost of replicating a parameter."""
 
-    def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
+    def reshard(self, value: str, have: Placement, need: Placement, size: float) -> float:
         """Return the cost of a reshard, forward and backward; ``size``: bytes of the whole value."""
 
 
@@ -55,7 +55,7 @@ def axis_terms(
     choices: LayoutChoices,
     count: int,
     copies: Callable[[str], int],
-    pace: ClockRate | None,
+    clock_rate: ClockRate | None,
     value_bytes: ValueBytes,
     fixed: Collection[int] = (),
     kept: Collection[str] = (),
@@ -67,12 +67,12 @@ def axis_terms(
         choices: the possible layouts of each call and each parameter.
         count: ranks of the mesh dimension.
         copies: node name -> how many repeats of a folded block the node stands for.
-        pace: clock rate of the ranks; None: unknown, and the user asked for sharding.
+        clock_rate: clock rate of the ranks; None: unknown, and the user asked for sharding.
         fixed: axes that are sharded whatever it costs.
         kept: parameters sharded by fixed axes, which must stay so.
         prices: None: derived from the clock rate.
     """
-    price = prices or _default_prices(graph, axes, count, copies, pace)
+    price = prices or _default_prices(graph, axes, count, copies, clock_rate)
     nodes = {node.name: node for node in graph.graph.nodes}
     terms = []
 
@@ -91,8 +91,8 @@ def axis_terms(
         def parameter_cost(layout: HeldLayout, name: str = name, size: float = size) -> float:
             if name in kept and not (isinstance(layout.stored, Shard) and layout.stored.axis in fixed):
                 return math.inf
-            whole = price.whole(name) if not isinstance(layout.stored, Shard) else 0.0
-            return copies(name) * (whole + sum(price.change(name, have, need, size) for have, need in layout.changes))
+            whole = price.replicate(name) if not isinstance(layout.stored, Shard) else 0.0
+            return copies(name) * (whole + sum(price.reshard(name, have, need, size) for have, need in layout.changes))
 
         def stored_bytes(layout: HeldLayout, name: str = name, size: float = size) -> float:
             return copies(name) * size / (count if isinstance(layout.stored, Shard) else 1)
@@ -114,40 +114,40 @@ def _call_cost(price: AxisPrices, size_of: Callable[[str], float], axes: Axes, n
     """Return the cost of a call under a layout: its work, reshards of operands, and messages inside a decomposed reduction."""
     cost = price.work(name, layout)
     for operand, have, need in layout.changes:
-        cost += price.change(operand, have, need, size_of(operand))
+        cost += price.reshard(operand, have, need, size_of(operand))
     if layout.cut is not None and axes.loops[name].factors[layout.cut.factor].reduction == "whole":
         cost += MESSAGES_INSIDE * price.message
     return cost
 
 
-def _default_prices(graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: ClockRate | None) -> AxisPrices:
-    if pace is not None and not pace.asked:
-        return _TimeCosts(graph, axes, count, pace)
-    return _ByteCosts(graph, axes, count, copies, pace)
+def _default_prices(graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], clock_rate: ClockRate | None) -> AxisPrices:
+    if clock_rate is not None and not clock_rate.asked:
+        return _TimeCosts(graph, axes, count, clock_rate)
+    return _ByteCosts(graph, axes, count, copies, clock_rate)
 
 
 class _TimeCosts:
     """Costs in seconds, at a known clock rate."""
 
-    def __init__(self, graph: ModelGraph, axes: Axes, count: int, pace: ClockRate) -> None:
-        self.message, self._count, self._pace = pace.latency, count, pace
+    def __init__(self, graph: ModelGraph, axes: Axes, count: int, clock_rate: ClockRate) -> None:
+        self.message, self._count, self._clock_rate = clock_rate.latency, count, clock_rate
         self._multiply_adds, self._differentiable = contractions_of(axes, graph.batch_size), _differentiable_values(graph)
         self._values = {node.name: node.meta.get("val") for node in graph.graph.nodes}
         self._passes = 3 if graph.training else 1
 
     def work(self, name: str, layout: CallLayout) -> float:
         """Return the seconds of a contraction's arithmetic on one rank, in the forward and in training the two backward passes."""
-        arithmetic = 2 * self._multiply_adds.get(name, 0.0) / self._pace.flops
+        arithmetic = 2 * self._multiply_adds.get(name, 0.0) / self._clock_rate.flops
         return self._passes * arithmetic / (1 if layout.cut is None else self._count)
 
-    def whole(self, _name: str) -> float:
+    def replicate(self, _name: str) -> float:
         return 0.0  # replicating a parameter takes no time
 
-    def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
+    def reshard(self, value: str, have: Placement, need: Placement, size: float) -> float:
         """Return the seconds of a reshard, forward and backward: bandwidth, latency, and copies to and from buffers."""
         times, messages = _traffic(have, need, self._count, has_gradient=value in self._differentiable)
         copies = messages if self._is_copied(value, have, need) else 0
-        return times * size / self._pace.bandwidth + messages * self.message + copies * size * self._pace.copying
+        return times * size / self._clock_rate.bandwidth + messages * self.message + copies * size * self._clock_rate.copying
 
     def _is_copied(self, value: str, have: Placement, need: Placement) -> bool:
         """Return whether messages are copied: those of an all_reduce, and shards that are not contiguous, even of a single row."""
@@ -163,12 +163,14 @@ class _ByteCosts:
     message = 2.0**20
     """Cost of a message of any size, in bytes: a few microseconds of a fast link, as much as a millisecond of a slow one."""
 
-    def __init__(self, graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], pace: ClockRate | None = None) -> None:
+    def __init__(
+        self, graph: ModelGraph, axes: Axes, count: int, copies: Callable[[str], int], clock_rate: ClockRate | None = None
+    ) -> None:
         self._count, self._differentiable = count, _differentiable_values(graph)
         nodes = {node.name: node for node in graph.graph.nodes}
-        multiply_adds = contractions_of(axes, 1 if pace is None else graph.batch_size)
+        multiply_adds = contractions_of(axes, 1 if clock_rate is None else graph.batch_size)
         work = {name: number * copies(name) for name, number in multiply_adds.items()}
-        bytes_per_multiply_add = 0.0 if pace is None else (6 if graph.training else 2) / pace.flops * pace.bandwidth
+        bytes_per_multiply_add = 0.0 if clock_rate is None else (6 if graph.training else 2) / clock_rate.flops * clock_rate.bandwidth
         calls = sum(copies(name) for name in work)
         total = max(calls * WORTH * self.message, sum(work.values()) * bytes_per_multiply_add)
         sizes = {name: float(nodes[name].meta["val"].numel()) * copies(name) for name in graph.parameters}
@@ -182,11 +184,11 @@ class _ByteCosts:
         """Return the cost of a contraction that every rank computes whole; 0 for a sharded one."""
         return self._work.get(name, 0.0) if layout.cut is None else 0.0
 
-    def whole(self, name: str) -> float:
+    def replicate(self, name: str) -> float:
         """Return the cost of replicating a parameter."""
         return self._replicated.get(name, 0.0)
 
-    def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
+    def reshard(self, value: str, have: Placement, need: Placement, size: float) -> float:
         """Return the bytes of a reshard, forward and backward, and those that its messages cost."""
         times, messages = _traffic(have, need, self._count, has_gradient=value in self._differentiable)
         return times * size + messages * self.message

@@ -1,4 +1,4 @@
-"""Choose which axes a mesh dimension shards: exactly, for the costs of ``axis_terms``.
+"""Choose which axes a mesh dimension shards: exactly, for the costs of ``axis_costs``.
 
 Candidates are the axes of the parameters. Axes that blocks repeat (the ffn of every block) are one candidate: they have the same name, size
 and parameters but for the numbers in these. The layouts of every call under every choice are enumerated once
@@ -68,7 +68,7 @@ class AxisProblem:
         dimension: name and largest size of the mesh dimension.
         fixed: axes that are sharded whatever it costs.
         excluded: axes that are not: another mesh dimension shards them.
-        pace: clock rate of the ranks; None: unknown, and the user asked for sharding.
+        clock_rate: clock rate of the ranks; None: unknown, and the user asked for sharding.
         copies: node name -> how many repeats of a folded block the node stands for.
         rows: whether the mesh dimension shards the batch, which is then ``fixed``.
         alone: candidates besides the axes of parameters, each its own group: axes of space, the batch.
@@ -82,7 +82,7 @@ class AxisProblem:
         dimension: tuple[str, int],
         fixed: Sequence[int] = (),
         excluded: Collection[int] = (),
-        pace: ClockRate | None = None,
+        clock_rate: ClockRate | None = None,
         copies: Callable[[str], int] = lambda _name: 1,
         *,
         rows: bool = False,
@@ -90,7 +90,7 @@ class AxisProblem:
         prices: AxisPrices | None = None,
     ) -> None:
         self._graph, self._axes, self._dimension = graph, axes, dimension
-        self._fixed, self._pace, self._copies = tuple(fixed), pace, copies
+        self._fixed, self._clock_rate, self._copies = tuple(fixed), clock_rate, copies
         self._bytes, self._rows, self._prices = ValueBytes(graph), rows, prices
         groups = axis_groups(graph, axes, dimension[1], {*fixed, *excluded, *alone})
         groups += [AxisGroup((axis,), _NEVER_DROPPED) for axis in alone]
@@ -122,18 +122,14 @@ class AxisProblem:
         best = choose(dataclasses.replace(self._problem(choices, single_axes, count), limit=limit), known)
         return None if best is None else self._axis_choice(single_axes, best)
 
-    def with_any(self, count: int, wanted: Collection[int], found: AxisChoice) -> AxisChoice:
-        """Return a choice that shards some call by one of the wanted axes.
+    def with_any(self, count: int, wanted: Collection[int], cheapest: AxisChoice) -> AxisChoice:
+        """Return a choice that shards some call by one of the axes that the user asked for.
 
-        If ``found`` does not, all wanted axes are assigned and one other axis of ``alone`` is forbidden: the cheapest of these choices that
-        shards a call by a wanted axis; ``found`` if none does.
-
-        Args:
-            wanted: axes that the user asked for.
-            found: the cheapest choice.
+        If ``cheapest``, the choice of ``solve``, does not, all wanted axes are required and one other axis of ``alone`` at a time is
+        forbidden: the cheapest of these choices that shards a call by a wanted axis; ``cheapest`` if none does.
         """
-        if self._shards_by(found.axes, wanted):
-            return found
+        if self._shards_by(cheapest.axes, wanted):
+            return cheapest
         problem, groups = self._problem(self._choices, self._groups, count), self._groups
         is_wanted = [not set(group.axes).isdisjoint(wanted) for group in groups]
         required = tuple(Term((number,), np.array([np.inf, 0.0]), np.zeros(2)) for number in range(len(groups)) if is_wanted[number])
@@ -144,7 +140,7 @@ class AxisProblem:
                 best = choose(dataclasses.replace(problem, terms=(*problem.terms, forbidden, *required)))
                 solutions += [] if best is None or not math.isfinite(best.seconds) else [best]
         choices = (self._axis_choice(groups, best) for best in sorted(solutions, key=lambda best: best.seconds))
-        return next((choice for choice in choices if self._shards_by(choice.axes, wanted)), found)
+        return next((choice for choice in choices if self._shards_by(choice.axes, wanted)), cheapest)
 
     def _axis_choice(self, groups: Sequence[AxisGroup], solution: Choices) -> AxisChoice:
         return AxisChoice(self._axes_of(groups, solution.options), solution.gap if groups else None)
@@ -190,7 +186,7 @@ class AxisProblem:
         return layout_choices(self._graph, self._axes, self._dimension, groups, self._fixed, rows=self._rows, value_bytes=self._bytes)
 
     def _problem(self, choices: LayoutChoices, groups: Sequence[AxisGroup], count: int) -> ChoiceProblem:
-        known = (self._graph, self._axes, choices, count, self._copies, self._pace, self._bytes, self._fixed, self._kept)
+        known = (self._graph, self._axes, choices, count, self._copies, self._clock_rate, self._bytes, self._fixed, self._kept)
         return ChoiceProblem((2,) * len(groups), tuple(axis_terms(*known, self._prices)))
 
     def _sharded_by_fixed(self) -> frozenset[str]:

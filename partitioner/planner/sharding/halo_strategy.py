@@ -83,7 +83,7 @@ def choose_halos(
     """
     assert part.layouts is not None
     assert part.axes is not None
-    regions = TileRegions.of(part.of.graph, part.axes, part.layouts, assigned)
+    regions = TileRegions.of(part.source.graph, part.axes, part.layouts, assigned)
     prices = _Prices(part, part.axes, part.layouts, regions, links, device, cost_model, rows)
     segments = [segment for region in regions.regions for segment in _Region(region, prices, asked).segments()]
     order = {node.name: place for node, place in regions.order.items()}
@@ -91,12 +91,7 @@ def choose_halos(
 
 
 class _Region:
-    """Finds the cheapest division of one region into segments.
-
-    Args:
-        calls: in order of the graph.
-        asked: call -> the strategy that the user fixed.
-    """
+    """Finds the cheapest division of one region, its calls in order, into segments; ``asked``: call -> the user's strategy."""
 
     def __init__(self, calls: Sequence[TileCall], prices: _Prices, asked: Mapping[str, HaloStrategy]) -> None:
         self._calls, self._prices = calls, prices
@@ -129,7 +124,7 @@ class _Region:
 
     def _price(self, start: int, stop: int) -> Price:
         """Return the cost of the segment ``calls[start:stop]`` under its strategy."""
-        prices = {"exchange": self._prices.exchange, "overlap": self._prices.overlapped, "recompute": self._prices.once}
+        prices = {"exchange": self._prices.exchange, "overlap": self._prices.overlapped, "recompute": self._prices.recomputed}
         return prices[self._strategy(start, stop)](self._calls[start:stop])
 
     def _shortest_path(self) -> list[tuple[int, int]]:
@@ -166,12 +161,12 @@ class _Region:
         """Yield the segment of these calls; none for exchanges that no wide halo could replace with fewer."""
         if not calls:
             return
-        exchange, once = self._prices.exchange(calls), self._prices.once(calls)
-        if strategy != "exchange" or once.messages < exchange.messages:
-            paths = list(dict.fromkeys(path for call in calls if (path := module_path(call.node)))) or [""]
+        exchange, wide = self._prices.exchange(calls), self._prices.recomputed(calls)
+        if strategy != "exchange" or wide.messages < exchange.messages:
+            paths = list(dict.fromkeys(filter(None, (module_path(call.node) for call in calls)))) or [""]
             first, last, ends = calls[0].node.name, calls[-1].node.name, tuple(dict.fromkeys((paths[0], paths[-1])))
             overlapped = self._prices.overlapped(calls).seconds
-            yield HaloSegment(first, last, ends, strategy, exchange.messages, exchange.seconds, overlapped, once.messages, once.seconds)
+            yield HaloSegment(first, last, ends, strategy, exchange.messages, exchange.seconds, overlapped, wide.messages, wide.seconds)
 
 
 class _Prices:
@@ -192,7 +187,7 @@ class _Prices:
         self._part, self._axes, self._layouts = part, axes, layouts
         self._links, self._device, self._cost_model = links, device, cost_model
         self._numbers = Numbers(rows)
-        self._share = 1.0 if part.of.graph.batch is not None else rows / part.batch_size
+        self._share = 1.0 if part.source.graph.batch is not None else rows / part.batch_size
         self._known: dict[tuple[fx.Node, float], float] = {}
 
     def exchange(self, calls: Sequence[TileCall]) -> Price:
@@ -211,8 +206,7 @@ class _Prices:
     def _overlapped_seconds(self, node: fx.Node, exchanged: set[object]) -> tuple[float, float]:
         """Return the seconds that a call waits after its interior is computed, and those that it takes longer in pieces.
 
-        Args:
-            exchanged: keys of the halos that earlier calls exchanged; those of this call are added.
+        The keys of its halos are added to ``exchanged``, those of earlier calls: a halo is exchanged once.
         """
         assert self._part.sizes is not None
         slides = slides_of(node.name, self._axes, self._layouts, self._part.sizes.extents)
@@ -228,11 +222,11 @@ class _Prices:
                 share, backward_seconds = interior.share, input_seconds + weight_seconds
                 forward = max(0.0, forward - share * forward_seconds)
                 backward = max(0.0, backward - share * backward_seconds)
-                pieces += self._in_pieces(node, interior.slide.window.operand, differentiated=bool(backward_seconds))
+                pieces += self._splitting_seconds(node, interior.slide.window.operand, differentiated=bool(backward_seconds))
             waits += forward + backward
         return waits, pieces
 
-    def _in_pieces(self, node: fx.Node, place: int, *, differentiated: bool) -> float:
+    def _splitting_seconds(self, node: fx.Node, place: int, *, differentiated: bool) -> float:
         """Return the extra seconds in three pieces: launches, concatenated results, summed gradients of operand ``place``."""
         cost, sizes = self._part.cost.nodes[node.name], self._part.cost.bytes
         result, operand = (self._numbers[sizes[name]] * self._share for name in (node.name, self._axes.operands[node.name][place].name))
@@ -241,7 +235,7 @@ class _Prices:
             works.append(Work(0, 3 * operand, 2 + 2 * (cost.backward_input.launches + cost.backward_weight.launches)))
         return sum(self._cost_model.operation_time(work, self._device, cost.dtype) for work in works)
 
-    def once(self, calls: Sequence[TileCall]) -> Price:
+    def recomputed(self, calls: Sequence[TileCall]) -> Price:
         """Return the cost of one wide halo before the segment, with the overlap of its calls recomputed."""
         overlaps = self.regions.overlaps(calls)
         widened = [call.node for call in calls if call.node.name in overlaps.computed]

@@ -18,7 +18,7 @@ from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.axis_problem import AxisChoice, AxisProblem
 from partitioner.planner.sharding.rank_shard import ModelPart, PartGraph, axis_cut, cut_part, part_graph, whole_part
-from partitioner.planner.sharding.spatial import Hardware, SpaceProblem, Switched, may_switch
+from partitioner.planner.sharding.spatial import Hardware, HybridAxes, SpaceProblem, may_be_hybrid
 from partitioner.planner.tile_grid import fits, tile_axes, with_grid
 from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, short_names, space_axes
@@ -42,42 +42,44 @@ DATA = "data"
 
 
 @dataclass(frozen=True, eq=False)
-class _Chosen:
-    """The sharded axes and their graph; ``in_numbers``: whether that graph has a fixed batch size instead of a symbolic one."""
+class _Assignment:
+    """The axes that each mesh dimension shards (``MeshCut``), of a graph whose batch size the mesh divides: symbolic, or fixed."""
 
-    of: PartGraph
+    source: PartGraph
     graph: ModelGraph
     axes: Axes
     names: tuple[str, ...]
     assigned: Mapping[str, tuple[int, ...]]
     gap: float | None
-    in_numbers: bool
+    fixed_batch: bool
 
 
 class CuttableModel:
     """A model with caches of its axes, shardings and shards.
 
     Args:
-        pace: clock rate of the ranks that shard axes of parameters; None: see ``AxisProblem``.
+        clock_rate: clock rate of the ranks that shard axes of parameters; None: see ``AxisProblem``.
         hardware: the cluster and cost model that tiles are priced for; None: tiles shard only space.
     """
 
-    def __init__(self, graph: ModelGraph, request: PlanRequest, *, pace: ClockRate | None = None, hardware: Hardware | None = None) -> None:
-        self._request, self._pace, self._hardware = request, pace, hardware
+    def __init__(
+        self, graph: ModelGraph, request: PlanRequest, *, clock_rate: ClockRate | None = None, hardware: Hardware | None = None
+    ) -> None:
+        self._request, self._clock_rate, self._hardware = request, clock_rate, hardware
         self._whole = graph
         self._folded = fold_repeats(graph)
         self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
-        self._chosen: dict[object, _Chosen] = {}
+        self._assignments: dict[object, _Assignment] = {}
         self._problems: dict[object, AxisProblem] = {}
         self._cuts: dict[object, MeshCut] = {}
-        self._of_two: dict[object, ModelPart] = {}
-        self._among_few: dict[object, ModelPart] = {}
+        self._parts_of_two_replicas: dict[object, ModelPart] = {}
+        self._parts_for_bounds: dict[object, ModelPart] = {}
 
     def constrained(self, constraints: Constraints) -> CuttableModel:
-        """Return the same model under other constraints; what does not depend on them is found once."""
+        """Return the same model under other constraints, with the caches of all that does not depend on them."""
         other = copy.copy(self)
-        vars(other).update(_request=dataclasses.replace(self._request, constraints=constraints), _chosen={})
+        vars(other).update(_request=dataclasses.replace(self._request, constraints=constraints), _assignments={})
         return other
 
     def kinds_of_axes(self, cutting: Mesh, dimension: str) -> dict[str, bool]:
@@ -86,15 +88,16 @@ class CuttableModel:
         Returns:
             For each name, whether parameters have such an axis.
         """
-        graph = self._prepared(cutting).graph
+        graph = self._part_graph(cutting).graph
         axes, names = self._find_axes(graph, cutting)
-        count, found = cutting.length(dimension), dict[str, bool]()
-        of_parameters = {axis for name in graph.parameters if name in axes.tensors for each in axes.of(name) for axis in each}
+        count, kinds = cutting.length(dimension), dict[str, bool]()
+        parameters = (name for name in graph.parameters if name in axes.tensors)
+        of_parameters = {axis for name in parameters for axes_of_dimension in axes.of(name) for axis in axes_of_dimension}
         for axis, name in enumerate(names):
             if fits(axes, axis, count):
                 kind = name.partition("[")[0]
-                found[kind] = found.get(kind, False) or axis in of_parameters
-        return dict(sorted(found.items()))
+                kinds[kind] = kinds.get(kind, False) or axis in of_parameters
+        return dict(sorted(kinds.items()))
 
     @cached_property
     def has_sequence(self) -> bool:
@@ -113,190 +116,186 @@ class CuttableModel:
         """The shard of a mesh that shards no axes: the whole model."""
         return whole_part(part_graph(self._folded, self._whole, lambda graph: graph))
 
-    def cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf, halos: tuple[HaloSegment, ...] = ()) -> MeshCut:
+    def cut(self, cutting: Mesh, *, extra_axes: bool = False, limit: float = math.inf, halos: tuple[HaloSegment, ...] = ()) -> MeshCut:
         """Return the model sharded by a mesh; raise ConfigError if a dimension has no axis to shard.
 
         Args:
-            beside: whether the tensor dimension also shards the sequence, the data dimension large weights, or tiles other axes than space.
+            extra_axes: whether tensor also shards the sequence, data large weights, or tiles other axes than space (``MeshCut``).
             limit: bytes of parameters that one pipeline may store; axes are chosen so that they fit, if possible.
             halos: segments of calls with a halo strategy of their own; all others exchange each halo and wait.
         """
-        chosen = self._choose(cutting, beside, limit)
-        key = (cutting, beside, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.in_numbers)
+        chosen = self._assignment(cutting, extra_axes, limit)
+        key = (cutting, extra_axes, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.fixed_batch)
         if key not in self._cuts:
             cut = axis_cut(cutting, chosen.assigned, self._request.batchnorm, halos)
-            part = self._part(chosen.of, chosen.graph.batch_size, chosen.axes, cut, beside)
+            part = self._part(chosen.source, chosen.graph.batch_size, chosen.axes, cut, extra_axes)
             assert part.layouts is not None
-            self._cuts[key] = MeshCut(part, chosen.axes, chosen.names, chosen.assigned, part.layouts, beside, chosen.gap, halos)
+            self._cuts[key] = MeshCut(part, chosen.axes, chosen.names, chosen.assigned, part.layouts, extra_axes, chosen.gap, halos)
         return self._cuts[key]
 
-    def axes_cut(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> dict[str, tuple[str, ...]]:
+    def axes_cut(self, cutting: Mesh, *, extra_axes: bool = False, limit: float = math.inf) -> dict[str, tuple[str, ...]]:
         """Return the names of the axes that each mesh dimension shards, as ``cut`` does, but without computing the shard."""
-        chosen = self._choose(cutting, beside, limit)
-        return {name: tuple(chosen.names[axis] for axis in each) for name, each in chosen.assigned.items()}
+        chosen = self._assignment(cutting, extra_axes, limit)
+        return {name: tuple(chosen.names[axis] for axis in axes) for name, axes in chosen.assigned.items()}
 
-    def cut_among_few(self, cutting: Mesh, *, beside: bool = False, limit: float = math.inf) -> ModelPart:
+    def part_for_bounds(self, cutting: Mesh, *, extra_axes: bool = False, limit: float = math.inf) -> ModelPart:
         """Return one rank's shard, for bounds: on two ranks instead of all if a single mesh dimension shards axes.
 
         The size of an exchanged value that is not sharded is the same for any number of ranks, so one shard serves all numbers. With
         several dimensions the value is itself sharded over the others, and its size depends on their lengths.
         """
-        chosen = self._choose(cutting, beside, limit)
-        few = cutting if len(cutting.names) > 1 else Mesh(tuple((name, 2) for name in cutting.names))
-        key = (few, beside, tuple(chosen.assigned.items()), id(chosen.axes))
-        if key not in self._among_few:
-            cut = axis_cut(few, chosen.assigned, self._request.batchnorm)
-            self._among_few[key] = cut_part(chosen.of, chosen.graph.batch_size, chosen.axes, cut)
-        return self._among_few[key]
+        chosen = self._assignment(cutting, extra_axes, limit)
+        of_two = cutting if len(cutting.names) > 1 else Mesh(tuple((name, 2) for name in cutting.names))
+        key = (of_two, extra_axes, tuple(chosen.assigned.items()), id(chosen.axes))
+        if key not in self._parts_for_bounds:
+            cut = axis_cut(of_two, chosen.assigned, self._request.batchnorm)
+            self._parts_for_bounds[key] = cut_part(chosen.source, chosen.graph.batch_size, chosen.axes, cut)
+        return self._parts_for_bounds[key]
 
-    def _choose(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
-        """Return the axes to shard, cached."""
-        asked = (cutting, beside, limit)
-        if asked not in self._chosen:
-            self._chosen[asked] = self._choice(*asked)
-        return self._chosen[asked]
+    def _assignment(self, cutting: Mesh, extra_axes: bool, limit: float) -> _Assignment:
+        key = (cutting, extra_axes, limit)
+        if key not in self._assignments:
+            self._assignments[key] = self._assign(*key)
+        return self._assignments[key]
 
-    def _choice(self, cutting: Mesh, beside: bool, limit: float) -> _Chosen:
+    def _assign(self, cutting: Mesh, extra_axes: bool, limit: float) -> _Assignment:
         """Choose the axes to shard: those that constraints name, and the cheapest others."""
         in_tiles = any(name in TILES for name in cutting.names)
-        switched = self._beside_space(cutting) if beside and in_tiles else None
-        in_numbers = switched is not None and switched.in_numbers
-        of = self._prepared(cutting, in_numbers=in_numbers)
-        axes, names = self._find_axes(of.graph, cutting, in_numbers=in_numbers)
-        graph = _with_divisible_batch(of.graph, cutting)
+        hybrid = self._hybrid_axes(cutting) if extra_axes and in_tiles else None
+        fixed_batch = hybrid is not None and hybrid.fixed_batch
+        source = self._part_graph(cutting, fixed_batch=fixed_batch)
+        axes, names = self._find_axes(source.graph, cutting, fixed_batch=fixed_batch)
+        graph = _with_divisible_batch(source.graph, cutting)
         fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
-        chosen = {name: self._assigned(of, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
-        if switched is not None:
-            chosen |= switched.chosen
-        elif beside and TENSOR not in chosen:
-            chosen[DATA] = self._beside_rows(of, graph, axes, cutting, limit)
-        assigned = {name: each.axes for name, each in chosen.items()}
-        if beside and TENSOR in assigned and switched is None:
-            assigned[TENSOR] = (*_sequence(axes, names, cutting, assigned), *assigned[TENSOR])
-        gap = max((each.gap for each in chosen.values() if each.gap is not None), default=None)
-        return _Chosen(of, graph, axes, names, assigned, gap, in_numbers)
+        chosen = {name: self._axes_of_dimension(source, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
+        if hybrid is not None:
+            chosen |= hybrid.chosen
+        elif extra_axes and TENSOR not in chosen:
+            chosen[DATA] = self._batch_and_weight_axes(source, graph, axes, cutting, limit)
+        assigned = {name: choice.axes for name, choice in chosen.items()}
+        if extra_axes and TENSOR in assigned and hybrid is None:
+            assigned[TENSOR] = (*_sequence_axes(axes, names, cutting, assigned), *assigned[TENSOR])
+        gap = max((choice.gap for choice in chosen.values() if choice.gap is not None), default=None)
+        return _Assignment(source, graph, axes, names, assigned, gap, fixed_batch)
 
     def with_grid(self, mesh: Mesh) -> Mesh:
-        """A mesh whose tiles, if it has any, make a grid."""
+        """Return the mesh with its tile dimension, if any, replaced by a grid."""
         if TILE not in mesh.names:
             return mesh
-        graph = self._prepared(mesh).graph
+        graph = self._part_graph(mesh).graph
         return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
 
-    def can_cut_beside(self, mesh: Mesh, *, alone: bool = False) -> bool:
-        """Return whether a tensor dimension may cut the sequence, too, that of the replicas large weights, or tiles more than space.
-
-        Args:
-            alone: whether no other mesh is asked about: the axes that this one cuts are chosen in any case. The answer for many meshes
-                is that of the axes that two ranks would cut, which are chosen once.
-        """
+    def has_extra_axes(self, mesh: Mesh, *, alone: bool = False) -> bool:
+        """Return whether there is a choice with extra axes (``cut``), by the axes of two ranks unless no other mesh matters (``alone``)."""
         if any(name in TILES for name in mesh.names):
-            return self._may_switch(mesh.cutting)
-        if mesh.cutting.names == (DATA,) and self._pace is not None and not self._request.constraints.axes:
-            return self._gains_beside_rows(mesh.cutting)
+            return self._may_be_hybrid(mesh.cutting)
+        if mesh.cutting.names == (DATA,) and self._clock_rate is not None and not self._request.constraints.axes:
+            return self._may_shard_weights_over_data(mesh.cutting)
         if TENSOR not in mesh.names or "sequence" in mesh.names:
             return False
-        plain = self._choose(mesh.cutting if alone else Mesh(((TENSOR, 2),)), False, math.inf)
-        return bool(_sequence(plain.axes, plain.names, Mesh(((TENSOR, mesh.length(TENSOR)),)), plain.assigned))
+        plain = self._assignment(mesh.cutting if alone else Mesh(((TENSOR, 2),)), False, math.inf)
+        return bool(_sequence_axes(plain.axes, plain.names, Mesh(((TENSOR, mesh.length(TENSOR)),)), plain.assigned))
 
-    def _may_switch(self, cutting: Mesh) -> bool:
-        of = self._prepared(cutting)
-        axes, names = self._find_axes(of.graph, cutting)
-        fixed = constrained_axes(of.graph, axes, names, cutting, self._request.constraints)
-        return self._hardware is not None and may_switch(axes, cutting, fixed, free=self._is_free)
+    def _may_be_hybrid(self, cutting: Mesh) -> bool:
+        """Return whether tiles may shard other axes than space."""
+        graph = self._part_graph(cutting).graph
+        axes, names = self._find_axes(graph, cutting)
+        fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
+        return self._hardware is not None and may_be_hybrid(axes, cutting, fixed, free=self._is_free)
 
     @property
     def _is_free(self) -> bool:
         """Whether the planner chose the mesh, not the user."""
-        return self._pace is not None and not self._pace.asked
+        return self._clock_rate is not None and not self._clock_rate.asked
 
-    def _beside_space(self, cutting: Mesh) -> Switched:
+    def _hybrid_axes(self, cutting: Mesh) -> HybridAxes:
         """Choose the axes of tile dimensions. If a graph with a fixed batch size allows it, tiles may also shard the batch."""
         assert self._hardware is not None
-        found: Switched | None = None
-        for in_numbers in (True, False)[not self._could_cut_batch(cutting) :]:
-            of = self._prepared(cutting, in_numbers=in_numbers)
-            axes, names = self._find_axes(of.graph, cutting, in_numbers=in_numbers)
-            cost = graph_cost(of.graph, differentiate=of.graph.training, reading=of.reading)
-            fixed = constrained_axes(of.graph, axes, names, cutting, self._request.constraints)
-            ranks = self._hardware.along(cutting, self._request.n_microbatches or 1)
-            problem = SpaceProblem(of.graph, axes, cost, cutting, ranks, fixed, free=self._is_free)
-            found = Switched(problem.solve(), in_numbers)
-            if found.cuts(batch_axes(of.graph, axes)):
-                return found
-        assert found is not None
-        return found
+        if self._may_shard_batch_unevenly(cutting):
+            hybrid, shards_batch = self._solve_hybrid(self._hardware, cutting, fixed_batch=True)
+            if shards_batch:
+                return hybrid
+        return self._solve_hybrid(self._hardware, cutting, fixed_batch=False)[0]
 
-    def _could_cut_batch(self, cutting: Mesh) -> bool:
+    def _solve_hybrid(self, hardware: Hardware, cutting: Mesh, *, fixed_batch: bool) -> tuple[HybridAxes, bool]:
+        """Return the axes of tile dimensions in one of the graphs, and whether the batch is among them."""
+        source = self._part_graph(cutting, fixed_batch=fixed_batch)
+        axes, names = self._find_axes(source.graph, cutting, fixed_batch=fixed_batch)
+        cost = graph_cost(source.graph, differentiate=source.graph.training, reading=source.reading)
+        fixed = constrained_axes(source.graph, axes, names, cutting, self._request.constraints)
+        ranks = hardware.along(cutting, self._request.n_microbatches or 1)
+        problem = SpaceProblem(source.graph, axes, cost, cutting, ranks, fixed, free=self._is_free)
+        hybrid = HybridAxes(problem.solve(), fixed_batch)
+        return hybrid, hybrid.cuts(batch_axes(source.graph, axes))
+
+    def _may_shard_batch_unevenly(self, cutting: Mesh) -> bool:
         """Return whether the batch could be sharded unevenly, as any other axis, in a graph with a fixed batch size."""
         rows = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
-        alone = self._request.mode in ("model", "auto") and self._request.n_microbatches in (None, 1)
-        return self._whole.batch is not None and alone and self._whole.batch_size % rows == 0
+        one_microbatch = self._request.mode in ("model", "auto") and self._request.n_microbatches in (None, 1)
+        return self._whole.batch is not None and one_microbatch and self._whole.batch_size % rows == 0
 
-    def _gains_beside_rows(self, cutting: Mesh) -> bool:
+    def _may_shard_weights_over_data(self, cutting: Mesh) -> bool:
         """Return whether the data dimension would shard any axis besides the batch."""
-        of = self._prepared(cutting)
-        axes, _ = self._find_axes(of.graph, cutting)
-        graph = _with_divisible_batch(of.graph, cutting)
+        source = self._part_graph(cutting)
+        axes, _ = self._find_axes(source.graph, cutting)
+        graph = _with_divisible_batch(source.graph, cutting)
         batch = batch_axes(graph, axes)
         if graph.batch is None or not batch:
             return False
-        return not set(self._beside_rows(of, graph, axes, cutting, math.inf).axes) <= batch
+        return not set(self._batch_and_weight_axes(source, graph, axes, cutting, math.inf).axes) <= batch
 
-    def _beside_rows(self, of: PartGraph, graph: ModelGraph, axes: Axes, cutting: Mesh, limit: float) -> AxisChoice:
-        """The batch, and the axes of parameters whose gradients would take longer to sum than their calls' activations to exchange."""
+    def _batch_and_weight_axes(self, source: PartGraph, graph: ModelGraph, axes: Axes, cutting: Mesh, limit: float) -> AxisChoice:
+        """Choose for the data dimension: the batch, and axes of weights whose gradients cost more to sum than activations to exchange."""
         count, batch = cutting.length(DATA), tuple(sorted(batch_axes(graph, axes)))
-        key = (id(axes), DATA, _longer(axes, count), batch)
+        key = (id(axes), DATA, _fitting_axes(axes, count), batch)
         if key not in self._problems:
-            known = (graph, axes, (DATA, count), batch, expert_axes(graph, axes), self._pace)
-            self._problems[key] = AxisProblem(*known, lambda name: len(of.copies(name)), rows=True)
+            known = (graph, axes, (DATA, count), batch, expert_axes(graph, axes), self._clock_rate)
+            self._problems[key] = AxisProblem(*known, lambda name: len(source.copies(name)), rows=True)
         return self._problems[key].solve(count, limit) or AxisChoice(batch)
 
-    def _part(self, of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, beside: bool) -> ModelPart:
-        """Return one rank's shard. In terms of its samples it is equal for all numbers of replicas, unless they exchange activations."""
-        alone = all(set(cut.assigned[name]) <= batch_axes(of.graph, axes) and name not in cut.stored for name in cut.rows)
-        if not cut.rows or not alone or of.graph.batch is None:
-            return cut_part(of, batch_size, axes, cut)
-        fewest = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
-        key = (fewest, beside, tuple(sorted(cut.assigned.items())), cut.wide, cut.overlapped)
-        if key not in self._of_two:
-            self._of_two[key] = cut_part(of, batch_size, axes, dataclasses.replace(cut, mesh=fewest))
-        part = self._of_two[key]
+    def _part(self, source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, extra_axes: bool) -> ModelPart:
+        """Return one rank's shard: that of two replicas serves all numbers of them, unless their exchanges depend on the batch size."""
+        batch = batch_axes(source.graph, axes)
+        only_batch = all(set(cut.assigned[name]) <= batch and name not in cut.stored for name in cut.rows)
+        if not cut.rows or not only_batch or source.graph.batch is None:
+            return cut_part(source, batch_size, axes, cut)
+        two_replicas = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
+        key = (two_replicas, extra_axes, tuple(sorted(cut.assigned.items())), cut.wide, cut.overlapped)
+        if key not in self._parts_of_two_replicas:
+            self._parts_of_two_replicas[key] = cut_part(source, batch_size, axes, dataclasses.replace(cut, mesh=two_replicas))
+        part = self._parts_of_two_replicas[key]
         if any(each.dimension in cut.rows and isinstance(each.size, sympy.Expr) for each in part.exchanges):
-            return cut_part(of, batch_size, axes, cut)
+            return cut_part(source, batch_size, axes, cut)
         return dataclasses.replace(part, cutting=cut.mesh, batch_size=-(-batch_size // math.prod(map(cut.mesh.length, cut.rows))))
 
-    def _prepared(self, mesh: Mesh, *, in_numbers: bool = False) -> PartGraph:
-        """Return the graph to shard; for tiles unfolded, since a halo segment may span several blocks.
-
-        Args:
-            in_numbers: whether the graph has a fixed batch size instead of a symbolic one.
-        """
-        by_rows, in_tiles = _kind(mesh)
-        key = (by_rows, in_tiles, in_numbers)
+    def _part_graph(self, mesh: Mesh, *, fixed_batch: bool = False) -> PartGraph:
+        """Return the graph to shard, with a symbolic or fixed batch; for tiles unfolded, since a halo segment may span several blocks."""
+        by_rows, in_tiles = _shards_batch_and_space(mesh)
+        key = (by_rows, in_tiles, fixed_batch)
         if key not in self._graphs:
-            whole = fix_batch(self._whole, self._whole.batch_size) if in_numbers else self._whole
+            whole = fix_batch(self._whole, self._whole.batch_size) if fixed_batch else self._whole
             folded = Folded(whole, {}, {}) if in_tiles else self._folded
             self._graphs[key] = part_graph(folded, whole, lambda graph: split_randomness(with_totals(graph) if by_rows else graph))
         return self._graphs[key]
 
-    def _find_axes(self, graph: ModelGraph, cutting: Mesh, *, in_numbers: bool = False) -> tuple[Axes, tuple[str, ...]]:
-        """The axes, found once for all meshes that need the same short ones merged."""
-        kind, others = (*_kind(cutting), in_numbers), tuple(dimension for dimension in cutting.dimensions if dimension[0] not in ROWS)
+    def _find_axes(self, graph: ModelGraph, cutting: Mesh, *, fixed_batch: bool = False) -> tuple[Axes, tuple[str, ...]]:
+        """Return the axes and their names, with axes merged that are too short for a mesh dimension alone; cached."""
+        kind = (*_shards_batch_and_space(cutting), fixed_batch)
+        others = tuple(dimension for dimension in cutting.dimensions if dimension[0] not in ROWS)
         if (kind, ()) not in self._axes:
             plain = find_axes(graph.graph)
             self._axes[kind, ()] = plain, axis_names(graph, plain)
         if (kind, others) not in self._axes:
-            axes = self._axes[kind, ()][0]
+            unmerged = self._axes[kind, ()]
+            axes = unmerged[0]
             for _, count in others:
                 axes = merge_short_axes(graph, axes, count)
-            same = axes is self._axes[kind, ()][0]
-            self._axes[kind, others] = self._axes[kind, ()] if same else (axes, axis_names(graph, axes))
+            self._axes[kind, others] = unmerged if axes is unmerged[0] else (axes, axis_names(graph, axes))
         return self._axes[kind, others]
 
-    def _assigned(
+    def _axes_of_dimension(
         self,
-        of: PartGraph,
+        source: PartGraph,
         graph: ModelGraph,
         axes: Axes,
         names: tuple[str, ...],
@@ -305,21 +304,21 @@ class CuttableModel:
         fixed: Mapping[str, tuple[int, ...]],
         limit: float,
     ) -> AxisChoice:
-        """Return the axes that one mesh dimension shards: those that the user fixed, and those that its kind implies."""
-        elsewhere = {axis for other, each in fixed.items() if other != dimension for axis in each}
+        """Return the axes that one mesh dimension shards: those that the user ``fixed`` for it, and those that its kind implies."""
+        of_others = {axis for other, fixed_axes in fixed.items() if other != dimension for axis in fixed_axes}
         if dimension in ROWS:
-            found = tuple(sorted(batch_axes(graph, axes)))
-            if not found:
+            batch = tuple(sorted(batch_axes(graph, axes)))
+            if not batch:
                 raise ConfigError(
                     f'the model has no batch that mode "{dimension}" could cut', remedy="pass inputs whose first dimension is the batch"
                 )
-            _check_groups_of_rows(graph, axes, found, cutting)
-            return AxisChoice((*found, *(axis for axis in fixed[dimension] if axis not in found)))
+            _check_groups_of_rows(graph, axes, batch, cutting)
+            return AxisChoice((*batch, *(axis for axis in fixed[dimension] if axis not in batch)))
         if dimension in TILES:
             return AxisChoice(tile_axes(axes, cutting, dimension))
         if dimension == "sequence":
-            along = set(axes_named("sequence", names))
-            rest = () if along & set(fixed[dimension]) else tuple(axis for axis in sorted(along) if axis not in elsewhere)
+            sequence = set(axes_named("sequence", names))
+            rest = () if sequence & set(fixed[dimension]) else tuple(axis for axis in sorted(sequence) if axis not in of_others)
             if not (*fixed[dimension], *rest):
                 raise ConfigError(
                     'nothing is left for the mesh dimension "sequence": constraints cut the sequence over another',
@@ -327,12 +326,12 @@ class CuttableModel:
                 )
             return AxisChoice((*fixed[dimension], *rest))
         count = cutting.length(dimension)
-        key = (id(axes), dimension, _longer(axes, count), fixed[dimension], tuple(sorted(elsewhere)))
+        key = (id(axes), dimension, _fitting_axes(axes, count), fixed[dimension], tuple(sorted(of_others)))
         if key not in self._problems:
-            along = {axis for axis, name in enumerate(names) if name.startswith("sequence[")}  # has a mesh dimension of its own
-            others = elsewhere | along - set(fixed[dimension])
-            known = (graph, axes, (dimension, count), fixed[dimension], others, self._pace)
-            self._problems[key] = AxisProblem(*known, lambda name: len(of.copies(name)))
+            sequence = {axis for axis, name in enumerate(names) if name.startswith("sequence[")}  # has a mesh dimension of its own
+            excluded = of_others | sequence - set(fixed[dimension])
+            known = (graph, axes, (dimension, count), fixed[dimension], excluded, self._clock_rate)
+            self._problems[key] = AxisProblem(*known, lambda name: len(source.copies(name)))
         chosen = self._problems[key].solve(count, limit)
         if chosen is None or not chosen.axes:
             chosen = self._problems[key].solve(count, math.inf)
@@ -344,19 +343,19 @@ class CuttableModel:
         return chosen
 
 
-def _sequence(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _sequence_axes(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the sequence axes that a tensor dimension could also shard: long enough, and not sharded yet."""
-    taken = {axis for each in assigned.values() for axis in each}
-    along = [axis for axis, name in enumerate(names) if name.startswith("sequence[") and axis not in taken]
-    return tuple(axis for axis in along if fits(axes, axis, cutting.length(TENSOR)))
+    sharded = {axis for of_dimension in assigned.values() for axis in of_dimension}
+    free = [axis for axis, name in enumerate(names) if name.startswith("sequence[") and axis not in sharded]
+    return tuple(axis for axis in free if fits(axes, axis, cutting.length(TENSOR)))
 
 
-def _longer(axes: Axes, count: int) -> frozenset[int]:
+def _fitting_axes(axes: Axes, count: int) -> frozenset[int]:
     """Return the axes that are long enough for ``count`` ranks."""
     return frozenset(axis for axis in range(len(axes.sizes)) if fits(axes, axis, count))
 
 
-def _kind(mesh: Mesh) -> tuple[bool, bool]:
+def _shards_batch_and_space(mesh: Mesh) -> tuple[bool, bool]:
     """Return whether a mesh shards the batch, and whether it shards space."""
     return any(name in ROWS for name in mesh.names), any(name in (TILE, *TILES) for name in mesh.names)
 
@@ -387,21 +386,21 @@ def _with_divisible_batch(graph: ModelGraph, cutting: Mesh) -> ModelGraph:
     return dataclasses.replace(graph, batch_size=rows + -rows % parts)
 
 
-# -- a model under the dimensions of a mesh that cut axes --------------------------------------------------------------------------
+# -- a model sharded by a mesh ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class MeshCut:
-    """A model under the dimensions of a mesh that cut axes.
+    """A model sharded by the dimensions of a mesh that shard axes.
 
     Attributes:
-        assigned: mesh dimension -> the axes that it cuts.
-        layouts: how every value lies.
-        beside: whether the tensor dimension cuts the sequence, too, where it cuts nothing else (Korthikanti et al., "Reducing activation
-            recomputation in large transformer models", 2022); where there is no tensor dimension, whether that of the replicas cuts
-            weights that are larger than activations (Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014);
-            where there are tiles, whether these cut other axes where space is not worth its halos (``space_choice``).
-        gap: of the choice of axes, by its own prices; None where there was none.
+        assigned: mesh dimension -> the axes that it shards.
+        layouts: the layout of every value.
+        extra_axes: whether tensor dimensions also shard the sequence between their sharded layers (Korthikanti et al., "Reducing activation
+            recomputation in large transformer models", 2022), or, without one, data dimensions also weights that are larger than
+            activations (Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014), or tile dimensions other axes
+            in layers in which halos cost more than space gains (``spatial``).
+        gap: the fraction by which another choice of axes could cost less; None if there was nothing to choose.
         halos: the halo strategy of each segment of calls.
     """
 
@@ -410,48 +409,48 @@ class MeshCut:
     names: tuple[str, ...]
     assigned: Mapping[str, tuple[int, ...]]
     layouts: Layouts
-    beside: bool = False
+    extra_axes: bool = False
     gap: float | None = None
     halos: tuple[HaloSegment, ...] = ()
 
     def in_whole_model(self) -> tuple[tuple[str, str], ...]:
-        """What is cut as a plan says it: (axis of the whole model, mesh dimension).
+        """Return the sharding as in ``Plan.axes``: pairs (name of an axis of the whole model, mesh dimension).
 
-        Where all of a name are cut in the folded model, so are those of all blocks.
+        Names without a number ("heads"), and numbers that no folded block shifts, hold for the whole model. Otherwise the axes of the whole
+        model are found, and named by it.
         """
-        of, cutting = self.part.of, self.part.cutting
-        axes, names, assigned = self.axes, self.names, self.assigned
-        by_folded = {name: short_names(each, names) for name, each in assigned.items()}
-        if all("[" not in axis or self._is_numbered_alike(axis) for each in by_folded.values() for axis in each):
-            return tuple((axis, name) for name in cutting.names for axis in by_folded[name])
-        if of.unfolding is not None:
+        source, cutting, names, assigned = self.part.source, self.part.cutting, self.names, self.assigned
+        folded_names = {name: short_names(axes, names) for name, axes in assigned.items()}
+        if all("[" not in axis or self._has_same_number(axis) for axes in folded_names.values() for axis in axes):
+            return tuple((axis, name) for name in cutting.names for axis in folded_names[name])
+        if source.unfolding is not None:
             by_rows = any(name in ROWS for name in cutting.names)
-            graph = split_randomness(with_totals(of.whole) if by_rows else of.whole)
+            graph = split_randomness(with_totals(source.whole) if by_rows else source.whole)
             whole = find_axes_to_cut(graph, cutting)
             names = axis_names(graph, whole)
-            counterparts = _counterparts(axes, whole, of)
+            counterparts = _counterparts(self.axes, whole, source)
             assigned = {
-                name: tuple(dict.fromkeys(found for axis in each for found in counterparts.get(axis, ())))
-                for name, each in assigned.items()
+                name: tuple(dict.fromkeys(counterpart for axis in axes for counterpart in counterparts.get(axis, ())))
+                for name, axes in assigned.items()
             }
         return tuple((axis, name) for name in cutting.names for axis in short_names(assigned[name], names))
 
-    def _is_numbered_alike(self, axis: str) -> bool:
-        """Whether an axis has the same number in the whole model: none of its name is left out there, with the copies of a block."""
+    def _has_same_number(self, axis: str) -> bool:
+        """Return whether "ffn[3]" is the same axis in the whole model: no axis named ffn is in a folded block."""
         return axis.partition("[")[0] not in self._names_in_block
 
     @cached_property
     def _names_in_block(self) -> frozenset[str]:
-        copies = self.part.of.unfolding.copies if self.part.of.unfolding is not None else {}
+        copies = self.part.source.unfolding.copies if self.part.source.unfolding is not None else {}
         tensors = (tensor for node in copies for tensor in self.axes.tensors.get(node, ()))
-        return frozenset(self.names[axis].partition("[")[0] for tensor in tensors for each in tensor for axis in each)
+        return frozenset(self.names[axis].partition("[")[0] for tensor in tensors for dimension in tensor for axis in dimension)
 
 
-def _counterparts(folded: Axes, whole: Axes, of: PartGraph) -> dict[int, dict[int, None]]:
+def _counterparts(folded: Axes, whole: Axes, source: PartGraph) -> dict[int, dict[int, None]]:
     """Return axis of the folded graph -> the axes of the whole one that it stands for, as an ordered set."""
     counterparts: dict[int, dict[int, None]] = {}
     for node, tensors in folded.tensors.items():
-        for copied_tensors in (whole.tensors[name] for name in of.copies(node)):
+        for copied_tensors in (whole.tensors[name] for name in source.copies(node)):
             for tensor, copied_tensor in zip(tensors, copied_tensors, strict=True):
                 for dimension, copied_dimension in zip(tensor, copied_tensor, strict=True):
                     for axis, counterpart in zip(dimension, copied_dimension, strict=False):

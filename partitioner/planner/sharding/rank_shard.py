@@ -24,14 +24,14 @@ from cost_models.hardware.clusters import Device
 from partitioner.planner.costs.collectives import (
     Exchange,
     GradientSum,
-    counted_together,
     find_exchanges,
     find_gradient_sums,
     shares_of_bucket,
     sum_seconds,
+    with_coalescing_counts,
 )
 from partitioner.planner.costs.cut_points import CutPoints, Expansion, expansion_of, find_cut_points
-from partitioner.planner.costs.decomposed_ops import with_written_out
+from partitioner.planner.costs.decomposed_ops import with_decompositions
 from partitioner.planner.costs.part_sizes import PartSizes
 from partitioner.planner.costs.unit_costs import UnitCosts, repeat
 from partitioner.planner.costs.unit_pricing import Triple, UnitPricing
@@ -51,10 +51,10 @@ __all__ = ["ModelPart", "PartGraph", "axis_cut", "cut_part", "part_graph", "unfo
 
 @dataclass(frozen=True, eq=False)
 class ModelPart:
-    """One rank's shard of a model, over all stages. ``layouts``, ``axes`` and ``sizes`` are None if no axis is sharded.
+    """One rank's shard of a model, over all stages; ``layouts``, ``axes`` and ``sizes`` are None if no axis is sharded.
 
     Attributes:
-        of: the graph that it is a shard of.
+        source: the graph that it is a shard of.
         batch_size: samples of one rank.
         cutting: the mesh dimensions that shard axes.
         sums: the gradients that are summed once a step.
@@ -64,7 +64,7 @@ class ModelPart:
         known_prices: cache by kinds of devices, optimizer and policy, shared by all links and batch sizes.
     """
 
-    of: PartGraph
+    source: PartGraph
     batch_size: int
     cost: GraphCost
     cutting: Mesh
@@ -77,12 +77,12 @@ class ModelPart:
     @cached_property
     def graph(self) -> ModelGraph:
         """The whole model's graph, with one rank's batch size."""
-        return dataclasses.replace(self.of.whole, batch_size=self.batch_size)
+        return dataclasses.replace(self.source.whole, batch_size=self.batch_size)
 
     @property
     def points(self) -> CutPoints:
         """The units of the whole model, between which stages may be cut."""
-        return self.of.all_points
+        return self.source.all_points
 
     @property
     def n_row_parts(self) -> int:
@@ -111,31 +111,31 @@ class ModelPart:
         exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in self.exchanges]
         key = (tuple(kinds), optimizer, policy)
         if key not in self.known_prices:
-            known = (self.of.graph, self.cost, self.of.points, kinds, cost_model, optimizer, policy)
-            self.known_prices[key] = UnitPricing(*known, self.of.known_seconds, self._bucket_bytes, is_cut=self.layouts is not None)
-        parameters = (self.of.users, self.held_bytes)
+            known = (self.source.graph, self.cost, self.source.points, kinds, cost_model, optimizer, policy)
+            self.known_prices[key] = UnitPricing(*known, self.source.known_seconds, self._bucket_bytes, is_cut=self.layouts is not None)
+        parameters = (self.source.users, self.held_bytes)
         costs = self.known_prices[key].on(self.batch_size, exchanges, *parameters, adding=adding, n_stages=n_stages)
-        return costs if self.of.unfolding is None else repeat(costs, self.of.unfolding)
+        return costs if self.source.unfolding is None else repeat(costs, self.source.unfolding)
 
     @cached_property
     def held_bytes(self) -> dict[str, int]:
         """Parameter -> bytes of one rank's shard."""
-        return {copy: int(self.cost.bytes[name]) for name in self.of.graph.parameters for copy in self.of.copies(name)}
+        return {copy: int(self.cost.bytes[name]) for name in self.source.graph.parameters for copy in self.source.copies(name)}
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """The collectives of every microbatch."""
         if self.layouts is None or self.axes is None or self.sizes is None:
             return ()
-        found = find_exchanges(self.of.graph, self.axes, self.layouts, self.sizes, self.cost.gradients)
-        return tuple(counted_together(found, dict(self.layouts.mesh), self.of.copies))
+        exchanges = find_exchanges(self.source.graph, self.axes, self.layouts, self.sizes, self.cost.gradients)
+        return tuple(with_coalescing_counts(exchanges, dict(self.layouts.mesh), self.source.copies))
 
     @cached_property
     def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:
         """Each distinct collective, compared without its reader, and how often the whole model runs it."""
         counts = Counter[Exchange]()
         for exchange in self.exchanges:
-            counts[dataclasses.replace(exchange, reader="")] += len(self.of.copies(exchange.reader))
+            counts[dataclasses.replace(exchange, reader="")] += len(self.source.copies(exchange.reader))
         return tuple(counts.items())
 
     @cached_property
@@ -150,42 +150,35 @@ class ModelPart:
     def _bucket_bytes(self) -> tuple[float, float]:
         """The bytes of gradients that are in memory twice, in a bucket and in its reduced copy: at the step's end, and before."""
         sizes = [each.size for each in self.sums]
-        most = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
-        return most, most if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
+        at_end = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
+        return at_end, at_end if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
 
     def sum_seconds(self, by_dimension: Mapping[str, tuple[float, float]], links: Mapping[str, GroupLinks]) -> float:
-        """Return the seconds of summing a stage's gradients over each mesh dimension, without overlap.
-
-        Args:
-            by_dimension: mesh dimension -> (bytes, number of buckets) (``StageSums``).
-        """
+        """Return the seconds of summing a stage's gradients, (bytes, buckets) for each mesh dimension (``StageSums``), without overlap."""
         largest = float(shares_of_bucket(np.array([each.size for each in self.sums])).max(initial=0.0))
         return sum(sum_seconds(size, buckets, largest, links[name]) for name, (size, buckets) in by_dimension.items() if size)
 
 
-def whole_part(of: PartGraph) -> ModelPart:
+def whole_part(source: PartGraph) -> ModelPart:
     """Return the whole model as the shard of a mesh that shards no axes."""
-    cost = graph_cost(of.graph, differentiate=of.graph.training, reading=of.reading)
-    return ModelPart(of, of.graph.batch_size, cost, Mesh(()))
+    cost = graph_cost(source.graph, differentiate=source.graph.training, reading=source.reading)
+    return ModelPart(source, source.graph.batch_size, cost, Mesh(()))
 
 
-def cut_part(of: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
+def cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
     """Return one rank's shard of a graph.
 
     Args:
         batch_size: samples of the whole batch.
         axes: of the folded graph.
     """
-    layouts = layouts_of_cut(of.graph, axes, cut)
-    sizes = PartSizes(of.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
-    cost = graph_cost(of.graph, differentiate=of.graph.training, parts=sizes, reading=of.reading)
-    cost = with_written_out(cost, of.graph, axes, layouts)
-    sums = tuple(
-        dataclasses.replace(each, parameter=name)
-        for each in find_gradient_sums(layouts, cost.bytes, cost.gradients)
-        for name in of.copies(each.parameter)
-    )
-    part = ModelPart(of, batch_size, cost, cut.mesh, sums, layouts, axes, sizes)
+    layouts = layouts_of_cut(source.graph, axes, cut)
+    sizes = PartSizes(source.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
+    cost = graph_cost(source.graph, differentiate=source.graph.training, parts=sizes, reading=source.reading)
+    cost = with_decompositions(cost, source.graph, axes, layouts)
+    folded_sums = find_gradient_sums(layouts, cost.bytes, cost.gradients)
+    sums = tuple(dataclasses.replace(each, parameter=name) for each in folded_sums for name in source.copies(each.parameter))
+    part = ModelPart(source, batch_size, cost, cut.mesh, sums, layouts, axes, sizes)
     return dataclasses.replace(part, batch_size=-(-batch_size // part.n_row_parts))
 
 

@@ -48,7 +48,7 @@ class Ranks:
 
 
 class SpacePrices:
-    """Seconds of a microbatch, forward and backward (``axis_terms.AxisPrices``).
+    """Seconds of a microbatch, forward and backward (``axis_costs.AxisPrices``).
 
     Args:
         asked: whether the user asked for these ranks: a replicated contraction then costs ``WORTH`` messages more, so that it is sharded
@@ -64,11 +64,11 @@ class SpacePrices:
         self.message = ranks.links.seconds("all_reduce", 0.0)
         self._worth = dict.fromkeys(contractions_of(axes) if asked else (), WORTH * self.message)
 
-    def whole(self, _name: str) -> float:
+    def replicate(self, _name: str) -> float:
         """Return 0: replicating a parameter costs only the sum of its gradient, which is a reshard."""
         return 0.0
 
-    def change(self, value: str, have: Placement, need: Placement, size: float) -> float:
+    def reshard(self, value: str, have: Placement, need: Placement, size: float) -> float:
         """Return the seconds of a reshard, forward and backward; ``size``: bytes of the whole value."""
         forward, backward = collectives_between(have, need)
         reshard = Exchange("", 0, "", forward, backward if value in self._cost.gradients else None)

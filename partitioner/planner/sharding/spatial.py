@@ -33,10 +33,10 @@ from passes.analysis.axis_names import batch_axes, space_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, TILES, Mesh
 
-__all__ = ["Hardware", "SpaceProblem", "Switched", "may_switch"]
+__all__ = ["Hardware", "HybridAxes", "SpaceProblem", "may_be_hybrid"]
 
 
-def may_switch(axes: Axes, cutting: Mesh, fixed: Mapping[str, Sequence[int]], *, free: bool) -> bool:
+def may_be_hybrid(axes: Axes, cutting: Mesh, fixed: Mapping[str, Sequence[int]], *, free: bool) -> bool:
     """Return whether tiles may shard other axes than space: the planner is free to, the user names axes, or space is too short.
 
     Args:
@@ -65,16 +65,16 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Switched:
+class HybridAxes:
     """The axes that tile dimensions shard.
 
     Attributes:
         chosen: mesh dimension -> its axes.
-        in_numbers: whether these are axes of the graph with a fixed batch size.
+        fixed_batch: whether these are axes of the graph with a fixed batch size.
     """
 
     chosen: Mapping[str, AxisChoice]
-    in_numbers: bool
+    fixed_batch: bool
 
     def cuts(self, axes: Collection[int]) -> bool:
         """Return whether tiles shard any of these axes."""

@@ -27,7 +27,7 @@ from partitioner.planner.costs.unit_costs import UnitCosts, stack
 from partitioner.planner.pipeline.candidate import StageSums
 from partitioner.planner.sharding.model import MeshCut
 from partitioner.planner.sharding.rank_shard import ModelPart, axis_cut, cut_part
-from partitioner.planner.solvers.boundaries import Gathered, Parted
+from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.layout import Replicate, Shard
@@ -36,16 +36,17 @@ from passes.ir.mesh import WIDTH, Mesh
 __all__ = ["SubmeshParts", "submesh_parts"]
 
 
-class _AtBorder(NamedTuple):
-    """Seconds and bytes to gather a value before it is sent (``Gathered``), and its gradient before that is sent back (``Parted``)."""
+class _GatherCost(NamedTuple):
+    """Seconds and bytes of gathering a value before it is sent, and of gathering its gradient before that is sent back."""
 
-    forward: float
+    seconds: float
     size: float
-    back: float
-    read_size: float
+    gradient_seconds: float
+    gradient_size: float
 
 
-_WHOLE = _AtBorder(0.0, 0.0, 0.0, 0.0)
+_REPLICATED = _GatherCost(0.0, 0.0, 0.0, 0.0)
+"""The cost of a value that all ranks have whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,47 +69,45 @@ class SubmeshParts:
         """Return the costs of the units on each kind of device.
 
         Args:
-            kinds: devices, distinguished by the width of their stage (``mesh_links``).
+            kinds: devices, distinguished by the width of their stage (``links.places_of``).
             places: the device at each pipeline position.
         """
         widths = sorted(set(self.mesh.widths))
         known = (kinds, cost_model, optimizer, policy)
-        lists = {width: self.by_width[width].prices(*known, self.links[width]) for width in (1, *widths)}
+        tables = {width: self.by_width[width].prices(*known, self.links[width]) for width in (1, *widths)}
         width_of = dict(zip(places, self.mesh.widths, strict=True))
-        of_kind = [widths.index(width_of[kind]) for kind in kinds]
-        return stack(of_kind, [lists[width] for width in widths], lists[1], lambda rows: self._borders(of_kind, rows))
+        table_of_kind = [widths.index(width_of[kind]) for kind in kinds]
+        return stack(table_of_kind, [tables[width] for width in widths], tables[1], lambda rows: self._gathers(table_of_kind, rows))
 
-    def _borders(self, of_kind: Sequence[int], rows: int) -> tuple[tuple[Gathered, ...], tuple[Parted, ...]]:
-        """Return the values, and those whose gradients, stages gather before sending; ``of_kind``: by kind, the number of its width."""
-        by_width = [self._at_borders(width, rows) for width in sorted(set(self.mesh.widths))]
-        gathered, parted = list[Gathered](), list[Parted]()
-        of = self.by_width[1].of
-        for value in of.points.values:
-            costs = [at_borders.get(value.node, _WHOLE) for at_borders in by_width]
-            if any(cost != _WHOLE for cost in costs):
-                of_kinds = [costs[place] for place in of_kind]
-                forward, back = tuple(cost.forward for cost in of_kinds), tuple(cost.back for cost in of_kinds)
-                whole, read = tuple(cost.size for cost in of_kinds), tuple(cost.read_size for cost in of_kinds)
-                for producer, *readers in of.places((value.producer, *value.readers)):
-                    gathered.append(Gathered(forward, whole, producer, readers[-1]))
-                    parted.append(Parted(back, read, producer, tuple(readers)))
-        return tuple(gathered), tuple(parted)
+    def _gathers(self, table_of_kind: Sequence[int], rows: int) -> tuple[tuple[GatheredValue, ...], tuple[GatheredGradient, ...]]:
+        """Return the values, and the gradients, that stages gather before sending; ``table_of_kind``: kind -> number of its width."""
+        by_width = [self._gather_costs(width, rows) for width in sorted(set(self.mesh.widths))]
+        values, gradients = list[GatheredValue](), list[GatheredGradient]()
+        source = self.by_width[1].source
+        for value in source.points.values:
+            costs = [costs_of_nodes.get(value.node, _REPLICATED) for costs_of_nodes in by_width]
+            if any(cost != _REPLICATED for cost in costs):
+                seconds, sizes, gradient_seconds, gradient_sizes = zip(*(costs[place] for place in table_of_kind), strict=True)
+                for producer, *readers in source.places((value.producer, *value.readers)):
+                    values.append(GatheredValue(seconds, sizes, producer, readers[-1]))
+                    gradients.append(GatheredGradient(gradient_seconds, gradient_sizes, producer, tuple(readers)))
+        return tuple(values), tuple(gradients)
 
-    def _at_borders(self, width: int, rows: int) -> dict[str, _AtBorder]:
-        """Return the gather costs of the values that are not replicated on the ranks of a stage of this width."""
+    def _gather_costs(self, width: int, rows: int) -> dict[str, _GatherCost]:
+        """Return node -> cost of gathering its value, for those that are not replicated on the ranks of a stage of this width."""
         part, links, numbers = self.by_width[width], self.links[width].get(WIDTH), Numbers(rows)
         if links is None or part.layouts is None:
             return {}
-        place, costs = part.cutting.names.index(WIDTH), dict[str, _AtBorder]()
+        index, costs = part.cutting.names.index(WIDTH), dict[str, _GatherCost]()
         share = 1.0 if part.graph.batch is not None else rows / part.graph.batch_size
         for node, layouts in part.layouts.results.items():
-            forward, _ = collectives_between(layouts[0][place], Replicate()) if len(layouts) == 1 else (None, None)
-            if forward is not None:
-                size = numbers[self.by_width[1].cost.bytes[node]] * share
-                seconds, _ = Exchange(node, 0, WIDTH, forward, None).seconds(size, links)
-                is_read = isinstance(layouts[0][place], Shard)
-                back, _ = Exchange(node, 0, WIDTH, "all_gather", None).seconds(size, links) if is_read else (0.0, 0.0)
-                costs[node] = _AtBorder(seconds, size, back, size if is_read else 0.0)
+            collective, _ = collectives_between(layouts[0][index], Replicate()) if len(layouts) == 1 else (None, None)
+            if collective is None:
+                continue
+            size, is_sharded = numbers[self.by_width[1].cost.bytes[node]] * share, isinstance(layouts[0][index], Shard)
+            seconds, _ = Exchange(node, 0, WIDTH, collective, None).seconds(size, links)
+            back, _ = Exchange(node, 0, WIDTH, "all_gather", None).seconds(size, links) if is_sharded else (0.0, 0.0)
+            costs[node] = _GatherCost(seconds, size, back, size if is_sharded else 0.0)
         return costs
 
     def sum_seconds(self, sums: Mapping[int, StageSums], starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> float:
@@ -134,12 +133,11 @@ class SubmeshParts:
     @cached_property
     def _shared_parameters(self) -> dict[str, str]:
         """The parameters that several nodes read: placeholder -> name."""
-        graph = self.by_width[1].of.whole
-        return {
-            node.name: graph.parameters[node.name] for node in graph.graph.nodes if node.name in graph.parameters and len(node.users) > 1
-        }
+        graph = self.by_width[1].source.whole
+        shared = (node.name for node in graph.graph.nodes if node.name in graph.parameters and len(node.users) > 1)
+        return {placeholder: graph.parameters[placeholder] for placeholder in shared}
 
-    def torn(self, prices: UnitCosts, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> ConfigError | None:
+    def sharing_error(self, prices: UnitCosts, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> ConfigError | None:
         """Return the error for a parameter shared by stages of unequal width, whose gradient shards do not match; None if there is none."""
         for placeholder, name in self._shared_parameters.items():
             stages = {bisect_right(starts, unit) - 1 for unit in prices.users[placeholder]}
@@ -167,7 +165,7 @@ def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable) ->
         mesh: of all ranks.
         batchnorm: statistics if the batch is sharded: ``"sync"`` or ``"local"``.
     """
-    parts, between = dict[int, ModelPart](), dict[int, Mapping[str, GroupLinks]]()
+    parts, links_of_width = dict[int, ModelPart](), dict[int, Mapping[str, GroupLinks]]()
     widest = cut.part.cutting
     for width in sorted({1, *mesh.widths}):
         sizes = {**dict(widest.dimensions), WIDTH: width}
@@ -177,8 +175,8 @@ def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable) ->
         else:
             own = axis_cut(cutting, {name: cut.assigned[name] for name in cutting.names}, batchnorm, cut.halos)
             rows = cut.part.batch_size * cut.part.n_row_parts
-            parts[width] = cut_part(cut.part.of, rows, cut.axes, own)
-        place = mesh.widths.index(width) if width in mesh.widths else None
-        found = links.at(mesh, mesh.widths.index(max(mesh.widths)) if place is None else place)
-        between[width] = {name: found[name] for name in cutting.names}
-    return SubmeshParts(mesh, parts, between)
+            parts[width] = cut_part(cut.part.source, rows, cut.axes, own)
+        place = mesh.widths.index(width if width in mesh.widths else max(mesh.widths))
+        at_place = links.at(mesh, place)
+        links_of_width[width] = {name: at_place[name] for name in cutting.names}
+    return SubmeshParts(mesh, parts, links_of_width)

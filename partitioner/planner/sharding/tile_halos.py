@@ -13,26 +13,26 @@ from partitioner.planner.sharding.halo_strategy import choose_halos
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from passes.ir.mesh import TILES, Mesh
 
-__all__ = ["with_paid_halos"]
+__all__ = ["cut_with_halos"]
 
 
-def with_paid_halos(
+def cut_with_halos(
     model: CuttableModel,
     mesh: Mesh,
     cluster: Cluster,
     request: PlanRequest,
     cost_model: CostModel,
     *,
-    beside: bool,
+    extra_axes: bool,
     limit: float = math.inf,
 ) -> MeshCut:
     """Return the sharding of a mesh; if it has tile dimensions, with the cheapest halo strategies.
 
     Args:
         cluster: at least as many devices as the mesh has ranks.
-        beside, limit: as for ``CuttableModel.cut``.
+        extra_axes, limit: as for ``CuttableModel.cut``.
     """
-    plain = model.cut(mesh.cutting, beside=beside, limit=limit)
+    plain = model.cut(mesh.cutting, extra_axes=extra_axes, limit=limit)
     if not any(name in TILES for name in mesh.names):
         return plain
     used = cluster.first(mesh.size)
@@ -40,4 +40,4 @@ def with_paid_halos(
     rows = -(-plain.part.batch_size // (request.n_microbatches or 1))
     device = places_of(mesh, used).devices[0]
     halos = choose_halos(plain.part, plain.assigned, LinkTable(used).of(mesh), device, cost_model, rows, asked)
-    return model.cut(mesh.cutting, beside=beside, limit=limit, halos=halos)
+    return model.cut(mesh.cutting, extra_axes=extra_axes, limit=limit, halos=halos)

@@ -1,18 +1,19 @@
 """Costs at stage boundaries of values that are sharded over the ranks of a stage: they are gathered before they are sent.
 
-stage of two ranks          border          stage of one, or of others that hold parts
-halves  -> gathered  ->     whole     ->    taken in parts
-halves  <- taken     <-     whole     <-    gathered  <- gradients in parts
+            stage of two ranks       boundary       stage of other ranks
+values      shards  -> gathered  ->  whole      ->  each rank takes its shard
+gradients   each rank takes its  <-  whole      <-  gathered <- shards
+            shard
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Gathered", "Parted"]
+__all__ = ["GatheredGradient", "GatheredValue"]
 
 
-class Gathered(NamedTuple):
+class GatheredValue(NamedTuple):
     """A value that is sharded over the ranks of its stage, and gathered once before it is sent to later stages.
 
     Attributes:
@@ -28,7 +29,7 @@ class Gathered(NamedTuple):
     reader: int
 
 
-class Parted(NamedTuple):
+class GatheredGradient(NamedTuple):
     """A value that the ranks of a stage read in shards; its gradient is gathered before it is sent back.
 
     Attributes:

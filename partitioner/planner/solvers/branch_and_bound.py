@@ -1,12 +1,12 @@
-"""Which cuts make a step shortest on the clock: exactly, by branch and bound.
+"""Find the stage cuts with the shortest simulated step, exactly, by branch and bound.
 
-    minimise    seconds(cuts)        what the clock says, with what ranks sum at the end; inf where the cuts do not fit
+    minimise    seconds(cuts)        of the simulated step, with the reduction of gradients; inf if the cuts do not fit in memory
     over        0 = c(0) < c(1) < ... < c(S) = N
 
-No step is shorter than the longest path through the schedule that one of its runs is sure of (``path_costs``). The dynamic programme over
-these says how short a step can be that begins with some cuts, and which cuts promise most. Those are tried first; all others are tried in
-their order, from the first stage on, unless their runs promise no less than the best that is known. A search that would take too long
-ends, and tells what it has proved: the programme's own bound.
+Each stage gives a lower bound of the step: the longest path through the schedule that contains it (``critical_paths``). The dynamic
+programme over these bounds all steps whose first stages are given, and finds the cuts of the lowest bound. These are simulated first, then
+all others whose bound is below the best step so far, from the first stage on. If the search reaches its limit, the bound of the dynamic
+programme is returned with the best cuts.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _ROUNDING = 1e-9
 """Relative differences that are rounding."""
 
 _PREFIXES = 20_000
-"""How many first stages are followed at most: what messages take can rule out every end of them, millions of times."""
+"""Limit of partial cuts that are extended: message times can rule out all completions of millions of them."""
 
 
 @dataclass(frozen=True)
 class FastestCuts:
-    """What the search found.
+    """The result of the search.
 
     Attributes:
         starts: the first unit of each stage of the fastest cuts; None: no cuts that were tried fit.
-        seconds: what they take.
-        bound: seconds that no cuts can beat; ``seconds`` itself where the search is complete, inf where no cuts fit.
+        seconds: of their step.
+        bound: lower bound of the seconds over all cuts: ``seconds`` itself if the search is complete, inf if no cuts fit.
     """
 
     starts: Starts | None
@@ -49,99 +49,90 @@ class FastestCuts:
 
 
 def promising_cuts(costs: PathCosts, bound: float) -> Starts:
-    """The cuts whose longest path is the shortest; of equal ones those that send fewest bytes, then cut through fewest modules.
+    """Return the cuts whose longest path is the shortest, ``bound`` seconds (``best_bottleneck``).
 
-    Args:
-        bound: seconds of that path, as ``best_bottleneck`` has them.
+    Of equal ones, those that send fewest bytes, then cut through fewest modules.
     """
     return price_table(costs, bound * (1 + _ROUNDING)).starts()
 
 
 def fastest_cuts(
-    costs: PathCosts,
-    least: float,
-    more: float,
-    seconds: Callable[[Starts], float],
-    tried: Starts,
-    most: int,
-    within: float = math.inf,
+    costs: PathCosts, least: float, more: float, seconds: Callable[[Starts], float], tried: Starts, most: int, within: float = math.inf
 ) -> FastestCuts:
-    """Search.
+    """Search for the cuts of the shortest step.
 
     Args:
-        least: ``best_bottleneck`` of them.
-        more: what all cuts take besides, at least.
-        seconds: of cuts, with what they take besides; inf where they do not fit.
-        tried: cuts to begin with.
-        most: how many more cuts are tried at most.
-        within: seconds beyond which the first ones are so slow that no others are tried.
+        least: the shortest longest path over all cuts (``best_bottleneck``).
+        more: lower bound of the seconds beyond paths, the same for all cuts: the reduction of gradients.
+        seconds: simulates a step with some cuts, that reduction included; inf if they do not fit.
+        tried: the cuts to simulate first.
+        most: limit of the cuts that are simulated after these.
+        within: simulate no others if the first cuts are slower than these seconds.
     """
     search = _Search(costs, more, seconds, tried, most, within)
     if search.best > (least + more) * (1 + _ROUNDING):
         search.run()
-    proved = search.best if search.is_complete else min(search.best, least + more)
-    return FastestCuts(search.found if np.isfinite(search.best) else None, search.best, proved)
+    bound = search.best if search.is_complete else min(search.best, least + more)
+    return FastestCuts(search.best_starts if np.isfinite(search.best) else None, search.best, bound)
 
 
 class _Search:
-    """Descents from the first stage on."""
+    """Depth-first search that decides the stages in order; the arguments are those of ``fastest_cuts``."""
 
     def __init__(self, costs: PathCosts, more: float, seconds: Callable[[Starts], float], tried: Starts, most: int, within: float) -> None:
         self._costs, self._more, self._seconds = costs, more, seconds
-        self.best, self.found = seconds(tried), tried
-        self._left = most if self.best <= within else 0
-        self._prefixes = _PREFIXES
+        self.best, self.best_starts = seconds(tried), tried
+        self._simulations_left = most if self.best <= within else 0
+        self._prefixes_left = _PREFIXES
         self.is_complete = True
 
     def run(self) -> None:
-        """Try all cuts that may be better."""
-        if self._left <= 0:
+        """Simulate all cuts that may be better than the best, or as many as the limits allow."""
+        if self._simulations_left <= 0:
             self.is_complete = False
             return
-        self._table = bottleneck_table(self._costs, self._below)
-        self._choices = _Choices(self._costs, self._below)
+        self._table = bottleneck_table(self._costs, self._path_limit)
+        self._stage_costs = _StageCosts(self._costs, self._path_limit)
         self._descend((), 0, 0.0, 0.0)
 
     @property
-    def _below(self) -> float:
-        """What a path must be shorter than."""
+    def _path_limit(self) -> float:
+        """Seconds that all paths of better cuts are below."""
         return (self.best - self._more) * (1 - _ROUNDING)
 
     def _descend(self, starts: Starts, unit: int, longer: float, sent: float) -> None:
-        """Try all cuts that begin with these.
+        """Try all cuts with these first stages.
 
         Args:
-            longer: seconds that their stages send for beyond what paths know.
-            sent: seconds that their messages take, there and back.
+            starts: the first unit of each of these stages.
+            unit: the first unit of the next stage.
+            longer: seconds by which their messages lengthen the paths of later stages (``PathCosts.sends_longer``).
+            sent: seconds of their messages, forward and back.
         """
         problem, stage = self._costs.problem, len(starts)
         if stage == problem.n_stages:
-            self._left -= 1
-            taken = self._seconds(starts)
-            if taken < self.best * (1 - _ROUNDING):
-                self.best, self.found = taken, starts
+            self._simulations_left -= 1
+            seconds = self._seconds(starts)
+            if seconds < self.best * (1 - _ROUNDING):
+                self.best, self.best_starts = seconds, starts
             return
         if unit == problem.n_units:
             return
-        cost, more, messages = self._choices.of(stage, unit)
+        cost, more, messages = self._stage_costs.of(stage, unit)
         after = self._table[stage + 1, unit + 1 : unit + 1 + len(cost)]
-        promise = np.maximum(np.maximum(cost, after) + longer, self._costs.through(stage, sent + messages))
-        for length in np.argsort(promise, kind="stable").tolist():
-            if promise[length] >= self._below:
+        bound = np.maximum(np.maximum(cost, after) + longer, self._costs.through(stage, sent + messages))
+        for length in np.argsort(bound, kind="stable").tolist():
+            if bound[length] >= self._path_limit:
                 return
-            if self._left <= 0 or self._prefixes <= 0:
+            if self._simulations_left <= 0 or self._prefixes_left <= 0:
                 self.is_complete = False
                 return
-            self._prefixes -= 1
+            self._prefixes_left -= 1
             self._descend((*starts, unit), unit + 1 + length, longer + float(more[length]), sent + float(messages[length]))
 
 
-class _Choices:
-    """What each stage could be, whatever the others are: worked out for a block of units and all stages when first asked for.
-
-    Args:
-        bound: seconds that no path is longer than.
-    """
+class _StageCosts:
+    """Costs of all stages with paths up to ``bound`` seconds, whatever the others are, computed in blocks when first needed."""
 
     def __init__(self, costs: PathCosts, bound: float) -> None:
         self._costs = costs
@@ -149,7 +140,7 @@ class _Choices:
         self._known: dict[int, tuple[Floats, Floats, Floats]] = {}
 
     def of(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
-        """(width,) each, for the runs of a stage from a unit on: seconds of the longest path, seconds longer, seconds of messages."""
+        """Return (width,) by length of a stage from a unit on: the longest path, ``PathCosts.sends_longer`` and ``PathCosts.messages``."""
         if unit not in self._blocks:
             return np.empty(0), np.empty(0), np.empty(0)
         runs, stages = self._blocks[unit]

@@ -1,23 +1,22 @@
-"""How long a step takes at least that has some run of units as a stage: by paths through its schedule, whatever the other stages are.
+"""Lower bounds of a step with a given stage, whatever the other stages are, by paths through the schedule.
 
-On stage s, of M microbatches, in front of which the units take ``in`` seconds forward and ``out`` backward, messages with them, and from
-which it takes ``behind`` seconds from the end of a forward to the start of the backward of the same microbatch, with f, b the stage's own:
+Stage s runs M microbatches, f seconds forward and b seconds backward each. The units before it, with their messages, take ``in`` seconds
+forward and ``out`` seconds backward; ``behind`` seconds pass from the end of its forward to the start of the same microbatch's backward.
 
-    A    in    F F F F ... B B B B    out          in + M (f + b) + out                            all that the rank does
-    C    in    F ~ B  F B  F B  B     out          in + behind + (1 + n) f + M b + out             the first one to the end and back
-    E    in    F F B  F B  F ~ B      out          in + behind + M f + (1 + n) b + out             the last one
+    A    in    F F F F ... B B B B    out          in + M (f + b) + out                            all actions of the stage
+    C    in    F ~ B  F B  F B  B     out          in + behind + (1 + n) f + M b + out             the first microbatch to the end and back
+    E    in    F F B  F B  F ~ B      out          in + behind + M f + (1 + n) b + out             the last microbatch
     D    in    F ~ B  F B  F ~ B      out          in + 2 behind + (1 + n) (f + b) + out           both
-    Z    in    F ~ B F ~ B F ~ B      out          in + q behind + (q + r) (f + b) + out           every K-th
+    Z    in    F ~ B F ~ B F ~ B      out          in + q behind + (q + r) (f + b) + out           every K-th microbatch
 
-The stage is never more than K microbatches ahead: ``n = M - K`` forwards come after its first backward, and as many backwards in front of
-its last forward; ``q = ceil(M / K)`` may go to the end and back one after the other, which leaves ``r = M - 1 - (q - 1) K``. Where all
-forwards come in front of all backwards, and the last stage is on one rank, one path has them all: ``in + M (f + b) + behind + out``. Where
-backwards are split, only their input halves go on to other stages, and a path may end with the stage's last weight half instead of ``out``.
-Of a replicated stage the first rank counts: M is the number of its own microbatches.
+The stage is never more than K microbatches ahead: ``n = M - K`` forwards come after its first backward, and as many backwards before its
+last forward; ``q = ceil(M / K)`` microbatches go to the end and back one after the other, which leaves ``r = M - 1 - (q - 1) K``. If all
+forwards precede all backwards, and the last stage is on one rank, one path has them all: ``in + M (f + b) + behind + out``. If backwards
+are split, only their input halves precede other stages' actions, and a path may end with the stage's last weight half instead of ``out``.
+For a replicated stage the first rank counts: M is the number of its own microbatches.
 
-No step is shorter than the longest of these over its stages. That is a maximum over runs, each with what lies in front of it and behind,
-so the dynamic programmes of ``stage_tables`` find the cuts for which it is least. For 1F1B whose stages take t each it is the step itself:
-(M + R - 1) t.
+A step is at least as long as the longest of these paths over all stages. That is a maximum of one value per stage, so the dynamic
+programmes of ``stage_tables`` find the cuts for which it is least. For 1F1B with stages of t seconds it is the step itself: (M + R - 1) t.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ __all__ = ["PathCosts"]
 
 
 class PathCosts(RunCosts):
-    """Seconds of a step that has a run as one of its stages, at least.
+    """Lower bounds of a step by its stages: ``cost`` is the longest path through a run instead of the run's own seconds.
 
     Args:
-        halves: (3, N, K) seconds of the forward of each unit and of the input and weight halves of its backward.
+        halves: (3, N, K) seconds of each unit's forward, and of the input and weight halves of its backward.
     """
 
     def __init__(self, problem: StageProblem, halves: Floats, order: Order) -> None:
@@ -46,103 +45,107 @@ class PathCosts(RunCosts):
         self._counts = -(-order.n_microbatches // problem.n_replicas)[:, None, None]
         self._ahead = np.array(order.ahead)[:, None, None]
         self._held = np.array(order.in_flight)[:, None, None]
-        self._sums = np.cumsum(np.pad(halves[1:], ((0, 0), (1, 0), (0, 0))), axis=1).transpose(0, 2, 1)
+        # Prefix sums: (2, K, N + 1) backward halves; (N + 1,) least seconds of units; (S,) least seconds of messages over links.
+        self._backward_sums = np.cumsum(np.pad(halves[1:], ((0, 0), (1, 0), (0, 0))), axis=1).transpose(0, 2, 1)
         least = np.concatenate([np.zeros((3, 1)), np.cumsum(halves.min(axis=2), axis=1)], axis=1)
         self._forward = least[0]
         self._back = least[1] if order.splits else least[1] + least[2]
-        self._there = np.concatenate([[0.0], np.cumsum(_least_messages(problem, forward=True))])
-        self._here = np.concatenate([[0.0], np.cumsum(_least_messages(problem, forward=False))])
+        self._sends = np.concatenate([[0.0], np.cumsum(_least_message_seconds(problem, forward=True))])
+        self._sends_back = np.concatenate([[0.0], np.cumsum(_least_message_seconds(problem, forward=False))])
         self.least_bottleneck *= order.n_microbatches
         self.most *= order.n_microbatches
 
     def longest(self, bound: float) -> Integers:
-        """For each unit, how many units a run from there can have if the step takes no longer than the bound."""
+        """Return (N,) the units of the longest run from each unit in steps of at most ``bound`` seconds."""
         return super().longest(bound / self._order.n_microbatches)
 
     def stages(self, runs: Runs, bound: float) -> slice:
-        """The stages that can start in a block if the step takes no longer than the bound."""
+        """Return the stages that can start in a block in steps of at most ``bound`` seconds."""
         return super().stages(runs, bound / self._order.n_microbatches)
 
     def cost(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) seconds of the longest of the paths."""
+        """Return (stages, C, width) seconds of the longest path, named as in the table above."""
         order, places = self._order, np.arange(stages.start, stages.stop)[:, None, None]
-        time, own_i, own_w = self._own(runs, stages)
-        own_f = time - own_i - own_w
-        enter = self._forward[runs.starts, None] + self._there[places]
-        leave = self._back[runs.starts, None] + self._here[np.maximum(places - 1, 0)] + self.sending_back(runs, stages)
-        turn = (self._forward[-1] + self._back[-1]) - (self._forward + self._back)[runs.behind]
-        rest = self._there[-1] - self._there[np.minimum(places + 1, len(self._there) - 1)] + self._here[-1] - self._here[places]
-        behind = turn + rest + self.sending(runs, stages)
+        time, own_input, own_weight = self._own_seconds(runs, stages)
+        own_forward = time - own_input - own_weight
+        enter = self._forward[runs.starts, None] + self._sends[places]
+        leave = self._back[runs.starts, None] + self._sends_back[np.maximum(places - 1, 0)] + self.send_back_seconds(runs, stages)
+        later_units = (self._forward[-1] + self._back[-1]) - (self._forward + self._back)[runs.behind]
+        later_sends = self._sends[-1] - self._sends[np.minimum(places + 1, len(self._sends) - 1)]
+        later_messages = later_sends + self._sends_back[-1] - self._sends_back[places]
+        behind = later_units + later_messages + self.send_seconds(runs, stages)
         count = self._counts[stages]
         if order.fills and self._n_replicas[-1] == 1:
             return np.asarray(enter + count * time + behind + leave)
         after = np.maximum(count - self._ahead[stages], 0)
         if not order.splits:
-            own_b = own_i + own_w
-            first = behind + (1 + after) * own_f + count * own_b
-            last = behind + count * own_f + (1 + after) * own_b
-            return np.asarray(enter + leave + _longest(count * time, first, last, self._trips(stages, time, time, behind, after)))
-        done = np.maximum(count - self._held[stages], 0)
-        first = behind + (1 + after) * own_f + count * own_i + done * own_w
-        last = behind + count * own_f + (1 + after) * own_i + done * own_w
-        both = np.where(after > 0, 2 * behind + (1 + after) * (own_f + own_i) + done * own_w, 0.0)
-        every = self._trips(stages, time, own_f + own_i, behind, done)
-        ends_alone = np.maximum(count * time, behind + (1 + after) * own_f + count * (own_i + own_w))
-        ends_with = _longest(count * (own_f + own_i) + done * own_w, first, last, both, every)
-        return np.asarray(enter + np.maximum(ends_alone, ends_with + np.maximum(leave, own_w)))
+            own_back = own_input + own_weight
+            path_c = behind + (1 + after) * own_forward + count * own_back
+            path_e = behind + count * own_forward + (1 + after) * own_back
+            paths_d_z = self._round_trips(stages, time, time, behind, after)
+            return np.asarray(enter + leave + _longest(count * time, path_c, path_e, paths_d_z))
+        done = np.maximum(count - self._held[stages], 0)  # weight halves before the last forward
+        path_a = count * (own_forward + own_input) + done * own_weight
+        path_c = behind + (1 + after) * own_forward + count * own_input + done * own_weight
+        path_e = behind + count * own_forward + (1 + after) * own_input + done * own_weight
+        path_d = np.where(after > 0, 2 * behind + (1 + after) * (own_forward + own_input) + done * own_weight, 0.0)
+        paths_d_z = self._round_trips(stages, time, own_forward + own_input, behind, done)
+        with_weights = np.maximum(count * time, behind + (1 + after) * own_forward + count * (own_input + own_weight))
+        with_exit = _longest(path_a, path_c, path_e, path_d, paths_d_z) + np.maximum(leave, own_weight)
+        return np.asarray(enter + np.maximum(with_weights, with_exit))
 
     def sends_longer(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) seconds that every path of a later stage is longer by, because of what a run of this stage sends."""
-        there, here = np.diff(self._there, append=np.inf), np.diff(self._here, prepend=-np.inf)  # nothing beyond the ends
-        longer = self.sending(runs, stages) - there[stages, None, None]
+        """Return (stages, C, width) seconds by which a run's messages lengthen all paths of later stages, which assume the least."""
+        least, least_back = np.diff(self._sends, append=np.inf), np.diff(self._sends_back, prepend=-np.inf)  # no links beyond the ends
+        longer = self.send_seconds(runs, stages) - least[stages, None, None]
         if not self._order.splits:
-            back = self.sending_back(runs, stages) - here[stages, None, None]
+            back = self.send_back_seconds(runs, stages) - least_back[stages, None, None]
             longer = longer + np.where(np.isfinite(back), back, 0.0)
         return np.maximum(longer, 0.0)
 
     def messages(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) seconds that what a run of this stage sends is on its way, forward and back."""
-        return self.sending(runs, stages) + self.sending_back(runs, stages)
+        """Return (stages, C, width) seconds of a run's messages, forward and back."""
+        return self.send_seconds(runs, stages) + self.send_back_seconds(runs, stages)
 
     def through(self, stage: int, sent: Floats) -> Floats:
-        """Seconds that one microbatch takes to the end and back.
+        """Return a lower bound of one microbatch through all stages and back; ``sent``: message seconds of the stages up to this one."""
+        links = len(self._sends) - 1
+        later_sends = self._sends[links] - self._sends[min(stage + 1, links)]
+        later_messages = later_sends + self._sends_back[links] - self._sends_back[min(stage, links)]
+        return np.asarray(self._forward[-1] + self._back[-1] + later_messages + sent)
 
-        Args:
-            sent: seconds of the messages of the stages up to this one; all others are taken to send the least.
-        """
-        links = len(self._there) - 1
-        rest = self._there[links] - self._there[min(stage + 1, links)] + self._here[links] - self._here[min(stage, links)]
-        return np.asarray(self._forward[-1] + self._back[-1] + rest + sent)
-
-    def _own(self, runs: Runs, stages: slice) -> tuple[Floats, Floats, Floats]:
-        """(stages, C, width) seconds of a run: of all of it, and of the input and weight halves of its backward."""
+    def _own_seconds(self, runs: Runs, stages: slice) -> tuple[Floats, Floats, Floats]:
+        """Return (stages, C, width) seconds of a run: the whole, the input half of its backward, and the weight half."""
         kinds = self._kind[stages]
-        inputs, weights = (sums[kinds][:, runs.behind] - sums[kinds][:, runs.starts, None] for sums in self._sums)
-        return runs.time[kinds], inputs + (runs.parted if len(runs.parted) == 1 else runs.parted[kinds]), weights
+        inputs, weights = (sums[kinds][:, runs.behind] - sums[kinds][:, runs.starts, None] for sums in self._backward_sums)
+        return runs.time[kinds], inputs + self._of_stages(runs.gradient_gathers, stages), weights
 
-    def _trips(self, stages: slice, time: Floats, last: Floats, behind: Floats, after: Integers) -> Floats:
-        """Paths D and Z; ``last``: what of the stage's own time is sure to be on the path of the last microbatch."""
+    def _round_trips(self, stages: slice, time: Floats, last: Floats, behind: Floats, after: Integers) -> Floats:
+        """Return the longer of the paths D and Z without ``in`` and ``out``; 0 where n (``after``) is 0.
+
+        ``time`` are the stage's seconds for one microbatch, ``last`` those on the path for the last one.
+        """
         ahead = self._held[stages] if self._order.splits else self._ahead[stages]
         own = self._counts[stages]
-        count = -(-own // ahead)
-        rest = own - 1 - (count - 1) * ahead
-        both = 2 * behind + after * time + last
-        every = count * behind + (count - 1 + rest) * time + last
-        return np.where(after > 0, np.maximum(both, every), 0.0)
+        trips = -(-own // ahead)  # q
+        others = own - 1 - (trips - 1) * ahead  # r
+        path_d = 2 * behind + after * time + last
+        path_z = trips * behind + (trips - 1 + others) * time + last
+        return np.where(after > 0, np.maximum(path_d, path_z), 0.0)
 
 
 def _longest(*paths: Floats) -> Floats:
-    """The longest of each; in place of one maximum over a stack of them, which would be copied first."""
+    """Return the elementwise maximum; one maximum over a stack of them would copy them first."""
     return reduce(np.maximum, paths)
 
 
-def _least_messages(problem: StageProblem, *, forward: bool) -> Floats:
-    """(S - 1,) seconds that one microbatch takes over each link at least: what the unit in front of a cut, or behind it, sends alone."""
-    n, found = problem.n_units, problem.units.leaving if forward else problem.units.entering
+def _least_message_seconds(problem: StageProblem, *, forward: bool) -> Floats:
+    """Return (S - 1,) least seconds over each link for a microbatch: values of the unit before a cut, or gradients of the one after."""
+    n, uses = problem.n_units, problem.units.leaving if forward else problem.units.entering
     if n < 2 or not len(problem.latency):
         return np.zeros(len(problem.latency))
-    unit = found.before if forward else found.unit
-    messages = np.stack([np.bincount(unit, amounts, n) for amounts in (np.ones(len(unit)), found.amount)])
+    unit = uses.before if forward else uses.unit
+    messages = np.stack([np.bincount(unit, amounts, n) for amounts in (np.ones(len(unit)), uses.amount)])
     at_cuts = messages[:, : n - 1] if forward else messages[:, 1:]
     seconds: Floats = (np.outer(problem.latency, at_cuts[0]) + np.outer(problem.seconds_per_byte, at_cuts[1])).min(axis=1)
     return seconds

@@ -1,4 +1,4 @@
-"""Where to cut a row of units into stages, so that the slowest stage is as fast as can be.
+"""Cut a row of units into stages so that the slowest stage is as fast as possible.
 
 Given a ``StageProblem``, find cuts ``0 = c(0) < c(1) < ... < c(S) = N`` that
 
@@ -14,7 +14,7 @@ Method: dynamic programming over (stage, unit) from the last stage back, ``F(s, 
 stages of one unit at once. A run's compute time grows with its length, so under a bound on the slowest stage only short runs matter; the
 bound is guessed low and raised until a solution lies under it, which is then optimal. A second pass under the optimum minimises what is
 sent. The tables treat the limit of a rank as that of each of its stages alone. That is exact with one stage on each rank; otherwise
-``shared_memory`` takes over where the sums do not fit.
+``shared_rank_memory`` searches if their sums do not fit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StageCuts:
     Attributes:
         starts: (S,) the first unit of each stage.
         bottleneck: seconds of the slowest stage of the fastest cuts; that of these cuts is within the slack.
-        proven: whether no cuts are better; False only where stages share a rank's memory and the search was cut short.
+        proven: whether no cuts are better; False only if stages share a rank's memory and the search was cut short.
     """
 
     starts: tuple[int, ...]
@@ -47,10 +47,10 @@ class StageCuts:
 
 
 def solve(problem: StageProblem, slack: float = 0.0) -> StageCuts | None:
-    """The best cuts; None when there are none, or, with several stages on a rank that is nearly full, none were found.
+    """Return the best cuts; None if there are none, or if the search among several stages on nearly full ranks found none.
 
     Args:
-        slack: how much slower than the best, relatively, a stage may be for the sake of fewer bytes and plainer cuts.
+        slack: relative increase of the bottleneck that is accepted to send fewer bytes and to cut through fewer modules.
     """
     if problem.n_units < problem.n_stages:
         return None
@@ -63,27 +63,27 @@ def solve(problem: StageProblem, slack: float = 0.0) -> StageCuts | None:
 
 
 def shortfall(problem: StageProblem) -> float:
-    """The bytes that the worst-off stage lacks under the cuts that let it lack least; inf when there are no cuts at all.
+    """Return the bytes by which the worst stage exceeds its rank's limit under the best cuts for that; inf if constraints allow no cuts.
 
-    Each stage is taken to have its rank for itself. Not positive: all stages fit.
+    Each stage counts as if alone on its rank. If the result is not positive, all stages fit.
     """
     if problem.n_units < problem.n_stages:
         return np.inf
     costs = RunCosts(problem)
     units = problem.units
-    everything = sum(item.most for item in (*units.fixed, *units.gradients, *units.gradients))
-    everything += max(problem.in_flight) * sum(item.most for item in units.kept)
-    everything += max(float(working.of_stages((0,))[0]) for working in units.workings)
+    whole_model = sum(item.most for item in (*units.fixed, *units.gradients, *units.gradients))
+    whole_model += max(problem.in_flight) * sum(item.most for item in units.kept)
+    whole_model += max(float(working.of_stages((0,))[0]) for working in units.workings)
     excess = max(problem.limit) / 8
     while True:
-        found = float(shortfall_table(costs, excess)[0, 0])
-        if found <= excess or not np.isfinite(excess):
-            return found
-        excess = excess * 2 if excess < everything else np.inf
+        missing = float(shortfall_table(costs, excess)[0, 0])
+        if missing <= excess or not np.isfinite(excess):
+            return missing
+        excess = excess * 2 if excess < whole_model else np.inf
 
 
 def _solve_alone(costs: RunCosts, slack: float, at_least: float = 0.0) -> StageCuts | None:
-    """The best cuts when every stage has its own limit, if no bottleneck is known to be less than ``at_least``."""
+    """Return the best cuts if every stage has a limit of its own, or None; ``at_least``: a known lower bound of the bottleneck."""
     bottleneck = best_bottleneck(costs, at_least)
     if not np.isfinite(bottleneck):
         return None
@@ -91,7 +91,7 @@ def _solve_alone(costs: RunCosts, slack: float, at_least: float = 0.0) -> StageC
 
 
 def _solve_together(problem: StageProblem, slack: float, known: StageCuts | None) -> StageCuts | None:
-    """The best cuts when the stages of a rank share its limit, as far as the search gets; at least what is known."""
+    """Search for the best cuts if the stages of a rank share its limit; return the best found, at worst the known ones."""
     bound = np.inf if known is None else known.bottleneck
     search, costs = Search(problem, bound), RunCosts(problem)
     bottleneck = search.fastest(bottleneck_table(costs, bound), np.nextafter(bound, np.inf))

@@ -7,8 +7,8 @@ of what units add to the runs that reach them from some starts:
 
     a unit that takes t seconds        t at u           from 0 <= i <= u
     an item, at each of its uses       its amount at u  from w < i <= u
-    a value, made at p, last read at q its size at p, and less by it at q, where it has not left     from 0 <= i <= p
-    what makes it whole to be sent     its seconds, likewise
+    a value, made at p, last read at q its size at p, minus its size at q, since it does not leave     from 0 <= i <= p
+    its gather before it is sent       its seconds, likewise
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.planner.solvers.stage_memory import Held
+from partitioner.planner.solvers.stage_memory import DynamicMemory
 from partitioner.planner.solvers.stage_problem import Floats, Integers, StageProblem, Units, Uses
 
 __all__ = ["RunCosts", "RunTable", "Runs", "run_table"]
 
 
 _BLOCK = 128
-"""Starts that are looked at together."""
+"""First units in a block."""
 
-_MOST_KEPT_RUNS = 1_000_000
-"""Runs that a table keeps, about nine numbers each; of more, blocks are worked out again each time."""
+_MOST_CACHED_RUNS = 1_000_000
+"""Runs that a table caches, about nine numbers each; the blocks of larger tables are computed anew each time."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Every run that starts in a block of C units: entry [c, k] is about the run ``start + c .. start + c + k``; of none beyond the end.
+    """Every run that starts in a block of C units: entry [c, k] is about ``start + c .. start + c + k``, if that is within the units.
 
     Attributes:
         start: the first unit of the block.
         time: (K, C, width) seconds of a stage of each kind.
-        leaving: (2, C, width) messages and bytes that leave forward.
-        entering: (2, C, width) messages and bytes of the gradients of what enters.
-        fixed: (K, C, width) bytes; (1, C, width) where all kinds are alike, here and below.
+        leaving: (2, C, width) messages and bytes that a run sends forward.
+        entering: (2, C, width) messages and bytes of the gradients that it sends back.
+        fixed: (K, C, width) bytes held all the time; (1, C, width) if all kinds are equal, here and below.
         kept: (K, C, width) bytes for each microbatch in flight.
         gradients: (K, C, width) bytes from the first backward on.
-        working: (K, C, width) bytes while the run computes.
-        parted: (K, C, width) seconds of ``time`` until the gradients of what is read in parts are whole.
-        behind: (C, width) the unit behind each run; the number of units where a run would go beyond the last.
+        working: (K, C, width) transient bytes.
+        gradient_gathers: (K, C, width) seconds, part of ``time``, of gathering gradients before they are sent back.
+        behind: (C, width) the unit after each run, at most the number of units.
     """
 
     start: int
@@ -59,51 +59,53 @@ class Runs:
     kept: Floats
     gradients: Floats
     working: Floats
-    parted: Floats
+    gradient_gathers: Floats
     behind: Integers
 
     @property
     def width(self) -> int:
+        """Units of the longest runs."""
         return int(self.behind.shape[1])
 
     @property
     def units(self) -> range:
-        """The units of the block."""
+        """The first units of the block's runs."""
         return range(self.start, self.start + self.behind.shape[0])
 
     @property
     def starts(self) -> slice:
-        """The same as an index."""
+        """``units`` as an index of arrays."""
         return slice(self.units.start, self.units.stop)
 
-    def first(self, width: int) -> Runs:
-        """The same of the shortest so many runs from each unit."""
+    def up_to(self, width: int) -> Runs:
+        """Return the runs of at most ``width`` units."""
         return self._part(slice(None), slice(width))
 
-    def of(self, unit: int) -> Runs:
-        """The runs that start at one unit of the block: a block of its own."""
+    def from_unit(self, unit: int) -> Runs:
+        """Return the runs that start at one unit, as a block of their own."""
         return self._part(slice(unit - self.start, unit - self.start + 1), slice(None))
 
     def _part(self, starts: slice, lengths: slice) -> Runs:
-        time, leaving, entering = (each[:, starts, lengths] for each in (self.time, self.leaving, self.entering))
-        fixed, kept, gradients, working = (each[:, starts, lengths] for each in (self.fixed, self.kept, self.gradients, self.working))
-        start, behind = self.start + (starts.start or 0), self.behind[starts, lengths]
-        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, self.parted[:, starts, lengths], behind)
+        """Return the runs with some first units, by their places in the block, and some lengths."""
+        time, leaving, entering = (table[:, starts, lengths] for table in (self.time, self.leaving, self.entering))
+        fixed, kept, gradients, working = (table[:, starts, lengths] for table in (self.fixed, self.kept, self.gradients, self.working))
+        gathers, behind = self.gradient_gathers[:, starts, lengths], self.behind[starts, lengths]
+        return Runs(self.start + (starts.start or 0), time, leaving, entering, fixed, kept, gradients, working, gathers, behind)
 
 
 class RunTable:
-    """The runs of some units, worked out once for all problems about them."""
+    """Computes the runs of some units, once for all problems with these units."""
 
     def __init__(self, units: Units) -> None:
         self._n_units = len(units)
-        of_borders = _together(_of_values(units.gathered_uses), _of_uses(units.parted_uses))
-        self._of_time = _together(_at_each(units.time), _of_uses(units.replicated_uses), of_borders)
-        self._of_leaving = _of_values(_counted(units.leaving))
-        self._of_entering = _of_uses(_counted(units.entering))
-        self._of_memory = [_of_uses(each) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses)]
-        self._workings, self._has_borders = units.workings, bool(units.gathered or units.parted)
-        self._of_parted = _of_uses(units.parted_uses)
-        self._of_border_memory = _together(_of_values(units.gathered_sizes), _of_uses(units.parted_sizes))
+        gathers = _concatenate(_of_sent_values(units.gathered_value_seconds), _of_uses(units.gathered_gradient_seconds))
+        self._time = _concatenate(_of_units(units.time), _of_uses(units.replicated_uses), gathers)
+        self._leaving = _of_sent_values(_with_counts(units.leaving))
+        self._entering = _of_uses(_with_counts(units.entering))
+        self._memory = [_of_uses(each) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses)]
+        self._workings, self._has_gathers = units.workings, bool(units.gathered_values or units.gathered_gradients)
+        self._gradient_gathers = _of_uses(units.gathered_gradient_seconds)
+        self._gathered_memory = _concatenate(_of_sent_values(units.gathered_value_bytes), _of_uses(units.gathered_gradient_bytes))
         self._known: dict[int, Runs] = {}
 
     def blocks(self, longest: Integers) -> Iterator[Runs]:
@@ -119,36 +121,36 @@ class RunTable:
             width = int(longest[start:stop].max())
             if start not in self._known or self._known[start].width < width:
                 wider = min(2 * width, self._n_units - start)
-                if wider * self._n_units > _MOST_KEPT_RUNS:
-                    yield self._table_of(start, stop, width)
+                if wider * self._n_units > _MOST_CACHED_RUNS:
+                    yield self._compute(start, stop, width)
                     continue
-                self._known[start] = self._table_of(start, stop, wider)
-            yield self._known[start].first(width)
+                self._known[start] = self._compute(start, stop, wider)
+            yield self._known[start].up_to(width)
 
-    def _table_of(self, start: int, stop: int, width: int) -> Runs:
-        """The runs that start with one of the units ``start .. stop - 1``, of every length up to a width."""
-        time, leaving, entering = (each.sums(start, stop, width) for each in (self._of_time, self._of_leaving, self._of_entering))
-        fixed, kept, gradients = (each.sums(start, stop, width) for each in self._of_memory)
+    def _compute(self, start: int, stop: int, width: int) -> Runs:
+        """Compute the runs of 1..width units from each of the units ``start .. stop - 1``."""
+        time, leaving, entering = (each.sums(start, stop, width) for each in (self._time, self._leaving, self._entering))
+        fixed, kept, gradients = (each.sums(start, stop, width) for each in self._memory)
         peaks = [working.of_block(start, stop, width) for working in self._workings]
         working = np.stack(peaks) if len(peaks) > 1 else peaks[0][None]
-        parted = np.zeros((1, *working.shape[1:]))
-        if self._has_borders:
-            working = working + self._of_border_memory.sums(start, stop, width)
-            parted = self._of_parted.sums(start, stop, width)
+        gradient_gathers = np.zeros((1, *working.shape[1:]))
+        if self._has_gathers:
+            working = working + self._gathered_memory.sums(start, stop, width)
+            gradient_gathers = self._gradient_gathers.sums(start, stop, width)
         behind = np.minimum(np.arange(start + 1, stop + 1)[:, None] + np.arange(width), self._n_units)
-        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, parted, behind)
+        return Runs(start, time, leaving, entering, fixed, kept, gradients, working, gradient_gathers, behind)
 
 
 run_table = lru_cache(maxsize=32)(RunTable)
-"""The table of units; the last 32 are cached."""
+"""Return the table of some units; the last 32 are cached."""
 
 
 class _Additions(NamedTuple):
-    """What units add to the runs that reach them from ``first <= i <= last``.
+    """Amounts that count in some runs: entry e in the runs ``i..j`` with ``first[e] <= i <= last[e]`` and ``j >= unit[e]``.
 
     Attributes:
-        unit, first, last: (E,).
-        amount: (E, A).
+        unit, first, last: (E,) units.
+        amount: (E, A) amounts of A quantities.
     """
 
     unit: Integers
@@ -157,50 +159,54 @@ class _Additions(NamedTuple):
     amount: Floats
 
     def sums(self, start: int, stop: int, width: int) -> Floats:
-        """Return (A, stop - start, width) sums of all runs that start in a block.
+        """Return (A, stop - start, width) sums of the runs of 1..width units from each of the units ``start .. stop - 1``.
 
-        An addition counts for first units from ``first`` to ``last``, so it is two entries of a difference array over first units. The
-        cumulative sum of that gives the additions of each unit, and their cumulative sum along a run its sum.
+        An amount that counts for first units from ``first`` to ``last`` is two entries, +amount and -amount, of a difference array over
+        first units. Its cumulative sum is by how much runs grow at each unit, and the cumulative sum of that along a run is the run's sum.
         """
         n_starts, n_units = stop - start, stop - start + width - 1
         first = np.maximum(np.maximum(self.first, self.unit - width + 1), start) - start
         last = np.minimum(self.last, stop - 1) - start
-        counts = (self.unit >= start) & (self.unit < start + n_units) & (first <= last)
-        places = (self.unit[counts] - start) * (n_starts + 1)
-        place = np.concatenate([places + first[counts], places + last[counts] + 1])
+        mask = (self.unit >= start) & (self.unit < start + n_units) & (first <= last)
+        row = (self.unit[mask] - start) * (n_starts + 1)  # of the flattened (unit, first unit) array
+        place = np.concatenate([row + first[mask], row + last[mask] + 1])
         differences = np.empty((self.amount.shape[1], n_units, n_starts + 1))
-        for number, amounts in enumerate(self.amount[counts].T):
+        for number, amounts in enumerate(self.amount[mask].T):
             signed = np.concatenate([amounts, -amounts])
             differences[number] = np.bincount(place, signed, n_units * (n_starts + 1)).reshape(n_units, n_starts + 1)
-        added = np.cumsum(differences, axis=2)
+        growth = np.cumsum(differences, axis=2)
         run = np.arange(n_starts)[:, None]
-        found: Floats = np.cumsum(added[:, run + np.arange(width), run], axis=2)
-        return found
+        sums: Floats = np.cumsum(growth[:, run + np.arange(width), run], axis=2)
+        return sums
 
 
-def _at_each(amount: Floats) -> _Additions:
+def _of_units(amount: Floats) -> _Additions:
+    """Each unit's (N, A) amount, in every run that contains the unit."""
     unit = np.arange(len(amount))
     return _Additions(unit, np.zeros_like(unit), unit, amount)
 
 
 def _of_uses(uses: Uses) -> _Additions:
+    """The amount of each item, once in every run that uses it (``Uses.per_stage``)."""
     amount = uses.amount if uses.amount.ndim == 2 else uses.amount[:, None]
     return _Additions(uses.unit, uses.before + 1, uses.unit, amount)
 
 
-def _of_values(leaving: Uses) -> _Additions:
-    producer, reader, amount = leaving
-    nothing = np.zeros_like(producer)
-    here, there = _Additions(producer, nothing, producer, amount), _Additions(reader, nothing, producer, -amount)
-    return _together(here, there)
+def _of_sent_values(last_uses: Uses) -> _Additions:
+    """The amount of each value in every run with its producer but not its last reader (``Uses.sent_per_stage``)."""
+    producer, reader, amount = last_uses
+    zero = np.zeros_like(producer)
+    with_producer = _Additions(producer, zero, producer, amount)
+    with_reader = _Additions(reader, zero, producer, -amount)
+    return _concatenate(with_producer, with_reader)
 
 
-def _counted(uses: Uses) -> Uses:
+def _with_counts(uses: Uses) -> Uses:
     """Return uses with the amounts (number of messages, bytes)."""
     return uses._replace(amount=np.stack([np.ones_like(uses.amount), uses.amount], axis=1))
 
 
-def _together(*additions: _Additions) -> _Additions:
+def _concatenate(*additions: _Additions) -> _Additions:
     return _Additions(*map(np.concatenate, zip(*additions, strict=True)))
 
 
@@ -212,14 +218,14 @@ _ROUNDING = 1e-9
 
 
 class RunCosts:
-    """What a problem says about runs.
+    """Costs and memory of runs as the stages of a problem.
 
     Args:
         stage_limit: (S,) bytes that each stage may hold; None: each the whole limit of its rank.
 
     Attributes:
-        least_bottleneck: seconds that no run of the best cuts can be below, all of them together.
-        most: seconds of a run of all units, messages aside.
+        least_bottleneck: lower bound of the seconds of the slowest stage, whatever the cuts are.
+        most: seconds of a run of all units, without messages.
     """
 
     def __init__(self, problem: StageProblem, stage_limit: Floats | None = None) -> None:
@@ -227,31 +233,31 @@ class RunCosts:
         self._kind = np.array(problem.kind)
         self._next = np.array([[*problem.latency, 0.0], [*problem.seconds_per_byte, 0.0]]).T
         self._previous = np.array([[0.0, *problem.latency], [0.0, *problem.seconds_per_byte]]).T
-        self._in_flight, self._later = (np.array(held, dtype=float) for held in (problem.in_flight, problem.later))
+        self._in_flight, self._later = np.array(problem.in_flight, dtype=float), np.array(problem.later, dtype=float)
         self._awaiting = np.array(problem.awaiting, dtype=float)
         self.stage_limit = np.array([problem.limit[rank] for rank in problem.rank]) if stage_limit is None else stage_limit
-        self._reach = _reach(problem)
+        self._longest_permitted = _longest_permitted(problem)
         fastest = problem.units.time.min(axis=1)
         self._n_replicas = problem.n_replicas
-        self._elapsed = np.concatenate([[0.0], np.cumsum(fastest)])
-        self.least_bottleneck = max(
-            float(self._elapsed[-1]) / int(self._n_replicas.sum()), float(fastest.max()) / int(self._n_replicas.max())
-        )
+        self._elapsed = np.concatenate([[0.0], np.cumsum(fastest)])  # (N + 1,) seconds of the units before each, at the least
+        of_average_rank = float(self._elapsed[-1]) / int(self._n_replicas.sum())
+        of_longest_unit = float(fastest.max()) / int(self._n_replicas.max())
+        self.least_bottleneck = max(of_average_rank, of_longest_unit)
         self.most = float(problem.units.time.max(axis=1).sum())
 
     def blocks(self, longest: Integers) -> Iterator[Runs]:
-        """All runs, the last block first; see ``RunTable``."""
+        """Yield all runs up to these lengths, the last block first (``RunTable.blocks``)."""
         return run_table(self.problem.units).blocks(longest)
 
     def longest(self, bound: float) -> Integers:
-        """For each unit, how many units a run from there can have if it computes for no longer than the bound."""
+        """Return (N,) the units of the longest permitted run from each unit that computes for at most ``bound`` seconds."""
         n, bound = self.problem.n_units, bound * int(self._n_replicas.max())
         ends = np.searchsorted(self._elapsed, self._elapsed[:-1] + bound * (1 + _ROUNDING), side="right") - 1
-        lengths: Integers = np.maximum(np.minimum(ends - np.arange(n), self._reach.max(axis=1)), 0)
+        lengths: Integers = np.maximum(np.minimum(ends - np.arange(n), self._longest_permitted.max(axis=1)), 0)
         return lengths
 
     def stages(self, runs: Runs, bound: float) -> slice:
-        """The stages that can start in a block if none computes for longer than the bound."""
+        """Return the stages that can start in a block if none computes for longer than ``bound`` seconds."""
         starts = runs.starts
         return slice(self._stages(starts.start, bound).start, self._stages(starts.stop - 1, bound).stop)
 
@@ -267,82 +273,83 @@ class RunCosts:
         return slice(low, high + 1)
 
     def affordable(self, runs: Runs, excess: float = 0.0) -> Runs:
-        """The lengths of which some run fits the roomiest stage of its kind, or exceeds it by no more than so many bytes."""
-        alike = len(runs.fixed) == len(runs.kept) == len(runs.gradients) == 1
-        groups = [(0, slice(None))] if alike else [(kind, np.flatnonzero(self._kind == kind)) for kind in set(self.problem.kind)]
-        return runs.first(max(self._longest_fitting(runs, kind, stages, excess) for kind, stages in groups))
+        """Drop lengths that cannot fit: of which every run exceeds each stage's memory by more than ``excess`` bytes."""
+        is_alike = len(runs.fixed) == len(runs.kept) == len(runs.gradients) == 1
+        groups = [(0, slice(None))] if is_alike else [(kind, np.flatnonzero(self._kind == kind)) for kind in set(self.problem.kind)]
+        return runs.up_to(max(self._longest_fitting(runs, kind, stages, excess) for kind, stages in groups))
 
     def _longest_fitting(self, runs: Runs, kind: int, stages: slice | Integers, excess: float) -> int:
-        """Units of the longest run that fits the roomiest of some stages, all of one kind."""
-        fixed, kept, gradients = (each[min(kind, len(each) - 1)] for each in (runs.fixed, runs.kept, runs.gradients))
+        """Return the units of the longest run that could fit any of the stages, all of one kind: a bound that takes the best of each."""
+        fixed, kept, gradients = (table[min(kind, len(table) - 1)] for table in (runs.fixed, runs.kept, runs.gradients))
         least = np.maximum(self._in_flight[stages].min() * kept, self._later[stages].min() * kept + gradients)
         fits = fixed + least <= self.stage_limit[stages].max() + excess
         return int(fits.sum(axis=1).max(initial=0))
 
     def cost(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) seconds of a run with what it sends, of which each replica has a part."""
-        seconds: Floats = runs.time[self._kind[stages]] + self.sending(runs, stages) + self.sending_back(runs, stages)
+        """Return (stages, C, width) seconds of computing and sending; replicas of a stage share them."""
+        seconds: Floats = runs.time[self._kind[stages]] + self.send_seconds(runs, stages) + self.send_back_seconds(runs, stages)
         return seconds / self._n_replicas[stages, None, None] if self.problem.replicas else seconds
 
-    def sending(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) seconds that what leaves a run is on its way to the next stage."""
-        return _seconds(self._next[stages], runs.leaving)
+    def send_seconds(self, runs: Runs, stages: slice) -> Floats:
+        """Return (stages, C, width) seconds of the messages to the next stage."""
+        return _message_seconds(self._next[stages], runs.leaving)
 
-    def sending_back(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) the same of the gradients of what enters it."""
-        return _seconds(self._previous[stages], runs.entering)
+    def send_back_seconds(self, runs: Runs, stages: slice) -> Floats:
+        """Return (stages, C, width) seconds of the gradients sent to the previous stage."""
+        return _message_seconds(self._previous[stages], runs.entering)
 
     def memory(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) bytes that the stage holds."""
-        return self.fixed(runs, stages) + self.held(runs, stages).most
+        """Return (stages, C, width) the peak bytes of each run as a stage."""
+        return self.fixed(runs, stages) + self.dynamic_memory(runs, stages).peak
 
     def fixed(self, runs: Runs, stages: slice) -> Floats:
-        """(stages, C, width) what it holds all the time; (1, C, width) where all kinds are alike."""
-        return self._of_kinds(runs.fixed, stages)
+        """Return (stages, C, width) the permanent bytes; (1, C, width) if all kinds are equal."""
+        return self._of_stages(runs.fixed, stages)
 
-    def _of_kinds(self, each: Floats, stages: slice) -> Floats:
-        """Of the kind of each stage; as it is where all kinds are alike."""
-        return each[self._kind[stages]] if len(each) > 1 else each
+    def _of_stages(self, table: Floats, stages: slice) -> Floats:
+        """Return (stages, ...) the row of each stage's kind, given one for each kind; a table of one row as it is."""
+        return table[self._kind[stages]] if len(table) > 1 else table
 
-    def held(self, runs: Runs, stages: slice) -> Held:
-        """(stages, C, width) what it holds beside what it holds all the time."""
-        in_flight, later = (held[stages, None, None] for held in (self._in_flight, self._later))
-        comes = list(zip(self._awaiting[:, stages, None, None], np.repeat([runs.entering[1], runs.leaving[1]], 2, axis=0), strict=True))
-        kept, gradients, working = (self._of_kinds(each, stages) for each in (runs.kept, runs.gradients, runs.working))
-        return Held(in_flight, later, kept, gradients, working, comes[::2], comes[1::2], self.problem.units.summed)
+    def dynamic_memory(self, runs: Runs, stages: slice) -> DynamicMemory:
+        """Return the memory beside ``fixed``, as arrays that broadcast to (stages, C, width)."""
+        in_flight, later = self._in_flight[stages, None, None], self._later[stages, None, None]
+        message_bytes = np.repeat([runs.entering[1], runs.leaving[1]], 2, axis=0)  # in the order of ``Awaiting``
+        arriving = list(zip(self._awaiting[:, stages, None, None], message_bytes, strict=True))
+        kept, gradients, working = (self._of_stages(table, stages) for table in (runs.kept, runs.gradients, runs.working))
+        return DynamicMemory(in_flight, later, kept, gradients, working, arriving[::2], arriving[1::2], self.problem.units.summed)
 
     def fits(self, runs: Runs, stages: slice) -> NDArray[np.bool_]:
-        """(stages, C, width) whether the stage alone has the memory, and may hold the units."""
+        """Return (stages, C, width) whether the run is permitted and the stage, alone on its rank, has the memory."""
         return (self.memory(runs, stages) <= self.stage_limit[stages, None, None]) & self.permitted(runs, stages)
 
     def permitted(self, runs: Runs, stages: slice) -> NDArray[np.bool_]:
-        """(stages, C, width) whether the stage may hold the units."""
-        allowed: NDArray[np.bool_] = np.arange(runs.width) < self._reach[runs.starts, stages].T[:, :, None]
-        return allowed
+        """Return (stages, C, width) whether constraints allow the run in the stage."""
+        permitted: NDArray[np.bool_] = np.arange(runs.width) < self._longest_permitted[runs.starts, stages].T[:, :, None]
+        return permitted
 
     def price(self, runs: Runs) -> Integers:
-        """(C, width) bytes sent, and below them the modules cut: what ties are broken by."""
+        """Return (C, width) the price that breaks ties: bytes sent, and as lower digits the modules that the cut after the run divides."""
         depth = np.append(self.problem.units.depth, 0)[runs.behind]
         sent = np.rint(runs.leaving[1] + runs.entering[1]).astype(np.int64)
         price: Integers = sent * (int(self.problem.units.depth.max(initial=0)) * self.problem.n_stages + 1) + depth
         return price
 
 
-def _seconds(links: Floats, messages: Floats) -> Floats:
-    """(stages, C, width) seconds of messages, counted and in bytes, over the link of each stage."""
-    latency, slope = links[:, :1, None], links[:, 1:, None]
-    seconds: Floats = latency * messages[0] + slope * messages[1]
+def _message_seconds(links: Floats, messages: Floats) -> Floats:
+    """Return (stages, C, width) seconds of (2, C, width) messages and bytes over (stages, 2) links: latency and seconds per byte."""
+    latency, seconds_per_byte = links[:, :1, None], links[:, 1:, None]
+    seconds: Floats = latency * messages[0] + seconds_per_byte * messages[1]
     return seconds
 
 
-def _reach(problem: StageProblem) -> Integers:
-    """(N, S) how many units a run from each unit may have in each stage: up to a forced cut, or a unit not allowed there."""
+def _longest_permitted(problem: StageProblem) -> Integers:
+    """Return (N, S) the units of the longest run from each unit in each stage: up to a forced cut, or a unit not allowed there."""
     n, n_stages = problem.n_units, problem.n_stages
     if problem.allowed is None and not problem.forced:
         return np.repeat(np.arange(n, 0, -1)[:, None], n_stages, axis=1)
     allowed = np.ones((n, n_stages), dtype=bool) if problem.allowed is None else problem.allowed
-    reach = np.zeros((n + 1, n_stages), dtype=np.int64)
+    longest = np.zeros((n + 1, n_stages), dtype=np.int64)
     for unit in range(n - 1, -1, -1):
-        after = 0 if unit + 1 in problem.forced else reach[unit + 1]
-        reach[unit] = np.where(allowed[unit], 1 + after, 0)
-    return reach[:n]
+        after = 0 if unit + 1 in problem.forced else longest[unit + 1]
+        longest[unit] = np.where(allowed[unit], 1 + after, 0)
+    return longest[:n]

@@ -1,8 +1,8 @@
-"""Several stages on one rank share its memory: branch and bound where the tables, which look at each stage alone, do not fit.
+"""Branch and bound over cuts when several stages on one rank share its memory.
 
-The stages of a rank need not stand beside each other (a V runs stages 0 and 2R-1 on rank 0), so what a late stage may hold depends on
-what an early one took. The search fixes the cuts from the first stage on, keeps what each rank has left, and prunes with the tables,
-which know the best that the rest can do when every stage has its rank for itself.
+The stages of a rank need not be neighbours (a V runs stages 0 and 2R-1 on rank 0), so the memory left for a late stage depends on an early
+one. The search fixes the cuts from the first stage on and tracks the memory left on each rank. It prunes with the tables of
+``stage_tables``, which bound the remaining stages as if each had its rank for itself.
 """
 
 from __future__ import annotations
@@ -13,116 +13,109 @@ from dataclasses import dataclass
 import numpy as np
 
 from partitioner.planner.solvers.run_tables import RunCosts, Runs
-from partitioner.planner.solvers.stage_memory import Held
+from partitioner.planner.solvers.stage_memory import DynamicMemory
 from partitioner.planner.solvers.stage_problem import Floats, Integers, StageProblem, stages_of
 from partitioner.planner.solvers.stage_tables import NOTHING, PriceTable
 
 __all__ = ["Search", "fits_together", "split_limits"]
 
 _LARGEST_TABLE = 2_000_000
-"""Runs that the search keeps at hand; a problem with more is not searched."""
+"""Runs that the search holds in memory; a problem with more is not searched."""
 
 _MOST_VISITS = 3_000
-"""Runs that the search tries before it gives up proving."""
+"""Runs that the search tries before it ends without a proof."""
 
 
 def fits_together(problem: StageProblem, starts: Sequence[int]) -> bool:
-    """Whether every rank holds all its stages: those that share one are taken to hold most at the same time, and to compute in turn."""
-    fixed, held = _held(problem, starts)
-    holds, working = np.zeros((2, len(problem.limit)))
-    np.add.at(holds, list(problem.rank), fixed + held.between)
-    np.maximum.at(working, list(problem.rank), held.computing)
-    return bool((holds + working <= np.array(problem.limit)).all())
+    """Return whether every rank has the memory for its stages: all at their idle peak, and one of them computing."""
+    fixed, dynamic = _memory(problem, starts)
+    idle, computing = np.zeros((2, len(problem.limit)))
+    np.add.at(idle, list(problem.rank), fixed + dynamic.idle_peak)
+    np.maximum.at(computing, list(problem.rank), dynamic.computing)
+    return bool((idle + computing <= np.array(problem.limit)).all())
 
 
 def split_limits(problem: StageProblem, starts: Sequence[int]) -> Iterator[Floats]:
-    """Ways to give each stage a part of its rank's limit, so that stages that fit alone fit together.
+    """Yield (S,) limits of stages that sum to the limit of each rank, so that stages that fit alone fit together.
 
-    Equal parts, parts in proportion to the microbatches in flight, and in proportion to what the given cuts would hold.
+    Equal limits, limits in proportion to the microbatches in flight, and in proportion to the memory of the given cuts.
     """
     rank, limit = np.array(problem.rank), np.array(problem.limit)
-    fixed, held = _held(problem, starts)
-    for weight in (np.ones(problem.n_stages), np.array(problem.in_flight, dtype=float), fixed + held.most + 1):
+    fixed, dynamic = _memory(problem, starts)
+    for weight in (np.ones(problem.n_stages), np.array(problem.in_flight, dtype=float), fixed + dynamic.peak + 1):
         yield limit[rank] * weight / np.bincount(rank, weight, len(limit))[rank]
 
 
 class Search:
-    """Branch and bound over the cuts of a problem whose ranks are nearly full.
-
-    Args:
-        bound: no stage of a solution is slower.
-    """
+    """Branch and bound over the cuts of a problem whose ranks are nearly full, with stages of at most ``bound`` seconds."""
 
     def __init__(self, problem: StageProblem, bound: float) -> None:
         self._problem = problem
         self._costs = RunCosts(problem)
         longest = self._costs.longest(bound)
-        self._possible = int(longest.sum()) <= _LARGEST_TABLE
-        self._rows = [self._costs.affordable(runs) for runs in self._alone(longest)] if self._possible else []
+        self._is_searchable = int(longest.sum()) <= _LARGEST_TABLE
+        self._runs_from = [self._costs.affordable(runs) for runs in self._runs_by_unit(longest)] if self._is_searchable else []
         self._limit = np.array(problem.limit, dtype=float)
         self._known: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
         self._visits = 0
 
-    def _alone(self, longest: Integers) -> Iterator[Runs]:
-        """The runs of each unit, the first unit first."""
+    def _runs_by_unit(self, longest: Integers) -> Iterator[Runs]:
+        """Yield the runs that start at each unit, the first unit first."""
         for block in reversed(list(self._costs.blocks(longest))):
             for unit in block.units:
-                yield block.of(unit).first(int(longest[unit]))
+                yield block.from_unit(unit).up_to(int(longest[unit]))
 
     @property
     def proven(self) -> bool:
-        """Whether the last search was not cut short."""
-        return self._possible and self._visits < _MOST_VISITS
+        """Whether the last search was complete."""
+        return self._is_searchable and self._visits < _MOST_VISITS
 
     def fastest(self, table: Floats, known: float) -> float:
-        """Seconds of the slowest stage of the best cuts, or what is known if nothing found is faster.
+        """Return the seconds of the slowest stage of the best cuts; ``known`` if none are faster.
 
         Args:
             table: of ``bottleneck_table``.
-            known: seconds of a solution at hand.
+            known: seconds of the slowest stage of a known solution.
         """
         self._visits = 0
-        return self._fastest(self._nothing(), table, -np.inf, known) if self._possible else known
+        return self._fastest(self._no_stage(), table, -np.inf, known) if self._is_searchable else known
 
     def cheapest(self, table: PriceTable, bottleneck: float) -> tuple[int, ...] | None:
-        """The starts of the cheapest, then earliest cuts with no stage slower than the bottleneck; None when none were found.
-
-        Args:
-            table: of ``price_table`` for the same bottleneck.
-        """
+        """Return the first units of the cheapest, then earliest cuts within the bottleneck, or None; ``table``: its ``price_table``."""
         self._visits = 0
-        nothing = (NOTHING, ())
-        best = self._cheapest(self._nothing(), table, bottleneck, 0, nothing) if self._possible else nothing
+        none_found = (NOTHING, ())
+        best = self._cheapest(self._no_stage(), table, bottleneck, 0, none_found) if self._is_searchable else none_found
         return best[1] or None
 
-    def _nothing(self) -> _Partial:
-        """No stage yet."""
-        return _Partial((), 0, self._limit, np.zeros_like(self._limit))
+    def _no_stage(self) -> _PartialCuts:
+        return _PartialCuts((), 0, self._limit, np.zeros_like(self._limit))
 
-    def _fastest(self, partial: _Partial, table: Floats, slowest: float, best: float) -> float:
+    def _fastest(self, partial: _PartialCuts, table: Floats, slowest: float, best: float) -> float:
+        """Extend partial cuts with the bottleneck ``slowest`` in all ways; return the least bottleneck, ``best`` if none is less."""
         if len(partial.starts) == self._problem.n_stages:
             return slowest
-        cost, memory, working = self._runs(partial, best)
+        cost, idle, computing = self._next_stages(partial, best)
         after = table[len(partial.starts) + 1, partial.end + 1 : partial.end + 1 + len(cost)]
-        promise = np.maximum(np.maximum(cost, after), slowest)
-        for length in np.argsort(promise, kind="stable"):
-            if promise[length] >= best or self._visits >= _MOST_VISITS:
+        bound = np.maximum(np.maximum(cost, after), slowest)
+        for length in np.argsort(bound, kind="stable"):
+            if bound[length] >= best or self._visits >= _MOST_VISITS:
                 break
             self._visits += 1
-            best = self._fastest(self._extended(partial, length, memory, working), table, max(slowest, cost[length]), best)
+            best = self._fastest(self._extend(partial, length, idle, computing), table, max(slowest, cost[length]), best)
         return best
 
     def _cheapest(
-        self, partial: _Partial, table: PriceTable, bottleneck: float, price: int, best: tuple[int, tuple[int, ...]]
+        self, partial: _PartialCuts, table: PriceTable, bottleneck: float, price: int, best: tuple[int, tuple[int, ...]]
     ) -> tuple[int, tuple[int, ...]]:
+        """Extend partial cuts of a price in all ways; return the (price, starts) of the cheapest, or ``best`` if none are cheaper."""
         if len(partial.starts) == self._problem.n_stages:
             return min(best, (price, partial.starts))
-        cost, memory, working = self._runs(partial, bottleneck)
+        cost, idle, computing = self._next_stages(partial, bottleneck)
         after = table.price[len(partial.starts) + 1, partial.end + 1 : partial.end + 1 + len(cost)]
-        prices = self._costs.price(self._rows[partial.end])[0]
+        prices = self._costs.price(self._runs_from[partial.end])[0]
         total = np.where(np.isfinite(cost) & (after < NOTHING), price + prices + after, NOTHING)
         for length in np.argsort(total, kind="stable"):
-            longer = self._extended(partial, length, memory, working)
+            longer = self._extend(partial, length, idle, computing)
             if total[length] > best[0] or total[length] >= NOTHING or self._visits >= _MOST_VISITS:
                 break
             if total[length] == best[0] and longer.starts > best[1][: len(longer.starts)]:
@@ -131,37 +124,42 @@ class Search:
             best = self._cheapest(longer, table, bottleneck, price + int(prices[length]), best)
         return best
 
-    def _runs(self, partial: _Partial, bound: float) -> tuple[Floats, Floats, Floats]:
-        """Cost of every run that the next stage can have, inf where it does not fit, and what it holds between computing, and for it."""
+    def _next_stages(self, partial: _PartialCuts, bound: float) -> tuple[Floats, Floats, Floats]:
+        """Return by length the next stage's seconds (inf if above ``bound`` or it does not fit), idle bytes, and more to compute."""
         stage = len(partial.starts)
         if partial.end == self._problem.n_units:
             return np.empty(0), np.empty(0), np.empty(0)
-        cost, memory, working = self._row(stage, partial.end)
+        cost, idle, computing = self._stages_from(stage, partial.end)
         rank = self._problem.rank[stage]
-        fits = (memory + np.maximum(working, partial.computing[rank]) <= partial.left[rank]) & (cost <= bound)
-        return np.where(fits, cost, np.inf), memory, working
+        fits = (idle + np.maximum(computing, partial.computing[rank]) <= partial.left[rank]) & (cost <= bound)
+        return np.where(fits, cost, np.inf), idle, computing
 
-    def _row(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
-        """The same whatever the stages before it hold, worked out when first asked for: the search comes to a unit on many ways."""
+    def _stages_from(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
+        """Return the same of a stage that starts at a unit, whatever the earlier stages are; cached."""
         if (stage, unit) not in self._known:
-            row, one = self._rows[unit], slice(stage, stage + 1)
-            cost = np.where(self._costs.permitted(row, one)[0, 0], self._costs.cost(row, one)[0, 0], np.inf)
-            held = self._costs.held(row, one)
-            self._known[stage, unit] = cost, (self._costs.fixed(row, one) + held.between)[0, 0], held.computing[0, 0]
+            runs, one = self._runs_from[unit], slice(stage, stage + 1)
+            cost = np.where(self._costs.permitted(runs, one)[0, 0], self._costs.cost(runs, one)[0, 0], np.inf)
+            dynamic = self._costs.dynamic_memory(runs, one)
+            self._known[stage, unit] = cost, (self._costs.fixed(runs, one) + dynamic.idle_peak)[0, 0], dynamic.computing[0, 0]
         return self._known[stage, unit]
 
-    def _extended(self, partial: _Partial, length: int, memory: Floats, working: Floats) -> _Partial:
-        """The partial solution with one more stage."""
-        left, computing = partial.left.copy(), partial.computing.copy()
+    def _extend(self, partial: _PartialCuts, length: int, idle: Floats, computing: Floats) -> _PartialCuts:
+        """Return the partial cuts with one more stage, of ``length + 1`` units."""
+        left, most_computing = partial.left.copy(), partial.computing.copy()
         rank = self._problem.rank[len(partial.starts)]
-        left[rank] -= memory[length]
-        computing[rank] = max(computing[rank], working[length])
-        return _Partial((*partial.starts, partial.end), partial.end + int(length) + 1, left, computing)
+        left[rank] -= idle[length]
+        most_computing[rank] = max(most_computing[rank], computing[length])
+        return _PartialCuts((*partial.starts, partial.end), partial.end + int(length) + 1, left, most_computing)
 
 
 @dataclass(frozen=True)
-class _Partial:
-    """The first stages: where they start, where the last of them ends, what memory the ranks have left, and what they need to compute."""
+class _PartialCuts:
+    """The cuts of the first stages: ``starts`` are their first units, ``end`` is the first unit of the next stage.
+
+    Attributes:
+        left: (R,) bytes of each rank that these stages leave when idle.
+        computing: (R,) the most bytes that one of these stages needs beyond that while it computes.
+    """
 
     starts: tuple[int, ...]
     end: int
@@ -169,13 +167,15 @@ class _Partial:
     computing: Floats
 
 
-def _held(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, Held]:
-    """(S,) what each stage holds all the time, and what else."""
+def _memory(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, DynamicMemory]:
+    """Return (S,) the permanent bytes of each stage, and its other memory."""
     units, kinds = problem.units, problem.kind
     stage_of, n_stages = stages_of(starts, len(units)), problem.n_stages
-    fixed, kept, gradients = (each.held(stage_of, n_stages, kinds) for each in (units.fixed_uses, units.kept_uses, units.gradient_uses))
+    fixed, kept, gradients = (
+        uses.per_stage(stage_of, n_stages, kinds) for uses in (units.fixed_uses, units.kept_uses, units.gradient_uses)
+    )
     working = units.working_of_stages(starts, kinds)
-    in_flight, later = (np.array(held, dtype=float) for held in (problem.in_flight, problem.later))
-    entering, leaving = units.entering.held(stage_of, n_stages), units.leaving.left(stage_of, n_stages)
-    comes = list(zip(np.array(problem.awaiting, dtype=float), (entering, entering, leaving, leaving), strict=True))
-    return fixed, Held(in_flight, later, kept, gradients, working, comes[::2], comes[1::2], units.summed)
+    in_flight, later = np.array(problem.in_flight, dtype=float), np.array(problem.later, dtype=float)
+    entering, leaving = units.entering.per_stage(stage_of, n_stages), units.leaving.sent_per_stage(stage_of, n_stages)
+    arriving = list(zip(np.array(problem.awaiting, dtype=float), (entering, entering, leaving, leaving), strict=True))
+    return fixed, DynamicMemory(in_flight, later, kept, gradients, working, arriving[::2], arriving[1::2], units.summed)

@@ -1,4 +1,4 @@
-"""What a stage holds at its fullest moments, from how many microbatches it holds and how large they are."""
+"""Peak memory of stages beyond their permanent memory, from the sizes and numbers of what they hold."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ import numpy as np
 
 from partitioner.planner.solvers.stage_problem import Floats
 
-__all__ = ["Held"]
+__all__ = ["DynamicMemory"]
 
 
-class Held(NamedTuple):
-    """What stages hold beside what they hold all the time; arrays of one shape.
+class DynamicMemory(NamedTuple):
+    """Memory of stages that changes during a step; arrays of one shape, such as an entry for each stage.
 
-    Until its first gradients a stage holds n microbatches at once, from then on n' of them and the gradients; what it computes with comes
-    on top, and what is on its way to it for its next action: receives are posted one action ahead. At the end of the step the gradients are
-    left, some of them twice while they are summed.
+    before its first parameter gradients    in_flight microbatches + transient memory + a message that arrives
+    after these                             later microbatches + gradients + transient memory + a message that arrives
+    at the end of the step                  gradients, and a second copy of at most ``summed`` bytes of them during their reduction
+
+    Messages for the next action arrive during an action: receives are posted one action ahead.
 
     Attributes:
-        in_flight, later: n, n'; where n' is 0, no gradients are there while the stage computes.
+        in_flight, later: the most microbatches held before, and after; if ``later`` is 0, the stage computes nothing after.
         kept: bytes of each microbatch.
         gradients: bytes of them.
-        working: bytes that the stage computes with.
-        comes: how many microbatches it holds while a message comes, and bytes of that; without gradients.
-        comes_later: the same with gradients.
-        summed: bytes of gradients that are there twice, at most.
+        working: transient bytes.
+        arriving: (microbatches held while a message arrives, bytes of it) for each kind of message, before.
+        arriving_later: the same after.
+        summed: the most bytes of gradients that exist twice.
     """
 
     in_flight: Floats
@@ -34,35 +36,37 @@ class Held(NamedTuple):
     kept: Floats
     gradients: Floats
     working: Floats
-    comes: Sequence[tuple[Floats, Floats]]
-    comes_later: Sequence[tuple[Floats, Floats]]
+    arriving: Sequence[tuple[Floats, Floats]]
+    arriving_later: Sequence[tuple[Floats, Floats]]
     summed: float
 
     @property
-    def most(self) -> Floats:
-        """Bytes at the fullest moment."""
-        early, late = self._fullest(self.in_flight, self.comes), self._fullest(self.later, self.comes_later) + self.gradients
+    def peak(self) -> Floats:
+        """The peak over the whole step, in bytes."""
+        before = self._activations(self.in_flight, self.arriving)
+        after = self._activations(self.later, self.arriving_later) + self.gradients
         if not self.later.all():
-            late = np.where(self.later > 0, late, 0.0)
-        most: Floats = np.maximum(np.maximum(early, late) + self.working, self.gradients + np.minimum(self.gradients, self.summed))
-        return most
+            after = np.where(self.later > 0, after, 0.0)
+        reduction = self.gradients + np.minimum(self.gradients, self.summed)
+        peak: Floats = np.maximum(np.maximum(before, after) + self.working, reduction)
+        return peak
 
-    def _fullest(self, held: Floats, comes: Sequence[tuple[Floats, Floats]]) -> Floats:
-        """Bytes of microbatches, and of messages that come."""
-        most: Floats = held * self.kept
-        for number, size in comes:
-            if number.any():
-                here = number * self.kept + size
-                most = np.maximum(most, here if number.all() else np.where(number > 0, here, 0.0))
-        return most
+    def _activations(self, count: Floats, arriving: Sequence[tuple[Floats, Floats]]) -> Floats:
+        """Return the peak bytes of saved activations and arriving messages; ``count``: the most microbatches without a message."""
+        peak: Floats = count * self.kept
+        for n_held, size in arriving:
+            if n_held.any():
+                with_message = n_held * self.kept + size
+                peak = np.maximum(peak, with_message if n_held.all() else np.where(n_held > 0, with_message, 0.0))
+        return peak
 
     @property
-    def between(self) -> Floats:
-        """Bytes at the fullest moment at which another stage computes."""
-        most: Floats = np.maximum(self.in_flight * self.kept, self.later * self.kept + self.gradients)
-        return most
+    def idle_peak(self) -> Floats:
+        """The peak while another stage of the rank computes, in bytes."""
+        peak: Floats = np.maximum(self.in_flight * self.kept, self.later * self.kept + self.gradients)
+        return peak
 
     @property
     def computing(self) -> Floats:
-        """Bytes that come on top of these when the stage itself computes."""
-        return self.most - self.between
+        """Bytes beyond ``idle_peak`` while the stage itself computes."""
+        return self.peak - self.idle_peak

@@ -1,4 +1,4 @@
-"""The stage-cutting problem as numbers: what ``stage_cuts`` solves. Knows nothing of graphs.
+"""The stage-cutting problem in numbers, without graphs; ``min_max_dp`` solves it.
 
 Units 0..N-1 stand in a row; stage s computes a run of them, ``i..j``; stages are in order and none is empty.
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.planner.solvers.boundaries import Gathered, Parted
+from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from partitioner.schedules.kind import Awaiting
 
 __all__ = [
@@ -25,10 +25,10 @@ __all__ = [
     "Integers",
     "Shared",
     "StageProblem",
+    "TransientMemory",
     "Units",
     "Uses",
     "Value",
-    "Working",
     "shared_uses",
     "stage_runs",
     "stages_of",
@@ -46,10 +46,9 @@ class Shared(NamedTuple):
     """An amount that a stage needs once, however many of its units need it.
 
     Attributes:
-        amount: bytes; of stages of several kinds, one number for each kind.
-        units: who needs it, in order.
-        producer: a unit before them that makes the stage that holds it do without: what a stage receives is its producer's elsewhere.
-            -1: there is none.
+        amount: bytes; a tuple has one number for each kind of stage.
+        units: the units that need it, in order.
+        producer: an earlier unit, whose own stage does not need the item (a received value); -1: every stage with a user needs it.
     """
 
     amount: float | tuple[float, ...]
@@ -58,12 +57,12 @@ class Shared(NamedTuple):
 
     @property
     def least(self) -> float:
-        """The amount on the kind of stage that needs least."""
+        """The smallest amount over all kinds of stages."""
         return min(self.amount) if isinstance(self.amount, tuple) else self.amount
 
     @property
     def most(self) -> float:
-        """The amount on the kind of stage that needs most."""
+        """The largest amount over all kinds of stages."""
         return max(self.amount) if isinstance(self.amount, tuple) else self.amount
 
     def of_kind(self, kind: int) -> float:
@@ -72,67 +71,69 @@ class Shared(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """Every use of shared items, in no order.
+    """All pairs (shared item, unit that uses it), in no order.
 
     Attributes:
-        before: (U,) the last unit before that needs the item too: its producer, or -1, before the first.
-        unit: (U,) who uses it.
-        amount: (U,), or (U, K) of several kinds.
+        before: (U,) the item's previous user; for its first user, its producer or -1.
+        unit: (U,) the unit that uses the item.
+        amount: (U,) the amount of the item; (U, K) if it differs between kinds of stages.
     """
 
     before: Integers
     unit: Integers
     amount: Floats
 
-    def held(self, stage_of: Integers, n_stages: int, kinds: Sequence[int] = ()) -> Floats:
-        """Return (S,) the amount that each stage needs: of what several of its units use, the first use counts.
+    def per_stage(self, stage_of: Integers, n_stages: int, kinds: Sequence[int] = ()) -> Floats:
+        """Return (S,) the amount that each stage needs; an item counts once a stage, at the stage's first use of it.
 
         Args:
-            stage_of: (N + 1,) as ``stages_of`` has it.
-            kinds: (S,) of the stages; not asked for where all kinds are alike.
+            stage_of: (N + 1,) the stage of each unit (``stages_of``).
+            kinds: (S,) the kind of each stage; unused if amounts do not differ between kinds.
         """
         stage = stage_of[self.unit + 1]
-        return self._summed(stage, stage_of[self.before + 1] < stage, n_stages, kinds)
+        is_first_use = stage_of[self.before + 1] < stage
+        return self._sum_by_stage(stage, is_first_use, n_stages, kinds)
 
-    def left(self, stage_of: Integers, n_stages: int, kinds: Sequence[int] = ()) -> Floats:
-        """Return (S,) the amounts that each stage sends: items with a single use, in a later stage than their producer."""
+    def sent_per_stage(self, stage_of: Integers, n_stages: int, kinds: Sequence[int] = ()) -> Floats:
+        """Return (S,) the amount that each stage sends, for items with one use each: those used in a later stage than their producer's."""
         stage = stage_of[self.before + 1]
-        return self._summed(stage, stage < stage_of[self.unit + 1], n_stages, kinds)
+        is_sent = stage < stage_of[self.unit + 1]
+        return self._sum_by_stage(stage, is_sent, n_stages, kinds)
 
     def of_kind(self, kind: int) -> Floats:
         """Return (U,) the amounts on one kind of stage."""
         return self.amount[:, kind] if self.amount.ndim == 2 else self.amount
 
-    def _summed(self, stage: Integers, counts: NDArray[np.bool_], n_stages: int, kinds: Sequence[int]) -> Floats:
-        """(S,) the amounts of the uses that count, at the stage of each."""
-        where, amount = stage[counts], self.amount[counts]
+    def _sum_by_stage(self, stage: Integers, mask: NDArray[np.bool_], n_stages: int, kinds: Sequence[int]) -> Floats:
+        """Return (S,) the sum of the masked uses' amounts by stage; ``stage``: (U,) the stage of each use."""
+        stage, amount = stage[mask], self.amount[mask]
         if amount.ndim == 2:
-            amount = amount[np.arange(len(where)), np.array(kinds, dtype=np.int64)[where]]
-        summed: Floats = np.bincount(where, amount, n_stages).astype(float)
-        return summed
+            amount = amount[np.arange(len(stage)), np.array(kinds, dtype=np.int64)[stage]]
+        total: Floats = np.bincount(stage, amount, n_stages).astype(float)
+        return total
 
 
 def uses(items: Iterable[tuple[float | Sequence[float], tuple[int, ...], int]], n_kinds: int = 0) -> Uses:
-    """The uses of items, each an amount, its users in order, and a unit before them that makes those of its stage do without, or -1.
+    """List the uses of items (amount, users in order, producer or -1); ``n_kinds``: length of the amounts, 0 for plain numbers.
 
-    Args:
-        n_kinds: how many numbers an amount has; 0: it is one.
+    (5.0, (2, 4), -1), (7.0, (3,), 1)    ->    unit 2 4 3, before -1 2 1, amount 5 5 7
     """
-    amounts, users, first = zip(*items, strict=True) if (items := list(items)) else ((), (), ())
+    items = list(items)
+    amounts, users, producers = zip(*items, strict=True) if items else ((), (), ())
     counts = np.fromiter(map(len, users), np.int64, len(users))
     unit = np.fromiter(chain.from_iterable(users), np.int64)
     before = np.concatenate([[-1], unit[:-1]]) if len(unit) else unit
-    begins = np.cumsum(counts) - counts
-    before[begins[counts > 0]] = np.array(first, np.int64)[counts > 0]
+    first_use = np.cumsum(counts) - counts
+    before[first_use[counts > 0]] = np.array(producers, np.int64)[counts > 0]
     amount = np.array(amounts, float).reshape((len(users), n_kinds) if n_kinds else len(users))
     return Uses(before, unit, np.repeat(amount, counts, axis=0))
 
 
 def shared_uses(items: Collection[Shared], n_kinds: int) -> Uses:
-    """The uses of what stages share: of so many kinds, where an item tells them apart."""
+    """List the uses of shared items, with an amount for each of ``n_kinds`` kinds if that of any item differs between kinds."""
     if not any(isinstance(item.amount, tuple) for item in items):
         return uses((item.amount, item.units, item.producer) for item in items)
-    by_kind = (item.amount if isinstance(item.amount, tuple) else (item.amount,) * n_kinds for item in items)
+    by_kind = (tuple(map(item.of_kind, range(n_kinds))) for item in items)
     return uses(((amount, item.units, item.producer) for amount, item in zip(by_kind, items, strict=True)), n_kinds)
 
 
@@ -159,105 +160,101 @@ class Value(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Working:
-    """What a stage holds while it computes, beside what it holds all the time and for each microbatch in flight, its own among them.
+class TransientMemory:
+    """Memory of a stage while it computes, beside permanent memory and the saved activations of all microbatches in flight.
 
-    Of a stage of units ``i..j`` at unit u, the most of all u counts:
+    A stage of units ``i..j`` needs the maximum over its units u of
 
-        forward    forward(u) - made(u+1..j)
-        backward   backward(u) + again(i..u) + trained(u+1..j) - made(u+1..j)
+        forward    forward(u) - saved(u+1..j)
+        backward   backward(u) + recomputed(i..u) + gradients(u+1..j) - saved(u+1..j)
 
-    and beside either as much of ``bundled(i..j)`` as is there at once. Gradients that are summed over ranks as soon as they are there come
-    twice, ``trained(u+1..j)`` again, but no more than ``summed``; that is applied to the most of all units, not to each: never too small.
-    A backward that is a call of the program gives nothing back on its way: who calls it holds what it was given.
+    and ``coalesced(i..j)``, at most ``coalesced_at_once``. Gradients reduced during the backward exist twice: ``gradients(u+1..j)`` is
+    added once more, at most ``summed`` bytes. That limit is applied to the maximum over u: an upper bound. A backward that runs as a call
+    of its own module frees no saved activations meanwhile, since its caller holds them: ``saved`` is then not subtracted.
 
     Attributes:
-        forward, backward: (N,) bytes of what a unit computes with, beyond what is kept of it and of units in front of it.
-        made: (N,) bytes that each unit adds to what is kept.
-        again: (N,) bytes that the backward computes again before it begins, and drops behind the backward of the unit.
-        trained: (N,) bytes of the gradients that are there behind the backward of the unit.
-        bundled: (N,) bytes of the small weights that are gathered for each unit, many together.
-        at_once: how much of these is there at once.
-        called: whether backwards are calls.
-        summed: bytes of gradients that are there twice at once, at most, while a backward goes on.
+        forward, backward: (N,) bytes that a unit computes with, beyond the saved activations of it and of the units before it.
+        saved: (N,) bytes that each unit adds to the saved activations.
+        recomputed: (N,) bytes that are recomputed before the stage's backward, and freed after the unit's own.
+        gradients: (N,) bytes of the parameter gradients that exist after the unit's backward.
+        coalesced: (N,) bytes of small weights gathered for each unit in coalesced messages.
+        coalesced_at_once: the most bytes of these that exist at once.
+        backward_is_call: whether programs call backwards as modules, instead of inlining them.
+        summed: the most bytes of gradients that exist twice during a backward.
     """
 
     forward: Floats
     backward: Floats
-    made: Floats
-    again: Floats
-    trained: Floats
-    bundled: Floats
-    at_once: float
-    called: bool = False
+    saved: Floats
+    recomputed: Floats
+    gradients: Floats
+    coalesced: Floats
+    coalesced_at_once: float
+    backward_is_call: bool = False
     summed: float = 0.0
 
     @staticmethod
-    def nothing(n_units: int) -> Working:
+    def nothing(n_units: int) -> TransientMemory:
         """Return the table of units without transient memory."""
         nothing = np.zeros(n_units)
-        return Working(nothing, nothing, nothing, nothing, nothing, nothing, 0.0)
+        return TransientMemory(nothing, nothing, nothing, nothing, nothing, nothing, 0.0)
 
-    def repeated(self, source: Integers) -> Working:
+    def repeated(self, source: Integers) -> TransientMemory:
         """Return the table of the given units, in any order and with repetition."""
-        peaks = (self.forward[source], self.backward[source])
-        of_units = (*peaks, self.made[source], self.again[source], self.trained[source], self.bundled[source])
-        return Working(*of_units, self.at_once, self.called, self.summed)
+        peaks, added = (self.forward[source], self.backward[source]), (self.saved[source], self.recomputed[source])
+        of_units = (*peaks, *added, self.gradients[source], self.coalesced[source])
+        return TransientMemory(*of_units, self.coalesced_at_once, self.backward_is_call, self.summed)
 
     @cached_property
     def _sums(self) -> Floats:
-        """(4, N + 1) of made, again, trained and bundled over all units in front."""
-        return np.pad(np.cumsum([self.made, self.again, self.trained, self.bundled], axis=1), ((0, 0), (1, 0)))
+        """(4, N + 1) prefix sums of saved, recomputed, gradients and coalesced."""
+        return np.pad(np.cumsum([self.saved, self.recomputed, self.gradients, self.coalesced], axis=1), ((0, 0), (1, 0)))
 
     @cached_property
     def _peaks(self) -> Floats:
-        """(3, N) forward, backward, and backward with all gradients twice, but for what depends on where the stage starts and ends."""
-        made, again, trained, _ = self._sums[:, 1:]
-        backward = self.backward + again - trained + (0.0 if self.called else made)
-        return np.stack([self.forward + made, backward, backward - trained])
+        """(3, N) the terms in u of forward, backward, and backward with gradients twice; sums over ``u+1..j`` begin as ``-_sums`` at u."""
+        saved, recomputed, gradients, _ = self._sums[:, 1:]
+        backward = self.backward + recomputed - gradients + (0.0 if self.backward_is_call else saved)
+        return np.stack([self.forward + saved, backward, backward - gradients])
 
     def of_block(self, start: int, stop: int, width: int) -> Floats:
-        """(stop - start, width) of every run that starts there; of none beyond the end."""
-        last = np.minimum(np.arange(start, stop)[:, None] + np.arange(width), len(self.made) - 1)
-        return self._of_runs(np.maximum.accumulate(self._peaks[:, last], axis=2), np.arange(start, stop)[:, None], last + 1)
+        """Return (stop - start, width) bytes of the runs of 1..width units from each of the units ``start .. stop - 1``."""
+        first = np.arange(start, stop)[:, None]
+        last = np.minimum(first + np.arange(width), len(self.saved) - 1)
+        return self._of_runs(np.maximum.accumulate(self._peaks[:, last], axis=2), first, last + 1)
 
     def of_stages(self, starts: Sequence[int]) -> Floats:
-        """(S,) of the stages that start there."""
-        ends = np.array([*starts[1:], len(self.made)])
+        """Return (S,) bytes of the stages with these first units."""
+        ends = np.array([*starts[1:], len(self.saved)])
         return self._of_runs(np.maximum.reduceat(self._peaks, starts, axis=1), np.array(starts), ends)
 
     def _of_runs(self, highest: Floats, start: Integers, end: Integers) -> Floats:
-        """Bytes of the runs ``start .. end - 1``: the formulas of the class.
-
-        Args:
-            highest: the rows of ``_peaks``, each the most of a run's units. What does not depend on the unit is added behind the maximum;
-                a sum over units of the run is a difference of ``_sums``.
-        """
+        """Return the bytes of the runs ``start .. end - 1``: the terms in i and j, added to the maxima of ``_peaks`` over the run."""
         forward, once, twice = highest
-        made, again, trained, bundled = self._sums
-        kept_behind = 0.0 if self.called else made[end]
-        backward = np.minimum(once + trained[end] + self.summed, twice + 2 * trained[end]) - again[start] - kept_behind
-        computing: Floats = np.maximum(np.maximum(forward - made[end], backward), 0.0)
-        gathered: Floats = np.minimum(bundled[end] - bundled[start], self.at_once)
-        return computing + gathered
+        saved, recomputed, gradients, coalesced = self._sums
+        freed = 0.0 if self.backward_is_call else saved[end]
+        backward = np.minimum(once + gradients[end] + self.summed, twice + 2 * gradients[end]) - recomputed[start] - freed
+        computing: Floats = np.maximum(np.maximum(forward - saved[end], backward), 0.0)
+        weights: Floats = np.minimum(coalesced[end] - coalesced[start], self.coalesced_at_once)
+        return computing + weights
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """What is known of N units whatever the stages are.
+    """N units, with all costs that do not depend on where stages are cut.
 
     Attributes:
         time: (N, K) seconds of each unit in a stage of each kind.
-        values: what crosses.
-        replicated: (seconds of each kind, units): computed again in every stage that needs it.
-        fixed: bytes that a stage holds all the time: parameters, optimizer state.
-        kept: bytes that a stage holds for every microbatch in flight.
-        depth: (N,) how bad a cut in front of each unit reads: how many modules it cuts through. Breaks ties.
-        gradients: bytes that a stage holds from its first backward on.
-        summed: bytes of gradients that are there twice at once, at most, when they are summed over ranks.
-        working: what is held besides by a stage that computes, one for each kind where these differ; None: nothing.
-        gathered: what a stage makes whole before it sends it.
-        parted: what it reads in parts, and makes the gradient whole of.
+        values: the tensors that cross between units.
+        replicated: (seconds by kind, units that need it) of each op that every stage with such a unit computes for itself.
+        fixed: memory that a stage holds all the time: parameters, optimizer state.
+        kept: saved activations that a stage holds for every microbatch in flight.
+        depth: (N,) number of modules that a cut before each unit goes through. Breaks ties.
+        gradients: memory that a stage holds from its first backward on.
+        summed: the most bytes of gradients that exist twice while they are reduced over ranks.
+        working: transient memory, one for each kind if these differ; None: none.
+        gathered_values: values that a stage gathers before it sends them.
+        gathered_gradients: values of which it gathers the gradients before it sends these back.
     """
 
     time: Floats
@@ -268,82 +265,84 @@ class Units:
     depth: Integers
     gradients: tuple[Shared, ...] = ()
     summed: float = 0.0
-    working: Working | tuple[Working, ...] | None = None
-    gathered: tuple[Gathered, ...] = ()
-    parted: tuple[Parted, ...] = ()
+    working: TransientMemory | tuple[TransientMemory, ...] | None = None
+    gathered_values: tuple[GatheredValue, ...] = ()
+    gathered_gradients: tuple[GatheredGradient, ...] = ()
 
     def __len__(self) -> int:
         return int(self.time.shape[0])
 
     @property
     def n_kinds(self) -> int:
-        """K."""
+        """The number of kinds of stages, K."""
         return int(self.time.shape[1])
 
     @property
-    def workings(self) -> tuple[Working, ...]:
-        """One where all kinds compute with the same, else one for each kind."""
+    def workings(self) -> tuple[TransientMemory, ...]:
+        """The transient memory of each kind; a single entry if it is the same for all kinds."""
         if self.working is None:
-            return (Working.nothing(len(self)),)
+            return (TransientMemory.nothing(len(self)),)
         return self.working if isinstance(self.working, tuple) else (self.working,)
 
     def working_of_stages(self, starts: Sequence[int], kinds: Sequence[int]) -> Floats:
-        """(S,) bytes that stages of these kinds, which start there, compute with, and hold at their borders."""
-        each = np.zeros((1, len(starts))) if self.working is None else np.stack([working.of_stages(starts) for working in self.workings])
-        own: Floats = each[0] if len(each) == 1 else each[list(kinds), np.arange(len(starts))]
-        if not (self.gathered or self.parted):
-            return own
+        """Return (S,) transient bytes of stages with these first units and kinds, and of the tensors gathered at their boundaries."""
+        n_stages = len(starts)
+        by_kind = np.zeros((1, n_stages)) if self.working is None else np.stack([working.of_stages(starts) for working in self.workings])
+        computing: Floats = by_kind[0] if len(by_kind) == 1 else by_kind[list(kinds), np.arange(n_stages)]
+        if not (self.gathered_values or self.gathered_gradients):
+            return computing
         stage_of = stages_of(starts, len(self))
-        return own + self.gathered_sizes.left(stage_of, len(starts), kinds) + self.parted_sizes.held(stage_of, len(starts), kinds)
+        values = self.gathered_value_bytes.sent_per_stage(stage_of, n_stages, kinds)
+        return computing + values + self.gathered_gradient_bytes.per_stage(stage_of, n_stages, kinds)
 
     @cached_property
     def fixed_uses(self) -> Uses:
-        """Of what stages hold all the time."""
+        """The uses of ``fixed``, in bytes."""
         return shared_uses(self.fixed, self.n_kinds)
 
     @cached_property
     def kept_uses(self) -> Uses:
-        """Of what stages hold for every microbatch in flight."""
+        """The uses of ``kept``, in bytes."""
         return shared_uses(self.kept, self.n_kinds)
 
     @cached_property
     def gradient_uses(self) -> Uses:
-        """Of what stages hold from their first backward on."""
+        """The uses of ``gradients``, in bytes."""
         return shared_uses(self.gradients, self.n_kinds)
 
     @cached_property
     def replicated_uses(self) -> Uses:
-        """Of what every stage computes for itself: (U, K) seconds."""
+        """The uses of ``replicated``, (U, K) seconds."""
         return uses(((seconds, users, -1) for seconds, users in self.replicated), self.n_kinds)
 
     @cached_property
-    def gathered_uses(self) -> Uses:
-        """Of what is made whole before it is sent: (U, K) seconds, as ``leaving`` has bytes."""
-        return uses(((item.seconds, (item.reader,), item.producer) for item in self.gathered), self.n_kinds)
+    def gathered_value_seconds(self) -> Uses:
+        """The last use of each of ``gathered_values``, (U, K) seconds: for ``Uses.sent_per_stage``."""
+        return uses(((item.seconds, (item.reader,), item.producer) for item in self.gathered_values), self.n_kinds)
 
     @cached_property
-    def gathered_sizes(self) -> Uses:
+    def gathered_value_bytes(self) -> Uses:
         """The same in bytes."""
-        return uses(((item.size, (item.reader,), item.producer) for item in self.gathered), self.n_kinds)
+        return uses(((item.size, (item.reader,), item.producer) for item in self.gathered_values), self.n_kinds)
 
     @cached_property
-    def parted_uses(self) -> Uses:
-        """Of what is read in parts: (U, K) seconds, as ``entering`` has bytes."""
-        return uses(((item.seconds, item.readers, item.producer) for item in self.parted), self.n_kinds)
+    def gathered_gradient_seconds(self) -> Uses:
+        """The uses of ``gathered_gradients``, (U, K) seconds."""
+        return uses(((item.seconds, item.readers, item.producer) for item in self.gathered_gradients), self.n_kinds)
 
     @cached_property
-    def parted_sizes(self) -> Uses:
+    def gathered_gradient_bytes(self) -> Uses:
         """The same in bytes."""
-        return uses(((item.size, item.readers, item.producer) for item in self.parted), self.n_kinds)
+        return uses(((item.size, item.readers, item.producer) for item in self.gathered_gradients), self.n_kinds)
 
     @cached_property
     def leaving(self) -> Uses:
-        """Of each value the last: its stage's producer sends it, once, where that is another."""
+        """The last use of each value, in bytes, for ``Uses.sent_per_stage``: sent once, if a later stage than the producer's uses it."""
         return uses((value.size, value.readers[-1:], value.producer) for value in self.values)
 
     @cached_property
     def entering(self) -> Uses:
-        """Of the values that have a gradient, all: every stage that reads one sends it back, once."""
+        """The uses of values with a gradient, in bytes of it: every later stage that reads the value sends a gradient back, once."""
         return uses((value.gradient_size, value.readers, value.producer) for value in self.values if value.gradient_size)
 
 
@@ -356,9 +355,9 @@ class StageProblem:
         rank: (S,) the rank of each stage; of several, the first.
         latency: (S-1,) s, of the link from each stage to the next; 0 on one rank.
         seconds_per_byte: (S-1,) of that link.
-        in_flight: (S,) microbatches that each stage holds at once.
-        later: (S,) the same from its first gradients on; 0: it computes nothing any more.
-        awaiting: (S,) the same while messages come to it.
+        in_flight: (S,) the most microbatches that each stage holds at once.
+        later: (S,) the same after its first parameter gradients exist; 0: it computes nothing after that.
+        awaiting: (S,) the same while messages arrive.
         limit: (R,) bytes of each rank; the stages of a rank share them.
         forced: boundaries that must be cuts: b is the boundary in front of unit b.
         allowed: (N, S) whether a unit may be in a stage; None: all may.

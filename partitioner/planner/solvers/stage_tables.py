@@ -2,8 +2,8 @@
 
     T(s, i) = min over j of  combine(value of run i..j in stage s, T(s + 1, j + 1))        T(S, N) = 0
 
-where units ``i..N-1`` are divided among stages ``s..S-1``. The values of all stages are worked out for a block of units at once; then
-the block's entries, stage by stage from the last one back.
+where units ``i..N-1`` are divided among stages ``s..S-1``. The values of all stages are computed for a block of first units at once, then
+the block's entries, from the last stage back.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from partitioner.planner.solvers.stage_problem import Floats, Integers, Uses, sh
 __all__ = ["NOTHING", "PriceTable", "affordable_blocks", "best_bottleneck", "bottleneck_table", "price_table", "shortfall_table"]
 
 NOTHING = np.iinfo(np.int64).max // 4
-"""The price where there is no solution."""
+"""The price of an entry without a solution."""
 
 
 class PriceTable(NamedTuple):
-    """The least price of dividing the units from each one on, and the last unit of the run that does it: both (S + 1, N + 1)."""
+    """(S + 1, N + 1) the least price of dividing units ``i..N-1`` among stages ``s..S-1``, and the last unit of stage s that gives it."""
 
     price: Integers
     end: Integers
 
     def starts(self) -> tuple[int, ...]:
-        """The first unit of each stage of the cuts that the table chose."""
+        """Return the first unit of each stage of the cheapest cuts."""
         starts, unit = list[int](), 0
         for stage in range(len(self.price) - 1):
             assert self.price[stage, unit] < NOTHING
@@ -39,7 +39,7 @@ class PriceTable(NamedTuple):
 
 
 def bottleneck_table(costs: RunCosts, bound: float) -> Floats:
-    """(S + 1, N + 1) seconds of the slowest stage; exact where it is at most the bound."""
+    """Return (S + 1, N + 1) seconds of the slowest stage; exact where it is at most the bound."""
     table = _table(costs)
     for runs, stages in affordable_blocks(costs, bound):
         cost = np.where(costs.fits(runs, stages), costs.cost(runs, stages), np.inf)
@@ -48,7 +48,7 @@ def bottleneck_table(costs: RunCosts, bound: float) -> Floats:
 
 
 def affordable_blocks(costs: RunCosts, bound: float) -> Iterator[tuple[Runs, slice]]:
-    """The runs that matter under a bound, the last block first, and the stages that they could be."""
+    """Yield (block of runs, the stages that they could be), for stages of at most ``bound`` seconds, the last block first."""
     for block in costs.blocks(costs.longest(bound)):
         runs, stages = costs.affordable(block), costs.stages(block, bound)
         if runs.width and stages.start < stages.stop:
@@ -56,18 +56,15 @@ def affordable_blocks(costs: RunCosts, bound: float) -> Iterator[tuple[Runs, sli
 
 
 def _fill(table: Floats, runs: Runs, stages: slice, values: Floats) -> None:
-    """The entries of a block of a table: the least that the larger of a run's value and of what comes behind it can be."""
+    """Set a block's entries of a min-max table: the least over its runs of ``max(value of the run, entry behind the run)``."""
     for stage in reversed(range(stages.start, stages.stop)):
         table[stage, runs.starts] = np.maximum(values[stage - stages.start], table[stage + 1][runs.behind]).min(axis=1)
 
 
 def best_bottleneck(costs: RunCosts, at_least: float = 0.0) -> float:
-    """Seconds of the slowest stage of the best cuts; inf when there are none.
+    """Return the seconds of the slowest stage of the best cuts, inf if there are none; ``at_least``: a known lower bound of it.
 
-    Runs that compute for longer than a bound are left out, so the first bound under which a solution lies has the best one.
-
-    Args:
-        at_least: the answer is known to be no less.
+    Runs longer than a bound are left out, and the bound is raised until a solution is within it: that one is the best.
     """
     if not could_fit(costs):
         return np.inf
@@ -81,10 +78,10 @@ def best_bottleneck(costs: RunCosts, at_least: float = 0.0) -> float:
 
 
 def could_fit(costs: RunCosts) -> bool:
-    """Whether some cuts give every stage a run that fits its limit; True too where only the tables can tell.
+    """Return False if no cuts fit the limits of all stages; True if some do, or only the tables can tell.
 
-    Received values aside, a run that is part of another one needs no more of what is shared. So each stage may take as much as fits;
-    where even that does not reach the end, nothing does. Stages that differ in which units they may have are left to the tables.
+    Without received values, a part of a run needs no more memory than the run. So it suffices to give each stage in turn as many units as
+    fit: if that does not reach the last unit, no cuts do. Problems with ``allowed`` are left to the tables.
     """
     problem, end = costs.problem, 0
     if problem.allowed is not None:
@@ -94,28 +91,28 @@ def could_fit(costs: RunCosts) -> bool:
     kept_uses = shared_uses([item for item in problem.units.kept if item.producer < 0], problem.units.n_kinds)
     is_alike = fixed_uses.amount.ndim == kept_uses.amount.ndim == 1
     kinds = (0,) * problem.n_stages if is_alike else problem.kind
-    needs = {kind: (_uses_of_units(fixed_uses, kind, n), _uses_of_units(kept_uses, kind, n)) for kind in set(kinds)}
+    uses_by_kind = {kind: (_uses_of_units(fixed_uses, kind, n), _uses_of_units(kept_uses, kind, n)) for kind in set(kinds)}
     for stage, kind in enumerate(kinds):
-        start, holds, (fixed, kept) = end, 0.0, needs[kind]
+        start, size, (fixed, kept) = end, 0.0, uses_by_kind[kind]
         while end < n and not (end in problem.forced and end > start):
-            holds += sum(amount for before, amount in fixed[end] if before < start)
-            holds += problem.in_flight[stage] * sum(amount for before, amount in kept[end] if before < start)
-            if holds > costs.stage_limit[stage]:
+            size += sum(amount for before, amount in fixed[end] if before < start)
+            size += problem.in_flight[stage] * sum(amount for before, amount in kept[end] if before < start)
+            if size > costs.stage_limit[stage]:
                 break
             end += 1
     return end == n
 
 
-def _uses_of_units(found: Uses, kind: int, n_units: int) -> list[list[tuple[int, float]]]:
-    """For each unit, what it needs in a stage of a kind, and which unit needed it last."""
-    needs: list[list[tuple[int, float]]] = [[] for _ in range(n_units)]
-    for before, unit, amount in zip(found.before.tolist(), found.unit.tolist(), found.of_kind(kind).tolist(), strict=True):
-        needs[unit].append((before, amount))
-    return needs
+def _uses_of_units(uses: Uses, kind: int, n_units: int) -> list[list[tuple[int, float]]]:
+    """Return for each unit the (item's previous user, amount) of all items that it uses, in a stage of a kind."""
+    of_units: list[list[tuple[int, float]]] = [[] for _ in range(n_units)]
+    for before, unit, amount in zip(uses.before.tolist(), uses.unit.tolist(), uses.of_kind(kind).tolist(), strict=True):
+        of_units[unit].append((before, amount))
+    return of_units
 
 
 def price_table(costs: RunCosts, bottleneck: float) -> PriceTable:
-    """The least bytes and cut modules with no stage slower than the bottleneck; of equal prices, the one that cuts earliest."""
+    """Tabulate the cheapest cuts (``RunCosts.price``) with no stage slower than the bottleneck; of equal ones, the earliest."""
     n, n_stages = costs.problem.n_units, costs.problem.n_stages
     price = np.full((n_stages + 1, n + 1), NOTHING, dtype=np.int64)
     price[n_stages, n] = 0
@@ -133,7 +130,7 @@ def price_table(costs: RunCosts, bottleneck: float) -> PriceTable:
 
 
 def shortfall_table(costs: RunCosts, excess: float) -> Floats:
-    """(S + 1, N + 1) bytes that the worst-off stage lacks; exact where it is at most ``excess``."""
+    """Return (S + 1, N + 1) the largest number of bytes by which a stage exceeds its limit; exact where it is at most ``excess``."""
     table = _table(costs)
     everything = np.full(costs.problem.n_units, costs.problem.n_units)
     for block in costs.blocks(everything):
@@ -145,6 +142,7 @@ def shortfall_table(costs: RunCosts, excess: float) -> Floats:
 
 
 def _table(costs: RunCosts) -> Floats:
+    """Return a min-max table with its last row alone: no stages are left, so no units may be."""
     n, n_stages = costs.problem.n_units, costs.problem.n_stages
     table = np.full((n_stages + 1, n + 1), np.inf)
     table[n_stages, n] = -np.inf

@@ -1,18 +1,17 @@
-"""Choose one option for each of V variables so that a sum of small tables is least, under a limit on another such sum; exactly.
+"""Choose one option for each of V variables: minimise a sum of small tables under a limit on another such sum, exactly.
 
     minimise    sum over t of  seconds_t(x[scope_t])
     subject to  sum over t of  bytes_t(x[scope_t])  <=  limit             x_v in {0 .. n_v - 1}
 
-Method: variables are eliminated one by one, those that fewest others meet first. The tables that hold variable v are added up to its
-bucket ``B_v``; what is left of it, ``m_v = min over x_v of B_v``, is a table of the others (Dechter, "Bucket elimination", 1999). Any sum
-of tables is then
+Method: variables are eliminated one by one, those that share tables with the fewest others first. The tables with variable v are added up
+to its bucket ``B_v``, and replaced by ``m_v = min over x_v of B_v``, a table of the others (Dechter, "Bucket elimination", 1999). Then
 
     sum(x) = least + sum over v of (B_v(x) - m_v(x))         with no summand negative,
 
-so options decided in the opposite order have, as their partial sums, the least value of all that begins alike. A search in that order
-(best option first) leaves out what cannot beat the best by its seconds, cannot fit by its bytes, or by both at once: by
-``seconds + price * bytes - price * limit``, at the price of a byte for which this bound is highest (Lagrange). Without a limit the first
-descent is the optimum. Buckets that would be too large are divided (Dechter and Rish, "Mini-buckets", 2003): the bounds stay bounds.
+so if options are decided in the opposite order, the partial sum is the least total of all choices with these options. A depth-first search
+in that order, best option first, prunes by three such lower bounds: of the seconds, of the bytes, and of
+``seconds + price * bytes - price * limit``, at the price of a byte for which that bound is highest (Lagrange). Without a limit the first
+descent is the optimum. Buckets that would be too large are divided (Dechter and Rish, "Mini-buckets", 2003): the bounds stay valid.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = ["ChoiceProblem", "Choices", "Term", "choose"]
 Options = tuple[int, ...]
 
 _LARGEST = 2**18
-"""Numbers in a table beyond which a bucket is divided."""
+"""Entries of a table beyond which a bucket is divided."""
 
 _MOST_STEPS = 200_000
 """Options that are tried before the search ends without a proof."""
@@ -69,8 +68,9 @@ class ChoiceProblem:
 
     def totals(self, options: Sequence[int]) -> tuple[float, float]:
         """Return the seconds and bytes of a choice."""
-        places = [(term, tuple(options[variable] for variable in term.scope)) for term in self.terms]
-        return sum(float(term.seconds[place]) for term, place in places), sum(float(term.bytes[place]) for term, place in places)
+        entries = [(term, tuple(options[variable] for variable in term.scope)) for term in self.terms]
+        seconds = sum(float(term.seconds[entry]) for term, entry in entries)
+        return seconds, sum(float(term.bytes[entry]) for term, entry in entries)
 
 
 @dataclass(frozen=True)
@@ -107,24 +107,28 @@ def choose(problem: ChoiceProblem, known: Sequence[Options] = (), most_steps: in
     search.run()
     if search.best is None:
         return None
-    seconds, held = problem.totals(search.best)
-    return Choices(search.best, seconds, held, seconds if search.finished else min(seconds, search.bound()))
+    seconds, size = problem.totals(search.best)
+    return Choices(search.best, seconds, size, seconds if search.finished else min(seconds, search.bound()))
 
 
 def _order(problem: ChoiceProblem) -> tuple[int, ...]:
     """Return the variables in the order of elimination: greedily the one with the smallest bucket."""
-    meets: dict[int, set[int]] = {variable: set() for variable in range(len(problem.n_options))}
+    neighbours: dict[int, set[int]] = {variable: set() for variable in range(len(problem.n_options))}
     for term in problem.terms:
         for variable in term.scope:
-            meets[variable] |= set(term.scope) - {variable}
+            neighbours[variable] |= set(term.scope) - {variable}
+
+    def bucket_size(variable: int) -> int:
+        return math.prod(problem.n_options[other] for other in neighbours[variable])
+
     order = []
-    while meets:
-        chosen = min(meets, key=lambda variable: (math.prod(problem.n_options[other] for other in meets[variable]), variable))
-        others = meets.pop(chosen)
+    while neighbours:
+        eliminated = min(neighbours, key=lambda variable: (bucket_size(variable), variable))
+        others = neighbours.pop(eliminated)
         for other in others:
-            meets[other] |= others
-            meets[other] -= {other, chosen}
-        order.append(chosen)
+            neighbours[other] |= others
+            neighbours[other] -= {other, eliminated}
+        order.append(eliminated)
     return tuple(order)
 
 
@@ -140,31 +144,33 @@ class _Buckets:
     """
 
     def __init__(self, tables: Sequence[Table], order: Sequence[int], n_options: Sequence[int]) -> None:
-        self._excess: dict[int, list[Table]] = {}
-        waiting = list(tables)
+        self._excess: dict[int, list[Table]] = {}  # variable -> ``B_v - m_v`` of the parts of its bucket
+        remaining = list(tables)
         for variable in order:
-            mine = [table for table in waiting if variable in table[0]]
-            waiting = [table for table in waiting if variable not in table[0]]
+            bucket = [table for table in remaining if variable in table[0]]
+            remaining = [table for table in remaining if variable not in table[0]]
             self._excess[variable] = []
-            for part in _divided(mine, n_options):
-                scope, total = _added(part, n_options)
-                place = scope.index(variable)
-                least = total.min(axis=place, keepdims=True)
+            for part in _divide(bucket, n_options):
+                scope, total = _add(part, n_options)
+                axis = scope.index(variable)
+                least = total.min(axis=axis, keepdims=True)
                 with np.errstate(invalid="ignore"):
                     self._excess[variable].append((scope, np.where(np.isinf(total), np.inf, total - least)))
-                waiting.append(((*scope[:place], *scope[place + 1 :]), least.squeeze(axis=place)))
-        self.least = float(sum(float(table) for _, table in waiting))
+                remaining.append(((*scope[:axis], *scope[axis + 1 :]), least.squeeze(axis=axis)))
+        self.least = float(sum(float(table) for _, table in remaining))
 
     def excess(self, variable: int, options: Sequence[int]) -> Floats:
-        """Return (n,) the excess of each option over the least sum, given the options of the variables eliminated after it."""
-        rows = [
-            table[tuple(slice(None) if each == variable else options[each] for each in scope)] for scope, table in self._excess[variable]
-        ]
+        """Return (n,) by how much each option raises the least sum, given the options of the variables eliminated after it."""
+
+        def entry(scope: tuple[int, ...]) -> tuple[slice | int, ...]:
+            return tuple(slice(None) if each == variable else options[each] for each in scope)
+
+        rows = [table[entry(scope)] for scope, table in self._excess[variable]]
         total: Floats = sum(rows[1:], rows[0]) if rows else np.zeros(1)
         return total
 
 
-def _divided(tables: Sequence[Table], n_options: Sequence[int]) -> list[list[Table]]:
+def _divide(tables: Sequence[Table], n_options: Sequence[int]) -> list[list[Table]]:
     """Divide the tables of a bucket into parts, greedily, so that the sum of each part has at most ``_LARGEST`` entries."""
     parts: list[tuple[set[int], list[Table]]] = []
     for table in sorted(tables, key=lambda table: -len(table[0])):
@@ -178,71 +184,78 @@ def _divided(tables: Sequence[Table], n_options: Sequence[int]) -> list[list[Tab
     return [part for _, part in parts]
 
 
-def _added(tables: Sequence[Table], n_options: Sequence[int]) -> Table:
+def _add(tables: Sequence[Table], n_options: Sequence[int]) -> Table:
     """Return the sum of tables, broadcast over the union of their scopes."""
-    scope = tuple(sorted({variable for each, _ in tables for variable in each}))
-    total = np.zeros([n_options[variable] for variable in scope])
-    for each, table in tables:
-        total = total + table.reshape([n_options[variable] if variable in each else 1 for variable in scope])
-    return scope, total
+    union = tuple(sorted({variable for scope, _ in tables for variable in scope}))
+    total = np.zeros([n_options[variable] for variable in union])
+    for scope, table in tables:
+        total = total + table.reshape([n_options[variable] if variable in scope else 1 for variable in union])
+    return union, total
 
 
 class _Search:
     """Depth-first branch and bound that decides variables in reverse order of elimination."""
 
     def __init__(self, problem: ChoiceProblem, order: Sequence[int], known: Sequence[Options], most_steps: int) -> None:
-        self._problem, self._order, self._left = problem, order, most_steps
+        self._problem, self._order, self._steps_left = problem, order, most_steps
         self._seconds = self._buckets(1.0, 0.0)
         self._bytes: _Buckets | None = None
-        self._priced: _Buckets | None = None
+        self._priced: _Buckets | None = None  # seconds + price * bytes
         self._price = 0.0
         self.finished = True
         self.best: Options | None = None
-        self._least = math.inf
+        self._best_seconds = math.inf
         for options in known:
-            self._keep(options)
+            self._record(options)
 
-    def _buckets(self, seconds: float, held: float) -> _Buckets:
-        tables = [(term.scope, seconds * term.seconds + (held * term.bytes if held else 0.0)) for term in self._problem.terms]
-        missing = [((variable,), np.zeros(count)) for variable, count in enumerate(self._problem.n_options)]
-        return _Buckets([*tables, *missing], self._order, self._problem.n_options)
+    def _buckets(self, seconds: float, size: float) -> _Buckets:
+        """Eliminate the variables from the sum of ``seconds * term.seconds + size * term.bytes``, with a table for every variable."""
+        tables = [(term.scope, seconds * term.seconds + (size * term.bytes if size else 0.0)) for term in self._problem.terms]
+        zeros = [((variable,), np.zeros(count)) for variable, count in enumerate(self._problem.n_options)]
+        return _Buckets([*tables, *zeros], self._order, self._problem.n_options)
 
-    def _keep(self, options: Options) -> None:
-        seconds, held = self._problem.totals(options)
-        if held <= self._problem.limit and seconds < self._least * (1 - _ROUNDING):
-            self.best, self._least = options, seconds
+    def _record(self, options: Options) -> None:
+        """Make a choice the best one if it fits and takes less than the best so far."""
+        seconds, size = self._problem.totals(options)
+        if size <= self._problem.limit and seconds < self._best_seconds * (1 - _ROUNDING):
+            self.best, self._best_seconds = options, seconds
 
     def _descend(self, buckets: _Buckets) -> Options:
-        """Return the options of a greedy descent: of each variable the one with the least excess."""
+        """Choose greedily: of each variable, in reverse order of elimination, the option with the least excess."""
         options = [0] * len(self._problem.n_options)
         for variable in reversed(self._order):
             options[variable] = int(np.argmin(buckets.excess(variable, options)))
         return tuple(options)
 
     def price_bytes(self) -> None:
-        """Find the price of a byte at which the bound is highest: between a choice that fits and one that does not."""
+        """Find the price of a byte at which the bound is highest.
+
+        At the price for which a fast choice beyond the limit and a small one within it cost the same, the cheapest choice replaces one of
+        them, until there is none cheaper.
+        """
+        limit = self._problem.limit
         self._bytes = self._buckets(0.0, 1.0)
         fast, small = self._descend(self._seconds), self._descend(self._bytes)
-        self._keep(fast)
-        self._keep(small)
+        self._record(fast)
+        self._record(small)
         self._priced = self._seconds
-        (quick, much), (slow, little) = self._problem.totals(fast), self._problem.totals(small)
+        (fast_seconds, fast_bytes), (small_seconds, small_bytes) = self._problem.totals(fast), self._problem.totals(small)
         for _ in range(_MOST_PRICES):
-            if much <= self._problem.limit or little > self._problem.limit or slow <= quick:
+            if fast_bytes <= limit or small_bytes > limit or small_seconds <= fast_seconds:
                 return
-            price = (slow - quick) / (much - little)
+            price = (small_seconds - fast_seconds) / (fast_bytes - small_bytes)
             buckets = self._buckets(1.0, price)
             options = self._descend(buckets)
-            self._keep(options)
-            if buckets.least - price * self._problem.limit > self.bound():
+            self._record(options)
+            if buckets.least - price * limit > self.bound():
                 self._priced, self._price = buckets, price
-            seconds, held = self._problem.totals(options)
-            if seconds + price * held >= (quick + price * much) * (1 - _ROUNDING):
+            seconds, size = self._problem.totals(options)
+            if seconds + price * size >= (fast_seconds + price * fast_bytes) * (1 - _ROUNDING):
                 return
-            if held <= self._problem.limit:
-                slow, little = seconds, held
+            if size <= limit:
+                small_seconds, small_bytes = seconds, size
             else:
-                quick, much = seconds, held
+                fast_seconds, fast_bytes = seconds, size
 
     def bound(self) -> float:
         """Return a lower bound of the seconds of all choices within the limit."""
@@ -251,44 +264,45 @@ class _Search:
     def run(self) -> None:
         """Search until no choice left can be better, or ``most_steps`` options were tried."""
         options = [0] * len(self._problem.n_options)
-        decided = tuple(reversed(self._order))
+        variables = tuple(reversed(self._order))
+        if not variables:
+            self._record(())
+            return
         sums = (self._seconds, self._bytes, self._priced)
-        waiting = [self._tried(decided[0], options, [0.0 if each is None else each.least for each in sums])] if decided else []
-        if not decided:
-            self._keep(())
-        while waiting:
-            following = next(waiting[-1], None)
+        # The remaining options of each variable decided so far.
+        stack = [self._ranked_options(variables[0], options, [0.0 if buckets is None else buckets.least for buckets in sums])]
+        while stack:
+            following = next(stack[-1], None)
             if following is None:
-                waiting.pop()
-            elif self._left <= 0:
+                stack.pop()
+                continue
+            if self._steps_left <= 0:
                 self.finished = False
                 return
+            option, bounds = following
+            self._steps_left -= 1
+            if not self._may_be_better(*bounds):
+                continue
+            options[variables[len(stack) - 1]] = option
+            if len(stack) == len(variables):
+                self._record(tuple(options))
             else:
-                option, totals = following
-                self._left -= 1
-                if self._may_be_better(*totals):
-                    options[decided[len(waiting) - 1]] = option
-                    if len(waiting) == len(decided):
-                        self._keep(tuple(options))
-                    else:
-                        waiting.append(self._tried(decided[len(waiting)], options, totals))
+                stack.append(self._ranked_options(variables[len(stack)], options, bounds))
 
-    def _tried(self, variable: int, options: Sequence[int], totals: Sequence[float]) -> Iterator[tuple[int, list[float]]]:
-        """Yield the options of a variable, most promising first, with lower bounds of the sums of seconds, bytes, and priced seconds."""
-        sums = (self._seconds, self._bytes, self._priced)
+    def _ranked_options(self, variable: int, options: Sequence[int], bounds: Sequence[float]) -> Iterator[tuple[int, list[float]]]:
+        """Yield (option, bounds) of a variable, least priced seconds first; ``bounds``: of seconds, bytes and priced seconds so far."""
         n = self._problem.n_options[variable]
-        each = [
-            np.zeros(n) if of is None else np.broadcast_to(so_far + of.excess(variable, options), n)
-            for of, so_far in zip(sums, totals, strict=True)
-        ]
-        for option in np.lexsort((each[0], each[2])).tolist():
-            yield option, [float(values[option]) for values in each]
+        by_option = []
+        for buckets, bound in zip((self._seconds, self._bytes, self._priced), bounds, strict=True):
+            by_option.append(np.zeros(n) if buckets is None else np.broadcast_to(bound + buckets.excess(variable, options), n))
+        for option in np.lexsort((by_option[0], by_option[2])).tolist():
+            yield option, [float(values[option]) for values in by_option]
 
-    def _may_be_better(self, seconds: float, held: float, priced: float) -> bool:
-        bound = self._least * (1 - _ROUNDING)
-        limit = self._problem.limit
-        fits = self._bytes is None or held <= limit * (1 + _ROUNDING)
-        return seconds < bound and fits and (self._priced is None or priced - self._price * limit < bound)
+    def _may_be_better(self, seconds: float, size: float, priced: float) -> bool:
+        """Return whether a choice with these lower bounds could fit and beat the best."""
+        limit, best = self._problem.limit, self._best_seconds * (1 - _ROUNDING)
+        fits = self._bytes is None or size <= limit * (1 + _ROUNDING)
+        return seconds < best and fits and (self._priced is None or priced - self._price * limit < best)
 
 
 _MOST_PRICES = 40

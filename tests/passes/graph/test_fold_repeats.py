@@ -75,7 +75,7 @@ def test_folded_prices_are_those_of_the_whole_model() -> None:
     kinds = (Cluster.preset("v100").devices[0],)
     whole = whole_part(unfolded(graph))
     folded = whole_part(part_graph(fold_repeats(graph), graph, lambda each: each))
-    assert folded.of.unfolding is not None
+    assert folded.source.unfolding is not None
     assert folded.points.units == whole.points.units
     one, other = (part.prices(kinds, Roofline(), "adamw").at(2) for part in (whole, folded))
     np.testing.assert_allclose(other.halves, one.halves)
@@ -87,7 +87,7 @@ def test_folded_prices_are_those_of_the_whole_model() -> None:
     for starts in ((0,), (0, 9), (0, 5, 20, 31)):
         stage_of = stages_of(starts, n_units)
         for items in ("fixed_uses", "kept_uses"):
-            found, wanted = (getattr(each.units, items).held(stage_of, len(starts)) for each in (other, one))
+            found, wanted = (getattr(each.units, items).per_stage(stage_of, len(starts)) for each in (other, one))
             np.testing.assert_allclose(found, wanted)
     prices = folded.prices(kinds, Roofline(), "adamw"), whole.prices(kinds, Roofline(), "adamw")
     for name in graph.parameters:

@@ -24,7 +24,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
-from partitioner.planner.solvers.stage_problem import Units, Working
+from partitioner.planner.solvers.stage_problem import TransientMemory, Units
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
 from passes.autograd.recompute import Recompute
@@ -166,7 +166,7 @@ def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: b
     stages, held = mesh.length("pipeline"), held_at_most(given, mesh)
     request = replace(given.request, mode="auto" if stages > 1 else "pipeline", replicas=replicas)
     try:
-        return None if beside and not model.can_cut_beside(mesh) else problem_of(given, model, mesh, request, beside=beside, limit=held)
+        return None if beside and not model.has_extra_axes(mesh) else problem_of(given, model, mesh, request, extra_axes=beside, limit=held)
     except ConfigError:
         return None
 
@@ -180,13 +180,13 @@ def held_at_most(given: Instance, mesh: Mesh) -> float:
 
 
 def problem_of(
-    given: Instance, model: CuttableModel, mesh: Mesh, request: PlanRequest, *, beside: bool = False, limit: float = math.inf
+    given: Instance, model: CuttableModel, mesh: Mesh, request: PlanRequest, *, extra_axes: bool = False, limit: float = math.inf
 ) -> MeshProblem:
     """A mesh with its axes cut, once for each width of its stages."""
     links = LinkTable(given.cluster)
     if mesh.cutting.size == 1:
         return MeshProblem(mesh, model.whole, given.cluster, request, Roofline(), links)
-    cut = model.cut(mesh.cutting, beside=beside, limit=limit)
+    cut = model.cut(mesh.cutting, extra_axes=extra_axes, limit=limit)
     parts = submesh_parts(cut, mesh, "sync", links) if mesh.widths else None
     return MeshProblem(mesh, cut.part, given.cluster, request, Roofline(), links, parts)
 
@@ -253,21 +253,21 @@ def received(units: Units, runs: tuple[range, ...], action: Action) -> int:
 
 def at_borders(units: Units, run: range, kind: int) -> float:
     """What a stage makes whole to send it, and what it reads in parts."""
-    gathered = (item.size[kind] for item in units.gathered if item.producer in run and item.reader >= run.stop)
-    parted = (item.size[kind] for item in units.parted if item.producer < run.start and set(item.readers) & set(run))
+    gathered = (item.size[kind] for item in units.gathered_values if item.producer in run and item.reader >= run.stop)
+    parted = (item.size[kind] for item in units.gathered_gradients if item.producer < run.start and set(item.readers) & set(run))
     return sum(gathered) + sum(parted)
 
 
 @functools.lru_cache(maxsize=1024)
-def needed(working: Working, run: range) -> float:
+def needed(working: TransientMemory, run: range) -> float:
     """What a stage of these units holds at most while it computes."""
     moments = [0.0]
     for unit in run:
-        made, trained = (sum(column[unit + 1 : run.stop].tolist()) for column in (working.made, working.trained))
+        made, trained = (sum(column[unit + 1 : run.stop].tolist()) for column in (working.saved, working.gradients))
         moments.append(float(working.forward[unit]) - made)
-        again = sum(working.again[run.start : unit + 1].tolist())
-        moments.append(float(working.backward[unit]) + again + trained - (0.0 if working.called else made))
-    return max(moments) + min(float(working.bundled[run.start : run.stop].sum()), working.at_once)
+        again = sum(working.recomputed[run.start : unit + 1].tolist())
+        moments.append(float(working.backward[unit]) + again + trained - (0.0 if working.backward_is_call else made))
+    return max(moments) + min(float(working.coalesced[run.start : run.stop].sum()), working.coalesced_at_once)
 
 
 def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel) -> float:
@@ -283,9 +283,11 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     for rank in range(problem.n_places):
         mine = set().union(*(run for stage, run in enumerate(runs) if rank in stage_ranks[stage]))
         summed: dict[str, float] = {}
-        width = problem.mesh.widths[rank] if problem.unlike is not None else 0
+        width = problem.mesh.widths[rank] if problem.submeshes is not None else 0
         part, links = (
-            (problem.part, problem.links) if problem.unlike is None else (problem.unlike.by_width[width], problem.unlike.links[width])
+            (problem.part, problem.links)
+            if problem.submeshes is None
+            else (problem.submeshes.by_width[width], problem.submeshes.links[width])
         )
         for each in part.sums:
             if set(problems.prices.users[each.parameter]) & mine:

@@ -14,7 +14,7 @@ from partitioner.planner.bounds.v_schedules import least_on_v
 from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
 from partitioner.planner.pipeline.candidates import Candidate
-from partitioner.planner.solvers.boundaries import Gathered, Parted
+from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from partitioner.planner.solvers.branch_and_bound import fastest_cuts, promising_cuts
 from partitioner.planner.solvers.critical_paths import PathCosts
 from partitioner.planner.solvers.stage_problem import Floats, Shared, StageProblem, Units, Value
@@ -43,8 +43,8 @@ class Case:
     replicas: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()
     fixed: tuple[Shared, ...] = ()
-    gathered: tuple[Gathered, ...] = ()
-    parted: tuple[Parted, ...] = ()
+    gathered: tuple[GatheredValue, ...] = ()
+    parted: tuple[GatheredGradient, ...] = ()
     limit: float = np.inf
 
     @property
@@ -66,7 +66,9 @@ class Case:
     def problem(self) -> StageProblem:
         order = self.order
         depth = np.zeros(self.n_units, dtype=np.int64)
-        units = Units(self.halves.sum(axis=0), self.values, (), self.fixed, (), depth, gathered=self.gathered, parted=self.parted)
+        units = Units(
+            self.halves.sum(axis=0), self.values, (), self.fixed, (), depth, gathered_values=self.gathered, gathered_gradients=self.parted
+        )
         return StageProblem(
             units=units,
             kind=self.kind,
@@ -151,8 +153,8 @@ def unlike(case: Case, seed: int) -> Case:
     def seconds() -> tuple[float, ...]:
         return tuple(draw.choice((0.0, 0.5, 3.0)) for _ in range(n_kinds))
 
-    gathered = [Gathered(seconds(), nothing, each.producer, each.readers[-1]) for each in case.values if draw.random() < 0.6]
-    parted = [Parted(seconds(), nothing, each.producer, each.readers) for each in case.values if draw.random() < 0.4]
+    gathered = [GatheredValue(seconds(), nothing, each.producer, each.readers[-1]) for each in case.values if draw.random() < 0.6]
+    parted = [GatheredGradient(seconds(), nothing, each.producer, each.readers) for each in case.values if draw.random() < 0.4]
     kinds = tuple(draw.randrange(n_kinds) for _ in range(case.n_stages))
     limited = replace(case, halves=case.halves * factors, kinds=kinds, fixed=fixed, gathered=tuple(gathered), parted=tuple(parted))
     whole = sum(sum(item.amount) for item in fixed if isinstance(item.amount, tuple)) / n_kinds

@@ -23,7 +23,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.describe import bound_by
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.rank_shard import ModelPart
-from partitioner.planner.solvers.boundaries import Gathered, Parted
+from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from partitioner.planner.solvers.min_max_dp import solve
 from partitioner.planner.solvers.stage_problem import Integers, Uses, stages_of
 from partitioner.tracing.trace import trace
@@ -48,10 +48,10 @@ class Widths(NamedTuple):
     unlike: UnitCosts
 
 
-def borders(rows: int) -> tuple[tuple[Gathered, ...], tuple[Parted, ...]]:
+def borders(rows: int) -> tuple[tuple[GatheredValue, ...], tuple[GatheredGradient, ...]]:
     nothing = (0.0, 0.0)
-    gathered = Gathered((rows * 0.5, 0.0), nothing, 0, 4), Gathered((rows * 0.25, 0.0), nothing, 3, 7)
-    return gathered, (Parted((0.0, rows * 0.125), nothing, 3, (5, 7)),)
+    gathered = GatheredValue((rows * 0.5, 0.0), nothing, 0, 4), GatheredValue((rows * 0.25, 0.0), nothing, 3, 7)
+    return gathered, (GatheredGradient((0.0, rows * 0.125), nothing, 3, (5, 7)),)
 
 
 def widths(policy: str = "none") -> Widths:
@@ -85,7 +85,7 @@ def test_a_stage_of_each_kind_holds_what_its_list_says(policy: str) -> None:
         for name in ("fixed_uses", "kept_uses", "gradient_uses", "replicated_uses"):
             wanted = [held(getattr(each.units, name), stage_of, n_stages, kind) for kind, each in enumerate(of_kinds(lists))]
             for kinds in itertools.product((0, 1), repeat=n_stages):
-                got = getattr(found, name).held(stage_of, n_stages, kinds)
+                got = getattr(found, name).per_stage(stage_of, n_stages, kinds)
                 assert got.tolist() == [wanted[kind][stage] for stage, kind in enumerate(kinds)], name
         for kind, each in enumerate(of_kinds(lists)):
             wanted_working = each.units.working_of_stages(starts, (0,) * n_stages)
@@ -93,7 +93,7 @@ def test_a_stage_of_each_kind_holds_what_its_list_says(policy: str) -> None:
 
 
 def held(uses: Uses, stage_of: Integers, n_stages: int, kind: int) -> list[float]:
-    found: list[float] = uses.held(stage_of, n_stages, (kind,) * n_stages).tolist()
+    found: list[float] = uses.per_stage(stage_of, n_stages, (kind,) * n_stages).tolist()
     return found
 
 
@@ -130,9 +130,9 @@ def test_no_mixture_of_kinds_holds_less_or_is_faster_than_the_bounds(policy: str
     for kinds in itertools.product((0, 1), repeat=3):
         for starts in ((0, 3, 8), (0, 1, 2), (0, 6, 9)):
             stage_of = stages_of(starts, len(units))
-            assert units.kept_uses.held(stage_of, 3, kinds).sum() >= unlike.times(ROWS).kept.least > 0
-            assert units.fixed_uses.held(stage_of, 3, kinds).sum() >= unlike.fixed_bytes > 0
-            assert units.gradient_uses.held(stage_of, 3, kinds).sum() >= unlike.gradients.least > 0
+            assert units.kept_uses.per_stage(stage_of, 3, kinds).sum() >= unlike.times(ROWS).kept.least > 0
+            assert units.fixed_uses.per_stage(stage_of, 3, kinds).sum() >= unlike.fixed_bytes > 0
+            assert units.gradient_uses.per_stage(stage_of, 3, kinds).sum() >= unlike.gradients.least > 0
             forward, inputs, weights = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(3), kinds].sum(axis=1)
             assert shares.forward[0] - 1e-9 <= forward / (forward + inputs + weights) <= shares.forward[1] + 1e-9
             assert forward + inputs >= whole * shares.through * (1 - 1e-9)
@@ -158,7 +158,7 @@ def test_stages_are_described_by_the_prices_of_their_kinds(both: Widths) -> None
     for stage, run, place in zip(stages, runs, OF_KIND, strict=True):
         prices = both.lists[place]
         assert stage.flops == pytest.approx(prices.at(ROWS).flops[run.start : run.stop].sum())
-        assert stage.activation_bytes == int(prices.at(ROWS).units.kept_uses.held(stage_of, 2)[int(run.start > 0)])
+        assert stage.activation_bytes == int(prices.at(ROWS).units.kept_uses.per_stage(stage_of, 2)[int(run.start > 0)])
         assert stage.parameter_bytes == bytes_read(both.whole.graph.parameters, prices, run)
     assert stages[0].parameter_bytes < bytes_read(both.whole.graph.parameters, both.lists[0], runs[0])
     assert bound_by(problems, staged).startswith("stage ")

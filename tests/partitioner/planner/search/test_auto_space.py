@@ -38,7 +38,7 @@ from tests.support.planning.all_plans import (
 
 def best_by_brute_force(given: Instance) -> float:
     """Seconds of the fastest of all plans; inf where none fits. What is proved of a mesh is true of each of its plans."""
-    model = CuttableModel(given.graph, given.request, pace=clock_rate_of(given.graph, given.cluster, asked=False))
+    model = CuttableModel(given.graph, given.request, clock_rate=clock_rate_of(given.graph, given.cluster, asked=False))
     bounds = MeshBounds(model, given.cluster, given.request, Roofline())
     best = math.inf
     pipeline = Mesh((("pipeline", len(given.request.devices)),))
@@ -52,7 +52,7 @@ def best_by_brute_force(given: Instance) -> float:
         problem = mesh_problem(given, model, mesh, beside=beside, replicas=replicas)
         if problem is not None:
             fastest = min(plans(given, problem), default=math.inf)
-            bound = bounds.of(mesh, beside=beside, replicas=replicas, limit=held_at_most(given, mesh))
+            bound = bounds.of(mesh, extra_axes=beside, replicas=replicas, limit=held_at_most(given, mesh))
             assert bound <= fastest, (mesh, beside, replicas)
             best = min(best, fastest)
     return best
@@ -165,7 +165,7 @@ def test_no_plan_of_a_mesh_beats_its_bound(name: str, schedule: str) -> None:
             "auto", tuple(f"cuda:{rank}" for rank in range(mesh.size)), recompute="none", schedule=schedule, n_microbatches=count
         )
         given = Instance(graph, Cluster([device] * mesh.size, link), request)
-        model = CuttableModel(graph, request, pace=clock_rate_of(graph, given.cluster, asked=False))
+        model = CuttableModel(graph, request, clock_rate=clock_rate_of(graph, given.cluster, asked=False))
         problem = mesh_problem(given, model, mesh, beside=False, replicas=replicas)
         if problem is not None and (fastest := min(plans(given, problem), default=math.inf)) < math.inf:
             assert MeshBounds(model, given.cluster, request, Roofline()).of(mesh, replicas=replicas) <= fastest, (count, link)

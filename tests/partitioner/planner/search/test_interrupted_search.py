@@ -87,7 +87,7 @@ def test_what_was_under_way_may_be_as_fast_as_its_bound(proving: bool) -> None:
 
     search = PlanSearch(lambda _: None, interrupted)
     search.best = cast(Any, (None, SimpleNamespace(step_time=10.0)))
-    alone = ClosedMesh(Mesh((("pipeline", 1),)), beside=False, rows=1)
+    alone = ClosedMesh(Mesh((("pipeline", 1),)), extra_axes=False, rows=1)
     search.add(3.0, alone)
     search.add(8.0, alone)
     if not proving:

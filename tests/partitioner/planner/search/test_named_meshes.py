@@ -81,7 +81,7 @@ def forced_unit(given: Instance, problem: MeshProblem) -> int | None:
 
 def best_by_brute_force(given: Instance, mesh: Mesh) -> float:
     """Seconds of the fastest of all plans of the mesh; inf where none fits."""
-    model = CuttableModel(given.graph, given.request, pace=clock_rate_of(given.graph, given.cluster, asked=True))
+    model = CuttableModel(given.graph, given.request, clock_rate=clock_rate_of(given.graph, given.cluster, asked=True))
     problem, best = problem_of(given, model, mesh, given.request), math.inf
     forced = forced_unit(given, problem)
     for policy, candidate in open_candidates(given, problem):

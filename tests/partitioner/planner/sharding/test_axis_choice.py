@@ -46,7 +46,7 @@ def test_no_choice_costs_less(name: str, pace: ClockRate | None) -> None:
     graph = trace(instance.model, instance.args, dict(instance.kwargs), training=True)
     problem, groups = problem_of(graph, pace, 2)
     every = [options for options in itertools.product((0, 1), repeat=len(groups)) if any(options)]
-    free = AxisProblem(graph, find_axes(graph.graph), ("tensor", 2), pace=pace)
+    free = AxisProblem(graph, find_axes(graph.graph), ("tensor", 2), clock_rate=pace)
     found = free.solve(2)
     assert found is not None
     chosen = tuple(int(group[0] in found.axes) for group in groups)
@@ -63,7 +63,7 @@ def test_memory_forces_more_cuts() -> None:
     pace = ClockRate(1e15, 1e6, 1e-6)
     problem, groups = problem_of(graph, pace, 2)
     axes = find_axes(graph.graph)
-    choice = AxisProblem(graph, axes, ("tensor", 2), pace=pace)
+    choice = AxisProblem(graph, axes, ("tensor", 2), clock_rate=pace)
     free = choice.solve(2)
     assert free is not None
     held = problem.totals(tuple(int(group[0] in free.axes) for group in groups))[1]

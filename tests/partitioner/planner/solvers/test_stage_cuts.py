@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from partitioner.planner.solvers.boundaries import Gathered, Parted
+from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from partitioner.planner.solvers.min_max_dp import shortfall, solve
-from partitioner.planner.solvers.stage_problem import Shared, StageProblem, Units, Value, Working
+from partitioner.planner.solvers.stage_problem import Shared, StageProblem, TransientMemory, Units, Value
 from partitioner.schedules.clocks.order import order_of
 from partitioner.schedules.kind import Awaiting
 
@@ -46,7 +46,7 @@ def some_kept(draw: random.Random, n_units: int) -> Shared:
     return Shared(draw.randint(1, 20), units, producer)
 
 
-def some_working(draw: random.Random, n_units: int) -> Working | None:
+def some_working(draw: random.Random, n_units: int) -> TransientMemory | None:
     """What a unit adds to what is kept is never more than what its backward holds: else a longer run could need less."""
     if draw.random() < 0.3:
         return None
@@ -54,7 +54,7 @@ def some_working(draw: random.Random, n_units: int) -> Working | None:
         np.array([float(draw.randint(0, most)) for _ in range(n_units)]) for most in (6, 6, 6, 4, 20, 30)
     )
     at_once, called = float(draw.choice((0, 5, 100))), draw.random() < 0.5
-    return Working(forward, backward, made, again, trained, bundled, at_once, called, summed=at_once / 5)
+    return TransientMemory(forward, backward, made, again, trained, bundled, at_once, called, summed=at_once / 5)
 
 
 def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
@@ -130,7 +130,7 @@ def unlike_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
     def seconds(most: int) -> tuple[float, ...]:
         return tuple(float(draw.randint(0, most)) for _ in range(n_kinds))
 
-    workings = [some_working(draw, n_units) or Working.nothing(n_units) for _ in range(n_kinds)]
+    workings = [some_working(draw, n_units) or TransientMemory.nothing(n_units) for _ in range(n_kinds)]
     crossing = [value for value in units.values if draw.random() < 0.4]
     other = dataclasses.replace(
         units,
@@ -140,8 +140,10 @@ def unlike_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
         kept=by_kind(units.kept),
         gradients=by_kind(units.gradients),
         working=tuple(workings) if draw.random() < 0.7 else workings[0],
-        gathered=tuple(Gathered(seconds(6), seconds(3), value.producer, value.readers[-1]) for value in crossing),
-        parted=tuple(Parted(seconds(6), seconds(3), value.producer, value.readers) for value in crossing if draw.random() < 0.5),
+        gathered_values=tuple(GatheredValue(seconds(6), seconds(3), value.producer, value.readers[-1]) for value in crossing),
+        gathered_gradients=tuple(
+            GatheredGradient(seconds(6), seconds(3), value.producer, value.readers) for value in crossing if draw.random() < 0.5
+        ),
     )
     return dataclasses.replace(problem, units=other, kind=tuple(draw.randrange(n_kinds) for _ in problem.kind))
 
@@ -174,19 +176,19 @@ def amount(item: Shared, kind: int) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def working_memory(working: Working | None, run: range) -> float:
+def working_memory(working: TransientMemory | None, run: range) -> float:
     if working is None:
         return 0.0
     moments, once, twice = [0.0], list[float](), list[float]()
     for unit in run:
         behind = slice(unit + 1, run.stop)
-        given_back = 0.0 if working.called else working.made[behind].sum()
-        moments.append(working.forward[unit] - working.made[behind].sum())
-        trained = working.trained[behind].sum()
-        once.append(working.backward[unit] + working.again[run.start : unit + 1].sum() + trained - given_back)
+        given_back = 0.0 if working.backward_is_call else working.saved[behind].sum()
+        moments.append(working.forward[unit] - working.saved[behind].sum())
+        trained = working.gradients[behind].sum()
+        once.append(working.backward[unit] + working.recomputed[run.start : unit + 1].sum() + trained - given_back)
         twice.append(once[-1] + trained)
     moments.append(min(max(once) + working.summed, max(twice)))
-    return float(max(moments) + min(working.bundled[run.start : run.stop].sum(), working.at_once))
+    return float(max(moments) + min(working.coalesced[run.start : run.stop].sum(), working.coalesced_at_once))
 
 
 def stage_memory(problem: StageProblem, starts: Starts) -> list[float]:
@@ -232,10 +234,10 @@ def sent(problem: StageProblem, run: range) -> tuple[list[Value], list[Value]]:
     return forward, [value for value in entering if value.gradient_size]
 
 
-def at_borders(problem: StageProblem, run: range) -> tuple[list[Gathered], list[Parted]]:
+def at_borders(problem: StageProblem, run: range) -> tuple[list[GatheredValue], list[GatheredGradient]]:
     """What a stage makes whole to send it, and what it reads in parts."""
-    gathered = [item for item in problem.units.gathered if item.producer in run and item.reader >= run.stop]
-    return gathered, [item for item in problem.units.parted if item.producer < run.start and set(item.readers) & set(run)]
+    gathered = [item for item in problem.units.gathered_values if item.producer in run and item.reader >= run.stop]
+    return gathered, [item for item in problem.units.gathered_gradients if item.producer < run.start and set(item.readers) & set(run)]
 
 
 def slowest_stage(problem: StageProblem, starts: Starts) -> float:
