@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -11,7 +11,7 @@ from torch import nn
 
 from partitioner.tracing.assemble import assemble
 from partitioner.tracing.errors import refuse_unplaceable
-from partitioner.tracing.export.dynamic_batch import Exported, Fixed, export_fixed, export_open
+from partitioner.tracing.export.dynamic_batch import export_fixed, export_open
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs, flatten_inputs
@@ -81,15 +81,15 @@ def _trace_open(model: nn.Module, inputs: ModelInputs, training: bool) -> ModelG
             return batch_second
     if isinstance(batch_first, ModelGraph):
         return batch_first
-    fixed = _trace_fixed(model, inputs, training, layout, layout.size, batch_first.programs)
-    note = f"the batch is fixed at {layout.size}, and the model is traced again for another size: {batch_first.reason}"
+    fixed = _trace_fixed(model, inputs, training, layout, layout.size)
+    note = f"the batch is fixed at {layout.size}, and the model is traced again for another size: {batch_first}"
     return dataclasses.replace(fixed, notes=(note, *fixed.notes))
 
 
-def _try_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> ModelGraph | Fixed:
-    """Trace with an open batch size; return why, if that is impossible."""
+def _try_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> ModelGraph | str:
+    """Trace with an open batch size; return the reason, as a clause, if that is impossible."""
     exported = export_open(model, inputs, training, layout)
-    if isinstance(exported, Fixed):
+    if isinstance(exported, str):
         return exported
     graph = assemble(model, exported, training)
     assert graph.batch is not None
@@ -101,26 +101,19 @@ def _has_splittable_outputs(graph: ModelGraph) -> bool:
     return all(output.combine != "mixed" for output in graph.outputs)
 
 
-def _trace_fixed(
-    model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int, programs: Sequence[Exported] = ()
-) -> ModelGraph:
-    """Trace for one batch size; sizes that differ in a trace for another size depend on the batch.
-
-    Args:
-        programs: exports for one batch size each, made already.
-    """
-    by_size = {each.layout.size: each for each in programs}
-    exported = by_size.pop(size, None) or export_fixed(model, inputs, training, layout, size)
+def _trace_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> ModelGraph:
+    """Trace for one batch size; numbers that differ in a trace for twice the size, or half of it, depend on the batch."""
+    exported = export_fixed(model, inputs, training, layout, size)
     graph, found = assemble(model, exported, training), None
-    for other in dict.fromkeys((*by_size, 2 * size, *([size // 2] if size % 2 == 0 else []))):
+    for other in (2 * size, *([size // 2] if size % 2 == 0 else [])):
         try:
-            twin = assemble(model, by_size.get(other) or export_fixed(model, inputs, training, exported.layout, other), training)
+            twin = assemble(model, export_fixed(model, inputs, training, exported.layout, other), training)
         except TraceError:
             continue
         sizes = _fitted_sizes(graph, twin)
-        found = sizes if found is None else found
         if sizes is not None and sizes.digest is not None:
             return dataclasses.replace(add_outputs(graph, sizes), digest=sizes.digest)
+        found = sizes if found is None else found
     return add_outputs(graph, found)
 
 

@@ -23,7 +23,7 @@ from partitioner.tracing.export.export import export
 from partitioner.tracing.export.guards import sizes_that_hold, symbol_of
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 
-__all__ = ["Exported", "Fixed", "export_fixed", "export_open"]
+__all__ = ["Exported", "export_fixed", "export_open"]
 
 
 @dataclass(frozen=True)
@@ -47,82 +47,61 @@ class Exported:
     limit: int | None = None
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """Why a batch size cannot be left open.
-
-    Attributes:
-        reason: a clause.
-        programs: exports for one batch size each that showed it.
-    """
-
-    reason: str
-    programs: tuple[Exported, ...] = ()
-
-
-def export_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | Fixed:
-    """Export with the batch size open, if the model allows it.
+def export_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | str:
+    """Export with the batch size open; return the reason, as a clause, when the model does not allow it.
 
     Raises:
         TraceError: the model cannot be traced, whatever its batch size.
     """
     if not layout.dimensions:
-        return Fixed("no input is a tensor with dimensions")
-    size = _unique_size(inputs, layout)
-    result = _try_layout(model, inputs, training, layout, size)
-    if isinstance(result, Exported) and result.batch is not None:
+        return "no input is a tensor with dimensions"
+    result = _try_layout(model, inputs, training, layout, _unique_size(inputs, layout))
+    if isinstance(result, Exported):
         return _checked(result)
-    reason = why_fixed(result if isinstance(result, Exception) else None)
-    programs = () if isinstance(result, Exception) else (result,)
-    if len(layout.dimensions) > 1:
-        sizes = (2 * layout.size, layout.size) if size == layout.size else (layout.size,)
-        for other in sizes:
-            result = _try_layout(model, inputs, training, layout, other, one_size=False)
-            if isinstance(result, Exported):
-                break
-        if isinstance(result, Exception):
-            raise trace_error(model, result) from result
-        if result.batch is None:
-            return Fixed(reason, (*programs, result))
+    reason = why_fixed(result)
+    if len(layout.dimensions) == 1:
+        return reason
+    result = _try_layout(model, inputs, training, layout, max(layout.size, 2), one_size=False)  # a size of 1 is never left open
+    if isinstance(result, Exported):
         result = _try_layout(model, inputs, training, result.layout, _unique_size(inputs, result.layout))
-        if isinstance(result, Exported) and result.batch is not None:
-            return _checked(result)
-    return Fixed(reason, programs)
+        return _checked(result) if isinstance(result, Exported) else reason
+    if isinstance(result, Exception) and layout.size > 1:
+        raise trace_error(model, result) from result
+    return reason
 
 
-def _checked(exported: Exported) -> Exported | Fixed:
-    """Return the export with its limit; the assumption that it makes, if that does not hold for all smaller batches."""
+def _checked(exported: Exported) -> Exported | str:
+    """Return the export with its limit; the reason to fix the batch, if what it assumes does not hold for all smaller batches."""
     limit, assumption = sizes_that_hold(exported.program, exported.layout)
     if limit is None:
         return exported
     if limit >= exported.layout.size:
         note = f"a batch of more than {limit} rows is traced anew, since the model assumes that {assumption}"
         return replace(exported, limit=limit, notes=(*exported.notes, note))
-    return Fixed(f"the model assumes that {assumption}")
+    return f"the model assumes that {assumption}"
 
 
 def _try_layout(
     model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int, *, one_size: bool = True
-) -> Exported | Exception:
-    """Export with the sizes of a layout open; return an error that other sizes may avoid.
+) -> Exported | Exception | None:
+    """Export with the sizes of a layout open; return an error that other sizes may avoid, and None if all sizes are constants.
 
     Args:
         size: the batch size to trace with.
         one_size: whether all leaves have the same size: if one of them is constant, all are.
 
     Returns:
-        The program, with the leaves that stayed open as its layout; without an open size, if none did.
+        The program, with the leaves that stayed open as its layout.
     """
-    resized = inputs.with_batch(size, layout)
     try:
-        program, notes = export(model, resized, training, layout, one_size=one_size)
+        program, notes = export(model, inputs.with_batch(size, layout), training, layout, one_size=one_size)
     except Exception as error:
         if not depends_on_sizes(error):
             raise trace_error(model, error) from error
         return error
     still_open = tuple(pair for pair in layout.dimensions if symbol_of(program, *pair) is not None)
     if not still_open:
-        return Exported(program, resized, BatchLayout(size, layout.dimensions), None, notes)
+        return None
     return Exported(program, inputs, BatchLayout(layout.size, still_open), symbol_of(program, *still_open[0]), notes)
 
 

@@ -256,8 +256,8 @@ def test_a_batch_is_open_up_to_the_size_at_which_the_model_branches(function: Ca
     ("forward", "exports", "batch_dims"),
     [
         (lambda x, y: (x * 2, y * 3), 1, [0, 0]),  # the two never meet
-        (lambda x, y: (x * 2, y.reshape(4, 3).sum()), 4, [0, None]),
-        (lambda x, y: (x * int(x.shape[0]), y * int(y.shape[0])), 2, [0, 0]),
+        (lambda x, y: (x * 2, y.reshape(4, 3).sum()), 3, [0, None]),
+        (lambda x, y: (x * int(x.shape[0]), y * int(y.shape[0])), 4, [0, 0]),
     ],
     ids=["open", "one of two", "fixed"],
 )
