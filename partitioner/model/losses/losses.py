@@ -26,7 +26,10 @@ from passes.ir.torch_private import pytree
 __all__ = ["Losses", "PreparedLoss", "check_loss"]
 
 LoweringFor = Callable[..., tuple[int, Lowering]]
-"""``PartitionedModel.lowering_for``."""
+"""``lowering_for(batch, in_parts=True, results="rows")``: the number of microbatches of a batch, and the lowered model.
+
+``in_parts``: means that the model returns may be computed as sums over parts of the batch. ``results``: see ``passes.ir.graph.Results``.
+"""
 
 _BATCH_REMEDY = 'pass loss_reduction="batch": the loss is then taken of all rows at once, and is exact'
 
@@ -140,13 +143,14 @@ class Losses:
         return self._graph if self._graph.serves(batch) else lowering().whole
 
     def _prepare(self, step: _Step, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
-        """Lower the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on."""
+        """Lower the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on.
+
+        A loss that the model itself returns is lowered anew, for the model's own results: it is combined exactly over parts of the batch.
+        """
         batch = step.inputs.batch
         takes_all_rows = results == "whole" and step.loss_fn is not None
-        if step.loss_fn is None:
-            count, lowering = lowering_for(batch)
-        else:
-            count, lowering = lowering_for(batch, in_parts=takes_all_rows, results=results)
+        options = {} if step.loss_fn is None else {"in_parts": takes_all_rows, "results": results}
+        count, lowering = lowering_for(batch, **options)
         check_target(step.target, lowering.rows, batch, count, results)
         targets = {
             rank: step.target if results == "whole" else lowering.rows.target_of_rank(step.target, batch, rank)
@@ -158,11 +162,10 @@ class Losses:
             form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype)
             outputs, in_parts = dependence.outputs, takes_all_rows
             return PreparedLoss(count, lowering, results, is_own_loss=False, in_parts=in_parts, outputs=outputs, form=form, extra=extra)
-        # The model returns this loss: lowered for its own results, it combines its loss exactly over the parts of the batch.
         index = lowering.graph.returned.index(dependence.own)
         count, lowering = lowering_for(batch)
         own = lowering.graph.returned[index]
-        outputs = frozenset({own}) if dependence.outputs else dependence.outputs
+        outputs = frozenset({own}) if dependence.outputs else frozenset[str]()  # without outputs, the loss has no gradient
         form = LossForm("sum" if lowering.graph.combine(own) == "sum" else "mean", dependence.dtype)
         return PreparedLoss(count, lowering, "rows", is_own_loss=True, in_parts=True, outputs=outputs, form=form, extra=extra)
 

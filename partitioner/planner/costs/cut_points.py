@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import sympy
 import torch
 from torch import fx
 
@@ -83,21 +84,13 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
     """
     replicable = replicable_nodes(graph)
     if replicable.issuperset(node.name for node in graph.computing_nodes()):
-        replicable = frozenset()
+        replicable = frozenset()  # a graph of replicable nodes alone has units, too
     nodes = [node for node in graph.computing_nodes() if node.name not in replicable]
     position = {node.name: index for index, node in enumerate(nodes)}
-    blocked = [False] * len(nodes)
+    may_begin = [at is None or node.name in at for node in nodes]  # whether a unit may begin with the node
     for first, last in (*_untransferable(graph, nodes, position), *_written_memory(graph, position)):
-        blocked[first + 1 : last + 1] = [True] * (last - first)
-    if at is not None:
-        blocked = [is_blocked or node.name not in at for node, is_blocked in zip(nodes, blocked, strict=True)]
-    units: list[list[str]] = []
-    has_begun = False  # nodes before the first one that a unit may begin with belong to its unit
-    for node, is_blocked in zip(nodes, blocked, strict=True):
-        if not units or (has_begun and not is_blocked):
-            units.append([])
-        has_begun = has_begun or not is_blocked
-        units[-1].append(node.name)
+        may_begin[first + 1 : last + 1] = [False] * (last - first)
+    units = _units(nodes, may_begin)
     unit_of = {name: index for index, unit in enumerate(units) for name in unit}
     stacks = {node.name: _module_stack(node) for node in nodes}
     depth = [0, *(_n_common_modules(stacks[before[-1]], stacks[after[0]]) for before, after in itertools.pairwise(units))]
@@ -108,6 +101,17 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
         replicated=_replicated(graph, replicable, unit_of),
         depth=tuple(depth[: len(units)]),
     )
+
+
+def _units(nodes: Sequence[fx.Node], may_begin: Sequence[bool]) -> list[list[str]]:
+    """Return the nodes of each unit. Those in front of the first node that a unit may begin with belong to the first unit."""
+    first = next((index for index, may in enumerate(may_begin) if may), 0)
+    units: list[list[str]] = []
+    for index, node in enumerate(nodes):
+        if index == 0 or (index > first and may_begin[index]):
+            units.append([])
+        units[-1].append(node.name)
+    return units
 
 
 def _module_stack(node: fx.Node) -> tuple[str, ...]:
@@ -124,18 +128,17 @@ def _n_common_modules(first: tuple[str, ...], second: tuple[str, ...]) -> int:
 
 def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mapping[str, int]) -> Iterator[tuple[int, int]]:
     """Yield (first, last) positions between which a value is alive that cannot be sent, so that no cut may divide them."""
-    symbols = set() if graph.batch is None else {graph.batch}
     returned = set(graph.returned)
     for node in nodes:
-        if not _can_be_sent(node, symbols):
+        if not _can_be_sent(node, graph.batch):
             readers = [position[user.name] for user in node.users if user.name in position]
             last = len(position) - 1 if node.name in returned else max(readers, default=0)
             if last > position[node.name]:
                 yield position[node.name], last
 
 
-def _can_be_sent(node: fx.Node, symbols: set[object]) -> bool:
-    """Return whether a node's value may be sent between stages: one tensor, whose sizes follow from the symbols of batch and sequence.
+def _can_be_sent(node: fx.Node, batch: sympy.Symbol | None) -> bool:
+    """Return whether a node's value may be sent between stages: one tensor, whose sizes are numbers or functions of the batch size.
 
     The receiver allocates it before the sender has computed it.
     """
@@ -143,7 +146,7 @@ def _can_be_sent(node: fx.Node, symbols: set[object]) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     sizes = (size_of(size) for size in value.shape)
-    return all(isinstance(size, int) or size.free_symbols <= symbols for size in sizes)
+    return all(isinstance(size, int) or size.free_symbols <= {batch} for size in sizes)
 
 
 def _written_memory(graph: ModelGraph, position: Mapping[str, int]) -> Iterator[tuple[int, int]]:

@@ -161,7 +161,7 @@ def _peak(device: Device, dtype: str) -> float:
 
 @dataclass(frozen=True)
 class ClockRate:
-    """Speed of compute and communication.
+    """Speed of compute and communication, by which the axes to shard are proposed; whole plans, by all prices, then decide.
 
     Attributes:
         flops: FLOP/s of a rank.

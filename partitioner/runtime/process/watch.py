@@ -78,7 +78,7 @@ class Watch:
         self._calls_made: Counter[int] = Counter()
         self._calls_of: dict[int, dict[int, int]] = {}
         self._alone: set[int] = set()
-        self._settled = threading.Event()
+        self._settled = threading.Event()  # set when this process has connected with rank 0, or cannot: its thread is done with the store
         self._ends: list[tuple[int, Callable[[], None]]] = []
         self._outbox: list[Mapping[str, Any]] = []
         self._channels: dict[int, Channel] = {}
@@ -124,12 +124,12 @@ class Watch:
             return self._calls_of.get(rank, {}).get(number, 0)
 
     def await_all(self, store: Store, timeout: timedelta, dead: Callable[[], Sequence[int]]) -> None:
-        """Wait until the processes of all ranks have come, and are watched as far as possible.
+        """Wait until the processes of all ranks have come, and until the thread of this watch is done with the store.
 
-        Afterwards no thread of this watch uses the store, which answers one request at a time and could block the thread.
+        The store answers one request at a time: a long request of this process would keep the thread from watching the others.
 
         Args:
-            store: the store of this watch, with interruptible requests.
+            store: the store that the watch has, through a client that Ctrl-C interrupts.
             timeout: how long the processes may take to come.
             dead: returns the ranks whose death this machine knows by other means (``LocalMarks``).
 
@@ -140,14 +140,10 @@ class Watch:
         pause = 0.001
         while not store.check([f"came {rank}" for rank in range(self.size)]):
             missing = [rank for rank in range(self.size) if not store.check([f"came {rank}"])]
-            why = None
             for rank in set(missing) & set(dead()):
                 self.report(NO_CONNECTION, lost_rank(rank))
-            if (failure := self.first(NO_CONNECTION)) is not None:
-                why = failure.text
-            elif gone := sorted(set(missing) & set(self.left())):
-                why = f"{rank_list(gone)} {self.left()[gone[0]]}"
-            elif missing and time.monotonic() > deadline:
+            why = self._why_not_all(missing)
+            if why is None and missing and time.monotonic() > deadline:
                 why = f"{rank_list(missing)} did not call partition() within {timeout.total_seconds():.0f} s"
             if why is not None:
                 raise CommunicationError(f"rank {self.rank} waits in partition() for the other ranks: {why}", remedy=_REMEDY)
@@ -158,6 +154,15 @@ class Watch:
             pass
         if (failure := self.first(NO_CONNECTION)) is not None:
             raise CommunicationError(f"rank {self.rank} cannot connect with the other ranks: {failure.text}", remedy=_REMEDY)
+
+    def _why_not_all(self, missing: Sequence[int]) -> str | None:
+        """Return why the missing ranks will not come: a failure, or scripts that have ended; None if they may still come."""
+        failure = self.first(NO_CONNECTION)
+        if failure is not None:
+            return failure.text
+        left = self.left()
+        ended = sorted(set(missing) & left.keys())
+        return f"{rank_list(ended)} {left[ended[0]]}" if ended else None
 
     # -- reports of this process ---------------------------------------------------------------------------------------------------
 

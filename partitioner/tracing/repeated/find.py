@@ -23,6 +23,7 @@ anything else but arguments shows in the logs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -68,11 +69,11 @@ class Forms:
 def alike_modules(model: nn.Module, forms: Forms) -> dict[str, nn.Module]:
     """Return path -> module of the outermost modules whose form occurs ``LEAST_COPIES`` times or more, in the order of the model.
 
-    Modules without children are left out, and so are modules that share a tensor or a submodule with another part of the model.
+    Left out are modules without children, lists and dicts of modules (nothing calls them), and modules that contain a tied tensor or a
+    shared submodule.
     """
-    first = first_names(model)
-    shared = {name for pair in first.items() if pair[0] != pair[1] for name in pair}
-    shared |= _paths_of_shared_modules(model)
+    tied = [(name, first) for name, first in first_names(model).items() if name != first]  # two names of one tensor
+    shared = {*itertools.chain(*tied), *_paths_of_shared_modules(model)}
     numbers = {path: forms.number(module) for path, module in model.named_modules() if path and any(module.children())}
     counts = Counter(numbers.values())
     alike: dict[str, nn.Module] = {}
