@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from partitioner.cli.options import CODES, Commands, add_command
+from partitioner.cli.parser import command_parser
 from partitioner.schedules.catalog import SCHEDULES
 from passes.ir.mesh import DIMENSIONS
 
-__all__ = ["add_completion", "completion_script"]
-
-SHELLS = ("bash", "zsh", "fish")
-"""Supported shells."""
+__all__ = ["completion_script", "print_completion"]
 
 _VALUES: Mapping[str, Sequence[str]] = {
     "--mode": ("auto", *DIMENSIONS),
@@ -28,20 +25,10 @@ _VALUES: Mapping[str, Sequence[str]] = {
 """Option -> values to complete, for options without ``choices`` in the parser."""
 
 
-def add_completion(commands: Commands, parser: Callable[[], argparse.ArgumentParser]) -> None:
-    """Add the command ``completion``, which prints the script for a shell.
-
-    Args:
-        parser: returns the parser whose commands are completed.
-    """
-
-    def run(arguments: argparse.Namespace) -> int:
-        print(completion_script(parser(), arguments.shell))
-        return 0
-
-    text = "print what makes a shell complete commands and options"
-    command = add_command(commands, "completion", run, text, "bash", f"use: source <(partitioner completion bash)\n{CODES}")
-    command.add_argument("shell", choices=SHELLS, help="which shell")
+def print_completion(arguments: argparse.Namespace) -> int:
+    """Print the script for a shell."""
+    print(completion_script(command_parser(), arguments.shell))
+    return 0
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:

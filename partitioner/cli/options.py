@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from cost_models.text_files import write_text
 
-__all__ = ["CODES", "Commands", "add_command", "add_json", "say", "write_json"]
+__all__ = ["CODES", "FORMATS", "SHELLS", "Commands", "add_command", "add_json", "say", "write_json"]
 
 Commands = Any
 """The private type of the result of ``argparse.ArgumentParser.add_subparsers``."""
@@ -18,16 +17,20 @@ Commands = Any
 CODES = "exit code: 0 it worked, 2 the request was wrong or cannot be met"
 """Exit codes of most commands, for their help."""
 
+FORMATS = ("text", "dot", "svg", "html")
+"""Output formats of ``inspect``."""
+
+SHELLS = ("bash", "zsh", "fish")
+"""Supported shells of ``completion``."""
+
 STANDARD_OUTPUT = "-"
 
 
-def add_command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str, example: str, codes: str = CODES
-) -> argparse.ArgumentParser:
+def add_command(commands: Commands, name: str, run: str, text: str, example: str, codes: str = CODES) -> argparse.ArgumentParser:
     """Add a command to a parser.
 
     Args:
-        run: runs the command; returns the exit code.
+        run: ``"module:function"`` of this package: takes the parsed arguments, runs the command, and returns the exit code.
         text: one line of help, for the list of commands.
         example: arguments of the example in the help, which the tests run.
         codes: help on the exit codes.

@@ -1,15 +1,14 @@
-"""The commands on one model: ``plan``, ``inspect``, ``simulate``, ``check``."""
+"""Run the commands on one model: ``plan``, ``inspect``, ``simulate``, ``check``."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cost_models.text_files import read_text, write_text
 from partitioner.api import partition
-from partitioner.cli.options import CODES, Commands, add_command, add_json, say, write_json
+from partitioner.cli.options import FORMATS, say, write_json
 from partitioner.experiments.run.factory import FactoryResult, call_factory
 from partitioner.model.draw import draw
 from partitioner.model.partitioned_model import PartitionedModel
@@ -18,67 +17,21 @@ from passes.ir.errors import ConfigError
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 
-__all__ = ["add_partition_commands"]
-
-_FORMATS = ("text", "dot", "svg", "html")
-"""Output formats of ``inspect``."""
+__all__ = ["check", "inspect", "plan", "simulate"]
 
 _DECIDED_BY_PLAN = ("mode", "schedule", "microbatches", "cluster", "memory_limit", "recompute")
 """Options whose values ``--plan`` gives."""
 
 
-def add_partition_commands(commands: Commands) -> None:
-    """Add the commands on one model to a parser."""
-    plan = _add_model_command(commands, "plan", _plan, "plan a model and explain the plan", "net.py:factory --devices 4 --json plan.json")
-    add_json(plan, "the plan, for --plan,")
-    inspect = _add_model_command(commands, "inspect", _inspect, "show the programs of the ranks", "net.py:factory --devices 2 --rank 1")
-    inspect.add_argument("--rank", type=int, metavar="N", help="one rank alone (default: all)")
-    formats = "text: the programs (default); dot, svg: a drawing of the\nmodel over its ranks; html: a page with all there is to see"
-    inspect.add_argument("--format", choices=_FORMATS, help=formats)
-    inspect.add_argument("--output", metavar="FILE", help="write a file; its ending tells the format")
-    example = "net.py:factory --devices 4 --cluster h100:1x4 --timeline step.svg"
-    simulate = _add_model_command(commands, "simulate", _simulate, "run a step on a clock: time, memory, communication, timeline", example)
-    timeline = "also write the timeline: .svg a picture, .json for\nhttps://ui.perfetto.dev"
-    simulate.add_argument("--timeline", metavar="FILE", help=timeline)
-    add_json(simulate, "the numbers")
-    codes = "exit code: 0 equal, 1 not everything is equal, 2 the request was wrong or cannot be met"
-    text = "compare the partitioned model with the original"
-    check = _add_model_command(commands, "check", _check, text, "net.py:factory --devices 4", codes)
-    add_json(check, "the result")
-
-
-def _add_model_command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], int], text: str, example: str, codes: str = CODES
-) -> argparse.ArgumentParser:
-    """Add a command on a model, with the options that say how the model is partitioned."""
-    command = add_command(commands, name, run, text, example, codes)
-    factory = "a file and a function in it that returns (model, args)\nor (model, args, kwargs)"
-    command.add_argument("factory", metavar="FILE.py:FACTORY", help=factory)
-    command.add_argument("--devices", type=int, required=True, metavar="N", help="how many devices")
-    modes = (
-        "auto (default): the best that the planner finds; pipeline,\nmodel, data, fsdp, zero1, zero2, tensor, sequence or tile over all\n"
-        "devices; or a mesh, outermost first: data=2,tensor=2"
-    )
-    command.add_argument("--mode", metavar="MODE", help=modes)
-    schedules = "GPipe, 1F1B, Interleaved1F1B, ZB1P, ZBV or DualPipeV\n(default: planned)"
-    command.add_argument("--schedule", metavar="NAME", help=schedules)
-    command.add_argument("--microbatches", type=int, metavar="N", help="microbatches a step (default: planned)")
-    command.add_argument("--recompute", metavar="POLICY", help="none, selective or full (default: the cheapest that fits in memory)")
-    cluster = "hardware to plan for: kind, nodes and devices in each,\nas h100:1x4 (default: what is here)"
-    command.add_argument("--cluster", metavar="CLUSTER", help=cluster)
-    command.add_argument("--memory-limit", metavar="SIZE", help="per device, as 16GiB (default: what the device has)")
-    command.add_argument("--plan", metavar="FILE", help="lower this plan, which plan --json wrote, instead of\nmaking one")
-    return command
-
-
-def _plan(arguments: argparse.Namespace) -> int:
+def plan(arguments: argparse.Namespace) -> int:
+    """Plan a model, and explain the plan."""
     pm = _partition(call_factory(arguments.factory), arguments)
     say(arguments, pm.explain())
     write_json(arguments, "plan", pm.plan.to_json())
     return 0
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
+def inspect(arguments: argparse.Namespace) -> int:
     """Print the programs of the ranks, or a drawing or page of them, or write it to a file."""
     output_format = _output_format(arguments)
     pm = _partition(call_factory(arguments.factory), arguments)
@@ -104,7 +57,7 @@ def _render(pm: PartitionedModel, output_format: str, rank: int | None) -> str:
 def _output_format(arguments: argparse.Namespace) -> str:
     """Return the format given by ``--format``, or else by the extension of the output file."""
     extension = Path(arguments.output).suffix.removeprefix(".") if arguments.output is not None else ""
-    output_format: str = arguments.format or (extension if extension in _FORMATS else "text")
+    output_format: str = arguments.format or (extension if extension in FORMATS else "text")
     if output_format == "html" and arguments.output is None:
         raise ConfigError("a page needs a file to be written to", remedy="--output model.html")
     if output_format == "html" and arguments.rank is not None:
@@ -126,7 +79,8 @@ def _heading(plan: Plan, rank: int) -> str:
     return f"# rank {rank} of {plan.n_ranks}, on {plan.devices[rank]}: stage{'s' if len(stages) > 1 else ''} {' and '.join(stages)}"
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
+def simulate(arguments: argparse.Namespace) -> int:
+    """Run a step on a clock."""
     pm = _partition(call_factory(arguments.factory), arguments)
     simulation = pm.simulate()
     say(arguments, str(simulation))
@@ -149,7 +103,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> int:
+def check(arguments: argparse.Namespace) -> int:
+    """Compare the partitioned model with the original."""
     made = call_factory(arguments.factory)
     report = _partition(made, arguments).check(*(made.args or ()), **made.kwargs)
     say(arguments, str(report))

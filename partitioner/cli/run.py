@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 import traceback
@@ -11,12 +12,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from partitioner.cli.completion import add_completion
-from partitioner.cli.partition_commands import add_partition_commands
-from partitioner.cli.sweep_commands import add_sweep_commands
+from partitioner.cli.parser import command_parser
 from passes.ir.errors import PartitionError, PartitionWarning
 
-__all__ = ["EXIT_CODES", "command_parser", "main"]
+__all__ = ["EXIT_CODES", "main"]
 
 EXIT_CODES = {"worked": 0, "found against it": 1, "wrong request": 2, "defect": 3, "interrupted": 130}
 """Exit code of the process by outcome, for scripts."""
@@ -34,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = command_parser().parse_args(argv)
     try:
         with _plain_warnings():
-            code: int = arguments.run(arguments)
+            module, _, function = arguments.run.partition(":")
+            code: int = getattr(importlib.import_module(f"partitioner.cli.{module}"), function)(arguments)
         sys.stdout.flush()
     except PartitionError as error:
         _print_error(arguments, str(error))
@@ -76,17 +76,3 @@ def _print_error(arguments: argparse.Namespace, text: str) -> None:
     if arguments.debug:
         traceback.print_exc()
     print(f"error: {text}", file=sys.stderr)
-
-
-def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="partitioner",
-        description="Partition a PyTorch model over devices, and see what comes out.",
-        epilog="partitioner COMMAND --help shows the options of a command, and an example.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_partition_commands(commands)
-    add_sweep_commands(commands)
-    add_completion(commands, command_parser)
-    return parser

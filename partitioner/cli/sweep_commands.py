@@ -1,4 +1,4 @@
-"""The commands on many placements: ``sweep`` and ``report``."""
+"""Run the commands on many placements: ``sweep`` and ``report``."""
 
 from __future__ import annotations
 
@@ -6,41 +6,17 @@ import argparse
 from contextlib import closing
 from pathlib import Path
 
-from partitioner.cli.options import Commands, add_command, add_json, say, write_json
+from partitioner.cli.options import say, write_json
 from partitioner.experiments.results.report import write_report
 from partitioner.experiments.results.results import Results
 from partitioner.experiments.results.store import Store
 from partitioner.experiments.run.sweep import sweep
 from partitioner.experiments.run.sweep_file import read_sweep
 
-__all__ = ["add_sweep_commands"]
+__all__ = ["report", "run_sweep"]
 
 
-def add_sweep_commands(commands: Commands) -> None:
-    """Add the commands on many placements to a parser."""
-    codes = "exit code: 0 it worked, 1 no placement could be planned, 2 the request was wrong,\n130 it was interrupted"
-    text = "plan and simulate every placement of a grid"
-    command = add_command(commands, "sweep", _sweep, text, "sweep.toml --store runs.db", codes)
-    file = 'a TOML file: devices = [2, 4], modes = ["data"], and\nbelow [models], net = "net.py:factory"; see the docs'
-    command.add_argument("file", metavar="SWEEP.toml", help=file)
-    command.add_argument("--store", required=True, metavar="FILE", help="where rows are kept as they are found (SQLite)")
-    command.add_argument("--resume", action="store_true", help="go on with a sweep that the store has a part of")
-    command.add_argument("--retry-failures", action="store_true", help="ask again for what failed before")
-    command.add_argument("--measure", action="store_true", help="also run every placement on this machine, under torchrun")
-    command.add_argument("--workers", type=int, metavar="N", help="processes that plan (default: one for each core)")
-    command.add_argument("--samples", type=int, metavar="N", help="take so many placements by chance (default: all)")
-    command.add_argument("--seed", type=int, metavar="N", help="of the chance (default: 0)")
-    add_json(command, "the rows")
-    report = add_command(commands, "report", _report, "show what a sweep found", "runs.db --html out.html")
-    report.add_argument("store", metavar="STORE", help="a file that a sweep wrote")
-    report.add_argument("--html", metavar="FILE", help="write a page: best placements, pictures, all rows")
-    report.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
-    report.add_argument("--parquet", metavar="FILE", help="write the rows as Parquet (needs pyarrow)")
-    report.add_argument("--title", metavar="TEXT", help="of the page (default: the name of the store)")
-    add_json(report, "the rows")
-
-
-def _sweep(arguments: argparse.Namespace) -> int:
+def run_sweep(arguments: argparse.Namespace) -> int:
     """Run the sweep of a file; options of the command line override those of the file."""
     options = read_sweep(arguments.file)
     given = {"measure": arguments.measure or None, "workers": arguments.workers, "n_samples": arguments.samples, "seed": arguments.seed}
@@ -53,7 +29,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     return 0 if any(row.ok for row in results.table) else 1
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def report(arguments: argparse.Namespace) -> int:
+    """Show what a sweep found, or write it to files."""
     with closing(Store(arguments.store, create=False)) as store:
         results = Results(tuple(store.rows()))
     written = {"html": arguments.html, "csv": arguments.csv, "parquet": arguments.parquet}

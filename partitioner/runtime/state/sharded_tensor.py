@@ -7,18 +7,21 @@ Chunks are identified by their offsets in the whole, so any number of processes 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["BlockTensor", "block_chunks"]
 
@@ -87,18 +90,25 @@ class BlockTensor(Tensor):
         )
 
     def __create_write_items__(self, name: str, _tensor: Tensor) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(next(iter(self._parts.values())))
+        metadata, planner = _checkpoint("metadata"), _checkpoint("planner")
+        properties = metadata.TensorProperties.create_from_tensor(next(iter(self._parts.values())))
         return [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            planner.WriteItem(
+                index=metadata.MetadataIndex(name, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(start), part.shape) for start, part in self._parts.items()]
+        chunk = _checkpoint("metadata").ChunkStorageMetadata
+        return [chunk(torch.Size(start), part.shape) for start, part in self._parts.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return self._parts[tuple(index.offset or (0,) * self.dim())]
+
+
+def _checkpoint(module: str) -> Any:
+    """Return a module of ``torch.distributed.checkpoint``, whose import takes as long as a fifth of that of this package."""
+    return importlib.import_module(f"torch.distributed.checkpoint.{module}")

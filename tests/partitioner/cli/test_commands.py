@@ -16,8 +16,10 @@ from torch import nn
 
 from partitioner import partition
 from partitioner.cli import main
-from partitioner.cli.completion import SHELLS, completion_script
-from partitioner.cli.run import EXIT_CODES, command_parser
+from partitioner.cli.completion import completion_script
+from partitioner.cli.options import SHELLS
+from partitioner.cli.parser import command_parser
+from partitioner.cli.run import EXIT_CODES
 from partitioner.experiments.results.store import Store
 from passes.ir.plan import Plan
 from tests.support.golden_text import Golden

@@ -72,13 +72,10 @@ def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Names that a module takes from elsewhere."""
-    return {
-        (alias.asname or alias.name).split(".")[0]
-        for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-    }
+    """Names that a module takes from elsewhere, those that it imports when they are first used included."""
+    typed = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
+    imports = [node for node in (*tree.body, *typed) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
 
 
 def is_documented(tree: ast.Module, node: ast.stmt) -> bool:

@@ -1,0 +1,98 @@
+"""The parser of the command line. It imports nothing that runs a command, and so no PyTorch: ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+
+from partitioner.cli.options import CODES, FORMATS, SHELLS, Commands, add_command, add_json
+
+__all__ = ["command_parser"]
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="partitioner",
+        description="Partition a PyTorch model over devices, and see what comes out.",
+        epilog="partitioner COMMAND --help shows the options of a command, and an example.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_partition_commands(commands)
+    _add_sweep_commands(commands)
+    text = "print what makes a shell complete commands and options"
+    codes = f"use: source <(partitioner completion bash)\n{CODES}"
+    completion = add_command(commands, "completion", "completion:print_completion", text, "bash", codes)
+    completion.add_argument("shell", choices=SHELLS, help="which shell")
+    return parser
+
+
+def _add_partition_commands(commands: Commands) -> None:
+    """Add the commands on one model to a parser."""
+    plan = _add_model_command(
+        commands, "plan", "partition_commands:plan", "plan a model and explain the plan", "net.py:factory --devices 4 --json plan.json"
+    )
+    add_json(plan, "the plan, for --plan,")
+    inspect = _add_model_command(
+        commands, "inspect", "partition_commands:inspect", "show the programs of the ranks", "net.py:factory --devices 2 --rank 1"
+    )
+    inspect.add_argument("--rank", type=int, metavar="N", help="one rank alone (default: all)")
+    formats = "text: the programs (default); dot, svg: a drawing of the\nmodel over its ranks; html: a page with all there is to see"
+    inspect.add_argument("--format", choices=FORMATS, help=formats)
+    inspect.add_argument("--output", metavar="FILE", help="write a file; its ending tells the format")
+    example = "net.py:factory --devices 4 --cluster h100:1x4 --timeline step.svg"
+    simulate = _add_model_command(
+        commands, "simulate", "partition_commands:simulate", "run a step on a clock: time, memory, communication, timeline", example
+    )
+    timeline = "also write the timeline: .svg a picture, .json for\nhttps://ui.perfetto.dev"
+    simulate.add_argument("--timeline", metavar="FILE", help=timeline)
+    add_json(simulate, "the numbers")
+    codes = "exit code: 0 equal, 1 not everything is equal, 2 the request was wrong or cannot be met"
+    text = "compare the partitioned model with the original"
+    check = _add_model_command(commands, "check", "partition_commands:check", text, "net.py:factory --devices 4", codes)
+    add_json(check, "the result")
+
+
+def _add_model_command(commands: Commands, name: str, run: str, text: str, example: str, codes: str = CODES) -> argparse.ArgumentParser:
+    """Add a command on a model, with the options that say how the model is partitioned."""
+    command = add_command(commands, name, run, text, example, codes)
+    factory = "a file and a function in it that returns (model, args)\nor (model, args, kwargs)"
+    command.add_argument("factory", metavar="FILE.py:FACTORY", help=factory)
+    command.add_argument("--devices", type=int, required=True, metavar="N", help="how many devices")
+    modes = (
+        "auto (default): the best that the planner finds; pipeline,\nmodel, data, fsdp, zero1, zero2, tensor, sequence or tile over all\n"
+        "devices; or a mesh, outermost first: data=2,tensor=2"
+    )
+    command.add_argument("--mode", metavar="MODE", help=modes)
+    schedules = "GPipe, 1F1B, Interleaved1F1B, ZB1P, ZBV or DualPipeV\n(default: planned)"
+    command.add_argument("--schedule", metavar="NAME", help=schedules)
+    command.add_argument("--microbatches", type=int, metavar="N", help="microbatches a step (default: planned)")
+    command.add_argument("--recompute", metavar="POLICY", help="none, selective or full (default: the cheapest that fits in memory)")
+    cluster = "hardware to plan for: kind, nodes and devices in each,\nas h100:1x4 (default: what is here)"
+    command.add_argument("--cluster", metavar="CLUSTER", help=cluster)
+    command.add_argument("--memory-limit", metavar="SIZE", help="per device, as 16GiB (default: what the device has)")
+    command.add_argument("--plan", metavar="FILE", help="lower this plan, which plan --json wrote, instead of\nmaking one")
+    return command
+
+
+def _add_sweep_commands(commands: Commands) -> None:
+    """Add the commands on many placements to a parser."""
+    codes = "exit code: 0 it worked, 1 no placement could be planned, 2 the request was wrong,\n130 it was interrupted"
+    text = "plan and simulate every placement of a grid"
+    command = add_command(commands, "sweep", "sweep_commands:run_sweep", text, "sweep.toml --store runs.db", codes)
+    file = 'a TOML file: devices = [2, 4], modes = ["data"], and\nbelow [models], net = "net.py:factory"; see the docs'
+    command.add_argument("file", metavar="SWEEP.toml", help=file)
+    command.add_argument("--store", required=True, metavar="FILE", help="where rows are kept as they are found (SQLite)")
+    command.add_argument("--resume", action="store_true", help="go on with a sweep that the store has a part of")
+    command.add_argument("--retry-failures", action="store_true", help="ask again for what failed before")
+    command.add_argument("--measure", action="store_true", help="also run every placement on this machine, under torchrun")
+    command.add_argument("--workers", type=int, metavar="N", help="processes that plan (default: one for each core)")
+    command.add_argument("--samples", type=int, metavar="N", help="take so many placements by chance (default: all)")
+    command.add_argument("--seed", type=int, metavar="N", help="of the chance (default: 0)")
+    add_json(command, "the rows")
+    report = add_command(commands, "report", "sweep_commands:report", "show what a sweep found", "runs.db --html out.html")
+    report.add_argument("store", metavar="STORE", help="a file that a sweep wrote")
+    report.add_argument("--html", metavar="FILE", help="write a page: best placements, pictures, all rows")
+    report.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
+    report.add_argument("--parquet", metavar="FILE", help="write the rows as Parquet (needs pyarrow)")
+    report.add_argument("--title", metavar="TEXT", help="of the page (default: the name of the store)")
+    add_json(report, "the rows")

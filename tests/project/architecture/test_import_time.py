@@ -1,0 +1,53 @@
+"""What an import, or the help of a command, may load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cost_models
+import partitioner
+
+HEAVY = ("torch", "sympy", "numpy")
+
+
+def loaded_by(code: str) -> list[str]:
+    """The modules that a fresh interpreter has loaded when it has run some code."""
+    run = subprocess.run([sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"], capture_output=True, text=True, check=True)
+    return run.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize("package", ["partitioner", "cost_models"])
+def test_a_package_imports_its_names_when_they_are_used(package: str) -> None:
+    assert not set(HEAVY).intersection(loaded_by(f"import {package}"))
+
+
+def test_help_needs_no_torch() -> None:
+    code = "from partitioner.cli import main\ntry:\n    main(['plan', '--help'])\nexcept SystemExit:\n    pass"
+    assert not set(HEAVY).intersection(loaded_by(code))
+
+
+def test_partition_imports_nothing_of_checkpoints() -> None:
+    code = "import torch\nbefore = set(sys.modules)\nfrom partitioner import partition"
+    assert not [name for name in loaded_by(code) if name.startswith("torch.distributed.checkpoint")]
+
+
+@pytest.mark.parametrize("package", [partitioner, cost_models])
+def test_a_name_is_imported_from_where_the_types_say(package: object) -> None:
+    modules = package._MODULES  # type: ignore[attr-defined]
+    tree = ast.parse(Path(package.__file__).read_text())  # type: ignore[attr-defined]
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    assert modules == {name.name: node.module for node in imports for name in node.names}
+    assert sorted(modules) == sorted(package.__all__) == sorted(dir(package))  # type: ignore[attr-defined]
+    for name in modules:
+        assert getattr(package, name) is getattr(sys.modules[modules[name]], name)
+
+
+def test_a_name_that_there_is_not() -> None:
+    with pytest.raises(AttributeError, match="module 'partitioner' has no attribute 'partitions'"):
+        partitioner.partitions  # noqa: B018
