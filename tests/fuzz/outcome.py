@@ -258,7 +258,7 @@ def compare(what: str, wanted: Any, got: Any, noisy: Any = None, rounding: float
     if wanted_structure != got_structure:
         raise DifferenceError(f"structure of {what}", f"{wanted_structure} and {got_structure}")
     names = list(wanted) if isinstance(wanted, dict) else list(range(len(wanted_leaves)))
-    largest = max((float(each.detach().abs().max()) for each in wanted_leaves if isinstance(each, Tensor) and each.numel()), default=0.0)
+    largest = max((_magnitude(each) for each in wanted_leaves if isinstance(each, Tensor) and each.numel()), default=0.0)
     for place, (one, other, changed) in enumerate(zip(wanted_leaves, got_leaves, noisy_leaves, strict=True)):
         _compare_leaf(what, names[place] if place < len(names) else place, one, other, changed, largest, rounding)
 
@@ -274,10 +274,15 @@ def _compare_leaf(what: str, name: Any, wanted: Any, got: Any, noisy: Any, large
         )
     if not wanted.numel():
         return
-    allowed = TOLERANCE * (float(wanted.detach().abs().max()) + 1e-3 * largest) + 1e-14 + rounding
+    allowed = TOLERANCE * (_magnitude(wanted) + 1e-3 * largest) + 1e-14 + rounding
     difference = float((wanted.detach().double() - got.detach().double()).abs().max())
     if not difference <= allowed and not difference <= allowed + 10 * _distance(wanted, noisy):
-        raise DifferenceError(what, f"{name}: largest difference {difference:.3e} of {float(wanted.detach().abs().max()):.3e}")
+        raise DifferenceError(what, f"{name}: largest difference {difference:.3e} of {_magnitude(wanted):.3e}")
+
+
+def _magnitude(value: Tensor) -> float:
+    """The largest magnitude of a tensor; a bool counts as 0 or 1."""
+    return float(value.detach().double().abs().max())
 
 
 def _distance(wanted: Tensor, noisy: Any) -> float:
