@@ -10,6 +10,7 @@ all_reduce([gradients], group=(0, 1))        its bytes, once a step
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -217,6 +218,7 @@ def _in_rows(work: Work) -> Work:
     return Work(_rows_for(work.flops), _rows_for(work.bytes), work.launches, work.family, work.products)
 
 
+@functools.lru_cache(maxsize=65536, typed=True)
 def _rows_for(size: Size) -> Size:
     """Replace the batch symbol of a graph, whatever its name, by ``ROWS``."""
     if not isinstance(size, sympy.Basic):

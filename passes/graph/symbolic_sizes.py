@@ -42,6 +42,7 @@ def size_of(value: int | torch.SymInt) -> int | sympy.Expr:
     return int(expression) if expression.is_Integer else expression
 
 
+@functools.lru_cache(maxsize=65536, typed=True)  # typed: 1 and sympy.Integer(1) are equal
 def canonical_size(size: int | sympy.Expr) -> int | sympy.Expr:
     """Return the size written with the functions of ``SIZE_OPERATORS`` alone, as ``emit_size`` computes it."""
     if isinstance(size, int):

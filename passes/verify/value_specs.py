@@ -11,6 +11,7 @@ from the shape that the emitter wrote down.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -223,7 +224,13 @@ def _substitute(size: int | torch.SymInt, symbols: Mapping[sympy.Symbol | None, 
     expression = canonical_size(size_of(size))
     if isinstance(expression, int) or expression in symbols:
         return symbols.get(expression, expression)
-    result = expression.subs([(symbol, value) for symbol, value in symbols.items() if symbol is not None])
+    return _replace(expression, tuple((symbol, value) for symbol, value in symbols.items() if symbol is not None))
+
+
+@functools.lru_cache(maxsize=65536, typed=True)
+def _replace(expression: sympy.Expr, values: tuple[tuple[sympy.Symbol, Size], ...]) -> Size:
+    """Return an expression with symbols replaced; an int if no symbol is left."""
+    result = expression.subs(values)
     return int(result) if result.is_Integer else result
 
 
