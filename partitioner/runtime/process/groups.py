@@ -230,9 +230,11 @@ class Connection:
             if dist.group.WORLD is not self.world:
                 return  # the script has destroyed them
             for group in (*self._groups.values(), *self._channels.values()):
+                if dist.get_rank(group) < 0:
+                    continue  # this process is no member
                 if self._backend == "nccl":
                     group.abort()
-                elif dist.get_rank(group) >= 0:
+                else:
                     _close_gloo(group)
 
 
