@@ -42,9 +42,10 @@ class Runtime(Protocol):
         """Raise ConfigError on every rank when ranks do not all say the same value; a rank that says None takes over what others say.
 
         Args:
-            what: names the question.
+            what: the question, in the words of errors; the same on all ranks, which remember the last value agreed on.
             value: of this process.
-            in_step: whether ``run`` follows, which itself tells the others that this process has passed the question.
+            in_step: whether ``run``, ``collect`` or ``reduce`` follows. A process whose value was agreed on last does not wait; those that
+                wait, with another value or None, must hear that it went on. The method that follows tells them; else ``agree`` does.
 
         Returns:
             The value as text; None where no rank knows it.

@@ -283,7 +283,11 @@ def _scaled(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | N
 
 
 def _shifted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """Return the role of a mean over rows plus a number, which is a mean again: as if the number were 0, since then the rule is linear."""
+    """Return the role of a mean over rows to which a number is added, or that is padded with one: a mean again. None: the rule decides.
+
+    The role is that with the number 0, for which the rule is linear. The number is ``self`` in ``sub.Tensor(1.0, mean)``, ``value`` in a
+    padding, else ``other``.
+    """
     numbers = [name for name in ("other", "self", "value") if not isinstance(call.get(name), Operand | None)]
     if list(roles) != [Total("mean")] or not numbers or depends_on(batch, call[numbers[0]]):
         return None

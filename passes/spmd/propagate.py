@@ -215,16 +215,16 @@ class LayoutWalk:
         needs: list[list[Placement]] = [[] for _ in operands]
         results: list[list[Placement]] = [[] for _ in self.axes.tensors.get(node.name, ())]
         call_axes = self.axes.of_calls.get(node.name, frozenset())
-        for index in range(len(self.mesh)):
-            current = tuple(self.current[operand.name, 0][index] for operand in operands)
+        for mesh_dimension in range(len(self.mesh)):
+            current = tuple(self.current[operand.name, 0][mesh_dimension] for operand in operands)
             has_partial = any(isinstance(placement, Partial) for placement in current)
-            nothing_to_cut = call_axes.isdisjoint(self.assigned[index]) and not has_partial
-            if nothing_to_cut or (self.mesh[index][0] == WIDTH and is_whole(node)):
+            nothing_to_cut = call_axes.isdisjoint(self.assigned[mesh_dimension]) and not has_partial
+            if nothing_to_cut or (self.mesh[mesh_dimension][0] == WIDTH and is_whole(node)):
                 self._replicate_call(loops, current, needs, results)
                 cuts.append(None)
                 continue
-            call = CallAlong(node, loops, tuple(operands), current, self._window_placements(node, loops, operands, index))
-            cut = self._cheapest_cut(call, index, cuts)
+            call = CallAlong(node, loops, tuple(operands), current, self._window_placements(node, loops, operands, mesh_dimension))
+            cut = self._cheapest_cut(call, mesh_dimension, cuts)
             passes_sum = self._passes_sum(call) and (cut is None or node.name in self._summed_together)
             cut = None if passes_sum else cut
             cuts.append(cut)
@@ -262,23 +262,25 @@ class LayoutWalk:
             layout.append(_WHOLE)
 
     def _window_placements(
-        self, node: fx.Node, loops: Loops | None, operands: Sequence[fx.Node], index: int
+        self, node: fx.Node, loops: Loops | None, operands: Sequence[fx.Node], mesh_dimension: int
     ) -> dict[int, dict[int, Placement]]:
         """Return factor -> operand over which its window slides -> the placement to read it in if the factor is cut.
 
-        It is the shard along the window's dimension: a shard of another axis is exchanged for it, as no rank needs the whole. An operand
-        is Varying if that dimension cannot be sharded, or if it is an input that every rank has already.
+        That is the shard of the outermost axis under the window, if the axis is assigned, or if the operand is a shard of any axis: one
+        shard is exchanged for the other, as no rank needs the whole. It is Varying if the operand is an input that every rank has already,
+        if the axis is too short to be sharded, or if the operand's dimension does not have it: a dimension of several loops, of which the
+        window slides over one (``Window.part``), may be flattened from other axes than the call's.
         """
         placements: dict[int, dict[int, Placement]] = {}
         for window in loops.windows if loops is not None else ():
             if window.factor is None:
                 continue
             source = operands[window.operand]
-            outermost, current = self.axes.under(node.name, window)[0], self.current[source.name, 0][index]
+            outermost, current = self.axes.under(node.name, window)[0], self.current[source.name, 0][mesh_dimension]
             is_on_every_rank = current == Replicate() and self._has_no_gradient(source)
             is_in_dimension = outermost in self.axes.of(source.name)[window.dimension]
-            can_be_sharded = is_in_dimension and (outermost in self.assigned[index] or isinstance(current, Shard))
-            is_sharded = can_be_sharded and self._fits(outermost, index) and not is_on_every_rank
+            can_be_sharded = is_in_dimension and (outermost in self.assigned[mesh_dimension] or isinstance(current, Shard))
+            is_sharded = can_be_sharded and self._fits(outermost, mesh_dimension) and not is_on_every_rank
             placement: Placement = Shard(outermost, window.dimension) if is_sharded else Varying()
             placements.setdefault(window.factor, {})[window.operand] = placement
         return placements
@@ -300,7 +302,7 @@ class LayoutWalk:
             return False
         return self.bytes.of(call.node) <= max(self.bytes.of(operand) for operand in summed)
 
-    def _cheapest_cut(self, call: CallAlong, index: int, outer: Sequence[Cut | None]) -> Cut | None:
+    def _cheapest_cut(self, call: CallAlong, mesh_dimension: int, outer: Sequence[Cut | None]) -> Cut | None:
         """Return the cheapest cut of a call over a mesh dimension that the assignment allows; None: the call is replicated.
 
         Args:
@@ -313,14 +315,14 @@ class LayoutWalk:
             is_windowed = factor in call.windowed
             for axis in axes[:1] if is_windowed else axes:  # shards of a windowed loop are intervals
                 cut = Cut(factor, axis)
-                if axis not in self.assigned[index] or not self._fits(axis, index) or (is_windowed and cut in outer):
+                if axis not in self.assigned[mesh_dimension] or not self._fits(axis, mesh_dimension) or (is_windowed and cut in outer):
                     continue
                 if not call.allows(factor, is_outermost=axis == axes[0]) or not self._is_unambiguous(call, cut):
                     continue
                 if self._is_worthwhile(call, cut) and self._can_write(call, cut):
                     allowed.append(cut)
         if len(allowed) > 1:
-            return min(allowed, key=lambda cut: self._price(call, cut, index))
+            return min(allowed, key=lambda cut: self._price(call, cut, mesh_dimension))
         return allowed[0] if allowed else None
 
     def _can_write(self, call: CallAlong, cut: Cut) -> bool:
@@ -330,13 +332,13 @@ class LayoutWalk:
         sharded_buffer = any(isinstance(need, Shard) and name in self.graph.updates for name, need in needs.items())
         return not sharded_buffer and not any(isinstance(need, Varying) for need in needs.values())
 
-    def _fits(self, axis: int, index: int) -> bool:
+    def _fits(self, axis: int, mesh_dimension: int) -> bool:
         """Return whether every rank gets a shard of the axis; one of symbolic size is sharded over row dimensions only."""
         size = self.axes.sizes[axis]
         if not isinstance(size, int):
-            return self.mesh[index][0] in self.rows
+            return self.mesh[mesh_dimension][0] in self.rows
         # Several mesh dimensions may cut one axis, each within the shards of the outer ones.
-        lengths = [length for other, (_, length) in enumerate(self.mesh) if axis in self.assigned[other] or other == index]
+        lengths = [length for other, (_, length) in enumerate(self.mesh) if axis in self.assigned[other] or other == mesh_dimension]
         return size >= math.prod(lengths)
 
     def _is_unambiguous(self, call: CallAlong, cut: Cut) -> bool:
@@ -374,7 +376,7 @@ class LayoutWalk:
     def _has_no_gradient(self, node: fx.Node) -> bool:
         return node.name in self.inputs or not is_differentiable(node)
 
-    def _price(self, call: CallAlong, cut: Cut, index: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
+    def _price(self, call: CallAlong, cut: Cut, mesh_dimension: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
         """Return a key that orders cuts over a mesh dimension, the cheapest first.
 
         Over rows, cuts are last that gather a shard or give a partial sum, unless the axis was assigned for just that (weights are larger
@@ -383,8 +385,8 @@ class LayoutWalk:
         without a reduction inside the call; fewest bytes moved; priority in the assignment.
         """
         assert call.loops is not None
-        by_rows, in_tiles = self.mesh[index][0] in self.rows, self.mesh[index][0] in TILES
-        moves_rows = by_rows and call.gathers_or_sums(cut) and cut.axis not in self.beside_rows[index]
+        by_rows, in_tiles = self.mesh[mesh_dimension][0] in self.rows, self.mesh[mesh_dimension][0] in TILES
+        moves_rows = by_rows and call.gathers_or_sums(cut) and cut.axis not in self.beside_rows[mesh_dimension]
         is_beside_space = in_tiles and cut.axis not in self.space
         reduction = call.loops.factors[cut.factor].reduction
         moved = 0.0
@@ -396,7 +398,7 @@ class LayoutWalk:
         if reduction not in (None, "whole"):
             moved += 2 * self.bytes.of(call.node)
         has_parameter_axis = shards_parameter if by_rows else cut.axis in self.parameter_axes
-        priority = self.assigned[index][cut.axis]
+        priority = self.assigned[mesh_dimension][cut.axis]
         return moves_rows, is_beside_space, not shards_parameter, not has_parameter_axis, reduction == "whole", moved, priority
 
     def _use(self, node: fx.Node, layout: Layout) -> None:

@@ -164,33 +164,47 @@ def least_shared_step(
     return max(until_last, average_rank, longest_unit, one_microbatch)
 
 
+_SHARE_OF_SECOND = np.array([[0.3], [0.5], [0.7], [0.9]])
+"""(T, 1) share of path 2 in each of T means, which are tried at once."""
+
+_ROUNDS = 20
+"""Number of adjustments of the weights of ranks."""
+
+
 @lru_cache(maxsize=1024)
 def _step_of_loop(n_ranks: int, count: int, forwards_ahead: int) -> float:
     """Return a lower bound of a step as a multiple of W, for two stages on each rank in a loop and whole backwards.
 
-    Rank r runs stages r and R + r, microbatches in groups of R. Two kinds of paths go through each rank:
+    Rank r runs stages r and R + r, microbatches in groups of R. Two paths (chains of actions, each of which waits for the one before it) go
+    through each rank; those through rank 1 of two, in capitals, with two microbatches:
 
-    1. The first microbatch through the earlier stages of the first round and back, and all actions of the rank.
-    2. All of the first round, the earlier stages of the second, and the actions of the rank without the forwards of its first stage before
-       the first one of its second stage, and as many backwards after the last.
+                   path 1                                     path 2
+        rank 0     0F0 0f1 2f0 2f1 ... 2b0 2b1 0b0 0B1        0F0 0f1 2F0 2f1 ... 2b0 2B1 0b0 0B1
+        rank 1     ... 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1        ... 1F0 1f1 3F0 3B0 3F1 3B1 1b0 1B1
 
-    A step is at least as long as any weighted mean of paths. ``weights`` are those of ranks; they are adjusted so that a second of work
-    counts about the same on all ranks.
+    1. Forwards of the first microbatch in stages 0 to r - 1, all actions of rank r, backwards of the last microbatch in stages r - 1 to 0.
+    2. Forwards of the first microbatch in stages 0 to R + r - 1, the actions of rank r from the first to the last one of stage R + r,
+       backwards of the last microbatch in stages R + r - 1 to 0. Before these actions rank r runs ``ahead`` forwards of stage r, and after
+       them at most as many backwards.
+
+    A step is at least as long as any weighted mean of paths. With w_r the weight of rank r, and k the share of path 2, a second of a unit's
+    time for one microbatch counts in the mean
+
+        in stage r         M w_r  +  (1 - k) sum_{q > r} w_q  [path 1]  +  k (1 - ahead w_r)   [path 2]
+        in stage R + r     M w_r                                        +  k sum_{q > r} w_q   [path 2]
+
+    A unit may be in any stage, so each second of W counts at least as the least of these. Any weights give a bound; they are adjusted so
+    that all ranks count about the same.
     """
     ahead = min(forwards_ahead, count)
-    best, weights = 0.0, np.full((len(_SECOND_KIND), n_ranks), 1 / n_ranks)
+    best, weights = 0.0, np.full((len(_SHARE_OF_SECOND), n_ranks), 1 / n_ranks)
     for _ in range(_ROUNDS):
-        later_ranks = 1 - np.cumsum(weights, axis=1)
-        first_stage = (1 - _SECOND_KIND) * later_ranks + _SECOND_KIND * (1 - ahead * weights)
-        counts = count * weights + np.minimum(first_stage, _SECOND_KIND * later_ranks)  # of a second of work on each rank
+        weight_behind = 1 - np.cumsum(weights, axis=1)
+        counts_in_first_stage = (1 - _SHARE_OF_SECOND) * weight_behind + _SHARE_OF_SECOND * (1 - ahead * weights)
+        counts_in_second_stage = _SHARE_OF_SECOND * weight_behind
+        counts = count * weights + np.minimum(counts_in_first_stage, counts_in_second_stage)
         best = max(best, float(counts.min(axis=1).max()))
+        # Work on a rank counts about ``count`` times its weight: half a step towards the mean of all ranks.
         weights = np.maximum(weights + (counts.sum(axis=1, keepdims=True) / n_ranks - counts) / count / 2, 0.0)
         weights /= weights.sum(axis=1, keepdims=True)
     return best
-
-
-_SECOND_KIND = np.array([[0.3], [0.5], [0.7], [0.9]])
-"""Weights of the second kind of path, tried at once."""
-
-_ROUNDS = 20
-"""Number of adjustments of the weights."""

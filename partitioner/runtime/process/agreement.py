@@ -72,7 +72,7 @@ class Agreement:
         """Return when all ranks have the same value; a rank with None gets the value of the others.
 
         Args:
-            what: names the question.
+            what: the question, in the words of errors; the same on all ranks.
             value: of this rank.
             in_step: whether ``go_on`` follows before this rank waits for anything else, so that the line need not be written here.
 

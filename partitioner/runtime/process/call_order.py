@@ -107,7 +107,7 @@ class CallTable:
         return None if row.deadline is None else difference(number, row.calls)
 
     def waiting(self) -> list[tuple[int, int]]:
-        """Return the calls in which ranks differ and others are still awaited."""
+        """Return (connection, number) of the calls in which ranks differ and others are still awaited."""
         return [key for key, row in self._rows.items() if row.deadline is not None]
 
 

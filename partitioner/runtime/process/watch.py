@@ -78,7 +78,8 @@ class Watch:
         self._calls_made: Counter[int] = Counter()
         self._calls_of: dict[int, dict[int, int]] = {}
         self._alone: set[int] = set()
-        self._settled = threading.Event()  # set when this process has connected with rank 0, or cannot: its thread is done with the store
+        # Set when the thread needs the store no more: this process has connected with rank 0, or cannot; on rank 0, no rank is awaited.
+        self._settled = threading.Event()
         self._ends: list[tuple[int, Callable[[], None]]] = []
         self._outbox: list[Mapping[str, Any]] = []
         self._channels: dict[int, Channel] = {}
@@ -285,7 +286,10 @@ class Watch:
     # -- the threads ---------------------------------------------------------------------------------------------------------------
 
     def _serve(self, listener: socket.socket, token: str) -> None:
-        """On rank 0: accept connections, handle their messages, and notice when they close."""
+        """On rank 0: accept connections, handle their messages, and notice when they close.
+
+        Report also a rank that has come and does not connect in time, and a call in which ranks differ and that others do not make in time.
+        """
         selector = selectors.DefaultSelector()
         selector.register(listener, selectors.EVENT_READ)
         unidentified: set[Channel] = set()
@@ -303,8 +307,8 @@ class Watch:
             if not self._settled.is_set():
                 self._report_absent(since)
             with self._changed:
-                for number, count in self._calls.waiting():
-                    self._note_difference(number, self._calls.overdue(time.monotonic(), number, count))
+                for connection, call in self._calls.waiting():
+                    self._note_difference(connection, self._calls.overdue(time.monotonic(), connection, call))
         selector.close()
         listener.close()
         for channel in (*unidentified, *self._channels.values()):

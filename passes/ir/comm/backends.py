@@ -1,9 +1,9 @@
 """The operations that each backend of torch.distributed supports on each type of device.
 
     backend   cpu                       cuda
-    gloo      everything                everything, copied through the host
-    mpi       everything                everything, if it was built with CUDA support
-    nccl      nothing                   everything
+    gloo      all                       broadcast and all_reduce, through the host; newer releases have more, but no send and receive
+    mpi       all but reduce_scatter    the same, if it was built with CUDA support
+    nccl      none                      all
 
 The documentation of torch.distributed ("Backends") lists what PyTorch implements; a test asks the installed gloo.
 """

@@ -54,21 +54,24 @@ def draw_in_memory_order(graph: fx.Graph) -> list[fx.Node]:
     depends on the stride of a dimension of size one, which means nothing otherwise.
     """
     ambiguous: list[fx.Node] = []
-    lie_otherwise = kernel_values(graph) if draws(graph) else {}
+    values_of_kernels = kernel_values(graph) if draws(graph) else {}
     for node in list(graph.nodes):
         filled = node.meta.pop(FILLED, node.meta.get("val"))
         if not draws_in_memory_order(node):
             continue
-        filled = lie_otherwise.get(node, filled)
+        filled = values_of_kernels.get(node, filled)
         order = memory_order(filled)
-        if order != sorted(order) and any(_is_expanded(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)):
+        is_permuted = order != sorted(order)
+        has_gaps = not is_permuted and not of_numbers(filled, "meta").is_contiguous()  # ``normal_`` fills such memory in turn
+        if is_permuted and any(_is_expanded(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)):
             ambiguous.append(node)
-        if order != sorted(order) or (packet(node.target) in _NORMAL and not of_numbers(filled, "meta").is_contiguous()):
+        if is_permuted or (has_gaps and packet(node.target) in _NORMAL):
             _permute(graph, node, order)
     return ambiguous
 
 
 def _is_expanded(value: Tensor) -> bool:
+    """Whether a dimension of several elements has stride 0."""
     of_two_rows = of_numbers(value, "meta")
     return any(size > 1 and not stride for size, stride in zip(of_two_rows.shape, of_two_rows.stride(), strict=True))
 
@@ -111,7 +114,7 @@ def draw_in_rows(graph: fx.Graph, anew: Collection[str]) -> None:
 
 
 def memory_order(value: Tensor) -> list[int]:
-    """The dimensions of a value, outermost in memory first, as memory that is allocated like it has them."""
+    """Return the dimensions of a value, outermost in memory first, in the memory that ``empty_like`` allocates for it."""
     like = torch.empty_like(of_numbers(value, "meta"))
     if like.is_contiguous():  # dimensions of size one have any stride
         return list(range(value.dim()))
@@ -119,6 +122,7 @@ def memory_order(value: Tensor) -> list[int]:
 
 
 def _permute(graph: fx.Graph, node: fx.Node, order: list[int]) -> None:
+    """Draw into row-major memory, between permutations to ``order`` and back; normal numbers by ``normal_in_turn``."""
     value, inverse = node.meta["val"], sorted(range(len(order)), key=order.__getitem__)
     first, call = node.all_input_nodes[0], functools.partial(call_like, graph, node)
 

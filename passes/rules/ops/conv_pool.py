@@ -199,18 +199,22 @@ def interpolate(rank: int, kind: str) -> Callable[[Call], Loops]:
         result_sizes = _result_space(call, rank)
         corners, scales = bool(call.get("align_corners")), scales_of(call.arguments, rank)
         is_integer = not corners and all(map(_is_integer_scale, sizes, result_sizes, scales))
+        multiples = [result_size // size for size, result_size in zip(sizes, result_sizes, strict=True)]  # the scales, if is_integer
         reaches = {
-            name: _integer_scale(size, result_size // size, kind) if is_integer else _any_scale(size, result_size, kind, corners, scale)
-            for name, size, result_size, scale in zip(names, sizes, result_sizes, scales, strict=True)
+            name: _integer_scale(size, multiple, kind) if is_integer else _any_scale(size, result_size, kind, corners, scale)
+            for name, size, result_size, multiple, scale in zip(names, sizes, result_sizes, multiples, scales, strict=True)
         }
 
         def localize(part: LocalCall, cut: frozenset[str]) -> Mapping[str, Any]:
-            """Scale the elements that are read by the same integers; surplus results are cut off (``Reach.skip``)."""
+            """Ask for all results of the elements that a part reads; surplus ones are cut off (``Reach.skip``).
+
+            This holds for integer scales; a part of any other scale is decomposed, without these arguments.
+            """
             if not cut & set(names):
                 return {}
             output_size = [
-                int(local) * (result_size // size) if name in cut else result_size
-                for name, local, result_size, size in zip(names, part.operands[0][-rank:], result_sizes, sizes, strict=True)
+                int(local) * multiple if name in cut else result_size
+                for name, local, result_size, multiple in zip(names, part.operands[0][-rank:], result_sizes, multiples, strict=True)
             ]
             sizes_without_scales: dict[str, Any] = {"output_size": output_size, **dict.fromkeys(_SCALES)}
             return {name: value for name, value in sizes_without_scales.items() if name in call.arguments}
