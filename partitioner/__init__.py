@@ -54,38 +54,34 @@ __all__ = [
     "register_rule",
 ]
 
-_MODULES = {
-    "Cluster": "cost_models.hardware.clusters",
-    "CommunicationError": "passes.ir.errors",
-    "ConfigError": "passes.ir.errors",
-    "Constraints": "partitioner.options.constraints",
-    "Device": "cost_models.hardware.clusters",
-    "Drawing": "partitioner.model.draw",
-    "InfeasiblePlanError": "passes.ir.errors",
-    "Link": "cost_models.hardware.clusters",
-    "PartitionError": "passes.ir.errors",
-    "PartitionWarning": "passes.ir.errors",
-    "PartitionedModel": "partitioner.model.partitioned_model",
-    "Plan": "passes.ir.plan",
-    "TraceError": "passes.ir.errors",
-    "VerificationError": "passes.ir.errors",
-    "WeightDrawing": "partitioner.model.draw",
-    "diff": "partitioner.model.draw",
-    "draw": "partitioner.model.draw",
-    "draw_weight": "partitioner.model.draw",
-    "partition": "partitioner.api",
-    "register_optimizer": "partitioner.runtime.state.optimizers.update_check",
-    "register_rule": "passes.rules.registry",
+_NAMES = {
+    "cost_models.hardware.clusters": ["Cluster", "Device", "Link"],
+    "partitioner.api": ["partition"],
+    "partitioner.model.draw": ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"],
+    "partitioner.model.partitioned_model": ["PartitionedModel"],
+    "partitioner.options.constraints": ["Constraints"],
+    "partitioner.runtime.state.optimizers.update_check": ["register_optimizer"],
+    "passes.ir.errors": [
+        "CommunicationError",
+        "ConfigError",
+        "InfeasiblePlanError",
+        "PartitionError",
+        "PartitionWarning",
+        "TraceError",
+        "VerificationError",
+    ],
+    "passes.ir.plan": ["Plan"],
+    "passes.rules.registry": ["register_rule"],
 }
-"""Public name -> the module that has it, imported when the name is first used: the command line answers without PyTorch."""
+"""Module -> the public names that are imported from it, each when it is first used."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name (PEP 562)."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
+    for module, names in _NAMES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(importlib.import_module(module), name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

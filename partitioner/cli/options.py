@@ -1,15 +1,11 @@
-"""Options and output that all commands share."""
+"""Options that all commands share."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import Any
 
-from cost_models.text_files import write_text
-
-__all__ = ["CODES", "FORMATS", "SHELLS", "Commands", "add_command", "add_json", "say", "write_json"]
+__all__ = ["CODES", "FORMATS", "SHELLS", "STANDARD_OUTPUT", "Commands", "add_command", "add_json"]
 
 Commands = Any
 """The private type of the result of ``argparse.ArgumentParser.add_subparsers``."""
@@ -24,6 +20,7 @@ SHELLS = ("bash", "zsh", "fish")
 """Supported shells of ``completion``."""
 
 STANDARD_OUTPUT = "-"
+"""The file name that stands for it."""
 
 
 def add_command(commands: Commands, name: str, run: str, text: str, example: str, codes: str = CODES) -> argparse.ArgumentParser:
@@ -51,27 +48,3 @@ def add_json(command: argparse.ArgumentParser, what: str) -> None:
     """Add the option ``--json`` to a command; ``what`` names its result in the help."""
     text = f"write {what} as JSON to a file; without FILE, to\nstandard output, and nothing else there"
     command.add_argument("--json", nargs="?", const=STANDARD_OUTPUT, metavar="FILE", help=text)
-
-
-def write_json(arguments: argparse.Namespace, what: str, value: Any) -> None:
-    """Write a result where ``--json`` says: to a file, to standard output, or not at all.
-
-    Args:
-        what: name of the result, for the line that says where it was written.
-        value: text that is JSON already, or an object to be converted to it.
-    """
-    if arguments.json is None:
-        return
-    text = value if isinstance(value, str) else json.dumps(value, indent=2)
-    if arguments.json == STANDARD_OUTPUT:
-        print(text)
-        return
-    write_text(arguments.json, text + "\n", f"the {what}")
-    sys.stdout.flush()
-    print(f"\n{what} written to {arguments.json}")
-
-
-def say(arguments: argparse.Namespace, text: str) -> None:
-    """Print text for a person, unless ``--json`` writes to standard output."""
-    if arguments.json != STANDARD_OUTPUT:
-        print(text)

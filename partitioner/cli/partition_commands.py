@@ -8,7 +8,8 @@ from typing import Any
 
 from cost_models.text_files import read_text, write_text
 from partitioner.api import partition
-from partitioner.cli.options import FORMATS, say, write_json
+from partitioner.cli.options import FORMATS
+from partitioner.cli.output import say, write_json
 from partitioner.experiments.run.factory import FactoryResult, call_factory
 from partitioner.model.draw import draw
 from partitioner.model.partitioned_model import PartitionedModel

@@ -6,7 +6,7 @@ import argparse
 from contextlib import closing
 from pathlib import Path
 
-from partitioner.cli.options import say, write_json
+from partitioner.cli.output import say, write_json
 from partitioner.experiments.results.report import write_report
 from partitioner.experiments.results.results import Results
 from partitioner.experiments.results.store import Store

@@ -273,7 +273,7 @@ CREATION: Mapping[Any, list[Any]] = {
     "dim* -> dim* classes!": [aten.one_hot],
     indexing.histogram: [aten.histc],
     indexing.bincount: [aten.bincount],
-    indexing.nothing_sharded: [
+    indexing.all_whole: [
         aten.embedding_bag, aten.masked_scatter, aten.masked_select, aten.nonzero, aten.searchsorted,
         aten.where.default,
     ],

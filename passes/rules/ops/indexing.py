@@ -9,18 +9,7 @@ import torch
 from passes.rules.bind import MisfitError, numbered, rank_and_dimension, whole, write
 from passes.rules.call import Call, Operand
 
-__all__ = [
-    "bincount",
-    "gather",
-    "histogram",
-    "index",
-    "index_put",
-    "index_rows",
-    "index_select",
-    "nothing_sharded",
-    "scatter",
-    "take_along",
-]
+__all__ = ["all_whole", "bincount", "gather", "histogram", "index", "index_put", "index_rows", "index_select", "scatter", "take_along"]
 
 
 def index_select(call: Call) -> str:
@@ -177,7 +166,7 @@ def bincount(call: Call) -> str:
     return write([["counted!"], ["counted!"]], [["bins!"]], *([] if call.get("weights") is None else ["linear weights"]))
 
 
-def nothing_sharded(call: Call) -> str:
+def all_whole(call: Call) -> str:
     """Each result needs all elements of all operands: nothing is cut."""
     if not call.operands:
         raise MisfitError("there is no operand")

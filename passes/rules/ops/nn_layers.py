@@ -8,7 +8,7 @@ from passes.graph.schemas import MEAN, NO_REDUCTION, SUM
 from passes.rules.bind import MisfitError, dimension, dimensions, numbered, rank_and_dimension, whole, write
 from passes.rules.call import Call, Operand
 from passes.rules.loops import Reduction
-from passes.rules.ops.indexing import nothing_sharded
+from passes.rules.ops.indexing import all_whole
 
 __all__ = [
     "along", "batch_norm", "classification", "compared", "difference", "dropout", "elementwise_loss", "embedding", "feature_dropout",
@@ -102,7 +102,7 @@ def classification(call: Call) -> str:
 def recurrent(call: Call) -> str:
     """Only the batch is cut, of inputs ``(length, batch, features)`` or batch first, and states ``(layers, batch, features)``."""
     if len(call.operand("input").shape) != 3 or "batch_first" not in call.arguments:
-        return nothing_sharded(call)  # no batch dimension
+        return all_whole(call)  # no batch dimension
     order = ["batch", "length!"] if call["batch_first"] else ["length!", "batch"]
     states = call["hx"] if isinstance(call["hx"], tuple) else (call["hx"],)
     state_terms = [["layers!", "batch", f"hidden{index}!"] for index in range(len(states))]
@@ -113,7 +113,7 @@ def recurrent(call: Call) -> str:
 def recurrent_cell(call: Call) -> str:
     """One step of a recurrent layer: only the batch is cut."""
     if len(call.operand("input").shape) != 2:
-        return nothing_sharded(call)  # no batch dimension
+        return all_whole(call)  # no batch dimension
     states = call["hx"] if isinstance(call["hx"], tuple) else (call["hx"],)
     state_terms = [["batch", f"hidden{index}!"] for index in range(len(states))]
     weights = [["gates!", "in!"], ["gates!", "hidden0!"], ["gates!"], ["gates!"]]
