@@ -5,14 +5,15 @@ collectives, sizes divided by other dimensions. So the plan of that choice is co
 
     {"heads": "tensor"}                                   each name alone, with the cheapest other axes
     {"heads": "tensor", "ffn": "tensor", ...}             the usual axes of tensor parallelism: together, and without one of them
-    {"heads": "tensor", "ffn": "tensor", "hidden": ...}   all names
+    {"heads": "tensor", "ffn": "tensor", "hidden": ...}   all names but the sequence, which is sharded besides: a sequence dimension
+                                                          always shards it, and extra axes (``MeshCut``) add it to a tensor dimension
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from partitioner.options.constraints import TENSOR, Constraints
 from partitioner.planner.constraints.axes import NAMED_FIRST, SEQUENCE
@@ -39,12 +40,20 @@ def contending_axes(model: CuttableModel, mesh: Mesh, constraints: Constraints) 
     dimensions = {name: name for name in (TENSOR, SEQUENCE) if name in mesh.names} | ({TILE: first_tile} if first_tile else {})
     for dimension, of_mesh in dimensions.items():
         kinds = {name: of_parameters for name, of_parameters in model.kinds_of_axes(mesh.cutting, of_mesh).items() if name not in _NEVER}
-        usual, alone = tuple(name for name in kinds if name in NAMED_FIRST), [(name,) for name in kinds]
-        without_one = itertools.combinations(usual, len(usual) - 1) if usual else ()
-        for names in dict.fromkeys([*alone, usual, *without_one, tuple(name for name in kinds if name != SEQUENCE)]):
-            if names and set(names) != {dimension}:
-                is_of_mode = all(_is_usual(dimension, name, of_parameters=kinds[name]) for name in names)
-                yield dataclasses.replace(constraints, axes=dict.fromkeys(names, dimension)), is_of_mode
+        for names in _sets_of_names(kinds):
+            if names == (dimension,):
+                continue  # the sequence over "sequence": that mode shards it without constraints
+            is_of_mode = all(_is_usual(dimension, name, of_parameters=kinds[name]) for name in names)
+            yield dataclasses.replace(constraints, axes=dict.fromkeys(names, dimension)), is_of_mode
+
+
+def _sets_of_names(names: Collection[str]) -> list[tuple[str, ...]]:
+    """Return the sets of axis names to shard by one mesh dimension, each once, in the order of the module's docstring."""
+    alone = [(name,) for name in names]
+    usual = tuple(name for name in names if name in NAMED_FIRST)
+    without_one = itertools.combinations(usual, len(usual) - 1) if usual else ()
+    all_but_sequence = tuple(name for name in names if name != SEQUENCE)
+    return [each for each in dict.fromkeys([*alone, usual, *without_one, all_but_sequence]) if each]
 
 
 def _is_usual(dimension: str, name: str, *, of_parameters: bool) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from passes.ir.mesh import Mesh, mesh_words
 
 __all__ = ["nothing_fits", "too_many_stages", "why_infeasible"]
 
-_MOST_DEVICES = 4096
+_MOST_PLACES = 4096
 
 
 def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> PartitionError:
@@ -38,10 +38,9 @@ def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> Partitio
     missing = shortfall(problem)
     limit = min(problems.limits)
     count = _count(candidate.n_microbatches, "microbatch", "es")
-    lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
     return InfeasiblePlanError(
-        f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {lacks} with {count}",
-        remedy=_remedy(problems, n_ranks, _fewest_devices(problems, candidate), missing),
+        f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {_lack_words(missing)} with {count}",
+        remedy=_remedy(problems, n_ranks, _fewest_places(problems, candidate), missing),
     )
 
 
@@ -64,39 +63,60 @@ def too_many_stages(problems: PipelineProblems, candidate: Candidate) -> ConfigE
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Lack:
+    """The memory that a mesh lacks, for its candidate of least memory under the policy that recomputes most.
+
+    Attributes:
+        missing: bytes that the fullest device lacks; not positive if every stage fits alone, but not all stages of a device together.
+        problems: of the mesh, under that policy.
+    """
+
+    missing: float
+    mesh: Mesh
+    problems: PipelineProblems
+    candidate: Candidate
+
+
 def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionError]) -> PartitionError:
-    """Return the error if no plan of any mesh fits: that of the mesh whose fullest device lacks the least memory.
+    """Return the error if no plan of any mesh fits: what the closest mesh lacks, and the fewest devices that suffice, of all meshes.
 
     Args:
-        meshes: all that were tried; each is judged by its candidate of least memory, under the policy that recomputes most.
-        refusals: errors of other meshes; the first is returned if none lacks memory.
+        meshes: all that were tried; if there are none, there are refusals.
+        refusals: errors of other meshes; the first is returned if no mesh lacks only memory.
     """
-    lacking: list[tuple[float, MeshProblem, PipelineProblems, Candidate]] = []
+    lacks = _lacks(meshes)
+    if not lacks:
+        if refusals:
+            return refusals[0]
+        problems = meshes[0].problems(meshes[0].policies[-1])
+        return why_infeasible(problems, _least_memory_candidate(problems, meshes[0]))
+    closest = min(lacks, key=lambda lack: lack.missing)
+    mesh, candidate = closest.mesh, closest.candidate
+    words, count = mesh_words(mesh, candidate.replicas), _count(candidate.n_microbatches, "microbatch", "es")
+    devices, limit = _count(mesh.size, "device"), format_bytes(min(closest.problems.limits))
+    suffice = [_n_ranks(lack.mesh, n_places) for lack in lacks if (n_places := _fewest_places(lack.problems, lack.candidate)) is not None]
+    return InfeasiblePlanError(
+        f"no plan fits {devices} of {limit}: in the closest, {words} with {count}, {_lack_words(closest.missing)}",
+        remedy=_remedy(closest.problems, mesh.size, min(suffice, default=None), closest.missing),
+    )
+
+
+def _lacks(meshes: Sequence[MeshProblem]) -> list[_Lack]:
+    """Return what meshes lack, without those that no memory would help: too few units, or constraints that allow no cuts."""
+    lacks = []
     for mesh in meshes:
         problems = mesh.problems(mesh.policies[-1])
         candidate = _least_memory_candidate(problems, mesh)
         if len(problems.points.units) >= mesh.n_places:
             missing = shortfall(problems.problem(candidate))
             if missing < np.inf:
-                lacking.append((missing, mesh, problems, candidate))
-    if not lacking:
-        if refusals or not meshes:
-            return refusals[0]
-        problems = meshes[0].problems(meshes[0].policies[-1])
-        return why_infeasible(problems, _least_memory_candidate(problems, meshes[0]))
-    counts = []
-    for _, mesh, problems, candidate in lacking:
-        n_places = _fewest_devices(problems, candidate)
-        if n_places is not None:
-            counts.append(_n_ranks(mesh.mesh, n_places))
-    missing, mesh, problems, candidate = min(lacking, key=lambda entry: entry[0])
-    words = mesh_words(mesh.mesh, candidate.replicas)
-    devices, count = _count(mesh.mesh.size, "device"), _count(candidate.n_microbatches, "microbatch", "es")
-    lacks = f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
-    return InfeasiblePlanError(
-        f"no plan fits {devices} of {format_bytes(min(problems.limits))}: in the closest, {words} with {count}, {lacks}",
-        remedy=_remedy(problems, mesh.mesh.size, min(counts, default=None), missing),
-    )
+                lacks.append(_Lack(missing, mesh.mesh, problems, candidate))
+    return lacks
+
+
+def _lack_words(missing: float) -> str:
+    return f"the fullest device lacks {format_bytes(missing)}" if missing > 0 else "its stages do not fit together"
 
 
 def _n_ranks(mesh: Mesh, n_places: int) -> int:
@@ -140,27 +160,27 @@ def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missin
     return f"{fewest} such devices fit it{without}, or {larger}; or take {others}"
 
 
-def _fewest_devices(problems: PipelineProblems, candidate: Candidate) -> int | None:
-    """Return the smallest device count that fits, by doubling and bisecting; None if none does."""
-    most = min(len(problems.points.units) // candidate.stages_per_rank, _MOST_DEVICES)
+def _fewest_places(problems: PipelineProblems, candidate: Candidate) -> int | None:
+    """Return the smallest number of pipeline positions, not below the present one, that fits; None if none does."""
+    most = min(len(problems.points.units) // candidate.stages_per_rank, _MOST_PLACES)
     low = high = len(problems.cluster.devices)
-    while not _fits(problems, candidate, high):
+    while not _fits(problems, candidate, high):  # double
         if high >= most:
             return None
         low, high = high, min(2 * high, most)
-    while high - low > 1:
+    while high - low > 1:  # bisect
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(problems, candidate, middle) else (middle, high)
     return high
 
 
-def _fits(problems: PipelineProblems, candidate: Candidate, n_devices: int) -> bool:
-    """Return whether the model fits ``n_devices`` devices: those of the cluster, the last one repeated; without constraints."""
-    devices: list[Device] = [*problems.cluster.devices, *[problems.cluster.devices[-1]] * n_devices][:n_devices]
+def _fits(problems: PipelineProblems, candidate: Candidate, n_places: int) -> bool:
+    """Return whether the model fits ``n_places`` positions without constraints: the cluster's devices, and further ones like the last."""
+    devices: list[Device] = [*problems.cluster.devices, *[problems.cluster.devices[-1]] * n_places][:n_places]
     larger = PipelineProblems(
         problems.graph,
         Cluster(devices, Link(latency=0.0, bandwidth=float("inf"))),
-        replace(problems.request, devices=("",) * n_devices, constraints=Constraints(), replicas=()),
+        replace(problems.request, devices=("",) * n_places, constraints=Constraints(), replicas=()),
         problems.points,
         problems.prices,
         problems.cost_model,

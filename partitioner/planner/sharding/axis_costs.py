@@ -170,11 +170,12 @@ class _ByteCosts:
         nodes = {node.name: node for node in graph.graph.nodes}
         multiply_adds = contractions_of(axes, 1 if clock_rate is None else graph.batch_size)
         work = {name: number * copies(name) for name, number in multiply_adds.items()}
+        # Bytes that a link sends in the time of a multiply-add (2 FLOP), in training also of the two of its backward.
         bytes_per_multiply_add = 0.0 if clock_rate is None else (6 if graph.training else 2) / clock_rate.flops * clock_rate.bandwidth
         calls = sum(copies(name) for name in work)
-        total = max(calls * WORTH * self.message, sum(work.values()) * bytes_per_multiply_add)
+        replicated_work = max(calls * WORTH * self.message, sum(work.values()) * bytes_per_multiply_add)
         sizes = {name: float(nodes[name].meta["val"].numel()) * copies(name) for name in graph.parameters}
-        self._work = {name: total * number / copies(name) / max(sum(work.values()), 1.0) for name, number in work.items()}
+        self._work = {name: replicated_work * number / copies(name) / max(sum(work.values()), 1.0) for name, number in work.items()}
         messages = calls * self.message
         # Matrices cost their size besides the work of their contractions. Vectors do not: sharding them shards only elementwise calls.
         matrices = {name for name in sizes if nodes[name].meta["val"].dim() > 1}
@@ -200,13 +201,19 @@ def _differentiable_values(graph: ModelGraph) -> frozenset[str]:
 
 
 def _traffic(have: Placement, need: Placement, count: int, *, has_gradient: bool) -> tuple[float, int]:
-    """Return the traffic of a reshard, forward and backward, as a multiple of the value's bytes, and its number of messages.
+    """Return the traffic of a reshard, forward and backward, and its number of messages.
 
-    An all_to_all between two shardings moves less among more ranks: a rank keeps the elements that both of its shards contain.
+    Traffic is a multiple of the value's bytes, without the factor (k-1)/k that all collectives of k ranks have. That of an all_to_all
+    is 1/k: a rank has 1/k of the value, and sends each element of it once.
+
+    Args:
+        count: k, the ranks of the mesh dimension.
+        has_gradient: whether the backward reshards the value's gradient.
     """
+    moved = {**_MOVED, "all_to_all": 1 / count}
     forward, backward = collectives_between(have, need)
-    sent = [_MOVED[collective] for collective in (forward, backward if has_gradient else None) if collective is not None]
-    return sum(sent) * (2 / count if isinstance(have, Shard) and isinstance(need, Shard) else 1.0), len(sent)
+    sent = [moved[collective] for collective in (forward, backward if has_gradient else None) if collective is not None]
+    return sum(sent), len(sent)
 
 
 def contractions_of(axes: Axes, rows: int = 1) -> dict[str, float]:
@@ -227,5 +234,5 @@ WORTH = 10
 MESSAGES_INSIDE = 4
 """Small messages of a decomposed reduction (softmax, layer norm), forward and backward."""
 
-_MOVED: Mapping[Collective, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 0.5}
-"""Traffic of each collective as a multiple of the value's bytes; that of all_to_all, for two ranks."""
+_MOVED: Mapping[Collective, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+"""Traffic of the collectives for which it does not depend on the number of ranks (``_traffic``)."""
