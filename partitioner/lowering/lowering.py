@@ -58,7 +58,7 @@ class Lowering:
         self._sharded = lowerer.after("shard", self._target)
         self.plan = plan
         self.devices = tuple(devices)
-        self.graph = self._sharded.parts[0][plan.stage_ranks[-1][0]]
+        self.graph = self._sharded.parts[0][plan.stage_ranks[-1][0]]  # of a rank that has the model's results
         self.rows = RowParts(plan.grid if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
         self._local_ranks = tuple(local_ranks)
         self._state = state
@@ -181,12 +181,15 @@ class Lowering:
 
 
 def representatives_of(lowerer: Lowerer, target: Target) -> tuple[tuple[Program, ...], dict[int, int]]:
-    """Return the programs of a target, of one pipeline for each kind, and rank -> the rank whose program represents it."""
+    """Return the programs of a target, and rank -> the rank whose program represents it.
+
+    Pipelines of one kind have equal programs: the target may ask for those of the first alone (``Target.pipelines``). A rank is then
+    represented by the rank at its position in that pipeline, otherwise by itself.
+    """
     placed = lowerer.after("place", target)
-    representative_pipelines = placed.first_of_kind if target.pipelines == "kinds" else range(len(placed.pipelines))
-    representative_of = {
-        rank: rank if placed.plan.grid.widths else placed.pipelines[representative_pipelines[number]][position]
-        for number, ranks in enumerate(placed.pipelines)
-        for position, rank in enumerate(ranks)
-    }
+    pipelines = placed.pipelines
+    represented_by = placed.first_of_kind if target.pipelines == "kinds" else range(len(pipelines))
+    representative_of: dict[int, int] = {}
+    for ranks, representative in zip(pipelines, represented_by, strict=True):
+        representative_of.update(zip(ranks, pipelines[representative], strict=True))
     return tuple(program for _, program in placed.programs), representative_of

@@ -15,6 +15,7 @@ from partitioner.model.losses.evidence import contradiction
 from partitioner.model.losses.form import LossDependence, LossFunction, ResultSizes, loss_dependence
 from partitioner.model.losses.proof import Proof, has_rows, prove
 from partitioner.model.losses.reachable_state import loss_key
+from partitioner.options.batch_rows import RowParts
 from partitioner.runtime.arguments import BoundInputs, check_target
 from partitioner.runtime.base import Runtime
 from passes.emit.programs import LossForm, LossReduction
@@ -251,8 +252,8 @@ class Losses:
     def _local_combination(self, step: _Step, prepared: PreparedLoss, proof: Proof) -> _Combination:
         """Return how the loss of the batch is combined from its parts: proved, or else tested on the step's target and random outputs."""
         rows = prepared.lowering.rows
-        is_local = rows.inputs == "local" and rows.count > 1
-        sizes = microbatch_sizes(step.inputs.batch // rows.count, prepared.n_microbatches) * (1 if is_local else rows.count)
+        is_local = _has_local_rows(rows)
+        sizes = _passed_microbatches(rows, step.inputs.batch, prepared.n_microbatches)
         if proof.kind == "counted" and step.reduction == "mean":
             counts = [counter.counts(step.target, sizes) for counter in proof.counters]
             if proof.is_sole:
@@ -288,24 +289,39 @@ class Losses:
         return self._contradictions[proof, sizes]
 
     def _weights(self, step: _Step, prepared: PreparedLoss, counts: tuple[float, ...]) -> Mapping[int, tuple[float, ...]]:
-        """Return rank -> the weight of each of its microbatches: its share of all targets that are not ignored.
+        """Return rank -> the weight of each of its microbatches: its fraction of the batch's targets that are not ignored.
 
-        ``counts`` are of the microbatches of all ranks; with local inputs, of this process; empty on a rank that has no target.
+        ``counts``: the targets of each microbatch of ``_passed_microbatches``; empty if this process has no target. It then computes no
+        loss, and its weights are not used.
         """
-        rows, batch = prepared.lowering.rows, step.inputs.batch
-        sizes = microbatch_sizes(batch // rows.count, prepared.n_microbatches)
-        is_local = rows.inputs == "local" and rows.count > 1
-        total = sum(counts)
-        if is_local:
-            collectors = prepared.lowering.collectors
-            own = torch.tensor(total if self._here in collectors else 0.0, dtype=torch.float64, device=self._runtime.devices[self._here])
-            # All collectors of a replica count the same rows.
-            total = float(self._runtime.reduce(own, "sum")) * rows.count / len(collectors)
-        if not total:  # weights by rows: the loss is NaN, as it is unpartitioned
-            counts, total = tuple(map(float, sizes * (1 if is_local else rows.count))), float(batch)
-        weights = tuple(count / total for count in counts)
-        starts = {rank: 0 if is_local else rows.part_index(rank) * len(sizes) for rank in self._runtime.local_ranks}
-        return {rank: weights[start : start + len(sizes)] for rank, start in starts.items()}
+        rows, batch, n_microbatches = prepared.lowering.rows, step.inputs.batch, prepared.n_microbatches
+        total = self._total_count(prepared.lowering, counts)
+        if total:
+            weights = tuple(count / total for count in counts)
+        else:  # no target counts: the loss is NaN with any weights, as it is unpartitioned
+            weights = tuple(size / batch for size in _passed_microbatches(rows, batch, n_microbatches))
+        starts = {rank: 0 if _has_local_rows(rows) else rows.part_index(rank) * n_microbatches for rank in self._runtime.local_ranks}
+        return {rank: weights[start : start + n_microbatches] for rank, start in starts.items()}
+
+    def _total_count(self, lowering: Lowering, counts: tuple[float, ...]) -> float:
+        """Return the number of targets of the batch that are not ignored; with local inputs, summed over the processes."""
+        if not _has_local_rows(lowering.rows):
+            return sum(counts)
+        own = sum(counts) if self._here in lowering.collectors else 0.0
+        total = self._runtime.reduce(torch.tensor(own, dtype=torch.float64, device=self._runtime.devices[self._here]), "sum")
+        counted_by = len(lowering.collectors) / lowering.rows.count  # ranks that compute the loss of the same rows
+        return float(total) / counted_by
+
+
+def _has_local_rows(rows: RowParts) -> bool:
+    """Whether each process has the target of its own rows alone."""
+    return rows.inputs == "local" and rows.count > 1
+
+
+def _passed_microbatches(rows: RowParts, batch: int, n_microbatches: int) -> tuple[int, ...]:
+    """Return the rows of each microbatch whose target a process passes: those of all ranks, or with local inputs its own."""
+    of_rank = microbatch_sizes(batch // rows.count, n_microbatches)
+    return of_rank if _has_local_rows(rows) else of_rank * rows.count
 
 
 def _inspected_part(lowering: Lowering, target: Any, batch: int, n_microbatches: int | None) -> tuple[Any, ResultSizes]:
