@@ -17,7 +17,7 @@ from torch import Tensor
 
 from partitioner.runtime.state.hooks import has_hooks
 from partitioner.runtime.state.part_gradient import BlockGradient, PartGradient, plain
-from partitioner.runtime.state.stored_parameters import StoredParameter
+from partitioner.runtime.state.stored_parameters import Membership, StoredParameter
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block
 
@@ -47,7 +47,7 @@ class GradientStore:
         if self._calls_hooks and has_hooks(parameter):
             self._waiting[stored] = _add(self._waiting.get(stored), gradient, block, parameter)
         else:
-            put(stored, _add(parameter.grad, gradient, block, parameter))
+            set_gradient(stored, _add(parameter.grad, gradient, block, parameter))
 
     def finish(self) -> None:
         """Let autograd add the waiting gradients: it calls tensor hooks, adds to ``.grad``, and calls post-accumulate hooks."""
@@ -56,7 +56,7 @@ class GradientStore:
         waiting, self._waiting = self._waiting, {}
         torch.autograd.backward([stored.parameter for stored in waiting], list(waiting.values()))
         for stored in waiting:
-            put(stored, stored.parameter.grad)
+            set_gradient(stored, stored.parameter.grad)
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:
@@ -112,17 +112,26 @@ class ParameterSlot:
         return term
 
 
-def put(stored: StoredParameter, gradient: Tensor | None, *, is_sum: bool = True) -> None:
-    """Set ``.grad``, complete if ``is_sum`` else a term, as the class that refuses norms over part of the model (``part_gradient``)."""
-    membership = stored.membership
-    kind: type[PartGradient] | None = BlockGradient if membership.is_part or not is_sum else PartGradient
-    if is_sum and membership.has_all:
-        kind = None
-    if gradient is not None and kind is not (type(gradient) if isinstance(gradient, PartGradient) else None):
-        gradient = plain(gradient)
-        gradient = gradient if kind is None else gradient.as_subclass(kind)
+def set_gradient(stored: StoredParameter, gradient: Tensor | None, *, is_sum: bool = True) -> None:
+    """Set ``.grad`` to a tensor of the class that refuses norms which would be wrong (``_class_of``).
+
+    Args:
+        is_sum: whether the gradient is complete; if not, it is this process's term of a sum over ranks.
+    """
+    kind = _class_of(stored.membership, is_sum=is_sum)
+    if gradient is not None and type(gradient) is not kind:
+        gradient = plain(gradient) if kind is Tensor else plain(gradient).as_subclass(kind)
     if stored.parameter.grad is not gradient:
         stored.parameter.grad = gradient
+
+
+def _class_of(membership: Membership, *, is_sum: bool) -> type[Tensor]:
+    """Return the class of a parameter's gradient in this process: it decides which norms are refused (``part_gradient``)."""
+    if membership.is_part or not is_sum:
+        return BlockGradient  # a shard, or a term of a sum: no norm is right
+    if not membership.has_all:
+        return PartGradient  # its own norm is right, one over the gradients of this process is not
+    return Tensor
 
 
 def _add(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:
@@ -140,5 +149,5 @@ def _keep_unsummed(stored: StoredParameter, gradient: Tensor, n_ranks: int) -> N
     parameter = stored.parameter
     if parameter.grad is not None and not is_unsummed(parameter):
         parameter.grad.div_(n_ranks)
-    put(stored, _add(parameter.grad, gradient, None, parameter), is_sum=False)
+    set_gradient(stored, _add(parameter.grad, gradient, None, parameter), is_sum=False)
     parameter._unsummed_gradient = parameter.grad  # type: ignore[attr-defined]  # noqa: SLF001  # it lives and dies with the parameter

@@ -97,28 +97,32 @@ class HaloWriter:
             layout: the layout of ``source``.
         """
         dimension, name = slide.window.dimension, f"{value.name}_halo_{slide.over}"
-        around = self._sizes_around(source, slide, reader)
-        key = (source, dimension, around, slide.over, slide.owned, slide.wanted, slide.window.reach.fill)
+        factors = self._unfolding(source, slide, reader)
+        key = (source, dimension, factors, slide.over, slide.owned, slide.wanted, slide.window.reach.fill)
         if key in self._fetched:
             return self._fetched[key]
-        if around is None:
+        if factors is None:
             self._fetched[key] = self._read(value, source, dimension, slide, layout, name, reader)
         else:
-            outer, inner = around
+            outer, inner = factors
             shape = [size_of(size) for size in source.meta["val"].shape]
             unfolded = self._resharder.reshape_dimension(source, shape, dimension, (outer, slide.own, inner), f"{name}_unfolded", reader)
             read = self._read(value, unfolded, dimension + 1, slide, layout, f"{name}_rows", reader)
             self._fetched[key] = self._resharder.reshape_dimension(read, shape, dimension, (outer * slide.size * inner,), name, reader)
         return self._fetched[key]
 
-    def _sizes_around(self, source: fx.Node, slide: Slide, reader: fx.Node) -> tuple[int, int] | None:
-        """Return the sizes outside and inside the factor of a dimension that a window slides over; None if it slides over all of it."""
+    def _unfolding(self, source: fx.Node, slide: Slide, reader: fx.Node) -> tuple[int, int] | None:
+        """Return (outer, inner) such that the dimension is outer x ``slide.own`` x inner elements, and the window slides over the middle.
+
+        A dimension with a factor to slide over has one other (rows and columns of ``fold``), so that outer or inner is 1. None: the
+        window slides over all of the dimension.
+        """
         window = slide.window
         if window.part is None:
             return None
         factors = self._axes.loops[reader.name].operands[window.operand][window.dimension]
-        rest = int(source.meta["val"].shape[window.dimension]) // slide.own
-        return (1, rest) if factors[0] == window.part else (rest, 1)
+        other_factor = int(source.meta["val"].shape[window.dimension]) // slide.own
+        return (1, other_factor) if factors[0] == window.part else (other_factor, 1)
 
     def _read(self, value: fx.Node, source: fx.Node, dimension: int, slide: Slide, layout: Layout, name: str, reader: fx.Node) -> fx.Node:
         """Emit the slices (``take_runs``) of elements that ranks read, or their exchange if some belong to other ranks."""
