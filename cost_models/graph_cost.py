@@ -153,14 +153,14 @@ def read_graph(graph: ModelGraph, *, differentiate: bool) -> Reading:
         differentiate: whether there is a backward.
     """
     flowing = nodes_with_gradient(graph) if differentiate else frozenset[str]()
-    memory, weights = allocations(graph.graph), parameter_values(graph)
+    memory, of_weights = allocations(graph.graph), parameter_values(graph)
     lasting = (*graph.parameters, *graph.buffers, *graph.constants)
     stationary = frozenset(allocation for name in lasting for allocation in memory.lies_in.get(name, ()))
     calls = []
     for node in graph.computing_nodes():
         bound = bound_arguments(node) if isinstance(node.target, OpOverload) else {}
         held = frozenset(name for name, value in bound.items() if any(leaf.name in graph.parameters for leaf in node_leaves(value)))
-        calls.append(_ReadCall(node, bound, _gradients(node, bound, flowing, weights), _is_view(node, memory.lies_in), held))
+        calls.append(_ReadCall(node, bound, _half_by_argument(node, bound, flowing, of_weights), _is_view(node, memory.lies_in), held))
     return Reading(tuple(calls), memory, stationary, flowing)
 
 
@@ -195,12 +195,23 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     calls = [node for node in graph.computing_nodes() if node.target not in COLLECTIVES]
     unknown = {str(node.target) for node in calls if not nodes[node.name].known}
     sizes = {node.name: sum((shape.bytes for shape in shapes[node]), start=0) for node in graph.graph.nodes}
-    flowing, named = reading.flowing, tuple(sorted(unknown))
     output = graph.graph.output_node()
     touched[output.name] = kept.touched(output, _read_by(output, shapes, parts))
-    returned = frozenset(touched[output.name][-1])
-    memory = (kept.bytes, sizes, kept.maker, kept.part_of, kept.copies, touched, returned, frozenset(again))
-    return GraphCost(graph.batch, nodes, saved, *memory, flowing, named)
+    return GraphCost(
+        batch=graph.batch,
+        nodes=nodes,
+        saved=saved,
+        allocation_bytes=kept.bytes,
+        bytes=sizes,
+        maker=kept.maker,
+        part_of=kept.part_of,
+        copies=kept.copies,
+        touched=touched,
+        returned=frozenset(touched[output.name][-1]),
+        gathered_again=frozenset(again),
+        gradients=reading.flowing,
+        unknown=tuple(sorted(unknown)),
+    )
 
 
 class _Kept:
@@ -248,7 +259,7 @@ class _Kept:
         return (*copies, tuple(found))
 
     def _as_read(self, call: fx.Node, leaves: Iterable[fx.Node], read: Shapes, without: Collection[str] = ()) -> dict[int, None]:
-        """The allocations of values as a call reads them; none of those ``without`` that it reads in another shape than they lie in."""
+        """Return the allocations of values as a call reads them, in order; none of values ``without`` if read in another shape."""
         found: dict[int, None] = {}
         for leaf in leaves:
             fetched = self._fetches(call).get(leaf, ())
@@ -260,6 +271,7 @@ class _Kept:
         return found
 
     def _allocations_read(self, leaf: fx.Node, read: Shapes, without: Collection[str] = ()) -> Iterator[int]:
+        """Yield a value's allocations if they are not stationary; where it is read in another shape, those of that shape instead."""
         shapes = read.get(leaf, self._shapes[leaf])
         for allocation in self._memory.lies_in[leaf.name]:
             if self._parts is not None and shapes != self._shapes[leaf]:
@@ -269,6 +281,7 @@ class _Kept:
                 yield allocation
 
     def _fetches(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
+        """Return ``Parts.fetched`` of a call, cached."""
         if call not in self._fetched:
             self._fetched[call] = {} if self._parts is None else self._parts.fetched(call)
         return self._fetched[call]
@@ -294,20 +307,28 @@ class _Kept:
 
 
 def _read_by(call: fx.Node, shapes: Shapes, parts: Parts | None) -> Shapes:
-    """The shapes of a call's arguments as it reads them."""
+    """Return the shapes of a call's arguments as it reads them."""
     return shapes if parts is None else {**{argument: shapes[argument] for argument in call.all_input_nodes}, **parts.operands(call)}
 
 
-def _gradients(node: fx.Node, bound: Mapping[str, Any], flowing: frozenset[str], weights: frozenset[str]) -> dict[str, str]:
-    """Argument -> which half of the backward computes its gradient; empty when the node takes no part in the backward."""
+def _half_by_argument(node: fx.Node, bound: Mapping[str, Any], flowing: frozenset[str], of_weights: frozenset[str]) -> dict[str, str]:
+    """Return argument -> which half of the backward computes its gradient; empty if the node takes no part in the backward.
+
+    A half is ``"weight"`` if the argument's gradient flows to parameters alone, else ``"activation"`` (``operation_cost``).
+
+    Args:
+        bound: the node's arguments by name.
+        flowing: the nodes whose gradient the backward computes.
+        of_weights: parameters, and values computed from parameters alone.
+    """
     if node.name not in flowing:
         return {}
-    gradients = {}
+    halves = {}
     for name, value in bound.items():
         leaves = [leaf for leaf in node_leaves(value) if leaf.name in flowing]
         if leaves:
-            gradients[name] = "weight" if all(leaf.name in weights for leaf in leaves) else "activation"
-    return gradients
+            halves[name] = "weight" if all(leaf.name in of_weights for leaf in leaves) else "activation"
+    return halves
 
 
 def _is_view(node: fx.Node, lies_in: Mapping[str, tuple[int, ...]]) -> bool:

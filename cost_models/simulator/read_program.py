@@ -133,6 +133,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return self._named_state(str(node.target), node.meta["val"])
 
     def _named_state(self, name: str, fake: Tensor) -> Held:
+        """Return a parameter, buffer or constant: in one storage, however often it is read."""
         if name not in self._bound:
             held = Held(Storage(name, 0, "parameters"), tuple(int(size) for size in fake.shape), fake.dtype)
             held.storage.bytes = held.bytes
@@ -149,7 +150,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return self._rows_of(section.microbatch) if node.meta.get("is_of_microbatch") and isinstance(section, Action) else self.batch
 
     def _rows_of(self, index: int) -> int:
-        """The rows of a microbatch. A program of graphs for one size alone counts none, and its shapes do not ask for them."""
+        """Return the rows of a microbatch; those of the batch if the program's graphs are for one size, whose shapes do not need them."""
         return self.sizes[index] if index < len(self.sizes) else self.batch
 
     # -- modules -------------------------------------------------------------------------------------------------------------------
@@ -160,7 +161,8 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         self.values[node] = self.value_of(node)
         dropped = {id(storage): storage for storage in self.end(node)}
         given = {id(storage) for storage in storages_of(self.arguments(node.args))}
-        for step in self._inside:  # what the caller still holds is not dropped inside
+        # The stage drops an argument at its last use inside, if the call drops it at all; then not again behind the call.
+        for step in self._inside:
             step.dropped = [each for each in step.dropped if id(each) not in given or dropped.pop(id(each), None) is not None]
         own = Step("compute", node.name, _section(node), self._seconds, self.made, list(dropped.values()))
         self.steps += [*self._inside, own]
@@ -180,7 +182,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return self.traced(node) if results is UNKNOWN and isinstance(node.meta.get("val"), Tensor) else results
 
     def _read(self, node: fx.Node, module: StageCall, rows: int, n_saved: int) -> StageTemplate:
-        """A stage that is called for the first time."""
+        """Read a stage that is called for the first time."""
         section = node.meta.get("section")
         if not communicates(module):
             kind = section.kind if isinstance(section, Action) else None
@@ -212,13 +214,13 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return self._groups[rank, group]
 
     def _next(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-        """The key of the next collective of a group: all its ranks count alike."""
+        """Return the key of the next collective of a group: its number, which all ranks of the group count alike."""
         number = self._started[group]
         self._started[group] += 1
         return group, number
 
     def _rows_of_call(self, node: fx.Node, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> int:
-        """What the batch symbol of a stage's graph stands for: its own argument where it takes one."""
+        """Return the number that a stage's batch symbol stands for: the argument for it if there is one, else the microbatch's rows."""
         for placeholder, given in zip(placeholders, arguments, strict=True):
             fake = placeholder.meta.get("val")
             if isinstance(fake, torch.SymInt) and fake.node.expr.is_Symbol and isinstance(given, int):
@@ -227,7 +229,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return self._rows_of(section.microbatch) if isinstance(section, Action) else self.batch
 
     def loss(self, module: LossCall, values: Sequence[Held]) -> Any:
-        """A loss function that no graph shows: it reads its results, and holds as much again until the gradients of them are there."""
+        """Price a loss function without a graph: it reads the results, and holds as much memory as their gradients until these exist."""
         read = sum(value.bytes for value in values)
         dtype = next((value.dtype for value in values), torch.float32)
         gradients = tuple(self.new(values[index].shape, values[index].dtype) for index in module.differentiated)
@@ -257,7 +259,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
     # -- communication -------------------------------------------------------------------------------------------------------------
 
     def _communication_steps(self, node: fx.Node) -> None:
-        """What a node starts, or waits for, and what is copied into a message in front of it, and out of it behind."""
+        """Append the start of a node's communication, or the wait for it and then the time of copying out of the message."""
         self.begin()
         self.values[node] = self.value_of(node)
         is_wait = node.target is communication.wait
@@ -292,17 +294,20 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return results
 
     def wait(self, started: Any) -> Any:
-        """What has arrived is a value like others; the buffer that it came in is its memory."""
+        """Account for what has arrived as memory of this node, no longer as the communication buffer: that is dropped here.
+
+        The bytes are counted once. Values that did not arrive in a buffer (a group of one rank) stay where they are.
+        """
         node, source = self.node, self.node.args[0]
         assert isinstance(source, fx.Node)
         buffers = {id(storage) for storage in self._transfers[source].buffers}
 
-        def arrived(held: Held) -> Held:
+        def moved_out_of_buffer(held: Held) -> Held:
             if id(held.storage) not in buffers:
                 return held
             return Held(self.make(node, held.storage.bytes), held.shape, held.dtype)
 
-        return [arrived(held) for held in started] if isinstance(started, list) else arrived(started)
+        return [moved_out_of_buffer(held) for held in started] if isinstance(started, list) else moved_out_of_buffer(started)
 
     def _copy(self, node: fx.Node, size: int) -> None:
         """Append the time of copying so many bytes into a message, or out of one."""
