@@ -106,23 +106,23 @@ def check_sharded(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, 
 
     Of several axes that tiles may shard instead of space, one suffices.
     """
-    instead_of_space = _sharded_instead_of_space(names, mesh, constraints, layouts)
+    excused = _excused_by_another(names, mesh, constraints, layouts)
     for name, where in (constraints.axes or {}).items():
         dimensions = {mesh.names.index(dimension) for dimension in _dimensions_named(dimension_named(where), mesh)}
         wanted = set(axes_named(name, names))
         shards_op = _shards_any(layouts, wanted, dimensions)
         stored = (layout[index] for layout in layouts.stored.values() for index in dimensions)
         shards_parameter = any(isinstance(placement, Shard) and placement.axis in wanted for placement in stored)
-        if not shards_op and not shards_parameter and not wanted & instead_of_space:
+        if not shards_op and not shards_parameter and not wanted & excused:
             raise ConfigError(
                 f"axes={{{name!r}: {where!r}}}: no operation of the model can be cut by {name}", remedy="leave it out, or name another axis"
             )
 
 
-def _sharded_instead_of_space(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:
-    """Return the axes that the user lets tiles shard instead of space, if the layouts shard any of them; else none.
+def _excused_by_another(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:
+    """Return the axes that ``check_sharded`` need not find sharded: of those that tiles may shard instead of space, one in use suffices.
 
-    axes={"batch": "tile", "height": "tile"}    the batch axes, if some layer is sharded by one of them
+    axes={"batch": "tile", "channels": "tile"}    both, if some layer is sharded by either; else none
     """
     for_tiles = [name for name, where in (constraints.axes or {}).items() if dimension_named(where) == TILE]
     axes = [axis for name in for_tiles for axis in axes_named(name, names)]
