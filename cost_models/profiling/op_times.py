@@ -55,7 +55,7 @@ class MeasuredCosts:
         self._store = MeasurementStore(store, machine_name(self._device))
         self._roofline = Roofline()
         self._known_kernels: dict[tuple[Call, Gradients], Kernels | None] = {}
-        self._asked: dict[tuple[Work, torch.dtype], None] = {}
+        self._asked: dict[tuple[Work, torch.dtype], None] = {}  # forward calls that were priced, in order; see samples
         self._paces = Paces()
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:

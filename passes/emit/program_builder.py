@@ -269,7 +269,10 @@ class Emitter:
 
 
 def _nodes(lowered: LoweredStages, rank: int) -> dict[str, fx.Node]:
-    """Return the nodes of a rank's graph by name, and those of the whole model's results."""
+    """Return the nodes of a rank's graph by name; where stages have graphs of their own, results as the last stage has them.
+
+    Every rank receives the results.
+    """
     found = {node.name: node for node in lowered.graph_of(rank).graph.nodes}
     if lowered.parts:
         found.update((node.name, node) for node in lowered.graph.graph.nodes if node.name in lowered.returned)
@@ -327,7 +330,7 @@ class StageEmitter(Emitter):
         self.gradients: dict[int, fx.Node] = {}
         self._n_added: dict[int, int] = {}
         self._input_gradients: dict[tuple[str, int], list[fx.Node]] = {}
-        self.value_gradients: dict[tuple[str, int, int], fx.Node] = {}
+        self.value_gradients: dict[tuple[str, int, int], fx.Node] = {}  # value, microbatch, consuming stage (-1: the loss or the caller)
         self._new_values: dict[tuple[int, str], list[fx.Node]] = {}
 
     # -- forward -------------------------------------------------------------------------------------------------------------------

@@ -315,7 +315,10 @@ def _cut_output_gradients(emitter: StageEmitter) -> None:
 
 
 def _cut_gradient(emitter: StageEmitter, name: str, gradient: fx.Node) -> None:
-    """Split the gradient of one result over the batch into those of microbatches, by the result's way of combining."""
+    """Split the gradient of one result over the batch into those of microbatches, by the result's way of combining.
+
+    It comes from the loss of all rows, or from the caller of a backward program.
+    """
     output = next(output for output in emitter.lowered.graph.outputs if output.node == name)
     parts = None
     if output.combine == "concatenate" and emitter.n_microbatches > 1:

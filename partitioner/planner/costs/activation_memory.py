@@ -63,7 +63,7 @@ class UnitMemory:
 
         Args:
             numbers: sizes at its rows.
-            share: factor of these sizes.
+            share: 1; of a graph with a fixed batch size, whose numbers do not depend on rows: the microbatch's fraction of the batch.
         """
         cost = self._cost
         kept = [Shared(round(numbers[cost.allocation_bytes[key]] * share), units) for key, units in self._savers.items()]

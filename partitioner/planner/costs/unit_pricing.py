@@ -124,7 +124,7 @@ class UnitPricing:
         return seconds
 
     def operations(self, rows: int, share: float) -> Floats:
-        """Return (C, K, 3) seconds of each distinct operation: forward, input half and weight half; ``share``: factor of the work."""
+        """Return (C, K, 3) seconds of each distinct operation: forward, input half and weight half (``share``: see ``UnitMemory.kept``)."""
         if (rows, share) not in self._known_operations:
             seconds = [[self._seconds(cost, kind, rows, share) for kind in self.kinds] for cost in self.distinct]
             self._known_operations[rows, share] = np.array(seconds)
