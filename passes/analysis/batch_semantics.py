@@ -303,12 +303,15 @@ def _counted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | 
 
 
 def _keeps_counted_mean(call: Call, roles: Sequence[Role]) -> bool:
-    """Whether a call computes a mean over counted targets, or adds, scales or copies such means (``passes.spmd.mean_to_sum``)."""
+    """Return whether ``passes.spmd.mean_to_sum`` can rewrite a call whose result is a mean over counted targets by its rule.
+
+    It can rewrite the loss itself, and a sum, a multiple by a number, and a copy of such means. ``roles``: of all tensor operands.
+    """
     if not any(isinstance(role, Total) for role in roles):
         return call.operator in COUNTED_LOSSES
     if call.operator in MEANS_ADDED:
         return len(roles) == 2
-    return call.operator in MEANS_SCALED | MEANS_KEPT and len(roles) == 1
+    return call.operator in MEANS_SCALED | MEANS_KEPT and len(roles) == 1  # with one tensor operand, the factor is a number
 
 
 def _normalised(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:

@@ -98,7 +98,7 @@ def is_held(node: Any) -> bool:
 
 
 def _first_reader(start: fx.Node, position: dict[fx.Node, int]) -> int:
-    """Return the position of the first node that reads a collective's result, looking through its wait and getitems."""
+    """Return the position of the first node that reads a collective's result, behind its wait and getitems: it is sent before that."""
     to_visit = [start]
     reader_positions = []
     while to_visit:
@@ -106,7 +106,7 @@ def _first_reader(start: fx.Node, position: dict[fx.Node, int]) -> int:
             if user.target in (wait, operator.getitem):
                 to_visit.append(user)
             else:
-                reader_positions.append(position.get(user, -1))
+                reader_positions.append(position[user])
     return min(reader_positions, default=len(position))
 
 

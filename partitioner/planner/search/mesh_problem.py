@@ -185,7 +185,8 @@ class MeshProblem:
     def is_tight(self, policy: Recompute, candidate: Candidate) -> bool:
         """Return whether an evenly divided model exceeds the memory of its ranks, with one microbatch in flight for each rank.
 
-        Each rank then has 1/n of parameters, gradients and optimizer state, and n times 1/n of the activations of a microbatch.
+        Few cuts fit then, so that the search looks at such a candidate later. Each of n ranks has 1/n of parameters, gradients and
+        optimizer state, and n times 1/n of the activations of a microbatch.
         """
         problems = self.problems(policy)
         activations = problems.prices.times(problems.rows(candidate)).kept.least * min(1.0, candidate.n_microbatches / self.n_places)
