@@ -21,7 +21,8 @@ from cost_models.simulator.events import RankRun, Slice, run_ranks
 from cost_models.simulator.memory import memory_of
 from cost_models.simulator.pricing import NodePrices
 from cost_models.simulator.read_program import RankWork, Templates, read_program
-from cost_models.simulator.result import Simulation, Timeline
+from cost_models.simulator.result import Simulation
+from cost_models.simulator.timeline import Timeline
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program

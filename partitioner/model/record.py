@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from cost_models.simulator.events import Slice
-from cost_models.simulator.result import Timeline
+from cost_models.simulator.timeline import Timeline
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.recorder import Recorder, recording
 from passes.ir.errors import ConfigError

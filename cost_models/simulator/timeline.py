@@ -1,4 +1,7 @@
-"""A timeline as a picture: device against time, light or dark as the page is.
+"""Slices of computing and communication a device, and its memory: simulated, or recorded from a run; as a trace or as a picture.
+
+A prediction and a measurement can be laid beside each other: slices of a run have the names that the simulation gives them. The picture
+is device against time, light or dark as the page is:
 
 rank 0  |0F0|0F1|    |0B0|0F2|0B1| ...      computing, by kind; what is left empty is a bubble
          ====  ==                           communication below it
@@ -7,19 +10,108 @@ rank 0  |0F0|0F1|    |0B0|0F2|0B1| ...      computing, by kind; what is left emp
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.events import Slice
 from cost_models.simulator.memory import MemoryCurve
 from cost_models.svg import Colour, document, palette
+from cost_models.text_files import write_text
+from passes.ir.checked_arguments import checked_arguments
 
-__all__ = ["Drawable", "draw"]
+__all__ = ["Timeline"]
+
+_MICRO = 1e6
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Slices and memory of all devices.
+
+    Attributes:
+        title: ``"simulated"``, ``"measured"``.
+        ranks: the devices that are shown; of many that do the same, one.
+        computed: slices of computing: one for each action, as ``actions`` gathers nodes.
+        communicated: slices of communication.
+        memory: for each device bytes over time; empty where nobody looked.
+    """
+
+    title: str
+    ranks: tuple[int, ...]
+    computed: tuple[Slice, ...]
+    communicated: tuple[Slice, ...]
+    memory: tuple[MemoryCurve, ...] = ()
+
+    @property
+    def end(self) -> float:
+        """When the last slice ends, in seconds."""
+        return max((each.end for each in (*self.computed, *self.communicated)), default=0.0)
+
+    def to_json(self, *others: Timeline) -> str:
+        """Chrome's trace format, which https://ui.perfetto.dev opens: a process a device, threads for its streams, memory as a counter.
+
+        Args:
+            others: timelines to lay beside this one.
+        """
+        events = [event for number, timeline in enumerate((self, *others)) for event in timeline.events(number)]
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+    @checked_arguments()
+    def save(self, path: str | Path, *others: Timeline) -> None:
+        """Write ``to_json`` to a file."""
+        write_text(path, self.to_json(*others), "the timeline")
+
+    def svg(self, *others: Timeline) -> str:
+        """A picture: device against time, communication below computing, memory as a curve.
+
+        Args:
+            others: timelines to draw below this one, on one scale of time.
+        """
+        return _draw((self, *others))
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def events(self, number: int = 0) -> Iterator[dict[str, Any]]:
+        """Chrome trace events; ``number`` tells timelines in one file apart."""
+        shift = number * (max(self.ranks, default=0) + 1)
+        for rank in self.ranks:
+            process = shift + rank
+            yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"rank {rank}, {self.title}"}}
+            yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": rank * 2 + number}}
+            for thread, name in ((0, "compute"), (1, "communication")):
+                yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        for each in self.computed:
+            yield self._slice(shift, 0, each, each.section or each.name)
+        for each in self.communicated:
+            yield self._slice(shift, 1, each, each.name)
+        for rank, curve in zip(self.ranks, self.memory, strict=False):
+            for time, size in zip(curve.times, curve.bytes, strict=True):
+                yield {"ph": "C", "pid": shift + rank, "ts": time * _MICRO, "name": "memory", "args": {"bytes": size}}
+
+    def _slice(self, shift: int, thread: int, each: Slice, name: str) -> dict[str, Any]:
+        arguments = {"node": each.name, **({"bytes": each.bytes} if each.bytes else {})}
+        return {
+            "ph": "X",
+            "pid": shift + each.rank,
+            "tid": thread,
+            "ts": each.start * _MICRO,
+            "dur": (each.end - each.start) * _MICRO,
+            "name": name,
+            "cat": each.kind,
+            "args": arguments,
+        }
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------------------
+
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _FOOT = 1200, 110, 84, 62, 30
 _ACTION = re.compile(r"\d+([FBIW])\d+")
@@ -54,34 +146,6 @@ _STYLE = f"""{palette("t", _COLOURS)}
 .t .C {{ fill: var(--C) }} .t .M {{ fill: var(--M) }}"""
 
 
-class Drawable(Protocol):
-    """What is drawn: a ``Timeline``."""
-
-    @property
-    def title(self) -> str:
-        """What it is."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Devices."""
-
-    @property
-    def computed(self) -> Sequence[Slice]:
-        """Slices of computing, in order."""
-
-    @property
-    def communicated(self) -> Sequence[Slice]:
-        """Slices of communication, in order."""
-
-    @property
-    def memory(self) -> Sequence[MemoryCurve]:
-        """For each device; empty where nobody looked."""
-
-    @property
-    def end(self) -> float:
-        """When the last slice ends."""
-
-
 @dataclass(frozen=True)
 class _Row:
     """The heights of a device's row, in pixels."""
@@ -102,7 +166,7 @@ _ROWS = ((8, _Row(22, 6, 18, 8)), (24, _Row(14, 4, 10, 4)), (64, _Row(8, 3, 7, 3
 _SMALLEST = _Row(8, 2.5, 0, 2)
 
 
-def draw(timelines: Sequence[Drawable]) -> str:
+def _draw(timelines: Sequence[Timeline]) -> str:
     """An SVG of timelines on one scale of time, the rows of a device one below the other.
 
     Args:
@@ -131,13 +195,13 @@ def draw(timelines: Sequence[Drawable]) -> str:
     return document("t", _WIDTH, height, f"timeline of {n_rows} devices", _STYLE, parts)
 
 
-def _label(timelines: Sequence[Drawable], timeline: Drawable, rank: int, row: _Row) -> str:
+def _label(timelines: Sequence[Timeline], timeline: Timeline, rank: int, row: _Row) -> str:
     if row.height < 12 and rank % 4:
         return ""
     return f"rank {rank}" if len(timelines) == 1 else f"rank {rank} {timeline.title}"
 
 
-def _heading(timelines: Sequence[Drawable]) -> Iterator[str]:
+def _heading(timelines: Sequence[Timeline]) -> Iterator[str]:
     """Yield the titles of the timelines, and the legend of colours."""
     words = ", ".join(f"{timeline.title} {format_seconds(timeline.end)}" for timeline in timelines)
     yield f'<text class="h" x="{_LEFT}" y="20">{escape(words)}</text>'
@@ -164,7 +228,7 @@ def _axis(end: float, scale: float, height: float) -> Iterator[str]:
         yield f'<text class="f" x="{x:.1f}" y="{height - 10:.0f}" text-anchor="middle">{word}</text>'
 
 
-def _device(timeline: Drawable, rank: int, row: _Row, top: float, scale: float, largest: int, label: str) -> Iterator[str]:
+def _device(timeline: Timeline, rank: int, row: _Row, top: float, scale: float, largest: int, label: str) -> Iterator[str]:
     """One device's row."""
     if label:
         yield f'<text x="{_LEFT - 8}" y="{top + row.compute / 2 + 4:.1f}" text-anchor="end">{escape(label)}</text>'
