@@ -53,6 +53,7 @@ class Representatives:
         return Representatives(Mesh((("rank", n_ranks),)), {rank: rank for rank in range(n_ranks)})
 
 
+@gc_paused()
 def simulate_programs(
     programs: Sequence[Program],
     cluster: Cluster,
@@ -78,22 +79,7 @@ def simulate_programs(
         fusion: which operators one kernel does together, as compiled or hand-written code does.
         mixed_precision: whether the optimizer keeps 16-bit parameters and gradients in float32, too.
     """
-    everybody = representatives or Representatives.everybody(len(programs))
-    with gc_paused():
-        return _simulated(programs, cluster, cost_model, batch, optimizer, n_row_parts, everybody, fusion, mixed_precision)
-
-
-def _simulated(
-    programs: Sequence[Program],
-    cluster: Cluster,
-    cost_model: CostModel,
-    batch: int,
-    optimizer: str,
-    n_row_parts: int,
-    representatives: Representatives,
-    fusion: Fusion,
-    mixed_precision: bool,
-) -> Simulation:
+    representatives = representatives or Representatives.everybody(len(programs))
     prices: dict[Device, NodePrices] = {}
     templates: dict[Device, Templates] = {}
     work = []
