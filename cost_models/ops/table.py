@@ -130,13 +130,6 @@ def _recurrent_steps(vectors: int) -> Callable[[Call], Size]:
     return keeps
 
 
-def _cell_step(vectors: int) -> Callable[[Call], Size]:
-    def keeps(call: Call) -> Size:
-        return vectors * call.result.bytes
-
-    return keeps
-
-
 def _difference(call: Call) -> Size:
     return numel(call.shape("self")) * call.result.itemsize
 
@@ -146,24 +139,19 @@ def _root_mean_square(call: Call) -> Size:
     return _row_statistics(1)(call) + call.result.bytes
 
 
-def _recurrent(saves: tuple[str, ...], keeps: Callable[[Call], Size]) -> Operation:
-    return Operation(recurrent.layers, _recurrent_gradients, saves, keeps, family="recurrent")
+def _recurrent(saves: tuple[str, ...], vectors: int) -> Operation:
+    def gradients(call: Call) -> Mapping[str, Products]:
+        return {"params": recurrent.weight_gradients(call), "input": recurrent.input_gradient(call)}
 
-
-def _recurrent_gradients(call: Call) -> Mapping[str, Products]:
-    return {"params": recurrent.weight_gradients(call), "input": recurrent.input_gradient(call)}
+    return Operation(recurrent.layers, gradients, saves, _recurrent_steps(vectors), family="recurrent")
 
 
 def _recurrent_cell(vectors: int) -> Operation:
-    return Operation(recurrent.cell, _cell_gradients, ("input", "hx", "w_ih", "w_hh"), _cell_step(vectors), family="recurrent")
+    def gradients(call: Call) -> Mapping[str, Products]:
+        return dict.fromkeys(("input", "w_ih"), recurrent.cell(call))
 
-
-def _cell_gradients(call: Call) -> Mapping[str, Products]:
-    return dict.fromkeys(("input", "w_ih"), recurrent.cell(call))
-
-
-def _attention_gradients(call: Call) -> Mapping[str, Products]:
-    return {"query": attention_gradients(call)}
+    saves = ("input", "hx", "w_ih", "w_hh")
+    return Operation(recurrent.cell, gradients, saves, lambda call: vectors * call.result.bytes, family="recurrent")
 
 
 CONTRACTIONS: Mapping[Any, Operation] = {
@@ -180,10 +168,14 @@ CONTRACTIONS: Mapping[Any, Operation] = {
     **_lines(_product("input", "weight", family="convolution"), aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution),
     **_lines(_product("input", "weight", family="convolution"), aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),
     aten.scaled_dot_product_attention: Operation(
-        attention, _attention_gradients, ("query", "key", "value", "attn_mask", "result"), _attention_rows, family="attention"
+        products=attention,
+        gradients=lambda call: {"query": attention_gradients(call)},
+        saves=("query", "key", "value", "attn_mask", "result"),
+        keeps=_attention_rows,
+        family="attention",
     ),
-    **_lines(_recurrent(("input",), _recurrent_steps(7)), aten.lstm, aten.gru),
-    **_lines(_recurrent(("input", "hx"), _recurrent_steps(1)), aten.rnn_tanh, aten.rnn_relu),
+    **_lines(_recurrent(("input",), vectors=7), aten.lstm, aten.gru),
+    **_lines(_recurrent(("input", "hx"), vectors=1), aten.rnn_tanh, aten.rnn_relu),
     aten.lstm_cell: _recurrent_cell(5),
     aten.gru_cell: _recurrent_cell(6),
 }
