@@ -238,7 +238,8 @@ def _line(target: OpOverload) -> Operation:
     """Return the table's line of an operator, or one for operators that only differentiated graphs have."""
     name = target.overloadpacket.__name__
     if name.startswith("_scaled_dot_product"):
-        return Operation(_attention_backward if name.endswith("_backward") else _attention_forward, family="attention")
+        products = attention_gradients if name.endswith("_backward") else attention
+        return Operation(lambda call: products(_flash(call)), family="attention")
     if packet(target) is aten.convolution_backward:
         return Operation(_convolution_backward, family="convolution")
     return line_of(target) or Operation(family=_family(target))
@@ -265,14 +266,6 @@ def _flash(call: Call) -> Call:
     query, value = call.shape("query"), call.shape("value")
     result = TensorSpec((*query[:-1], value[-1]), call.arguments["query"].dtype)
     return Call.numbered(plain, [(name, known.get(name)) for name in names], (result,))
-
-
-def _attention_forward(call: Call) -> Products:
-    return attention(_flash(call))
-
-
-def _attention_backward(call: Call) -> Products:
-    return attention_gradients(_flash(call))
 
 
 def _convolution_backward(call: Call) -> Products:
