@@ -84,29 +84,24 @@ def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], d
 
 def attention(call: Call) -> Products:
     """Scores, then their sum over the values."""
-    loops = loops_of_call(call)
-    if loops is None:
-        return ()
-    query, key, value, scores, result = _attention_terms(call, loops)
-    sizes = _sizes(loops)
-    return (_product(query, key, scores, sizes), _product(scores, value, result, sizes))
+    return _attention_products(call, ("query", "key", "scores"), ("scores", "value", "result"))
 
 
 def attention_gradients(call: Call) -> Products:
     """The scores again (FlashAttention, arXiv 2205.14135), and the gradients of scores, queries, keys and values: five products."""
+    of_scores, of_queries, of_keys = ("result", "value", "scores"), ("scores", "key", "query"), ("scores", "query", "key")
+    return _attention_products(call, ("query", "key", "scores"), of_scores, of_queries, of_keys, ("scores", "result", "value"))
+
+
+def _attention_products(call: Call, *products: tuple[str, str, str]) -> Products:
+    """Products (one operand, the other, what they make); scores have the loops of queries and keys that are not summed."""
     loops = loops_of_call(call)
     if loops is None:
         return ()
-    query, key, value, scores, result = _attention_terms(call, loops)
-    pairs = [(query, key, scores), (result, value, scores), (scores, key, query), (scores, query, key), (scores, result, value)]
-    return tuple(_product(one, other, kept, _sizes(loops)) for one, other, kept in pairs)
-
-
-def _attention_terms(call: Call, loops: Loops) -> tuple[frozenset[int], ...]:
-    """Loops of queries, keys, values, scores and the result; scores have those of queries and keys that are not summed."""
-    query, key, value = (_factors(loops.operands[call.operand_indices(name)[0]]) for name in ("query", "key", "value"))
-    result = _factors(loops.results[0])
-    return query, key, value, (query & result) | (key & value), result
+    terms = {name: _factors(loops.operands[call.operand_indices(name)[0]]) for name in ("query", "key", "value")}
+    terms["result"] = _factors(loops.results[0])
+    terms["scores"] = (terms["query"] & terms["result"]) | (terms["key"] & terms["value"])
+    return tuple(_product(terms[one], terms[other], terms[made], _sizes(loops)) for one, other, made in products)
 
 
 def _terms(call: Call, loops: Loops, names: Sequence[str], *, windowed: bool) -> tuple[list[frozenset[int]], Sequence[Size]]:
