@@ -156,7 +156,15 @@ def _curve(moments: Sequence[_Moment], totals: Sequence[int]) -> MemoryCurve:
     """Of the moments at one time, the highest and the last."""
     times, sizes = [0.0], [totals[0]]
     for moment, most in zip(moments[1:], totals[1:], strict=True):
-        _extend(times, sizes, moment.time, sum(moment.after), most)
+        time, after = moment.time, sum(moment.after)
+        if most > after:
+            times += [time, time]
+            sizes += [most, after]
+        elif times[-2:] == [time, time] and sizes[-1] <= max(after, sizes[-2]):
+            sizes[-2], sizes[-1] = max(sizes[-2], after), after
+        else:
+            times.append(time)
+            sizes.append(after)
     return MemoryCurve(tuple(times), tuple(sizes))
 
 
@@ -175,18 +183,6 @@ def _in_order(run: RankRun) -> list[tuple[float, Change]]:
         for change in run.changes
     ]
     return sorted(timed, key=lambda each: each[0])
-
-
-def _extend(times: list[float], sizes: list[int], time: float, total: int, above: int) -> None:
-    """Append a point to the curve; of several at one time, keep the highest and the last."""
-    if above > total:
-        times += [time, time]
-        sizes += [above, total]
-    elif len(times) > 1 and times[-1] == time and times[-2] == time and sizes[-1] <= max(total, sizes[-2]):
-        sizes[-2], sizes[-1] = max(sizes[-2], total), total
-    else:
-        times.append(time)
-        sizes.append(total)
 
 
 def _alive(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage]) -> tuple[Alive, ...]:
