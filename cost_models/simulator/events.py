@@ -81,22 +81,20 @@ class RankRun:
     finish: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class _Underway:
     """A transfer of all its ranks."""
 
-    __slots__ = ("begun", "end", "parts", "passage", "rate", "remaining", "updated", "version", "waiting", "wanted")
-
-    def __init__(self) -> None:
-        self.parts: dict[int, Transfer] = {}
-        self.passage: Passage | None = None
-        self.begun = 0.0
-        self.remaining = 0.0
-        self.rate = 0.0
-        self.updated = 0.0
-        self.version = 0
-        self.end: float | None = None
-        self.waiting: list[int] = []
-        self.wanted: dict[int, float] = {}
+    parts: dict[int, Transfer] = field(default_factory=dict)
+    passage: Passage | None = None
+    begun: float = 0.0
+    remaining: float = 0.0
+    rate: float = 0.0
+    updated: float = 0.0
+    version: int = 0
+    end: float | None = None
+    waiting: list[int] = field(default_factory=list)
+    wanted: dict[int, float] = field(default_factory=dict)
 
 
 Traffic: TypeAlias = dict[tuple[int, ...], dict[tuple[int, int], float]]
@@ -187,7 +185,7 @@ class _Machine:
             time += _host_delay(self.runs[rank], underway, wanted)
         else:
             self._post(underway, rank, step.transfer, time)
-        _change(self.runs[rank], step, time)
+        _change(self.runs[rank], step, time, time)
         self._position[rank] = position + 1
         self._advance(rank, time)
 
@@ -269,21 +267,15 @@ def _compute(rank: int, run: RankRun, step: Step, time: float) -> float:
     end = time + step.seconds
     if step.rise is not None:
         run.changes.append(Change(time + step.rise.offset, None, made=True, rise=step.rise))
-        _change(run, step, end)
-    else:
-        run.changes += [Change(time, storage, made=True) for storage in step.made]
-        run.changes += [Change(end, storage, made=False) for storage in step.dropped]
+    _change(run, step, time if step.rise is None else end, end)
     if step.seconds:
         run.busy += step.seconds
         run.computed.append(Slice(rank, step.name, step.section, time, end, "compute"))
     return end
 
 
-def _change(run: RankRun, step: Step, time: float) -> None:
-    """Record a communication step's changes of memory at one time; a wait frees its buffer before it makes its result."""
-    if step.kind == "wait":
-        run.changes += [Change(time, storage, made=False) for storage in step.dropped]
-        run.changes += [Change(time, storage, made=True) for storage in step.made]
-    else:
-        run.changes += [Change(time, storage, made=True) for storage in step.made]
-        run.changes += [Change(time, storage, made=False) for storage in step.dropped]
+def _change(run: RankRun, step: Step, begin: float, end: float) -> None:
+    """Record that a step makes memory when it begins and frees memory when it ends; a wait frees its buffer before it makes its result."""
+    made = [Change(begin, storage, made=True) for storage in step.made]
+    dropped = [Change(end, storage, made=False) for storage in step.dropped]
+    run.changes += dropped + made if step.kind == "wait" else made + dropped
