@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, TypeAlias
@@ -145,20 +145,15 @@ def _hierarchy(group: Group, cluster: Cluster, at_once: Sequence[Group]) -> list
     found: list[tuple[int, Link]] = []
     units: list[Group] = [(rank,) for rank in group]
     for level in _levels(cluster):
-        joined = [tuple(part for part in parts) for _, parts in groupby(units, key=lambda unit: cluster.places[unit[0]] // level.size)]
+        joined = [tuple(parts) for _, parts in groupby(units, key=lambda unit: cluster.places[unit[0]] // level.size)]
         count = len(joined[0])
         if any(len(parts) != count for parts in joined):
             return []
         if count > 1:
             # Every rank of a unit reduces its part with its counterparts in the other units, all at the same time.
-            rings = [ring for parts in joined for ring in _counterparts(parts)]
+            rings: list[Group] = [ring for parts in joined for ring in zip(*parts, strict=True)]
             links = message_links([pair for ring in (*rings, *at_once) for pair in _ring(ring)], cluster)
             crossing = links[: sum(len(ring) for ring in rings)]
             found.append((count, min(crossing, key=lambda link: link.bandwidth)))
         units = [tuple(rank for part in parts for rank in part) for parts in joined]
     return found
-
-
-def _counterparts(units: Sequence[Group]) -> Iterator[Group]:
-    """The first ranks of all units, the second ones, ..."""
-    yield from zip(*units, strict=True)
