@@ -11,7 +11,6 @@ collectives, sizes divided by other dimensions. So the plan of that choice is co
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Collection, Iterator
 
@@ -27,12 +26,12 @@ _NEVER = ("batch", "rest")
 """Names of axes that no contender shards."""
 
 
-def contending_axes(model: CuttableModel, mesh: Mesh, constraints: Constraints) -> Iterator[tuple[Constraints, bool]]:
-    """Yield the constraints with other axes for the tensor, sequence or tile dimension of a mesh; none if the user named axes.
+def contending_axes(model: CuttableModel, mesh: Mesh, constraints: Constraints) -> Iterator[tuple[tuple[str, ...], str, bool]]:
+    """Yield other axes for the tensor, sequence or tile dimension of a mesh; none if the user named axes.
 
     Returns:
-        Pairs (constraints, whether they are what the mode means: tensor dimensions shard axes of parameters, and the sequence with them;
-        tiles shard space).
+        (names of axes, the mesh dimension that shards them, whether they are what the mode means: tensor dimensions shard axes of
+        parameters, and the sequence with them; tiles shard space).
     """
     if constraints.axes or constraints.tp_plan or mesh.widths:
         return
@@ -44,7 +43,7 @@ def contending_axes(model: CuttableModel, mesh: Mesh, constraints: Constraints) 
             if names == (dimension,):
                 continue  # the sequence over "sequence": that mode shards it without constraints
             is_of_mode = all(_is_usual(dimension, name, of_parameters=kinds[name]) for name in names)
-            yield dataclasses.replace(constraints, axes=dict.fromkeys(names, dimension)), is_of_mode
+            yield names, dimension, is_of_mode
 
 
 def _sets_of_names(names: Collection[str]) -> list[tuple[str, ...]]:

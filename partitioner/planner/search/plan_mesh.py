@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
-from partitioner.options.constraints import TENSOR, Constraints
+from partitioner.options.constraints import TENSOR
 from partitioner.planner.constraints.axes import check_dimensions, check_sharded, named_dimensions
 from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_length
 from partitioner.planner.request import PlanRequest
@@ -84,9 +84,10 @@ class _Sharder:
     def contenders(self, known: Sequence[Sharding]) -> list[Sharding]:
         """Return the mesh with other axes that a user could name, without the cuts of the known shardings."""
         cuts, contenders = [sharding.cut for sharding in known], list[Sharding]()
-        for constraints, is_of_mode in contending_axes(self._model, self._mesh, self._request.constraints):
+        for names, dimension, is_of_mode in contending_axes(self._model, self._mesh, self._request.constraints):
+            constraints = dataclasses.replace(self._request.constraints, axes=dict.fromkeys(names, dimension))
             named = dataclasses.replace(self._request, constraints=constraints)
-            words = " and ".join(f"{', '.join(names)} over {dimension}" for dimension, names in _by_dimension(constraints).items())
+            words = f"{', '.join(names)} over {dimension}"
             with contextlib.suppress(ConfigError):  # nothing could be sharded by these
                 for sharding in self.shardings(self._model.constrained(constraints), named):
                     if not any(sharding.cut is cut for cut in cuts):
@@ -101,14 +102,6 @@ class _Sharder:
         submeshes = submesh_parts(cut, mesh, request.batchnorm, self._links) if mesh.widths else None
         of_stages = dataclasses.replace(self._request, mode=stages_mode(mesh, request.n_microbatches))
         return Sharding(MeshProblem(mesh, cut.part, self._cluster, of_stages, self._cost_model, self._links, submeshes), cut)
-
-
-def _by_dimension(constraints: Constraints) -> dict[str, list[str]]:
-    """Return mesh dimension -> the names of the axes that the user assigns to it."""
-    names_of: dict[str, list[str]] = {}
-    for name, dimension in (constraints.axes or {}).items():
-        names_of.setdefault(dimension, []).append(name)
-    return names_of
 
 
 def _extra_axes_choices(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bool, ...]:
