@@ -8,7 +8,7 @@ from typing import Any
 
 from cost_models.simulator.storages import Held
 from passes.ir.comm import primitives as communication
-from passes.ir.comm.index_ranges import segments
+from passes.ir.comm.index_ranges import largest_message
 
 __all__ = ["copied_bytes", "moved_bytes"]
 
@@ -68,13 +68,5 @@ def _leads(shape: Sequence[int], dim: int) -> bool:
 
 def _most_given(tensors: Sequence[Held], dims: Sequence[int], keywords: Mapping[str, Any]) -> int:
     """The most bytes that one rank gives another in a halo exchange."""
-    most = 0
-    for tensor, dim, owned, wanted in zip(tensors, dims, keywords["owned"], keywords["wanted"], strict=True):
-        counts = [
-            sum(copy.count for copy in copies)
-            for reader, each in enumerate(segments(tuple(owned), wanted))
-            for owner, copies in enumerate(each)
-            if owner != reader
-        ]
-        most += tensor.bytes // tensor.shape[dim] * max(counts, default=0)
-    return most
+    halos = zip(tensors, dims, keywords["owned"], keywords["wanted"], strict=True)
+    return sum(tensor.bytes // tensor.shape[dim] * largest_message(tuple(owned), wanted) for tensor, dim, owned, wanted in halos)

@@ -33,7 +33,7 @@ from partitioner.planner.solvers.stage_problem import Floats
 from passes.analysis.axes import Axes, returned_values
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from passes.ir.comm.index_ranges import segments
+from passes.ir.comm.index_ranges import largest_message
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.rules.loops import Size
@@ -248,17 +248,12 @@ def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, fl
     for slide, place in slides:
         if slide.is_local or slide.owned is None:
             continue
-        message_lengths = [
-            sum(copy.count for copy in copies)
-            for reader, by_owner in enumerate(segments(slide.owned, slide.wanted))
-            for owner, copies in enumerate(by_owner)
-            if reader != owner
-        ]
         operand = axes.operands[node.name][place]
         (part,) = sizes.operands(node)[operand]
         backward: Collective | None = "halo_exchange" if operand.name in flowing else None
         key = (operand.name, slide.over, slide.window.dimension, slide.wanted)
-        yield key, Exchange(node.name, part.bytes * max(message_lengths) / max(slide.owned), slide.over, "halo_exchange", backward)
+        size = part.bytes * largest_message(slide.owned, slide.wanted) / max(slide.owned)
+        yield key, Exchange(node.name, size, slide.over, "halo_exchange", backward)
 
 
 def _decomposed_reductions(

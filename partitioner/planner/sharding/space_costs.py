@@ -22,7 +22,7 @@ from cost_models.hardware.clusters import Device
 from partitioner.planner.costs.collectives import Exchange, collectives_between
 from partitioner.planner.sharding.axis_costs import WORTH, contractions_of
 from passes.analysis.axes import Axes
-from passes.ir.comm.index_ranges import segments, to_text
+from passes.ir.comm.index_ranges import largest_message, to_text
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Replicate, Shard, Varying
@@ -106,11 +106,7 @@ class SpacePrices:
         owned = self._shard_lengths(self._axes.under(name, window))
         ends = [sum(steps[:rank]) for rank in range(len(steps) + 1)]
         wanted = to_text(window.reach.reads(*ends[rank : rank + 2]) for rank in range(len(steps)))
-        largest = 0
-        for rank, by_owner in enumerate(segments(owned, wanted)):
-            for owner, copies in enumerate(by_owner):
-                if owner != rank:
-                    largest = max(largest, sum(copy.count for copy in copies))
+        largest = largest_message(owned, wanted)
         if not largest:
             return 0.0
         size = self._numbers[self._cost.bytes[operand.name]] * self._ranks.share * largest / sum(owned)

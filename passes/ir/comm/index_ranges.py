@@ -26,6 +26,7 @@ __all__ = [
     "Segment",
     "forward_runs",
     "from_text",
+    "largest_message",
     "length",
     "put_copies",
     "put_runs",
@@ -147,6 +148,17 @@ def segments(owned: tuple[int, ...], wanted: str) -> tuple[tuple[Segment, ...], 
             place += run.count
         of_readers.append(tuple(tuple(copies) for copies in by_owner))
     return tuple(of_readers)
+
+
+def largest_message(owned: tuple[int, ...], wanted: str) -> int:
+    """Return the most elements that one rank sends another; arguments as for ``segments``."""
+    messages = (
+        sum(copy.count for copy in copies)
+        for reader, by_owner in enumerate(segments(owned, wanted))
+        for owner, copies in enumerate(by_owner)
+        if reader != owner
+    )
+    return max(messages, default=0)
 
 
 def _copies_of_run(run: Run, place: int, starts: Sequence[int], owned: Sequence[int]) -> Iterator[tuple[int, Copy]]:
