@@ -82,7 +82,7 @@ class ModelPart:
     @property
     def points(self) -> CutPoints:
         """The units of the whole model, between which stages may be cut."""
-        return self.source.all_points
+        return self.source.points if self.source.unfolding is None else self.source.unfolding.points
 
     @property
     def n_row_parts(self) -> int:
@@ -210,11 +210,6 @@ class PartGraph:
     whole: ModelGraph
     unfolding: Expansion | None = None
     known_seconds: dict[Hashable, Triple] = field(default_factory=dict)
-
-    @property
-    def all_points(self) -> CutPoints:
-        """The units of the whole model."""
-        return self.points if self.unfolding is None else self.unfolding.points
 
     @cached_property
     def users(self) -> dict[str, tuple[int, ...]]:
