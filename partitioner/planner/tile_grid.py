@@ -23,8 +23,6 @@ __all__ = ["best_grid", "factorizations", "fits", "tile_axes", "with_grid"]
 
 def with_grid(axes: Axes, mesh: Mesh) -> Mesh:
     """Return the mesh with its tile dimension replaced by those of the best grid; raise as ``best_grid`` does."""
-    if TILE not in mesh.names:
-        return mesh
     grid = best_grid(axes, mesh.length(TILE))
     dimensions: list[tuple[str, int]] = []
     for name, length in mesh.dimensions:

@@ -18,7 +18,7 @@ from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.axis_problem import AxisChoice, AxisProblem
 from partitioner.planner.sharding.rank_shard import ModelPart, PartGraph, axis_cut, cut_part, part_graph, whole_part
-from partitioner.planner.sharding.spatial import Hardware, HybridAxes, SpaceProblem, may_be_hybrid
+from partitioner.planner.sharding.spatial import Hardware, SpaceProblem, may_be_hybrid
 from partitioner.planner.tile_grid import fits, tile_axes, with_grid
 from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, short_names, space_axes
@@ -161,26 +161,25 @@ class CuttableModel:
     def _assign(self, cutting: Mesh, extra_axes: bool, limit: float) -> _Assignment:
         """Choose the axes to shard: those that constraints name, and the cheapest others."""
         in_tiles = any(name in TILES for name in cutting.names)
-        hybrid = self._hybrid_axes(cutting) if extra_axes and in_tiles else None
-        fixed_batch = hybrid is not None and hybrid.fixed_batch
+        of_tiles, fixed_batch = self._hybrid_axes(cutting) if extra_axes and in_tiles else (None, False)
         source = self._part_graph(cutting, fixed_batch=fixed_batch)
         axes, names = self._find_axes(source.graph, cutting, fixed_batch=fixed_batch)
         graph = _with_divisible_batch(source.graph, cutting)
         fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
         chosen = {name: self._axes_of_dimension(source, graph, axes, names, cutting, name, fixed, limit) for name in cutting.names}
-        if hybrid is not None:
-            chosen |= hybrid.chosen
+        if of_tiles is not None:
+            chosen |= of_tiles
         elif extra_axes and TENSOR not in chosen:
             chosen[DATA] = self._batch_and_weight_axes(source, graph, axes, cutting, limit)
         assigned = {name: choice.axes for name, choice in chosen.items()}
-        if extra_axes and TENSOR in assigned and hybrid is None:
+        if extra_axes and TENSOR in assigned and of_tiles is None:
             assigned[TENSOR] = (*_sequence_axes(axes, names, cutting, assigned), *assigned[TENSOR])
         gap = max((choice.gap for choice in chosen.values() if choice.gap is not None), default=None)
         return _Assignment(source, graph, axes, names, assigned, gap, fixed_batch)
 
     def with_grid(self, mesh: Mesh) -> Mesh:
         """Return the mesh with its tile dimension, if any, replaced by a grid."""
-        if TILE not in mesh.names:
+        if TILE not in mesh.names:  # then axes need not be found
             return mesh
         graph = self._part_graph(mesh).graph
         return with_grid(self._find_axes(graph, mesh.cutting)[0], mesh)
@@ -208,25 +207,25 @@ class CuttableModel:
         """Whether the planner chose the mesh, not the user."""
         return self._clock_rate is not None and not self._clock_rate.asked
 
-    def _hybrid_axes(self, cutting: Mesh) -> HybridAxes:
-        """Choose the axes of tile dimensions. If a graph with a fixed batch size allows it, tiles may also shard the batch."""
+    def _hybrid_axes(self, cutting: Mesh) -> tuple[dict[str, AxisChoice], bool]:
+        """Return the axes of tile dimensions, with the batch if a graph with a fixed batch size allows it; and whether it does."""
         assert self._hardware is not None
         if self._may_shard_batch_unevenly(cutting):
-            hybrid, shards_batch = self._solve_hybrid(self._hardware, cutting, fixed_batch=True)
+            chosen, shards_batch = self._solve_hybrid(self._hardware, cutting, fixed_batch=True)
             if shards_batch:
-                return hybrid
-        return self._solve_hybrid(self._hardware, cutting, fixed_batch=False)[0]
+                return chosen, True
+        return self._solve_hybrid(self._hardware, cutting, fixed_batch=False)[0], False
 
-    def _solve_hybrid(self, hardware: Hardware, cutting: Mesh, *, fixed_batch: bool) -> tuple[HybridAxes, bool]:
-        """Return the axes of tile dimensions in one of the graphs, and whether the batch is among them."""
+    def _solve_hybrid(self, hardware: Hardware, cutting: Mesh, *, fixed_batch: bool) -> tuple[dict[str, AxisChoice], bool]:
+        """Return the axes of tile dimensions in one of the graphs, and whether axes of the batch are among them."""
         source = self._part_graph(cutting, fixed_batch=fixed_batch)
         axes, names = self._find_axes(source.graph, cutting, fixed_batch=fixed_batch)
         cost = graph_cost(source.graph, differentiate=source.graph.training, reading=source.reading)
         fixed = constrained_axes(source.graph, axes, names, cutting, self._request.constraints)
         ranks = hardware.along(cutting, self._request.n_microbatches or 1)
-        problem = SpaceProblem(source.graph, axes, cost, cutting, ranks, fixed, free=self._is_free)
-        hybrid = HybridAxes(problem.solve(), fixed_batch)
-        return hybrid, hybrid.cuts(batch_axes(source.graph, axes))
+        chosen = SpaceProblem(source.graph, axes, cost, cutting, ranks, fixed, free=self._is_free).solve()
+        batch = batch_axes(source.graph, axes)
+        return chosen, any(axis in batch for choice in chosen.values() for axis in choice.axes)
 
     def _may_shard_batch_unevenly(self, cutting: Mesh) -> bool:
         """Return whether the batch could be sharded unevenly, as any other axis, in a graph with a fixed batch size."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.cost_model import CostModel
@@ -33,7 +33,7 @@ from passes.analysis.axis_names import batch_axes, space_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, TILES, Mesh
 
-__all__ = ["Hardware", "HybridAxes", "SpaceProblem", "may_be_hybrid"]
+__all__ = ["Hardware", "SpaceProblem", "may_be_hybrid"]
 
 
 def may_be_hybrid(axes: Axes, cutting: Mesh, fixed: Mapping[str, Sequence[int]], *, free: bool) -> bool:
@@ -62,23 +62,6 @@ class Hardware:
         return {
             name: Ranks(device, links[name], self.cost_model, count / cutting.size / n_microbatches) for name, count in cutting.dimensions
         }
-
-
-@dataclass(frozen=True)
-class HybridAxes:
-    """The axes that tile dimensions shard.
-
-    Attributes:
-        chosen: mesh dimension -> its axes.
-        fixed_batch: whether these are axes of the graph with a fixed batch size.
-    """
-
-    chosen: Mapping[str, AxisChoice]
-    fixed_batch: bool
-
-    def cuts(self, axes: Collection[int]) -> bool:
-        """Return whether tiles shard any of these axes."""
-        return any(axis in each.axes for each in self.chosen.values() for axis in axes)
 
 
 @dataclass(frozen=True)
