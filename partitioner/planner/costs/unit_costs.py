@@ -22,8 +22,7 @@ import numpy as np
 from cost_models.hardware.clusters import Device
 from partitioner.planner.costs.cut_points import Expansion
 from partitioner.planner.costs.time_fractions import TimeFractions
-from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, TransientMemory, Units
+from partitioner.planner.solvers.stage_problem import Floats, Gathered, Integers, Shared, TransientMemory, Units
 from passes.autograd.recompute import Recompute
 
 __all__ = ["LIMITS", "Amounts", "MicrobatchCosts", "MicrobatchTimes", "UnitCosts", "repeat", "stack"]
@@ -199,7 +198,7 @@ def repeat(costs: UnitCosts, expansion: Expansion) -> UnitCosts:
     )
 
 
-Gathers = tuple[tuple[GatheredValue, ...], tuple[GatheredGradient, ...]]
+Gathers = tuple[tuple[Gathered, ...], tuple[Gathered, ...]]
 
 
 def stack(

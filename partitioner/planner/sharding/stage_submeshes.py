@@ -27,7 +27,7 @@ from partitioner.planner.costs.unit_costs import UnitCosts, stack
 from partitioner.planner.pipeline.candidate import StageSums
 from partitioner.planner.sharding.model import MeshCut
 from partitioner.planner.sharding.rank_shard import ModelPart, axis_cut, cut_part
-from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
+from partitioner.planner.solvers.stage_problem import Gathered
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.layout import Replicate, Shard
@@ -79,18 +79,18 @@ class SubmeshParts:
         table_of_kind = [widths.index(width_of[kind]) for kind in kinds]
         return stack(table_of_kind, [tables[width] for width in widths], tables[1], lambda rows: self._gathers(table_of_kind, rows))
 
-    def _gathers(self, table_of_kind: Sequence[int], rows: int) -> tuple[tuple[GatheredValue, ...], tuple[GatheredGradient, ...]]:
+    def _gathers(self, table_of_kind: Sequence[int], rows: int) -> tuple[tuple[Gathered, ...], tuple[Gathered, ...]]:
         """Return the values, and the gradients, that stages gather before sending; ``table_of_kind``: kind -> number of its width."""
         by_width = [self._gather_costs(width, rows) for width in sorted(set(self.mesh.widths))]
-        values, gradients = list[GatheredValue](), list[GatheredGradient]()
+        values, gradients = list[Gathered](), list[Gathered]()
         source = self.by_width[1].source
         for value in source.points.values:
             costs = [costs_of_nodes.get(value.node, _REPLICATED) for costs_of_nodes in by_width]
             if any(cost != _REPLICATED for cost in costs):
                 seconds, sizes, gradient_seconds, gradient_sizes = zip(*(costs[place] for place in table_of_kind), strict=True)
                 for producer, *readers in source.places((value.producer, *value.readers)):
-                    values.append(GatheredValue(seconds, sizes, producer, readers[-1]))
-                    gradients.append(GatheredGradient(gradient_seconds, gradient_sizes, producer, tuple(readers)))
+                    values.append(Gathered(seconds, sizes, producer, tuple(readers[-1:])))
+                    gradients.append(Gathered(gradient_seconds, gradient_sizes, producer, tuple(readers)))
         return tuple(values), tuple(gradients)
 
     def _gather_costs(self, width: int, rows: int) -> dict[str, _GatherCost]:

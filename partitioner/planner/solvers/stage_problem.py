@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from partitioner.schedules.kind import Awaiting
 
 __all__ = [
     "Floats",
+    "Gathered",
     "Integers",
     "Shared",
     "StageProblem",
@@ -159,6 +159,28 @@ class Value(NamedTuple):
     gradient_size: int
 
 
+class Gathered(NamedTuple):
+    """A tensor that is sharded over the ranks of its stage, and gathered before it is sent to another: a value, or a value's gradient.
+
+                stage of two ranks       boundary       stage of other ranks
+    value       shards  -> gathered  ->  whole      ->  each rank takes its shard
+    gradient    each rank takes its  <-  whole      <-  gathered <- shards
+                shard
+
+    Attributes:
+        seconds: of the gather, in the forward or in the input half of the backward, for each kind of stage.
+        size: bytes of the gathered tensor, beside the shards, for each kind of stage.
+        producer: the unit that computes the value; its stage gathers no gradient.
+        readers: of a value, the last unit that reads it: its stage gathers once, unless that unit is in the same stage. Of a gradient, all
+            units that read the value: every other stage of one gathers once.
+    """
+
+    seconds: tuple[float, ...]
+    size: tuple[float, ...]
+    producer: int
+    readers: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class TransientMemory:
     """Memory of a stage while it computes, beside permanent memory and the saved activations of all microbatches in flight.
@@ -266,8 +288,8 @@ class Units:
     gradients: tuple[Shared, ...] = ()
     summed: float = 0.0
     working: TransientMemory | tuple[TransientMemory, ...] | None = None
-    gathered_values: tuple[GatheredValue, ...] = ()
-    gathered_gradients: tuple[GatheredGradient, ...] = ()
+    gathered_values: tuple[Gathered, ...] = ()
+    gathered_gradients: tuple[Gathered, ...] = ()
 
     def __len__(self) -> int:
         return int(self.time.shape[0])
@@ -318,12 +340,12 @@ class Units:
     @cached_property
     def gathered_value_seconds(self) -> Uses:
         """The last use of each of ``gathered_values``, (U, K) seconds: for ``Uses.sent_per_stage``."""
-        return uses(((item.seconds, (item.reader,), item.producer) for item in self.gathered_values), self.n_kinds)
+        return uses(((item.seconds, item.readers, item.producer) for item in self.gathered_values), self.n_kinds)
 
     @cached_property
     def gathered_value_bytes(self) -> Uses:
         """The same in bytes."""
-        return uses(((item.size, (item.reader,), item.producer) for item in self.gathered_values), self.n_kinds)
+        return uses(((item.size, item.readers, item.producer) for item in self.gathered_values), self.n_kinds)
 
     @cached_property
     def gathered_gradient_seconds(self) -> Uses:

@@ -253,7 +253,7 @@ def received(units: Units, runs: tuple[range, ...], action: Action) -> int:
 
 def at_borders(units: Units, run: range, kind: int) -> float:
     """What a stage makes whole to send it, and what it reads in parts."""
-    gathered = (item.size[kind] for item in units.gathered_values if item.producer in run and item.reader >= run.stop)
+    gathered = (item.size[kind] for item in units.gathered_values if item.producer in run and item.readers[-1] >= run.stop)
     parted = (item.size[kind] for item in units.gathered_gradients if item.producer < run.start and set(item.readers) & set(run))
     return sum(gathered) + sum(parted)
 

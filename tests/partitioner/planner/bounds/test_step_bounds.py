@@ -14,10 +14,9 @@ from partitioner.planner.bounds.v_schedules import least_on_v
 from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
 from partitioner.planner.pipeline.candidates import Candidate
-from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from partitioner.planner.solvers.branch_and_bound import fastest_cuts, promising_cuts
 from partitioner.planner.solvers.critical_paths import PathCosts
-from partitioner.planner.solvers.stage_problem import Floats, Shared, StageProblem, Units, Value
+from partitioner.planner.solvers.stage_problem import Floats, Gathered, Shared, StageProblem, Units, Value
 from partitioner.planner.solvers.stage_tables import best_bottleneck
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.clocks.order import Order, order_of
@@ -43,8 +42,8 @@ class Case:
     replicas: tuple[int, ...] = ()
     kinds: tuple[int, ...] = ()
     fixed: tuple[Shared, ...] = ()
-    gathered: tuple[GatheredValue, ...] = ()
-    parted: tuple[GatheredGradient, ...] = ()
+    gathered: tuple[Gathered, ...] = ()
+    parted: tuple[Gathered, ...] = ()
     limit: float = np.inf
 
     @property
@@ -99,7 +98,7 @@ class Case:
             send = sum(self.latency[stage] + 0.01 * size for size in leaving)
             back = sum(self.latency[stage - 1] + 0.01 * size for size in entering if size)
             forward, *backward = self.halves[:, start:end, self.kind[stage]].sum(axis=1)
-            forward += sum(item.seconds[self.kind[stage]] for item in self.gathered if start <= item.producer < end <= item.reader)
+            forward += sum(item.seconds[self.kind[stage]] for item in self.gathered if start <= item.producer < end <= item.readers[-1])
             parted = (item for item in self.parted if item.producer < start and set(item.readers) & set(range(start, end)))
             backward[0] += sum(item.seconds[self.kind[stage]] for item in parted)
             times.append(StageTimes(*map(float, (forward, *backward, send, back))))
@@ -153,8 +152,8 @@ def unlike(case: Case, seed: int) -> Case:
     def seconds() -> tuple[float, ...]:
         return tuple(draw.choice((0.0, 0.5, 3.0)) for _ in range(n_kinds))
 
-    gathered = [GatheredValue(seconds(), nothing, each.producer, each.readers[-1]) for each in case.values if draw.random() < 0.6]
-    parted = [GatheredGradient(seconds(), nothing, each.producer, each.readers) for each in case.values if draw.random() < 0.4]
+    gathered = [Gathered(seconds(), nothing, each.producer, each.readers[-1:]) for each in case.values if draw.random() < 0.6]
+    parted = [Gathered(seconds(), nothing, each.producer, each.readers) for each in case.values if draw.random() < 0.4]
     kinds = tuple(draw.randrange(n_kinds) for _ in range(case.n_stages))
     limited = replace(case, halves=case.halves * factors, kinds=kinds, fixed=fixed, gathered=tuple(gathered), parted=tuple(parted))
     whole = sum(sum(item.amount) for item in fixed if isinstance(item.amount, tuple)) / n_kinds

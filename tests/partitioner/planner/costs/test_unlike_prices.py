@@ -23,9 +23,8 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.describe import bound_by
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.rank_shard import ModelPart
-from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from partitioner.planner.solvers.min_max_dp import solve
-from partitioner.planner.solvers.stage_problem import Integers, Uses, stages_of
+from partitioner.planner.solvers.stage_problem import Gathered, Integers, Uses, stages_of
 from partitioner.tracing.trace import trace
 from passes.ir.mesh import Mesh
 
@@ -48,10 +47,10 @@ class Widths(NamedTuple):
     unlike: UnitCosts
 
 
-def borders(rows: int) -> tuple[tuple[GatheredValue, ...], tuple[GatheredGradient, ...]]:
+def borders(rows: int) -> tuple[tuple[Gathered, ...], tuple[Gathered, ...]]:
     nothing = (0.0, 0.0)
-    gathered = GatheredValue((rows * 0.5, 0.0), nothing, 0, 4), GatheredValue((rows * 0.25, 0.0), nothing, 3, 7)
-    return gathered, (GatheredGradient((0.0, rows * 0.125), nothing, 3, (5, 7)),)
+    gathered = Gathered((rows * 0.5, 0.0), nothing, 0, (4,)), Gathered((rows * 0.25, 0.0), nothing, 3, (7,))
+    return gathered, (Gathered((0.0, rows * 0.125), nothing, 3, (5, 7)),)
 
 
 def widths(policy: str = "none") -> Widths:
@@ -149,7 +148,7 @@ def test_stages_are_described_by_the_prices_of_their_kinds(both: Widths) -> None
     two, one = of_kinds(both.lists)
     runs = (range(start), range(start, len(one.units)))
     gathered, parted = borders(ROWS)
-    paid = sum(item.seconds[0] for item in gathered if item.producer < start <= item.reader)
+    paid = sum(item.seconds[0] for item in gathered if item.producer < start <= item.readers[-1])
     assert staged.times[0].forward == pytest.approx(two.halves[0, :start, 0].sum() + paid)
     assert staged.times[1].forward == pytest.approx(one.halves[0, start:, 1].sum())
     assert staged.times[1].backward_input == pytest.approx(one.halves[1, start:, 1].sum() + parted[0].seconds[1])

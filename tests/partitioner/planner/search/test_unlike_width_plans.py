@@ -19,7 +19,7 @@ from partitioner.planner.costs.links import LinkTable
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
-from partitioner.planner.solvers.boundaries import GatheredValue
+from partitioner.planner.solvers.stage_problem import Gathered
 from partitioner.tracing.trace import trace
 from passes.graph.repeated_subgraphs import Folded
 from passes.ir.errors import ConfigError, InfeasiblePlanError
@@ -74,7 +74,7 @@ def test_borders_in_repeated_blocks_cost_what_they_cost_in_a_model_that_is_not_f
     layers = [module for _ in range(6) for module in (nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU())]
     graph = trace(nn.Sequential(*layers), (torch.rand(64, 64),), training=True)
 
-    def gathered() -> list[GatheredValue]:
+    def gathered() -> list[Gathered]:
         model = CuttableModel(graph, PlanRequest("pipeline", ("cuda",) * 3))
         cluster, mesh = Cluster.parse("h100:1x3"), Mesh((("pipeline", 2), ("tensor", 2)), (2, 1))
         links = LinkTable(cluster)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from partitioner.planner.solvers.boundaries import GatheredGradient, GatheredValue
 from partitioner.planner.solvers.min_max_dp import shortfall, solve
-from partitioner.planner.solvers.stage_problem import Shared, StageProblem, TransientMemory, Units, Value
+from partitioner.planner.solvers.stage_problem import Gathered, Shared, StageProblem, TransientMemory, Units, Value
 from partitioner.schedules.clocks.order import order_of
 from partitioner.schedules.kind import Awaiting
 
@@ -140,9 +139,9 @@ def unlike_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
         kept=by_kind(units.kept),
         gradients=by_kind(units.gradients),
         working=tuple(workings) if draw.random() < 0.7 else workings[0],
-        gathered_values=tuple(GatheredValue(seconds(6), seconds(3), value.producer, value.readers[-1]) for value in crossing),
+        gathered_values=tuple(Gathered(seconds(6), seconds(3), value.producer, value.readers[-1:]) for value in crossing),
         gathered_gradients=tuple(
-            GatheredGradient(seconds(6), seconds(3), value.producer, value.readers) for value in crossing if draw.random() < 0.5
+            Gathered(seconds(6), seconds(3), value.producer, value.readers) for value in crossing if draw.random() < 0.5
         ),
     )
     return dataclasses.replace(problem, units=other, kind=tuple(draw.randrange(n_kinds) for _ in problem.kind))
@@ -234,9 +233,9 @@ def sent(problem: StageProblem, run: range) -> tuple[list[Value], list[Value]]:
     return forward, [value for value in entering if value.gradient_size]
 
 
-def at_borders(problem: StageProblem, run: range) -> tuple[list[GatheredValue], list[GatheredGradient]]:
+def at_borders(problem: StageProblem, run: range) -> tuple[list[Gathered], list[Gathered]]:
     """What a stage makes whole to send it, and what it reads in parts."""
-    gathered = [item for item in problem.units.gathered_values if item.producer in run and item.reader >= run.stop]
+    gathered = [item for item in problem.units.gathered_values if item.producer in run and item.readers[-1] >= run.stop]
     return gathered, [item for item in problem.units.gathered_gradients if item.producer < run.start and set(item.readers) & set(run)]
 
 
