@@ -44,14 +44,9 @@ class StagedModel:
 
     @property
     def idle(self) -> float:
-        """The bubble fraction of all ranks' time, without simulating ``step``."""
+        """The bubble fraction of all ranks' time."""
         busy = sum(each.forward + each.backward_input + each.backward_weight for each in self.times) * self.schedule.n_microbatches
         return 1 - busy / (self.schedule.n_ranks * self.makespan) if self.makespan else 0.0
-
-    @cached_property
-    def step(self) -> Timing:
-        """The start and end of every action."""
-        return simulate_step(self.schedule, self.times)
 
     @cached_property
     def kept(self) -> tuple[int, ...]:
