@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -52,12 +53,8 @@ def call_factory(text: str) -> FactoryResult:
     factory = getattr(module, name)
     if not callable(factory):
         raise ConfigError(f"{name!r} in {path} is no function, but {_kind(factory)}", remedy=_HOW)
-    try:
+    with _errors_of_file(f"{name}()", path):
         made = factory()
-    except PartitionError:
-        raise
-    except (Exception, SystemExit) as error:  # a script that ends its process has not made a model
-        raise _error_in_file(f"{name}()", path, error) from error
     return check_factory_result(name, made)
 
 
@@ -71,26 +68,28 @@ def _load(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     sys.modules[_MODULE] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
-    try:
+    with _errors_of_file(path, path):
         specification.loader.exec_module(module)
-    except PartitionError:
-        raise
-    except (Exception, SystemExit) as error:  # a script that ends its process has not made a model
-        raise _error_in_file(path, path, error) from error
     return module
 
 
-def _error_in_file(what: str, path: str, error: BaseException) -> ConfigError:
-    """Wrap an error of the user's file, with the line of the file that raised it or called what raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path).resolve()]
-    line = frames[-1].lineno if frames else None
-    if isinstance(error, SyntaxError):
-        line = error.lineno
-    return ConfigError(
-        f"{what} failed: {type(error).__name__}: {error}",
-        place=None if line is None else Place(source=f"{path}:{line}"),
-        remedy="--debug shows the whole traceback",
-    )
+@contextlib.contextmanager
+def _errors_of_file(what: str, path: str) -> Iterator[None]:
+    """Wrap errors of the user's file, with the line of the file that raised it or called what raised it."""
+    try:
+        yield
+    except PartitionError:
+        raise
+    except (Exception, SystemExit) as error:  # a script that ends its process has not made a model
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(path).resolve()]
+        line = frames[-1].lineno if frames else None
+        if isinstance(error, SyntaxError):
+            line = error.lineno
+        raise ConfigError(
+            f"{what} failed: {type(error).__name__}: {error}",
+            place=None if line is None else Place(source=f"{path}:{line}"),
+            remedy="--debug shows the whole traceback",
+        ) from error
 
 
 def check_factory_result(name: str, made: object) -> FactoryResult:
