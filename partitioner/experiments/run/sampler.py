@@ -39,7 +39,7 @@ class GridSampler:
 
     def __init__(self) -> None:
         self._open: list[Placement] = []
-        self._given: list[Placement] = []
+        self._begun: set[tuple[object, ...]] = set()  # families
 
     def start(self, placements: Sequence[Placement]) -> int:
         self._open = list(placements)
@@ -50,12 +50,11 @@ class GridSampler:
         if not self._open:
             return None
         family = _family(neighbour)
-        begun = {_family(placement) for placement in self._given}
         of_same_family = (placement for placement in self._open if _family(placement) == family)
-        of_new_family = (placement for placement in self._open if _family(placement) not in begun)
+        of_new_family = (placement for placement in self._open if _family(placement) not in self._begun)
         chosen = next(of_same_family, None) or next(of_new_family, None) or self._open[0]
         self._open.remove(chosen)
-        self._given.append(chosen)
+        self._begun.add(_family(chosen))
         return chosen
 
     def tell(self, placement: Placement, row: Row) -> None:

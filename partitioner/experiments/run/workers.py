@@ -150,9 +150,9 @@ class WorkerProcesses:
                 row = _receive_row(worker.channel)
                 if row is None:
                     worker.process.join(_JOIN_TIMEOUT)
-                    row = self._fail_and_restart(worker, _exit_reason(worker.process.exitcode), seconds)
+                    row = self._fail_and_restart(worker, placement, _exit_reason(worker.process.exitcode), seconds)
             elif self._timeout is not None and seconds >= self._timeout:
-                row = self._fail_and_restart(worker, f"it was not planned within {self._timeout:g} s", seconds)
+                row = self._fail_and_restart(worker, placement, f"it was not planned within {self._timeout:g} s", seconds)
             if row is not None:
                 worker.last, worker.placement = placement, None
                 yield placement, row
@@ -163,10 +163,8 @@ class WorkerProcesses:
             return None
         return max(0.0, min(worker.since for worker in busy) + self._timeout - time.monotonic())
 
-    def _fail_and_restart(self, worker: _Worker, reason: str, seconds: float) -> Row:
-        """Replace the process of a worker by a new one; return a failed row for its placement."""
-        placement = worker.placement
-        assert placement is not None
+    def _fail_and_restart(self, worker: _Worker, placement: Placement, reason: str, seconds: float) -> Row:
+        """Replace the process of a worker by a new one; return a failed row for the placement."""
         _kill(worker)
         fresh = self._start()
         worker.process, worker.channel = fresh.process, fresh.channel
