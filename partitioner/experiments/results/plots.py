@@ -6,6 +6,7 @@ shows the best of them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cost_models.hardware.units import format_bytes, format_seconds
@@ -13,7 +14,7 @@ from partitioner.experiments.results.row import Row
 from partitioner.options.mode import parse_mode
 from partitioner.reports.pictures.chart import Axis, Series, chart_svg
 
-__all__ = ["PLOTS", "efficiency_plot", "family", "memory_plot", "pareto_front", "pareto_plot", "time_plot"]
+__all__ = ["PLOTS", "best_at_each", "efficiency_plot", "family", "memory_plot", "pareto_front", "pareto_plot", "time_plot"]
 
 
 def family(row: Row) -> str:
@@ -34,12 +35,11 @@ def _families(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def _best_at_each(rows: Iterable[Row], x: Callable[[Row], float], cost: Callable[[Row], float]) -> list[Row]:
+def best_at_each(rows: Iterable[Row], x: Callable[[Row], float], cost: Callable[[Row], float]) -> list[Row]:
     """Return the row of the lowest cost for each value of ``x``, in ascending order of ``x``."""
     best: dict[float, Row] = {}
-    for row in rows:
-        if x(row) not in best or cost(row) < cost(best[x(row)]):
-            best[x(row)] = row
+    for row in sorted(rows, key=cost):
+        best.setdefault(x(row), row)
     return [best[value] for value in sorted(best)]
 
 
@@ -48,18 +48,9 @@ def _tooltip(row: Row) -> str:
     return "; ".join([*facts, f"{format_seconds(_time(row))} a step", f"{format_bytes(_memory(row))} at the peak"])
 
 
-def _time(row: Row) -> float:
-    assert row.step_time is not None
-    return row.step_time
-
-
-def _memory(row: Row) -> float:
-    assert row.peak_memory is not None
-    return row.peak_memory
-
-
-def _devices(row: Row) -> float:
-    return row.devices
+_time: Callable[[Row], float] = operator.attrgetter("step_time")
+_memory: Callable[[Row], float] = operator.attrgetter("peak_memory")
+_devices: Callable[[Row], float] = operator.attrgetter("devices")
 
 
 def _microbatches(row: Row) -> float:
@@ -73,7 +64,7 @@ def _counts(label: str, values: Iterable[float]) -> Axis:
 def _lines(rows: Iterable[Row], x: Callable[[Row], float], cost: Callable[[Row], float], y: Callable[[Row], float]) -> list[Series]:
     """Return a line for each family, through ``(x, y)`` of its row of the lowest cost at each ``x``."""
     return [
-        Series(name, [(x(row), y(row), _tooltip(row)) for row in _best_at_each(members, x, cost)], colour)
+        Series(name, [(x(row), y(row), _tooltip(row)) for row in best_at_each(members, x, cost)], colour)
         for colour, (name, members) in enumerate(_families(rows).items())
     ]
 

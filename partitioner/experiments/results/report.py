@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
@@ -10,8 +9,8 @@ from pathlib import Path
 
 from cost_models.hardware.units import format_seconds
 from cost_models.text_files import write_text
-from partitioner.experiments.results.plots import PLOTS, pareto_front
-from partitioner.experiments.results.results import Results, cell, columns_of, heading
+from partitioner.experiments.results.plots import PLOTS, best_at_each, pareto_front
+from partitioner.experiments.results.results import TEXTS, Results, cell, columns_of, heading
 from partitioner.experiments.results.row import Row
 from partitioner.reports.page.frame import framed, page_file, tiles_html
 from passes.ir.errors import ConfigError
@@ -19,7 +18,6 @@ from passes.ir.errors import ConfigError
 __all__ = ["report_html", "write_report"]
 
 _FOOTER = "Times and memory are those of the simulated programs, unless a column says measured."
-_NUMBERS = frozenset({"devices", "n_microbatches", "step_time", "measured_step_time", "bubble_fraction", "peak_memory", "communication"})
 
 
 def write_report(results: Results, path: str | Path, title: str = "Placements") -> None:
@@ -79,8 +77,7 @@ def _best(rows: Sequence[Row]) -> str:
     """Return the table of the fastest placement for each number of devices, of each model on each machine."""
     fastest: list[Row] = []
     for group in _groups(rows).values():
-        ordered = sorted(group, key=lambda row: (row.devices, row.step_time or 0.0, row.key))
-        fastest += [next(on_devices) for _, on_devices in itertools.groupby(ordered, key=lambda row: row.devices)]
+        fastest += best_at_each(group, lambda row: row.devices, lambda row: row.step_time or 0.0)
     return _html(fastest, "fastest") if fastest else ""
 
 
@@ -106,7 +103,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _html(rows: Sequence[Row], name: str, *, sortable: bool = False) -> str:
     """Return rows as an HTML table with the id ``name``; the script sorts by ``data-value``, which holds plain numbers."""
-    columns = {column: "number" if column in _NUMBERS else "text" for column in columns_of(rows)}
+    columns = {column: "text" if column in TEXTS else "number" for column in columns_of(rows)}
     start, end = ("<button>", "</button>") if sortable else ("", "")
     head = "".join(f'<th class="{kind}">{start}{heading(column)}{end}</th>' for column, kind in columns.items())
     lines = []

@@ -7,21 +7,21 @@ import importlib
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.text_files import write_text
 from partitioner.experiments.results.plots import PLOTS
-from partitioner.experiments.results.row import NUMBERS, Row
+from partitioner.experiments.results.row import FACTS, NUMBERS, Row
 from partitioner.reports.pictures.chart import Picture
 from partitioner.reports.tables.table import align, html_table
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
-__all__ = ["FORMATS", "Results", "cell", "columns_of", "heading"]
+__all__ = ["FORMATS", "TEXTS", "Results", "cell", "columns_of", "heading"]
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "step_time": format_seconds,
@@ -35,10 +35,10 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 }
 """Column -> function that formats its numbers with units."""
 
-_FACTS = tuple(field.name for field in fields(Row) if field.name != "plan")
 _PLACEMENT_AND_TIME = ("model", "devices", "mode", "cluster", "schedule", "n_microbatches", "step_time")
 _OTHER_NUMBERS = ("bubble_fraction", "peak_memory", "communication")
-_LEFT = frozenset({"model", "mode", "cluster", "schedule"})
+TEXTS = frozenset({"model", "mode", "cluster", "schedule"})
+"""The columns that hold no numbers."""
 
 
 def cell(row: Row, name: str) -> str:
@@ -88,9 +88,9 @@ class Results:
         Raises:
             ConfigError: rows have no such column.
         """
-        unknown = [name for name in facts if name not in _FACTS]
+        unknown = [name for name in facts if name not in FACTS]
         if unknown:
-            raise ConfigError(f"rows have no {unknown[0]!r}", remedy=f"choose from {', '.join(_FACTS)}")
+            raise ConfigError(f"rows have no {unknown[0]!r}", remedy=f"choose from {', '.join(FACTS)}")
         return Results(tuple(row for row in self.table if all(getattr(row, name) == value for name, value in facts.items())))
 
     @checked_arguments()
@@ -130,7 +130,7 @@ class Results:
     def to_csv(self, path: str | Path | None = None) -> str:
         """Return the rows as CSV; also write them to ``path`` if given."""
         text = io.StringIO()
-        writer = csv.DictWriter(text, _FACTS, lineterminator="\n")
+        writer = csv.DictWriter(text, FACTS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.rows())
         return _write_if_named(text.getvalue(), path)
@@ -151,7 +151,7 @@ class Results:
             arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         except ImportError as error:
             raise ConfigError("Parquet needs pyarrow, which is not installed", remedy="pip install 'partitioner[parquet]'") from error
-        columns = {name: [row[name] for row in self.rows()] for name in _FACTS}
+        columns = {name: [row[name] for row in self.rows()] for name in FACTS}
         parquet.write_table(arrow.table(columns), str(path))
 
     @checked_arguments()
@@ -180,7 +180,7 @@ class Results:
         done = sorted((row for row in self.table if row.ok), key=lambda row: (row.model, row.step_time or 0.0, row.key))
         names = columns_of(done)
         lines = [tuple(heading(name) for name in names)] + [tuple(cell(row, name) for name in names) for row in done]
-        return lines, "".join("<" if name in _LEFT else ">" for name in names)
+        return lines, "".join("<" if name in TEXTS else ">" for name in names)
 
     def summary(self) -> str:
         """Return the numbers of placements in a line: ``"12 placements, 2 failed, 1 left"``."""

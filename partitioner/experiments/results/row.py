@@ -8,7 +8,7 @@ from typing import Any
 
 from partitioner.experiments.results.placement import Placement
 
-__all__ = ["NUMBERS", "Row", "failed_row"]
+__all__ = ["FACTS", "NUMBERS", "Row", "failed_row"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,11 @@ class Row:
 
     def facts(self) -> dict[str, Any]:
         """Return all fields but the plan, for tables."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "plan"}
+        return {name: getattr(self, name) for name in FACTS}
 
+
+FACTS = tuple(field.name for field in dataclasses.fields(Row) if field.name != "plan")
+"""The columns of tables."""
 
 NUMBERS = ("step_time", "peak_memory", "communication", "bubble_fraction", "planned_step_time", "measured_step_time", "measured_memory")
 """The fields by which placements are compared; smaller is better."""
@@ -81,6 +84,4 @@ NUMBERS = ("step_time", "peak_memory", "communication", "bubble_fraction", "plan
 
 def failed_row(key: str, placement: Placement, reason: str, seconds: float = 0.0) -> Row:
     """Return the row of a placement that failed."""
-    where = (placement.model, placement.devices, placement.mode, placement.cluster)
-    options = (placement.schedule, placement.n_microbatches, placement.recompute)
-    return Row(key, *where, *options, status="failed", reason=reason, seconds=seconds)
+    return Row(key, **dataclasses.asdict(placement), status="failed", reason=reason, seconds=seconds)

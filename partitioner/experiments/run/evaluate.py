@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
@@ -100,13 +100,11 @@ class Evaluator:
             n_row_parts=timed.n_row_parts,
             representatives=timed.representatives,
         )
-        where = (placement.model, placement.devices, placement.mode, placement.cluster)
-        options = (plan.schedule, plan.n_microbatches, plan.recompute)
+        planned = replace(placement, schedule=plan.schedule, n_microbatches=plan.n_microbatches, recompute=plan.recompute)
         return Row(
             key,
-            *where,
-            *options,
-            plan.batch_size,
+            **asdict(planned),
+            batch_size=plan.batch_size,
             step_time=simulation.step_time,
             bubble_fraction=simulation.bubble_fraction,
             peak_memory=max(simulation.peak_memory),
