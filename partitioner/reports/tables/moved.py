@@ -12,7 +12,7 @@ import re
 
 from cost_models.hardware.units import format_bytes
 from partitioner.reports.tables.table import align
-from partitioner.runtime.state.resharding_moves import Moves
+from partitioner.runtime.state.resharding_moves import Move, Moves
 from passes.ir.plan import Plan
 
 __all__ = ["moved_text"]
@@ -49,22 +49,18 @@ def _rows_by_rank(plan: Plan, moves: Moves) -> list[tuple[str, ...]]:
 
 def _rows_by_tensor(moves: Moves) -> list[tuple[str, ...]]:
     """Return the heading and rows of tensors, the largest first; the same tensor of all layers is one row: ``"blocks.*.up.weight"``."""
-    own: dict[str, int] = {}
-    state: dict[str, int] = {}
-    members: dict[str, set[str]] = {}
+    groups: dict[str, list[Move]] = {}
     for move in moves.moves:
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", move.name)
-        own[pattern] = own.get(pattern, 0) + move.own
-        state[pattern] = state.get(pattern, 0) + move.state
-        members.setdefault(pattern, set()).add(move.name)
-    order = sorted(own, key=lambda pattern: (-own[pattern] - state[pattern], pattern))
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", move.name), []).append(move)
+    sizes = {pattern: (sum(move.own for move in group), sum(move.state for move in group)) for pattern, group in groups.items()}
+    order = sorted(sizes, key=lambda pattern: (-sum(sizes[pattern]), pattern))
     rows: list[tuple[str, ...]] = [("tensor", "", "own", "optimizer's")]
     for pattern in order[:_LONGEST]:
-        count = len(members[pattern])
-        name, times = (pattern, f"x {count}") if count > 1 else (next(iter(members[pattern])), "")
-        rows.append((name, times, format_bytes(own[pattern]), format_bytes(state[pattern])))
+        names = {move.name for move in groups[pattern]}
+        name, times = (pattern, f"x {len(names)}") if len(names) > 1 else (names.pop(), "")
+        rows.append((name, times, *map(format_bytes, sizes[pattern])))
     rest = order[_LONGEST:]
     if rest:
-        sums = (sum(moved[pattern] for pattern in rest) for moved in (own, state))
+        sums = (sum(column) for column in zip(*(sizes[pattern] for pattern in rest), strict=True))
         rows.append((f"{len(rest)} more", "", *map(format_bytes, sums)))
     return rows
