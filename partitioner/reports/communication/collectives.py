@@ -117,8 +117,7 @@ def _bytes(node: fx.Node, tensor: TensorSpec, values: Mapping[Any, int]) -> int:
     if tensor.dtype is None:  # a loss, whose dtype the program does not say
         size: int = node.meta["bytes"]
         return size
-    count = sympy.Mul(*_with_numbers(tensor, values).shape)
-    return int(count) * tensor.dtype.itemsize
+    return int(_with_numbers(tensor, values).bytes)
 
 
 def _transfer(calls: Sequence[_Call], mesh: Mesh | None) -> Transfer:

@@ -18,7 +18,6 @@ from passes.ir.comm.primitives import send
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import owning_pipelines, pipelines
 from passes.ir.plan import Plan
-from passes.ir.program import Program
 from passes.spmd.shard_stages import StagedCut
 
 __all__ = ["mesh_table"]
@@ -34,7 +33,10 @@ def mesh_table(explained: Explained) -> DeviceTable:
     parameters = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)  # (count, bytes)
     work = _work_of_ranks(plan, explained.pipelines, explained.staged)
     places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
-    sent = [{**sent_by_kind(explained.lowered, program), **_sent_messages(program)} for program in explained.programs]
+    sent = []
+    for program in explained.programs:
+        messages = sum(node.meta["bytes"] for node in program.module.graph.nodes if node.target is send)
+        sent.append({**sent_by_kind(explained.lowered, program), "send": messages})
     kinds = tuple(dict.fromkeys(kind for sizes in sent for kind, size in sizes.items() if size))
     rows: list[tuple[str, ...]] = [(*_HEADING, *kinds)]
     for rank, device in enumerate(plan.devices):
@@ -95,9 +97,3 @@ def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedC
                 if home[rank] == number:
                     work[rank] += float(total.subs(graph.batch, rows)) if graph.batch is not None else float(total)
     return work
-
-
-def _sent_messages(program: Program) -> dict[str, int]:
-    """Return ``{"send": bytes}`` of the point-to-point messages of a step; empty if there are none."""
-    size = sum(node.meta["bytes"] for node in program.module.graph.nodes if node.target is send)
-    return {"send": size} if size else {}
