@@ -136,23 +136,19 @@ def _full_tensors(subject: Subject) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def _restoring_state(subject: Subject) -> Iterator[None]:
     """Freeze the parameters that the original freezes; at the end restore ``requires_grad``, gradients, buffers and generators."""
-    named = list(subject.state.named_parameters())
-    parameters = [parameter for _, parameter in named]
-    gradients = [parameter.grad for parameter in parameters]
-    requires_grad = [parameter.requires_grad for parameter in parameters]
-    for name, parameter in named:
+    parameters = [(parameter, parameter.grad, parameter.requires_grad) for _, parameter in subject.state.named_parameters()]
+    buffers = [(buffer, buffer.clone()) for _, buffer in subject.state.named_buffers()]
+    for name, parameter in subject.state.named_parameters():
         parameter.requires_grad_(subject.original.get_parameter(name).requires_grad)
-    buffers = [buffer for _, buffer in subject.state.named_buffers()]
-    values = [buffer.clone() for buffer in buffers]
     devices = sorted({device.index or 0 for device in subject.runtime.devices if device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), subject.state.gradients.without_hooks():
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, value in zip(buffers, values, strict=True):
+                for buffer, value in buffers:
                     buffer.copy_(value)
-            for parameter, gradient, required in zip(parameters, gradients, requires_grad, strict=True):
+            for parameter, gradient, required in parameters:
                 parameter.grad = gradient
                 parameter.requires_grad_(required)
 
@@ -257,8 +253,7 @@ class _Check:
     def first_gradient(self) -> Difference | None:
         """Return where the first differing gradient comes from: the last node that reads its parameter or input."""
         plan = self.partitioned.plan
-        gradient_parts = [part for part in self.parts if part.name.startswith("gradients")]
-        differing = [comparison for part in gradient_parts for comparison in part.differing]
+        differing = [comparison for part in self.parts if part.name.startswith("gradients") for comparison in part.differing]
         for comparison in differing:
             readers = self._readers(comparison.what.removeprefix("gradient of "))
             if readers:

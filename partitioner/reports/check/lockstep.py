@@ -18,9 +18,6 @@ from passes.ir.mesh import Mesh
 
 __all__ = ["run_in_lockstep"]
 
-Values = list[Any]
-"""One value for each rank."""
-
 
 def run_in_lockstep(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
     """Run graphs that ``passes.spmd.localize`` wrote.
@@ -38,7 +35,7 @@ def run_in_lockstep(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapp
         nodes = [run.waiting for run in runs]
         arguments = [run.arguments(node) for run, node in zip(runs, nodes, strict=True)]
         for run, value in zip(runs, _collective_results(nodes[0], mesh, arguments), strict=True):
-            run.set_result(value)
+            run.store(run.waiting, value)
     return {name: [run.shards[name] for run in runs] for name in runs[0].shards}
 
 
@@ -63,7 +60,7 @@ class _RankRun:
                     self.waiting = node
                     return True
                 assert callable(node.target)
-                self._store(node, node.target(*self.arguments(node), **fx.map_arg(node.kwargs, self._values.__getitem__)))
+                self.store(node, node.target(*self.arguments(node), **fx.map_arg(node.kwargs, self._values.__getitem__)))
         return False
 
     def arguments(self, node: fx.Node) -> tuple[Any, ...]:
@@ -71,11 +68,8 @@ class _RankRun:
         given: tuple[Any, ...] = fx.map_arg(node.args, self._values.__getitem__)
         return given
 
-    def set_result(self, value: Any) -> None:
-        """Give ``waiting`` its result, so that the run can go on."""
-        self._store(self.waiting, value)
-
-    def _store(self, node: fx.Node, value: Any) -> None:
+    def store(self, node: fx.Node, value: Any) -> None:
+        """Give a call its result."""
         self._values[node] = value
         name = node.meta.get("part_of")
         if name is not None and isinstance(value, Tensor):
@@ -86,7 +80,7 @@ AllArguments = Sequence[tuple[Any, ...]]
 """For each rank of the mesh, the positional arguments of its call of one collective of ``passes.ir.comm.functional``."""
 
 
-def _collective_results(node: fx.Node, mesh: Mesh, arguments: AllArguments) -> Values:
+def _collective_results(node: fx.Node, mesh: Mesh, arguments: AllArguments) -> list[Any]:
     """Return each rank's result of a collective, or of a random draw, which is the same on all ranks."""
     if node.target in collectives.COLLECTIVES:
         result_of = _COLLECTIVES[node.target]

@@ -111,8 +111,7 @@ def _extents_of_ranks(cut: CutModel, batch: int) -> list[Extents]:
     """Return the sizes of each rank's shards at a batch size, in rank order."""
     sizes = tuple(at_batch(size, batch) for size in cut.axes.sizes)
     dimensions = cut.cut.mesh.dimensions
-    coordinates = itertools.product(*(range(size) for _, size in dimensions))
-    return [Extents(sizes, dimensions, coordinate, None, 1) for coordinate in coordinates]
+    return [Extents(sizes, dimensions, place, None, 1) for place in itertools.product(*(range(size) for _, size in dimensions))]
 
 
 def _full_tensor(shards: Sequence[Tensor], axes: TensorAxes, layout: Layout, extents: Sequence[Extents]) -> Tensor:
