@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.analysis.axis_names import axis_names
 from passes.autograd.staged_model import LoweredStages
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh, ranks_at_places
@@ -64,6 +66,12 @@ class Explained:
         """Whether the mesh shards any axes."""
         return self.mesh.cutting.size > 1
 
-    def ranks_at(self, place: int) -> tuple[int, ...]:
-        """Return the ranks at a pipeline position, over all pipelines."""
-        return ranks_at_places(self.mesh)[place]
+    def ranks_at(self, places: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks at pipeline positions, over all pipelines, in ascending order."""
+        ranks_at = ranks_at_places(self.mesh)
+        return tuple(sorted(rank for place in places for rank in ranks_at[place]))
+
+    @functools.cached_property
+    def axis_names(self) -> tuple[str, ...]:
+        """The names of the axes of ``cut``."""
+        return axis_names(self.cut.graph, self.cut.axes)

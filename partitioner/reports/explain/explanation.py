@@ -130,7 +130,7 @@ def _bound_by(explained: Explained) -> str:
 
     def on_mesh_ranks(match: re.Match[str]) -> str:
         places = [int(place) for place in re.findall(r"[0-9]+", match[0])]
-        return f"on {rank_list(_ranks_at(explained, places))}"
+        return f"on {rank_list(explained.ranks_at(places))}"
 
     return re.sub(r"\bon ranks? \d+( and \d+)*\b", on_mesh_ranks, explained.plan.prediction.bound_by)
 
@@ -147,8 +147,7 @@ def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
     width = max(len(name) for name, _ in pairs) + 2
     lines = []
     for name, text in pairs:
-        wrapped = textwrap.wrap(text, _WIDTH - 2 - width) or [""]
-        lines += [f"{name:<{width}}{wrapped[0]}", *(" " * width + line for line in wrapped[1:])]
+        lines += textwrap.wrap(text, _WIDTH - 2, initial_indent=f"{name:<{width}}", subsequent_indent=" " * width)
     return lines
 
 
@@ -175,14 +174,9 @@ def _rank_heading(explained: Explained) -> str:
     return "ranks" if explained.is_cut or explained.plan.replicas else "rank"
 
 
-def _ranks_at(explained: Explained, places: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks at pipeline positions, over all pipelines."""
-    return tuple(sorted(rank for place in places for rank in explained.ranks_at(place)))
-
-
 def _ranks(explained: Explained, places: Sequence[int]) -> str:
     """Return the ranks at pipeline positions as text: ``"0-3"``, or ``"0, 2"``."""
-    return rank_numbers(_ranks_at(explained, places))
+    return rank_numbers(explained.ranks_at(places))
 
 
 def _schedule(explained: Explained) -> list[str]:
@@ -205,7 +199,7 @@ def _memory(explained: Explained) -> Table:
     for stage, training, count in zip(lowered.stages, lowered.training, in_flight, strict=True):
         saved = saved_bytes(lowered, training, plan)
         places = lowered.stage_ranks[stage.index]
-        peak = format_bytes(peaks_of_ranks[explained.ranks_at(places[0])[0]])
+        peak = format_bytes(peaks_of_ranks[explained.ranks_at(places[:1])[0]])
         rows.append((str(stage.index), _ranks(explained, places), format_bytes(saved), str(count), format_bytes(saved * count), peak))
     footnote = "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states"
     if peaks_of_ranks != plan.memory:
@@ -232,7 +226,7 @@ def _tied(explained: Explained) -> list[str]:
     for placeholder, name in lowered.graph.parameters.items():
         aliases = [alias for alias, first in lowered.graph.aliases.items() if first == name]
         readers = {lowered.stage_ranks[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
-        ranks = _ranks_at(explained, [place for places in readers for place in places])
+        ranks = explained.ranks_at(place for places in readers for place in places)
         reason = f"also {', '.join(aliases)}" if aliases else "read by several stages"
         if len(readers) > 1:
             rows.append((name, reason, f"held by {rank_list(ranks)}, gradients are summed in training"))

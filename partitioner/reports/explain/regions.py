@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.table import Table
-from passes.analysis.axis_names import axis_names
 from passes.graph.provenance import module_path
 from passes.ir.mesh import ROWS, TILES
 from passes.spmd.shard_graph import CutModel
@@ -27,15 +26,15 @@ def regions_section(explained: Explained) -> Table | None:
     """Return the table of runs of weighted layers by sharded axis; None if every mesh dimension shards the same axis in all layers."""
     rows = [("over", "layers", "cut along")]
     for index, (name, _) in enumerate(explained.cut.layouts.mesh):
-        runs = [(words, tuple(modules)) for words, modules in _runs(explained.cut, index)] if name in (*TILES, *ROWS) else []
+        runs = [(words, tuple(modules)) for words, modules in _runs(explained, index)] if name in (*TILES, *ROWS) else []
         if len({words for words, _ in runs}) > 1:
             rows += [(name, _layers(modules), words) for words, modules in runs]
     return Table(rows, "<<<") if len(rows) > 1 else None
 
 
-def _runs(cut: CutModel, index: int) -> Iterator[tuple[str, list[str]]]:
+def _runs(explained: Explained, index: int) -> Iterator[tuple[str, list[str]]]:
     """Yield (sharded axis, modules) of consecutive weighted calls that mesh dimension ``index`` shards along the same axis."""
-    names = axis_names(cut.graph, cut.axes)
+    cut, names = explained.cut, explained.axis_names
     calls = []
     for node in cut.graph.graph.nodes:
         if node.name in cut.layouts.cuts and _reads_weights(cut, node.name):

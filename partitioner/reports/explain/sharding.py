@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from partitioner.reports.communication.value_layouts import axes_text
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.table import Table
-from passes.analysis.axes import Axes
-from passes.analysis.axis_names import axes_named, axis_names
+from passes.analysis.axis_names import axes_named
 from passes.ir.layout import BATCH
 from passes.ir.mesh import STORED, WIDTH, Mesh
 from passes.spmd.shards import Block
@@ -30,7 +29,7 @@ _FEW = 3
 def axes_section(explained: Explained) -> Table:
     """Return the table of sharded axes: name, size, mesh dimension, size of a rank's part."""
     plan, mesh, axes = explained.plan, explained.mesh, explained.cut.axes
-    names = axis_names(explained.cut.graph, axes)
+    names = explained.axis_names
     rows = [("axis", "size", "over", "a rank has")]
     for (base, dimension), chosen in _group_by_base(plan.axes).items():
         sharded = {axis for name in chosen for axis in axes_named(name, names)}
@@ -71,7 +70,6 @@ def _part_size(size: object, count: int) -> str:
 
 def parameters_section(explained: Explained) -> Table:
     """Return the table of the layouts of parameters; the same parameter of equal layers is one row: ``"blocks.*.up.weight"``."""
-    names = axis_names(explained.cut.graph, explained.cut.axes)
     groups: dict[tuple[str, ...], list[str]] = {}  # (pattern of names, layout, shape, shapes of parts) -> parameters
     for placeholder, name in explained.graph.parameters.items():
         if placeholder not in explained.blocks:
@@ -79,7 +77,7 @@ def parameters_section(explained: Explained) -> Table:
         blocks = explained.blocks[placeholder]
         shape = next(iter(blocks.values())).shape
         parts = " or ".join(dict.fromkeys(str(block.part) for block in blocks.values()))
-        layout = _layout(explained.cut.axes, names, placeholder, blocks, explained.mesh)
+        layout = tensor_layout(explained, placeholder)
         pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
         groups.setdefault((pattern, layout, str(shape), parts), []).append(name)
     rows: list[tuple[str, ...]] = [("parameter", "", "layout", "shape", "a rank has")]
@@ -91,12 +89,12 @@ def parameters_section(explained: Explained) -> Table:
 
 def tensor_layout(explained: Explained, placeholder: str) -> str:
     """Return the layout of a parameter or buffer: ``"[ffn/tensor, hidden]"``."""
-    names = axis_names(explained.cut.graph, explained.cut.axes)
-    return _layout(explained.cut.axes, names, placeholder, explained.blocks[placeholder], explained.mesh)
+    axes, blocks = explained.cut.axes, explained.blocks[placeholder]
 
+    def over(position: int, _dimension: int) -> list[str]:
+        return _mesh_dimensions_of_axis(blocks, position, explained.mesh)
 
-def _layout(axes: Axes, names: tuple[str, ...], placeholder: str, blocks: Mapping[int, Block], mesh: Mesh) -> str:
-    return axes_text(axes, names, axes.of(placeholder), lambda position, _: _mesh_dimensions_of_axis(blocks, position, mesh))
+    return axes_text(axes, explained.axis_names, axes.of(placeholder), over)
 
 
 def _mesh_dimensions_of_axis(blocks: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:
