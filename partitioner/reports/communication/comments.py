@@ -10,23 +10,23 @@ They are stored in ``meta`` of the nodes, ``"origin"`` or ``"comment"``, and pri
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
-from partitioner.reports.communication.purpose import Purpose, Purposes, dimensions_of, items_of
+from partitioner.reports.communication.purpose import Purpose, Purposes, dimensions_of
 from partitioner.reports.communication.summary import route
-from partitioner.reports.communication.value_layouts import ValueLayouts, change_of, is_of_gradient
+from partitioner.reports.communication.value_layouts import ValueLayouts, changes_of
 from partitioner.reports.sources import Explained
 from passes.emit.communication_plan import Message
 from passes.graph.provenance import module_path, source_line
 from passes.ir.comm.primitives import COLLECTIVES, receive, send
 from passes.ir.errors import first_few
-from passes.ir.graph import ModelGraph
 from passes.ir.mesh import owning_pipelines, ranks_at_places
 from passes.ir.program import Program
-from passes.spmd.reshard import Change
 
 __all__ = ["comment_programs"]
 
@@ -58,26 +58,18 @@ class _Commenter:
         self.nodes = {node.name: node for node in explained.cut.graph.graph.nodes}
         self.pipeline = owning_pipelines(self.mesh)
         self.ranks_at = ranks_at_places(self.mesh)
-        self._message_comments: dict[tuple[int, Message], str] = {}  # (pipeline, message without microbatch) -> comment
+        self._message_comment = functools.cache(self._describe_message)
 
     def comment(self, program: Program) -> None:
         """Store comments in ``meta`` of the nodes of a program."""
         purposes = Purposes(self.explained.graph, program.module)
         for node in program.module.graph.nodes:
             if node.target in (send, receive):
-                node.meta["comment"] = self._message_comment(program.rank, node.meta["message"])
+                node.meta["comment"] = self._message_comment(self.pipeline[program.rank], replace(node.meta["message"], microbatch=None))
             elif node.target in COLLECTIVES:
                 node.meta["comment"] = self._collective_comment(node, purposes.of(node))
             elif node.op == "call_function" and node.target is not operator.getitem and node.meta.get("is_of_microbatch"):
                 node.meta["origin"] = _origin(node)
-
-    def _message_comment(self, rank: int, message: Message) -> str:
-        """Return the comment of a message, computed once for all microbatches."""
-        any_microbatch = Message(message.kind, message.value, None, message.consumer, message.source, message.destination)
-        key = (self.pipeline[rank], any_microbatch)
-        if key not in self._message_comments:
-            self._message_comments[key] = self._describe_message(self.pipeline[rank], message)
-        return self._message_comments[key]
 
     def _describe_message(self, pipeline: int, message: Message) -> str:
         """``"gradient of add_4 [batch, hidden]: blocks.0 <- blocks.1, net.py:37"``."""
@@ -94,27 +86,18 @@ class _Commenter:
 
     def _collective_comment(self, node: fx.Node, purpose: Purpose) -> str:
         """Describe the first layout change of a collective: ``"linear_1 [batch, ffn/tensor] -> [batch, ffn]"``; else its purpose."""
-        items = [item for item in items_of(node) if item is not None]
-        changes = [(item, change) for item in items if (change := change_of(item)) is not None]
+        changes = changes_of(node)
         if not changes:
             over = " and ".join(dimensions_of(node.kwargs["group"], self.mesh))  # type: ignore[arg-type]
             return f"{purpose.subject}{first_few(purpose.names, 1)}, over {over}: {purpose.why}"
-        item, change = changes[0]
-        is_gradient = is_of_gradient(item)
-        value = f"{'gradient of ' if is_gradient else ''}{self._name(change)}"
+        change, is_gradient = changes[0]
+        graph = self.explained.graph
+        name = graph.parameters.get(change.value) or graph.buffers.get(change.value) or change.value
+        value = f"{'gradient of ' if is_gradient else ''}{name}"
         more = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
-        return f"{value} {self.layouts.of_change(change, gradient=is_gradient)}{more}{self._origin_suffix(change)}"
-
-    def _name(self, change: Change) -> str:
-        graph: ModelGraph = self.explained.graph
-        return graph.parameters.get(change.value) or graph.buffers.get(change.value) or change.value
-
-    def _origin_suffix(self, change: Change) -> str:
-        """Return ``"; blocks.0.projection, net.py:37"``, where the value is computed; empty for a parameter, whose name says it."""
-        node = self.nodes.get(change.value)
-        if node is None or node.op == "placeholder":
-            return ""
-        return f"; {_origin(node)}"
+        source = self.nodes.get(change.value)  # a placeholder has no origin: the name of a parameter says it
+        origin = "" if source is None or source.op == "placeholder" else f"; {_origin(source)}"
+        return f"{value} {self.layouts.of_change(change, gradient=is_gradient)}{more}{origin}"
 
 
 def _origin(node: fx.Node) -> str:

@@ -83,8 +83,9 @@ class Purposes:
             return self._reduced(operation, node.meta["reduces"])
         if operands and all(is_held(operand) for operand in operands):
             again = " again for the backward" if is_backward else ""
-            return Purpose("", tuple(map(self._parameter, operands)), operation, f"held in parts, needed whole{again}")
-        items = [item for item in items_of(node) if item is not None]
+            names = tuple(short_name(self._parameter(operand)) for operand in operands)
+            return Purpose("", names, operation, f"held in parts, needed whole{again}")
+        items = items_of(node)
         gradients = [name for item in items if (name := self._parameter_of_gradient(item, section))]
         if function is reduce_scatter and len(gradients) == len(operands):
             return Purpose("gradient of ", tuple(gradients), operation, "each rank keeps its part")
@@ -115,12 +116,11 @@ class Purposes:
             why = "each rank has a part of it"
         return Purpose("gradient of " if any(originals) else "", names, operation, why)
 
-    def _parameter(self, node: Any, *, shortened: bool = True) -> str:
+    def _parameter(self, node: Any) -> str:
         """Return the original name of the parameter that a node is computed from, by operations of one operand such as casts."""
         while node.op != "get_attr":
             (node,) = node.all_input_nodes
-        name = self._names.get(str(node.target), str(node.target))
-        return short_name(name) if shortened else name
+        return self._names.get(str(node.target), str(node.target))
 
     def _module_of_gradient(self, gradient: fx.Node) -> str:
         """Return the module that a gradient comes from, by a breadth-first search back to the nearest node that reads a parameter."""
@@ -129,7 +129,7 @@ class Purposes:
             for node in frontier:
                 parameters = [source for source in node.all_input_nodes if is_held(source)]
                 if parameters:
-                    return short_name(self._parameter(parameters[0], shortened=False).rpartition(".")[0])
+                    return short_name(self._parameter(parameters[0]).rpartition(".")[0])
             sources = [source for node in frontier for source in node.all_input_nodes]
             frontier = [source for source in sources if source.op == "call_function" and source not in seen]
             seen.update(frontier)
@@ -154,10 +154,10 @@ class Purposes:
         return ""
 
 
-def items_of(node: fx.Node) -> list[fx.Node | None]:
-    """Return the getitem of each result of a collective; None for a result that no node reads."""
+def items_of(node: fx.Node) -> list[fx.Node]:
+    """Return the getitems of the results of a collective, in order; results that no node reads have none."""
     by_index: dict[Any, fx.Node] = {}
     for user in node.users:
         if user.target is wait:
             by_index.update({item.args[1]: item for item in user.users if item.target is operator.getitem})
-    return [by_index.get(index) for index in range(len(node.args[0]))]  # type: ignore[arg-type]
+    return [by_index[index] for index in sorted(by_index)]

@@ -14,14 +14,14 @@ from typing import Any
 import sympy
 from torch import fx
 
+from partitioner.reports.communication.purpose import items_of
 from partitioner.reports.sources import Explained
 from passes.analysis.axes import Axes, TensorAxes
-from passes.analysis.axis_names import axis_names
 from passes.ir.comm.functional import GRADIENT
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.spmd.reshard import CHANGE, Change
 
-__all__ = ["ValueLayouts", "axes_text", "change_of", "is_of_gradient"]
+__all__ = ["ValueLayouts", "axes_text", "changes_of"]
 
 _UNNAMED = ("rest", "features")
 
@@ -57,7 +57,7 @@ class ValueLayouts:
 
     def __init__(self, explained: Explained) -> None:
         self._axes = explained.cut.axes
-        self._names = axis_names(explained.cut.graph, self._axes)
+        self._names = explained.axis_names
         self._mesh = explained.cut.layouts.mesh
         self._results = explained.cut.layouts.results
         self._known: dict[str, tuple[str, Layout]] = {}  # node of a rank's graph -> value of the whole model, its layout
@@ -69,7 +69,7 @@ class ValueLayouts:
 
     def _layout_of(self, node: fx.Node) -> tuple[str, Layout] | None:
         """Return the value of the whole model that a node of a rank's graph holds a shard of, and its layout; None if there is none."""
-        change = change_of(node)
+        change = _custom(node).get(CHANGE)
         if change is not None:
             return change.value, change.after
         name = str(node.meta.get("part_of", node.name))
@@ -77,10 +77,6 @@ class ValueLayouts:
             return None
         layouts = self._results.get(name, ((Replicate(),) * len(self._mesh),))
         return name, layouts[0]
-
-    def original(self, value: str) -> str:
-        """Return the node of the whole model that a node of a rank's graph holds a shard of."""
-        return self._known[value][0] if value in self._known else value
 
     def of(self, value: str, *, gradient: bool = False) -> str:
         """Return the layout of a value of a rank's graph, or of its gradient; empty if it is not known."""
@@ -113,15 +109,10 @@ class ValueLayouts:
         return f"{text} partial over {' and '.join(partial)}" if partial else text
 
 
-def change_of(node: fx.Node) -> Change | None:
-    """Return the change of layout that a node carries out, from its metadata; None if it carries out none."""
-    change: Change | None = _custom(node).get(CHANGE)
-    return change
-
-
-def is_of_gradient(node: fx.Node) -> bool:
-    """Whether a node carries out a change of layout of a gradient."""
-    return GRADIENT in _custom(node)
+def changes_of(collective: fx.Node) -> list[tuple[Change, bool]]:
+    """Return the changes of layout that a collective carries out, each with whether it is of a gradient."""
+    custom = [_custom(item) for item in items_of(collective)]
+    return [(of_item[CHANGE], GRADIENT in of_item) for of_item in custom if CHANGE in of_item]
 
 
 def _custom(node: fx.Node) -> Mapping[str, Any]:
@@ -131,10 +122,5 @@ def _custom(node: fx.Node) -> Mapping[str, Any]:
 
 def _gradient(layout: Layout) -> Layout:
     """Return the layout of the gradient of a value, see ``passes.ir.layout``: Varying becomes Partial, Partial becomes Replicate."""
-
-    def placement_of_gradient(placement: Placement) -> Placement:
-        if isinstance(placement, Varying):
-            return Partial()
-        return Replicate() if isinstance(placement, Partial) else placement
-
-    return tuple(map(placement_of_gradient, layout))
+    others: Mapping[type, Placement] = {Varying: Partial(), Partial: Replicate()}
+    return tuple(others.get(type(placement), placement) for placement in layout)

@@ -7,8 +7,7 @@ linear_1 and 7 more  [batch, sequence, hidden] partial over tensor  [batch, sequ
 
 from __future__ import annotations
 
-from partitioner.reports.communication.purpose import items_of
-from partitioner.reports.communication.value_layouts import ValueLayouts, change_of, is_of_gradient
+from partitioner.reports.communication.value_layouts import ValueLayouts, changes_of
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.table import Table
 from passes.ir.comm.primitives import COLLECTIVES, send
@@ -29,12 +28,10 @@ def activations_section(explained: Explained) -> Table | None:
                 is_gradient = message.kind == "gradient"
                 names.setdefault((layouts.of(message.value, gradient=is_gradient), "sent", is_gradient), {})[message.value] = None
             if node.target in COLLECTIVES:
-                for item in items_of(node):
-                    change = None if item is None else change_of(item)
-                    if item is None or change is None or change.value in stored:
-                        continue
-                    before, _, after = layouts.of_change(change, gradient=is_of_gradient(item)).partition(" -> ")
-                    names.setdefault((before, after, is_of_gradient(item)), {})[change.value] = None
+                for change, is_gradient in changes_of(node):
+                    if change.value not in stored:
+                        before, _, after = layouts.of_change(change, gradient=is_gradient).partition(" -> ")
+                        names.setdefault((before, after, is_gradient), {})[change.value] = None
     rows = [("value", "layout", "becomes")]
     for (before, after, is_gradient), alike in names.items():
         rows.append((f"{'gradient of ' if is_gradient else ''}{first_few(list(alike), 1)}", before, after))

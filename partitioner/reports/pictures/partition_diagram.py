@@ -14,8 +14,8 @@ from typing import Any
 from torch import fx
 
 from cost_models.hardware.units import format_bytes
-from partitioner.reports.communication.purpose import dimensions_of, items_of
-from partitioner.reports.communication.value_layouts import change_of
+from partitioner.reports.communication.purpose import dimensions_of
+from partitioner.reports.communication.value_layouts import changes_of
 from partitioner.reports.pictures.diagram import Arrow, Box, Diagram, Lane
 from partitioner.reports.pictures.modules import ModuleRun, module_runs, suitable_depth
 from partitioner.reports.sources import Explained
@@ -194,13 +194,11 @@ class _Builder:
         reduces = node.meta.get("reduces")
         if reduces is not None and any(name in self.explained.graph.parameters for name in reduces):
             return self._gradient_box(rank, node.kwargs["group"])  # type: ignore[arg-type]
-        for item in items_of(node):
-            change = None if item is None else change_of(item)
-            if change is not None:
-                readers = self.reader.get((rank, change.value), ())
-                box = self.producer.get((rank, change.value)) or (readers[0] if readers else None)
-                if box is not None:
-                    return box
+        for change, _ in changes_of(node):
+            readers = self.reader.get((rank, change.value), ())
+            box = self.producer.get((rank, change.value)) or (readers[0] if readers else None)
+            if box is not None:
+                return box
         return None
 
     def _gradient_box(self, rank: int, group: Sequence[int]) -> str:
