@@ -13,10 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Arrow", "ArrowKind", "Box", "Diagram", "Lane"]
-
-ArrowKind = Literal["data", "message", "collective"]
-"""A value that stays on its rank, a point-to-point message, a collective of a group of ranks."""
+__all__ = ["Arrow", "Box", "Diagram", "Lane"]
 
 
 @dataclass(frozen=True)
@@ -46,14 +43,14 @@ class Arrow:
 
     Attributes:
         source, target: keys of boxes.
-        kind: data, message or collective.
+        kind: a value that stays on its rank, a point-to-point message, a collective of a group of ranks.
         label: the bytes; empty for data, which stays on a rank.
         tooltip: all details.
     """
 
     source: str
     target: str
-    kind: ArrowKind
+    kind: Literal["data", "message", "collective"]
     label: str = ""
     tooltip: str = ""
 

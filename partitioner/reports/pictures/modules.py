@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,14 +26,14 @@ class ModuleRun:
     Attributes:
         stage: index of the stage.
         module: the module's path, truncated to the depth; empty for the model itself.
-        operations: names of the nodes.
+        operations: nodes of the stage's graph.
         parameters: placeholders of parameters that no earlier run of the stage reads.
     """
 
     stage: int
     module: str
-    operations: tuple[str, ...]
-    parameters: tuple[str, ...]
+    operations: tuple[fx.Node, ...]
+    parameters: tuple[fx.Node, ...]
 
 
 def suitable_depth(lowered: LoweredStages) -> int:
@@ -48,20 +49,12 @@ def module_runs(lowered: LoweredStages, depth: int) -> list[ModuleRun]:
 
 def _runs(graph: ModelGraph, stage: StageGraph, depth: int) -> list[ModuleRun]:
     """Group the calls of a stage that yield tensors by module, then give each parameter to the first run that reads it."""
-    groups: list[tuple[str, list[fx.Node]]] = []
-    for node in stage.module.graph.nodes:
-        if node.op != "call_function" or not _is_tensor(node.meta.get("val")):
-            continue
-        module = ".".join(_module(node).split(".")[:depth])
-        if groups and groups[-1][0] == module:
-            groups[-1][1].append(node)
-        else:
-            groups.append((module, [node]))
-    runs, read_before = [], set[str]()
-    for module, nodes in groups:
-        read = dict.fromkeys(source.name for node in nodes for source in node.all_input_nodes if source.name in graph.parameters)
-        new = tuple(name for name in read if name not in read_before)
-        runs.append(ModuleRun(stage.index, module, tuple(node.name for node in nodes), new))
+    calls = [node for node in stage.module.graph.nodes if node.op == "call_function" and _is_tensor(node.meta.get("val"))]
+    runs, read_before = [], set[fx.Node]()
+    for module, group in itertools.groupby(calls, key=lambda node: ".".join(_module(node).split(".")[:depth])):
+        nodes = tuple(group)
+        read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source.name in graph.parameters)
+        runs.append(ModuleRun(stage.index, module, nodes, tuple(source for source in read if source not in read_before)))
         read_before.update(read)
     return runs
 

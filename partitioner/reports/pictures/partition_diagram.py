@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -20,7 +19,6 @@ from partitioner.reports.pictures.diagram import Arrow, Box, Diagram, Lane
 from partitioner.reports.pictures.modules import ModuleRun, module_runs, suitable_depth
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import headline
-from passes.autograd.staged_model import LoweredStages
 from passes.emit.communication_plan import Message
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.primitives import COLLECTIVES, send
@@ -30,6 +28,9 @@ __all__ = ["partition_diagram"]
 
 _LANES = 8
 """Ranks that are drawn by default."""
+
+_SIGNS = {"activation": "\u2193", "gradient": "\u2191"}
+"""Kinds of messages that are drawn, and the signs of their bytes."""
 
 
 def partition_diagram(explained: Explained, depth: int | None = None, ranks: Sequence[int] | None = None) -> Diagram:
@@ -45,29 +46,12 @@ def partition_diagram(explained: Explained, depth: int | None = None, ranks: Seq
     builder = _Builder(explained, depth, shown)
     for rank in shown:
         builder.add_boxes(rank)
+    builder.add_data()
     for rank in shown:
-        builder.add_data(rank)
         builder.add_communication(rank)
     title = headline(explained.name, explained.plan, training=explained.graph.training)
     title += "" if len(shown) == mesh.size else f" - {len(shown)} of {mesh.size} ranks"
     return Diagram(title, tuple(map(builder.lane, shown)), tuple(builder.boxes), builder.arrows())
-
-
-@dataclass
-class _Messages:
-    """The messages between two boxes in a step: bytes of activations and of gradients, names of the values."""
-
-    activation_bytes: int = 0
-    gradient_bytes: int = 0
-    names: dict[str, None] = field(default_factory=dict)
-
-
-@dataclass
-class _Collectives:
-    """The collectives of one kind from a box to the next rank of the group: their number in a step, and their bytes."""
-
-    count: int = 0
-    bytes: int = 0
 
 
 class _Builder:
@@ -79,8 +63,8 @@ class _Builder:
         producer: (rank, value) -> key of the box that computes the value there.
         reader: (rank, value) -> keys of the boxes that read it there.
         data: (source, target) for each pair of boxes of one rank that a value connects, as keys of a dict.
-        messages: (source, target) -> the messages between boxes of two ranks.
-        collectives: (source, target, words) -> the collectives ``words``, for example ``"all_reduce over tensor"``.
+        messages: (source, target) -> the messages between boxes of two ranks, with their bytes.
+        collectives: (source, target) -> words such as ``"all_reduce over tensor"`` -> the bytes of each of these collectives.
     """
 
     def __init__(self, explained: Explained, depth: int, shown: Sequence[int]) -> None:
@@ -94,58 +78,48 @@ class _Builder:
         self.producer: dict[tuple[int, str], str] = {}
         self.reader: dict[tuple[int, str], list[str]] = defaultdict(list)
         self.data: dict[tuple[str, str], None] = {}
-        self.messages: defaultdict[tuple[str, str], _Messages] = defaultdict(_Messages)
-        self.collectives: defaultdict[tuple[str, str, str], _Collectives] = defaultdict(_Collectives)
+        self.messages: defaultdict[tuple[str, str], list[tuple[Message, int]]] = defaultdict(list)
+        self.collectives: defaultdict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
 
     def lane(self, rank: int) -> Lane:
         mesh, plan = self.mesh, self.explained.plan
         where = ", ".join(f"{name} {index}" for name, index in mesh.coordinate(rank).items()) if len(mesh.names) > 1 else ""
         return Lane(f"rank {rank}", "  ".join(part for part in (plan.devices[rank], where) if part))
 
-    def _pipeline_of(self, rank: int) -> tuple[LoweredStages, int]:
-        """Return the stages of the rank's pipeline, and the rank's position in it."""
-        number, place = self.place[rank]
-        return self.explained.pipelines[number], place
-
     def add_boxes(self, rank: int) -> None:
         """Add a box for each module run of the rank's stages; record which values it computes and reads."""
-        lowered, place = self._pipeline_of(rank)
+        number, place = self.place[rank]
+        lowered = self.explained.pipelines[number]
         counts: defaultdict[int, int] = defaultdict(int)
         for run in module_runs(lowered, self.depth):
             if place not in lowered.stage_ranks[run.stage]:
                 continue
             key = f"{rank}:{run.stage}:{counts[run.stage]}"
             counts[run.stage] += 1
-            self.boxes.append(self._box(rank, key, run, lowered))
-            for name in run.operations:
-                self.producer.setdefault((rank, name), key)
-                node = self._nodes(lowered, run.stage)[name]
+            self.boxes.append(self._box(rank, key, run))
+            for node in run.operations:
+                self.producer.setdefault((rank, node.name), key)
                 for source in node.all_input_nodes:
                     if key not in self.reader[rank, source.name]:
                         self.reader[rank, source.name].append(key)
 
-    def _nodes(self, lowered: LoweredStages, stage: int) -> dict[str, fx.Node]:
-        return {node.name: node for node in lowered.stages[stage].module.graph.nodes}
-
-    def _box(self, rank: int, key: str, run: ModuleRun, lowered: LoweredStages) -> Box:
+    def _box(self, rank: int, key: str, run: ModuleRun) -> Box:
         """Label a module run with its module and the bytes of its parameters, or with its operations if it has none."""
-        nodes = self._nodes(lowered, run.stage)
-        operations = list(dict.fromkeys(_operation(nodes[name]) for name in run.operations))
-        stored = [name for name in run.parameters if rank in self.explained.blocks.get(name, {})]
-        size = sum(bytes_of(nodes[name].meta["val"], None, 1) for name in stored if name in nodes)
-        names = [self.explained.graph.parameters[name] for name in run.parameters]
+        operations = list(dict.fromkeys(map(_operation, run.operations)))
+        stored = [node for node in run.parameters if rank in self.explained.blocks.get(node.name, {})]
+        size = sum(bytes_of(node.meta["val"], None, 1) for node in stored)
+        names = [self.explained.graph.parameters[node.name] for node in run.parameters]
         label = run.module or ", ".join(operations[:2])
         detail = (format_bytes(size) if size else ", ".join(operations[:3])) if run.module else ""
         tooltip = "\n".join([run.module or "the model itself", f"stage {run.stage}", ", ".join(operations), *names])
         return Box(key, self.shown[rank], run.stage, label, detail, tooltip)
 
-    def add_data(self, rank: int) -> None:
-        """Connect the boxes of a rank: each that computes a value with those that read it."""
-        for (owner, value), source in list(self.producer.items()):
-            if owner == rank:
-                for target in self.reader.get((rank, value), ()):
-                    if target != source:
-                        self.data[source, target] = None
+    def add_data(self) -> None:
+        """Connect the boxes of each rank: each that computes a value with those that read it."""
+        for (rank, value), source in self.producer.items():
+            for target in self.reader.get((rank, value), ()):
+                if target != source:
+                    self.data[source, target] = None
 
     def add_communication(self, rank: int) -> None:
         """Add the messages that a rank sends and its collectives."""
@@ -158,20 +132,13 @@ class _Builder:
 
     def _add_message(self, rank: int, destination: int, message: Message, size: int) -> None:
         """Add a message to the arrow from the value's box to its first reader; a gradient goes against that arrow."""
-        if destination not in self.shown or message.kind not in ("activation", "gradient"):
+        if destination not in self.shown or message.kind not in _SIGNS:
             return
-        is_gradient = message.kind == "gradient"
-        producing_rank, reading_rank = (destination, rank) if is_gradient else (rank, destination)
+        producing_rank, reading_rank = (destination, rank) if message.kind == "gradient" else (rank, destination)
         source = self.producer.get((producing_rank, message.value))
         targets = self.reader.get((reading_rank, message.value), ())
-        if source is None or not targets:
-            return
-        messages = self.messages[source, targets[0]]
-        messages.names[message.value] = None
-        if is_gradient:
-            messages.gradient_bytes += size
-        else:
-            messages.activation_bytes += size
+        if source is not None and targets:
+            self.messages[source, targets[0]].append((message, size))
 
     def _add_collective(self, rank: int, node: fx.Node) -> None:
         """Add a collective to the arrow from the rank to the next rank of the group; the last rank of the group has none."""
@@ -185,9 +152,7 @@ class _Builder:
         over = " and ".join(dimensions_of(node.kwargs["group"], self.mesh))  # type: ignore[arg-type]
         next_rank = group[group.index(rank) + 1]
         target = f"{next_rank}:{source.partition(':')[2]}"  # the same box on the next rank
-        collectives = self.collectives[source, target, f"{function.__name__} over {over}"]
-        collectives.bytes += int(node.meta.get("bytes", 0))
-        collectives.count += 1
+        self.collectives[source, target][f"{function.__name__} over {over}"].append(int(node.meta.get("bytes", 0)))
 
     def _collective_box(self, rank: int, node: fx.Node) -> str | None:
         """Return the box of the communicated value: that of its module, or the gradient box of the rank; None if neither is drawn."""
@@ -213,28 +178,26 @@ class _Builder:
         """Return the arrows of values that stay on a rank, of messages and of collectives."""
         arrows = [Arrow(source, target, "data") for source, target in self.data]
         for (source, target), messages in self.messages.items():
-            down = f"\u2193 {format_bytes(messages.activation_bytes)}" if messages.activation_bytes else ""
-            up = f"\u2191 {format_bytes(messages.gradient_bytes)}" if messages.gradient_bytes else ""
-            label = "  ".join(part for part in (down, up) if part)
-            arrows.append(Arrow(source, target, "message", label, f"{', '.join(messages.names)}, in a step"))
+            sizes = {kind: sum(size for message, size in messages if message.kind == kind) for kind in _SIGNS}
+            label = "  ".join(f"{_SIGNS[kind]} {format_bytes(size)}" for kind, size in sizes.items() if size)
+            names = dict.fromkeys(message.value for message, _ in messages)
+            arrows.append(Arrow(source, target, "message", label, f"{', '.join(names)}, in a step"))
         return (*arrows, *self._collective_arrows())
 
     def _collective_arrows(self) -> list[Arrow]:
         """Return one arrow for all collectives between two boxes; in a chain of boxes only the first arrow has a label."""
         keys = {box.key for box in self.boxes}
-        by_pair: dict[tuple[str, str], dict[str, _Collectives]] = defaultdict(dict)
-        for (source, target, words), collectives in self.collectives.items():
-            if target in keys:
-                by_pair[source, target][words] = collectives
         arrows: list[Arrow] = []
-        for (source, target), by_words in by_pair.items():
-            names = [words.partition(" ")[0] for words in by_words]
+        for (source, target), sizes in self.collectives.items():
+            if target not in keys:
+                continue
+            names = [words.partition(" ")[0] for words in sizes]
             short = names[0] if len(names) == 1 else f"{len(names)} kinds"
             if all(name.startswith("halo_") for name in names):
                 short = "halo"
-            total = format_bytes(sum(kind.bytes for kind in by_words.values()))
+            total = format_bytes(sum(map(sum, sizes.values())))
             label = f"{short} {total}" if all(arrow.target != source for arrow in arrows) else ""
-            tooltip = "\n".join(f"{words}: {kind.count} a step, {format_bytes(kind.bytes)}" for words, kind in by_words.items())
+            tooltip = "\n".join(f"{words}: {len(each)} a step, {format_bytes(sum(each))}" for words, each in sizes.items())
             arrows.append(Arrow(source, target, "collective", label, tooltip))
         return arrows
 

@@ -86,7 +86,7 @@ def test_a_pipeline_is_drawn_with_its_messages() -> None:
     pm = gpt("pipeline", 2)
     diagram = draw(pm).diagram
     lowered = pm.explained().lowered
-    operations = [name for run in module_runs(lowered, 2) for name in run.operations]
+    operations = [node.name for run in module_runs(lowered, 2) for node in run.operations]
     nodes = [node for stage in lowered.stages for node in stage.module.graph.nodes if node.op == "call_function"]
     assert set(operations) == {node.name for node in nodes if isinstance(node.meta["val"], torch.Tensor | tuple | list)}
     assert {(box.lane, box.stage) for box in diagram.boxes if box.stage is not None} == {(0, 0), (1, 1)}
