@@ -25,7 +25,7 @@ from html import escape
 from cost_models.svg import document
 from partitioner.reports.module_names import rank_numbers
 from partitioner.reports.pictures.colours import STAGES
-from partitioner.reports.pictures.diagram_svg import SVG_STYLE
+from partitioner.reports.pictures.diagram_svg import svg_style
 from partitioner.reports.tables.table import align
 from passes.spmd.shards import Block
 
@@ -196,7 +196,7 @@ def blocks_svg(table: BlockTable) -> str:
             )
             parts.append(f'<text class="c" x="{_LEFT + (left + right) / 2:.1f}" y="{middle:.1f}">{_ranks(ranks)}</text>')
     parts += [f'<text class="f" x="12" y="{bottom + 18 + 15 * index:.0f}">{escape(line)}</text>' for index, line in enumerate(table.held)]
-    return document("d", width, height, table.title, SVG_STYLE, parts)
+    return document("d", width, height, table.title, svg_style(), parts)
 
 
 def _extents(intervals: Sequence[tuple[int, int]], length: float, least: float) -> list[tuple[float, float]]:

@@ -127,7 +127,7 @@ def chart_svg(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
     height = _TOP + _PLOT + 44 + legend.count("<g") * _LEGEND_LINE
     heading = f'<text class="title" x="{_LEFT}" y="16">{escape(title)}</text>'
     lines_and_marks = (element for one in series for element in _series_elements(one, x_scale, y_scale))
-    return document("chart", _WIDTH, height, title, _STYLE, [heading, *_axes(x, y, x_scale, y_scale), *lines_and_marks, legend])
+    return document("chart", _WIDTH, height, title, _style(), [heading, *_axes(x, y, x_scale, y_scale), *lines_and_marks, legend])
 
 
 def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
@@ -233,6 +233,3 @@ def _style() -> str:
 .chart .grid {{ stroke: var(--line); fill: none }} .chart .axis {{ stroke: var(--faint); fill: none }}
 .chart .line {{ fill: none; stroke-width: 1.8 }} .chart .mark {{ stroke: var(--paper); stroke-width: 1.2 }}
 {kinds}"""
-
-
-_STYLE = _style()

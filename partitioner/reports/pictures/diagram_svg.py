@@ -14,7 +14,7 @@ from partitioner.reports.pictures.colours import LINKS, PLAIN, STAGES
 from partitioner.reports.pictures.diagram import Arrow, Box, Diagram
 from partitioner.reports.pictures.layers import Layers, arrange
 
-__all__ = ["SVG_STYLE", "diagram_svg"]
+__all__ = ["diagram_svg", "svg_style"]
 
 _CELL, _BOX, _ROW, _HEIGHT = 158, 142, 70, 40
 """Distance of boxes in a row, width of a box, distance of rows, height of a box."""
@@ -32,8 +32,8 @@ _LONGEST = 22
 """Letters of a box's label; a longer label is truncated."""
 
 
-def _style() -> str:
-    """Return the CSS rules of a drawing; classes ``s0``, ``s1``, ... fill boxes of stages."""
+def svg_style() -> str:
+    """Return the CSS rules of drawings; classes ``s0``, ``s1``, ... fill boxes of stages."""
     named = {"plain": PLAIN, **LINKS, **{f"s{index}": colour for index, colour in enumerate(STAGES)}}
     fills = " ".join(f".d .s{index} {{ fill: var(--s{index}) }}" for index in range(len(STAGES)))
     links = " ".join(f".d .{kind} {{ stroke: var(--{kind}) }} .d .{kind}-fill {{ fill: var(--{kind}) }}" for kind in LINKS)
@@ -44,10 +44,6 @@ def _style() -> str:
 .d path.message {{ stroke-width: 2.2 }} .d path.collective {{ stroke-width: 1.8; stroke-dasharray: 5 3 }}
 .d .halo {{ paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round }}
 {fills} {links}"""
-
-
-SVG_STYLE = _style()
-"""The colours and classes of drawings."""
 
 
 def _width(label: str) -> float:
@@ -127,7 +123,7 @@ def diagram_svg(diagram: Diagram) -> str:
         *(_box(box, canvas) for box in diagram.boxes),
         *_labels(arrows, canvas),
     ]
-    return document("d", width, height, diagram.title, SVG_STYLE, parts)
+    return document("d", width, height, diagram.title, svg_style(), parts)
 
 
 def _arrange(diagram: Diagram) -> tuple[_Canvas, dict[int, Sequence[float]]]:

@@ -11,6 +11,7 @@ An edge over several rows inside a lane gets a place of its own in each row betw
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,11 +113,7 @@ def _places(nodes_in: dict[tuple[int, int], list[int]], links: Sequence[Edge], c
         neighbours, order = (above, downwards) if sweep % 2 == 0 else (below, downwards[::-1])
         for lane_and_row in order:
             nodes = nodes_in[lane_and_row]
-            mean = {node: _mean([place[other] for other in neighbours[node]], place[node]) for node in nodes}
+            mean = {node: statistics.fmean(place[other] for other in neighbours[node] or [node]) for node in nodes}
             for index, node in enumerate(sorted(nodes, key=lambda node: (mean[node], place[node]))):
                 place[node] = index
     return place
-
-
-def _mean(values: Sequence[int], default: float) -> float:
-    return sum(values) / len(values) if values else default
