@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_unflatten
 
+from partitioner.tracing.export import guards
 from partitioner.tracing.trace import trace
 from passes.ir.graph import ModelGraph, RowMixing
+from passes.ir.torch_private import Mod
 from tests.support.models.zoo import case_named
 from tests.support.running.traced import assert_equal_runs, run_model, run_traced
 
@@ -250,6 +252,11 @@ def test_a_batch_is_open_up_to_the_size_at_which_the_model_branches(function: Ca
     assert f"a batch of more than {limit} rows is traced anew" in graph.notes[0]
     fixed = trace(Call(function), (torch.zeros(limit + 1, 6),))
     assert (fixed.batch, fixed.batch_size) == (None, limit + 1)
+
+
+def test_an_assumption_that_divides_by_zero_for_some_sizes_does_not_hold_for_them() -> None:
+    batch = sympy.Symbol("batch", positive=True, integer=True)
+    assert guards._largest_that_holds(sympy.Eq(Mod(24 * batch, 5 - batch), 0), batch) == 4
 
 
 @pytest.mark.parametrize(
