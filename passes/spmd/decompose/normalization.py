@@ -78,7 +78,9 @@ def _rows(write: ReductionWriter) -> tuple[fx.Node, object]:
     n_last = len(write["normalized_shape"])
     count = write.count(*(name for name in write.factors if name.startswith("features")))
     rows = write["input"] if n_last == 1 else write.call(aten.flatten.using_ints, write["input"], -n_last, -1)
-    if write.rank("input") - n_last > 1:
+    if write.rank("input") == n_last:
+        rows = write.call(aten.unsqueeze.default, rows, 0)
+    elif write.rank("input") - n_last > 1:
         rows = write.call(aten.flatten.using_ints, rows, 0, -2)
     return write.call(aten.unsqueeze.default, rows, 1), count
 

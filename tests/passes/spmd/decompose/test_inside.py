@@ -140,6 +140,8 @@ EXAMPLES = (
     _batch_norm("slow_statistics", "batch", 7, 3, 4, affine=False, momentum=0.01),
     Example("layer_norm", "features", _layer_norm, _AFFINE),
     Example("layer_norm_plain", "features", _layer_norm, {"x": (3, 6)}),
+    Example("layer_norm_of_one_row", "features", _layer_norm, {"x": (6,), "weight": (6,), "bias": (6,)}),
+    Example("layer_norm_of_all", "features0", _layer_norm_of_two, {"x": (7, 5), "weight": (7, 5), "bias": (7, 5)}),
     Example("layer_norm_of_two", "features0", _layer_norm_of_two, {"x": (3, 7, 5), "weight": (7, 5), "bias": (7, 5)}),
     Example("layer_norm_of_two_inner", "features1", _layer_norm_of_two, {"x": (3, 7, 5), "weight": (7, 5), "bias": (7, 5)}),
     Example("rms_norm", "features", _rms_norm, {"x": (3, 7), "weight": (7,)}),
