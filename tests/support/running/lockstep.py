@@ -118,35 +118,33 @@ def _assert_alike(one: Sequence[Any], other: Sequence[Any]) -> None:
 
 
 def _run(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Call by call, all ranks side by side; what each returns. Sizes each rank computes by itself: some need no call for one."""
+    """Collective by collective, all ranks side by side; what each returns. Between them, ranks with other sizes may need other calls."""
     values: list[dict[fx.Node, Any]] = [{} for _ in graphs]
-    for nodes in zip(*(_of_tensors(graph, own) for graph, own in zip(graphs, values, strict=True)), strict=True):
-        assert len({(node.op, node.target) for node in nodes}) == 1, "ranks run different calls"
+    runs = (_collectives(graph, own, placeholders) for graph, own, placeholders in zip(graphs, values, given, strict=True))
+    for nodes in zip(*runs, strict=True):
+        assert len({(node.op, node.target) for node in nodes}) == 1, "ranks run different collectives"
         op, target = nodes[0].op, nodes[0].target
         args = [fx.map_arg(node.args, own.__getitem__) for node, own in zip(nodes, values, strict=True)]
-        kwargs = [fx.map_arg(node.kwargs, own.__getitem__) for node, own in zip(nodes, values, strict=True)]
         if op == "output":
             return [each[0] for each in args]
-        if op == "placeholder":
-            results = [own[nodes[0].name] for own in given]
-        elif target in collectives.COLLECTIVES:
-            results = _communicate(target, mesh, args)
-        elif target is normalize:
+        if target is normalize:
             results = _normalized(mesh, [dict(zip((each.name for each in target._schema.arguments), own, strict=True)) for own in args])
         else:
-            results = [_called(target, own, named) for own, named in zip(args, kwargs, strict=True)]
+            results = _communicate(target, mesh, args)
         for own, node, result in zip(values, nodes, results, strict=True):
             own[node] = result
     raise AssertionError("the graph has no output")
 
 
-def _of_tensors(graph: fx.Graph, values: dict[fx.Node, Any]) -> Iterator[fx.Node]:
-    """The nodes in order, but for calls that compute sizes: these are carried out on the way."""
+def _collectives(graph: fx.Graph, values: dict[fx.Node, Any], given: Mapping[str, Any]) -> Iterator[fx.Node]:
+    """The collectives of one rank in order, and its output; all other calls are carried out on the way."""
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.meta.get("val"), int | torch.SymInt):
-            values[node] = _called(node.target, fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__))
-        else:
+        if node.op == "placeholder":
+            values[node] = given[node.name]
+        elif node.op == "output" or node.target in collectives.COLLECTIVES or node.target is normalize:
             yield node
+        else:
+            values[node] = _called(node.target, fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__))
 
 
 def _called(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
