@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -16,40 +16,34 @@ from partitioner import ConfigError, PartitionedModel, partition
 LARGE = 64
 
 
-class _Branching(nn.Module):
-    """Two layers; between them something that depends on whether the batch is large."""
+def _another_call(y: Tensor, *, is_large: bool) -> Tensor:
+    return y * 2 if is_large else y
 
-    def __init__(self) -> None:
+
+def _another_number(y: Tensor, *, is_large: bool) -> Tensor:
+    return y * (2 if is_large else 3)
+
+
+def _mixed_rows(y: Tensor, *, is_large: bool) -> Tensor:
+    return y - y.mean(0) if is_large else y
+
+
+class _Branching(nn.Module):
+    """Two layers; between them something that depends on whether the batch is large.
+
+    Args:
+        between: that.
+        is_constant: whether a trace makes the size of the batch a constant, and knows nothing of the branch.
+    """
+
+    def __init__(self, between: Callable[..., Tensor], *, is_constant: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.between, self.is_constant = between, is_constant
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.between(self.first(x).relu(), is_large=x.shape[0] >= LARGE))
-
-    def between(self, y: Tensor, *, is_large: bool) -> Tensor:
-        raise NotImplementedError
-
-
-class _AnotherCall(_Branching):
-    def between(self, y: Tensor, *, is_large: bool) -> Tensor:
-        return y * 2 if is_large else y
-
-
-class _Constant(_AnotherCall):
-    """A trace makes the size of its batch a constant, and knows nothing of the branch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.between(self.first(x).relu(), is_large=len(x) >= LARGE))
-
-
-class _AnotherNumber(_Branching):
-    def between(self, y: Tensor, *, is_large: bool) -> Tensor:
-        return y * (2 if is_large else 3)
-
-
-class _MixedRows(_Branching):
-    def between(self, y: Tensor, *, is_large: bool) -> Tensor:
-        return y - y.mean(0) if is_large else y
+        rows = len(x) if self.is_constant else x.shape[0]
+        return self.second(self.between(self.first(x).relu(), is_large=rows >= LARGE))
 
 
 MODES: Mapping[str, tuple[str | Mapping[str, int], int]] = {
@@ -61,11 +55,12 @@ MODES: Mapping[str, tuple[str | Mapping[str, int], int]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model", [_AnotherCall, _Constant, _AnotherNumber, _MixedRows])
+@pytest.mark.parametrize("is_constant", [False, True])
+@pytest.mark.parametrize("between", [_another_call, _another_number, _mixed_rows])
 @pytest.mark.parametrize("traced", [8, 32, 64])
-def test_every_batch_size_gives_the_numbers_of_the_model(model: type[_Branching], traced: int, mode: str) -> None:
+def test_every_batch_size_gives_the_numbers_of_the_model(between: Callable[..., Tensor], is_constant: bool, traced: int, mode: str) -> None:
     torch.manual_seed(0)
-    module = model().double()
+    module = _Branching(between, is_constant=is_constant).double()
     of_mesh, count = MODES[mode]
     n_devices = 4 if isinstance(of_mesh, dict) else 2
 
@@ -78,7 +73,7 @@ def test_every_batch_size_gives_the_numbers_of_the_model(model: type[_Branching]
         return
     pm = partitioned()
     for rows in (traced, 32, 128):
-        if count > 1 and rows >= LARGE and (rows // count < LARGE or model is _MixedRows):
+        if count > 1 and rows >= LARGE and (rows // count < LARGE or between is _mixed_rows):
             with pytest.raises(ConfigError, match=r"computes something else for|rows of the batch are mixed"):
                 pm(_rows(rows))
         else:
