@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cost_models.checked_costs import checked_costs
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from cost_models.profiling.op_times import MeasuredCosts
@@ -22,6 +21,7 @@ from partitioner.model.session import Assumptions, Session
 from partitioner.options.arguments import EXAMPLES, VALUES, positional, read_cluster
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel, warn_of_microbatches
+from partitioner.options.checked_costs import checked_costs
 from partitioner.options.constraints import Constraints
 from partitioner.options.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.options.given_plan import check_fits, plan_on
