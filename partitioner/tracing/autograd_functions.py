@@ -1,22 +1,35 @@
-"""Notice custom autograd functions while a model is traced.
+"""Keep custom autograd functions as operators while a model is traced.
 
 ``torch.export`` traces the forward of a ``torch.autograd.Function`` and forgets its backward: the gradient of the graph would silently be
-that of the forward's operations. So a call that gradients may flow through is refused by name.
+that of the forward's operations. So a call that gradients may flow through becomes one call of an operator that applies the function
+(``passes.autograd.function_operators``), once its forward and its backward are known to have a graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
-from passes.ir.torch_private import tree_leaves
+from passes.autograd.function_operators import (
+    AppliedFunction,
+    FunctionOperator,
+    applied_function,
+    function_operator,
+    is_applying,
+    operands_of,
+)
+from passes.autograd.function_rules import Spec, joint_of_function, loops_of_function, why_not_followed
+from passes.ir.errors import TraceError
+from passes.ir.torch_private import FakeTensorMode, no_dispatch_modes, tree_leaves
+from passes.rules.registry import derive_rule_by
 
-__all__ = ["CustomFunctionError", "refuse_custom_functions"]
+__all__ = ["CustomFunctionError", "keep_custom_functions"]
 
 _ALLOWED = ("torch._higher_order_ops", "torch._library.autograd")
 """Modules of torch whose functions are no problem: control flow is traced as one operation, and refused as that; an operation of
@@ -24,16 +37,20 @@ _ALLOWED = ("torch._higher_order_ops", "torch._library.autograd")
 
 
 class CustomFunctionError(Exception):
-    """A custom autograd function was called."""
+    """A custom autograd function was called that cannot be in a graph.
 
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        self.function = function
-        super().__init__(f"{function.__module__}.{function.__qualname__}")
+    Attributes:
+        reason: why, a clause about the function.
+    """
+
+    def __init__(self, function: type[torch.autograd.Function], reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"{function.__module__}.{function.__qualname__}, which {reason}")
 
 
 @contextlib.contextmanager
-def refuse_custom_functions() -> Iterator[None]:
-    """Raise CustomFunctionError when this thread applies a custom autograd function to values that carry gradients.
+def keep_custom_functions() -> Iterator[None]:
+    """Let this thread call an operator in the place of each custom autograd function that it applies to values that carry gradients.
 
     The patch is in a base class, because ``Function.apply`` looks up ``super().apply`` at each call: bound copies of it are noticed too.
     """
@@ -43,10 +60,12 @@ def refuse_custom_functions() -> Iterator[None]:
         raise AssertionError(f"{base} defines apply: this version of torch calls custom autograd functions in another way")
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        is_checked = threading.get_ident() == thread and torch.is_grad_enabled() and not function.__module__.startswith(_ALLOWED)
-        if is_checked and any(map(_is_differentiable, tree_leaves((args, kwargs)))):
-            raise CustomFunctionError(function)
-        return super(base, function).apply(*args, **kwargs)
+        is_kept = threading.get_ident() == thread and torch.is_grad_enabled() and not is_applying()
+        if not is_kept or function.__module__.startswith(_ALLOWED) or not any(map(_is_differentiable, tree_leaves((args, kwargs)))):
+            return super(base, function).apply(*args, **kwargs)
+        if function is CheckpointFunction:
+            return _call_in_checkpoint(*args)
+        return _call_operator(function, args)
 
     base.apply = classmethod(apply)
     try:
@@ -57,3 +76,67 @@ def refuse_custom_functions() -> Iterator[None]:
 
 def _is_differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _call_in_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+    """Call what a reentrant checkpoint runs: the same values and gradients, which none have where no argument requires one."""
+    with torch.set_grad_enabled(any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)):
+        return run(*args)
+
+
+def _call_operator(function: type[torch.autograd.Function], args: Sequence[Any]) -> Any:
+    """Call the operator of a function.
+
+    Raises:
+        CustomFunctionError: its forward or its backward has no graph.
+    """
+    applied, operands = applied_function(function, args), operands_of(args)
+    with no_dispatch_modes():
+        try:
+            kept = _operator(applied, operands)
+        except CustomFunctionError:
+            raise
+        except Exception as error:
+            raise CustomFunctionError(function, _reason(error)) from error
+    return kept(operands)
+
+
+def _reason(error: Exception) -> str:
+    """Return why a function has no graph, as a clause."""
+    cause = error.__cause__ if isinstance(error, TraceError) and error.__cause__ is not None else error
+    first_line = str(cause).strip().partition("\n")[0]
+    if "convert all Tensors to FakeTensors" in first_line:
+        return "reads a tensor that is not among its arguments"
+    return f"cannot be traced: {type(cause).__name__}: {first_line}"
+
+
+def _operator(applied: AppliedFunction, operands: Sequence[Any]) -> FunctionOperator:
+    """Return the operator of a function, whose forward and backward are traced on blank tensors of the sizes of this trace."""
+    specs = tuple(_spec(operand) for operand in operands)
+    with FakeTensorMode():
+        blank = [spec if isinstance(spec, int) else torch.empty(spec[0], dtype=spec[1], device=applied.device) for spec in specs]
+        blank = [_requires_gradient(value) for value in blank]
+        results = applied.apply(blank)
+    if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(results)):
+        raise CustomFunctionError(applied.function, "returns something other than tensors and None")
+    kept = function_operator(applied, blank, results)
+    reason = why_not_followed(joint_of_function(kept.overload, specs))
+    if reason is not None:
+        raise CustomFunctionError(applied.function, reason)
+    derive_rule_by(kept.overload, loops_of_function)
+    return kept
+
+
+def _spec(operand: Any) -> Spec | int:
+    """Return shape and dtype of a tensor, or the number of a size, as they are in this trace."""
+    if isinstance(operand, Tensor):
+        return tuple(map(_hint, operand.shape)), operand.dtype
+    return _hint(operand)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _requires_gradient(value: Any) -> Any:
+    return value.requires_grad_() if _is_differentiable(value) else value

@@ -44,14 +44,10 @@ _MAKE_DENSE = "pass and keep dense tensors, x.to_dense(), or the indices and val
 
 _KINDS = (
     _Kind(
-        lambda error: isinstance(error, CustomFunctionError) and error.function.__module__ == "torch.utils.checkpoint",
-        "recomputes activations with reentrant checkpoints, whose backward a trace would lose",
-        'checkpoint with use_reentrant=False, or not at all and pass recompute="full"',
-    ),
-    _Kind(
         lambda error: isinstance(error, CustomFunctionError),
-        "applies the custom autograd function {error}, whose backward a trace would lose",
-        "write it with differentiable tensor operations, or register it with torch.library.custom_op and torch.library.register_autograd",
+        "applies the custom autograd function {error}",
+        "compute in its forward and its backward with PyTorch's operations on its arguments alone, or register it with "
+        "torch.library.custom_op and register_autograd",
     ),
     _Kind(
         lambda error: type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"),  # no public names of torch
@@ -105,8 +101,8 @@ _SPARSE_GRADIENTS = (torch.ops.aten.embedding, torch.ops.aten.embedding_bag, tor
 
 
 def depends_on_sizes(error: Exception) -> bool:
-    """Return whether a trace with other sizes, or with fixed sizes, may succeed: the error has none of the first five reasons."""
-    return not isinstance(error, CustomFunctionError) and not any(kind.matches(error) for kind in _KINDS[:5])
+    """Return whether a trace with other sizes, or with fixed sizes, may succeed: the error has none of the first four reasons."""
+    return not isinstance(error, CustomFunctionError) and not any(kind.matches(error) for kind in _KINDS[:4])
 
 
 def trace_error(model: nn.Module, error: Exception) -> TraceError:

@@ -158,14 +158,25 @@ def _unify(left: Sequence[_Axis], right: Sequence[_Axis]) -> None:
         left_stack, right_stack = _leaves(left_stack[::-1])[::-1], _leaves(right_stack[::-1])[::-1]
 
 
+def _unify_dimensions(tensors: Mapping[fx.Node, list[list[list[_Axis]]]], alike: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+    """Make the dimensions of two tensors one, for each pair of tensors."""
+    for one, other in alike:
+        for left, right in zip(_single(tensors[one]), _single(tensors[other]), strict=True):
+            _unify(left, right)
+
+
 def _join(first: _Axis, second: _Axis) -> None:
     """Make two roots the same axis."""
     second.parent = first
     first.roles.update(second.roles)
 
 
-def find_axes(graph: fx.Graph) -> Axes:
-    """Return the axes of a graph whose nodes hold fake tensors in ``meta["val"]``."""
+def find_axes(graph: fx.Graph, alike: Iterable[tuple[fx.Node, fx.Node]] = ()) -> Axes:
+    """Return the axes of a graph whose nodes hold fake tensors in ``meta["val"]``.
+
+    Args:
+        alike: pairs of tensors whose dimensions run together, whatever calls say: a value and its gradient.
+    """
     tensors: dict[fx.Node, list[list[list[_Axis]]]] = {}
     loops: dict[str, Loops] = {}
     factors: dict[str, list[_Axis]] = {}
@@ -198,6 +209,7 @@ def find_axes(graph: fx.Graph) -> Axes:
             outermost.roles[rule.factors[window.factor].name] += 1
         tensors[node] = [_result_axes(result, dimensions, axes) for result, dimensions in zip(results, rule.results, strict=True)]
         loops[node.name], factors[node.name] = rule, axes
+    _unify_dimensions(tensors, alike)
     return _number_axes(tensors, loops, factors, unruled)
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from passes.ir.torch_private import OpOverload
 
 __all__ = [
+    "FUNCTION_NAMESPACE",
     "MEAN",
     "NO_REDUCTION",
     "SUM",
@@ -26,6 +27,7 @@ __all__ = [
     "draws_random_numbers",
     "drops_nothing",
     "functional",
+    "is_autograd_function",
     "node_leaves",
     "out_parameters",
     "packet",
@@ -37,6 +39,9 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
+FUNCTION_NAMESPACE = "autograd_function"
+"""The namespace of operators that stand for custom autograd functions (``passes.autograd.function_operators``)."""
 
 NO_REDUCTION = 0
 """The argument ``reduction`` of a loss function that returns one loss for each element."""
@@ -186,6 +191,11 @@ _IRREGULAR_FUNCTIONAL_FORMS: Mapping[OpOverload, OpOverload | None] = {
     aten.transpose_.default: aten.transpose.int,
 }
 """In-place operator -> its functional form, where the name without ``_`` is an overload with other parameters; None: it has none."""
+
+
+def is_autograd_function(target: Any) -> bool:
+    """Return whether an operator stands for a custom autograd function."""
+    return isinstance(target, OpOverload) and target.namespace == FUNCTION_NAMESPACE
 
 
 def draws_random_numbers(target: Any) -> bool:

@@ -15,10 +15,12 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph
 from torch.fx.experimental.proxy_tensor import make_fx  # records what autograd and vmap dispatch as a graph
 from torch.utils import _pytree as pytree  # the structure of arguments and results as torch.export has it
 from torch.utils._python_dispatch import TorchDispatchMode  # sees what operations cast below autocast, and every storage they make
+from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes  # a trace within a trace
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing  # how symbolic sizes spell floor division and modulo
 
 __all__ = [
+    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "FakeTensorMode",
     "FloorDiv",
@@ -34,6 +36,7 @@ __all__ = [
     "foreach_norm",
     "is_view",
     "make_fx",
+    "no_dispatch_modes",
     "pytree",
     "registered_operators",
     "tree_flatten",
@@ -42,6 +45,9 @@ __all__ = [
     "tree_unflatten",
     "use_lazy_graph_module",
 ]
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""Hides from a trace that autocast or the mode of gradients changes inside, which it would record through a mode of functions."""
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """Calls functions on the plain tensors of a subclass, as in torch's guide to subclasses."""

@@ -24,10 +24,10 @@ from passes.rules.language import Line, parse
 from passes.rules.loops import Loops
 from passes.rules.tables import ALONG, CONTRACTIONS, CREATION, ELEMENTWISE, INDEXING, LAYERS, LOSSES, RESHAPES, SHAPES, SPACE
 
-__all__ = ["RULES", "Rule", "loops_of", "loops_of_call", "register_rule", "registered_rule", "rule_of"]
+__all__ = ["RULES", "Rule", "derive_rule_by", "loops_of", "loops_of_call", "register_rule", "registered_rule", "rule_of"]
 
 
-Rule: TypeAlias = "str | Callable[[Call], str | Loops]"
+Rule: TypeAlias = "str | Callable[[Call], str | Loops | None]"
 """A line of the language, or a function that returns the line (or the loops) of a call."""
 
 
@@ -48,12 +48,12 @@ RULES: Mapping[Any, Rule] = dict(_rules_of_tables())
 def rule_of(target: Any) -> Rule | None:
     """Return the rule of an overload, or of its op; None if there is none.
 
-    Rules that the user registered come first. An in-place op has the rule of its functional form. Ops that PyTorch tags as pointwise are
-    elementwise.
+    Rules that the user registered come first, then those derived from what an operator calls. An in-place op has the rule of its functional
+    form. Ops that PyTorch tags as pointwise are elementwise.
     """
     if not isinstance(target, OpOverload):
         return None
-    return registered_rule(target) or _builtin_rule(target)
+    return registered_rule(target) or _derived.get(target) or _builtin_rule(target)
 
 
 @functools.cache
@@ -103,6 +103,14 @@ def _apply_rule(call: Call, rule: Rule) -> Loops | None:
 
 
 _cached_loops = functools.lru_cache(maxsize=8192)(_apply_rule)
+
+
+_derived: dict[OpOverload, Callable[[Call], Loops | None]] = {}
+
+
+def derive_rule_by(operator: OpOverload, rule: Callable[[Call], Loops | None]) -> None:
+    """Let a function derive the loops of the calls of an operator from what that calls; None: it is computed whole."""
+    _derived[operator] = rule
 
 
 # -- rules that users register -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from partitioner.tracing.autograd_functions import refuse_custom_functions
+from partitioner.tracing.autograd_functions import keep_custom_functions
 from partitioner.tracing.carried_attributes import (
     attributes_of,
     changed_numbers,
@@ -57,7 +57,7 @@ def export(
         The program, and notes for the user, one sentence each.
 
     Raises:
-        CustomFunctionError: the model applies a custom autograd function where gradients flow.
+        CustomFunctionError: the model applies a custom autograd function, where gradients flow, that has no graph.
         TraceError: forward computes with an attribute that the call before has changed.
         Exception: whatever ``torch.export`` raises.
     """
@@ -74,7 +74,7 @@ def export(
             traced_in(inputs.autocast),
             autocast_as_cpu(inputs.autocast),
             meta_as_cpu(inputs.autocast),
-            refuse_custom_functions(),
+            keep_custom_functions(),
             ConstantRandomComparisons(),
             preserve(model),
         ):

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.provenance import place_of
-from passes.graph.schemas import written_arguments
+from passes.graph.schemas import is_autograd_function, written_arguments
 from passes.ir.errors import TraceError
 from passes.ir.graph import Autocast
 from passes.ir.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode, pytree
@@ -64,7 +64,7 @@ def _write_casts_of(module: fx.GraphModule, autocast: Autocast | None) -> None:
                     _write_casts_of(inner, _autocast_of_region(node) if node.target is _AUTOCAST else autocast)
             if node.target is _AUTOCAST:
                 node.args = (*node.args[:2], False, *node.args[3:])
-        elif autocast is not None and isinstance(node.target, OpOverload):
+        elif autocast is not None and isinstance(node.target, OpOverload) and not is_autograd_function(node.target):
             _cast_arguments(node, autocast)
     module.recompile()
 

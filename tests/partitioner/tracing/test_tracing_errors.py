@@ -39,7 +39,21 @@ class Rounded(torch.autograd.Function):
         return gradient
 
 
+class Scaled(torch.autograd.Function):
+    """Its forward and its backward are what a test makes of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Any], backward: Callable[[Tensor], Any]) -> Any:
+        ctx.rule = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.rule(gradient), None, None
+
+
 rounded: Callable[[Tensor], Tensor] = Rounded.apply
+scaled: Callable[..., Any] = Scaled.apply
 WEIGHT = torch.ones(6, requires_grad=True)
 
 
@@ -78,16 +92,32 @@ def leaves_torch(x: Tensor) -> Tensor:
     return torch.from_numpy(np.tanh(x.detach().numpy()))
 
 
-def straight_through(x: Tensor) -> Tensor:
-    return rounded(x)
+def scaled_by_a_weight(x: Tensor) -> Any:
+    return scaled(x, lambda each: each * WEIGHT.detach(), torch.tanh)
+
+
+def scaled_by_a_draw(x: Tensor) -> Any:
+    return scaled(x, lambda each: each * torch.rand_like(each), torch.tanh)
+
+
+def scaled_in_place(x: Tensor) -> Any:
+    return scaled(x, lambda each: each.mul_(2) + 1, torch.tanh)
+
+
+def scaled_by_a_value(x: Tensor) -> Any:
+    return scaled(x, torch.tanh, lambda gradient: gradient * gradient.max().item())
+
+
+def scaled_outside(x: Tensor) -> Any:
+    return scaled(x, torch.tanh, lambda gradient: torch.from_numpy(gradient.numpy() * 2))
+
+
+def scaled_to_a_number(x: Tensor) -> Any:
+    return scaled(x, lambda each: each.dim(), torch.tanh)
 
 
 def straight_through_rows(x: Tensor) -> Tensor:
     return torch.vmap(Rounded.apply)(x)
-
-
-def checkpoints(x: Tensor) -> Any:
-    return torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True)
 
 
 def differentiates(x: Tensor) -> Any:
@@ -123,8 +153,12 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     branches: ("the values of a tensor decide", "torch.where"),
     counts: ("the values of a tensor decide", "torch.where"),
     leaves_torch: ("outside of PyTorch", "PyTorch's own operations"),
-    straight_through: (f"custom autograd function {__name__}.Rounded", "torch.library"),
-    checkpoints: ("reentrant", "use_reentrant=False"),
+    scaled_by_a_weight: (f"{__name__}.Scaled, which reads a tensor that is not among its arguments", "on its arguments alone"),
+    scaled_by_a_draw: ("Scaled, which draws random numbers", "torch.library"),
+    scaled_in_place: ("Scaled, which writes into its arguments", "torch.library"),
+    scaled_by_a_value: ("Scaled, which cannot be traced: DataDependentOutputException: aten._local_scalar_dense", "torch.library"),
+    scaled_outside: ("Scaled, which cannot be traced: RuntimeError: .numpy()", "torch.library"),
+    scaled_to_a_number: ("Scaled, which returns something other than tensors", "torch.library"),
     differentiates: ("torch.func.grad", "outside of the model"),
     conditional: ("cond", "torch.where"),
     connectionist_loss: ("aten._ctc_loss", "outside of the model"),
@@ -133,7 +167,6 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 def test_refused_by_module_and_line(function: Callable[..., Any]) -> None:
     problem, remedy = CASES[function]
@@ -177,7 +210,7 @@ def test_a_custom_function_without_gradients_is_traced() -> None:
 def test_custom_functions_work_while_another_thread_traces() -> None:
     """The watch is for the thread that traces, and is taken down with the trace."""
     with pytest.raises(TraceError):
-        trace(Model(straight_through), (torch.ones(4, 6),))
+        trace(Model(scaled_by_a_draw), (torch.ones(4, 6),))
     x = torch.full((2,), 0.3, requires_grad=True)
     rounded(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.ones(2))
