@@ -17,8 +17,9 @@ from partitioner.tracing.inputs.ties import first_names, merged_parameters
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
-from passes.ir.graph import Input, ModelGraph
+from passes.ir.graph import SPLITS, Input, ModelGraph
 from passes.ir.program import PROGRAM_ARGUMENTS
+from passes.ir.torch_private import OpOverload
 from passes.normalize.order import ExportedGraph, normalize
 from passes.normalize.randomness.draw_order import draws, memory_order
 
@@ -67,9 +68,13 @@ def _tied_placeholders(lifted: Lifted, first: Mapping[str, str]) -> dict[str, st
 
 
 def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[str, str]]:
-    """Return a copy of the graph, ``batch`` in front and no placeholders for plain values, and old -> new names of placeholders."""
+    """Return a copy of the graph, ``batch`` in front and no placeholders for plain values, and old -> new names of placeholders.
+
+    Calls of ``torch.distributed.pipelining.pipe_split`` compute nothing: nodes of a model that has some hold how many are in front of them.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
+    splits = 0 if any(map(_is_pipe_split, exported.program.graph.nodes)) else None
     batch = graph.placeholder("batch") if exported.batch is not None else None
     tensors = {*lifted.parameters, *lifted.buffers, *lifted.constants, *lifted.inputs}
     for node in exported.program.graph.nodes:
@@ -79,11 +84,19 @@ def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[s
             copies[node] = graph.placeholder(f"{node.name}_input" if node.name in PROGRAM_ARGUMENTS else node.name)
             copies[node].target = copies[node].name
             copies[node].meta = dict(node.meta)
+        elif splits is not None and _is_pipe_split(node):
+            splits += 1
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            if splits is not None:
+                copies[node].meta[SPLITS] = splits
     if batch is not None:
         batch.meta["val"] = _batch_value(exported, copies)
     return graph, {node.name: copy.name for node, copy in copies.items() if node.op == "placeholder"}
+
+
+def _is_pipe_split(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.name() == "pippy::_pipe_split"
 
 
 def _batch_value(exported: Exported, copies: Mapping[fx.Node, fx.Node]) -> torch.SymInt:

@@ -13,7 +13,10 @@ from torch import fx
 
 from passes.ir.torch_private import TreeSpec
 
-__all__ = ["Autocast", "Combine", "Input", "ModelGraph", "Output", "Part", "Results", "RowMixing", "Total", "without_autocast"]
+__all__ = ["SPLITS", "Autocast", "Combine", "Input", "ModelGraph", "Output", "Part", "Results", "RowMixing", "Total", "without_autocast"]
+
+SPLITS = "pipe_splits"
+"""Where in ``meta`` a node has how many calls of ``torch.distributed.pipelining.pipe_split`` are in front of it, if a model has some."""
 
 Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
 """How the values of one output over microbatches are combined to the value over the whole batch; ``"mixed"``: no way is correct."""

@@ -14,7 +14,7 @@ from partitioner.planner.constraints.modules import check_module, prefixes
 from partitioner.planner.costs.cut_points import CutPoints
 from passes.graph.provenance import module_path
 from passes.ir.errors import ConfigError, Place
-from passes.ir.graph import ModelGraph
+from passes.ir.graph import SPLITS, ModelGraph
 
 __all__ = ["Restrictions", "restrict"]
 
@@ -41,15 +41,17 @@ def restrict(
         ConfigError: a name is unknown, a rank or stage does not exist, a module cannot be cut off, or a device_map goes back to an
             earlier rank where each rank has one stage.
     """
-    if not constraints.split_spec and constraints.device_map is None and constraints.pin is None:
+    marked = _marked_boundaries(graph, points) if len(stage_ranks) > 1 else frozenset[int]()
+    if not marked and not constraints.split_spec and constraints.device_map is None and constraints.pin is None:
         return frozenset(), None
     names = _Names(graph, points, modules)
-    forced = frozenset(
+    forced = marked.union(
         names.boundary(name, _split_point(name, where)) for name, where in (constraints.split_spec or {}).items() if names.check(name)
     )
     if len(forced) > len(stage_ranks) - 1:
+        said = "split_spec" if not marked else "pipe_split()" if not constraints.split_spec else "split_spec with pipe_split()"
         raise ConfigError(
-            f"split_spec makes {len(forced) + 1} stages, the plan has {len(stage_ranks)}",
+            f"{said} makes {len(forced) + 1} stages, the plan has {len(stage_ranks)}",
             remedy="pass as many devices (or stages on each) as there are stages, or fewer split points",
         )
     if constraints.device_map is None and constraints.pin is None:
@@ -69,6 +71,24 @@ def restrict(
         for unit in names.units(name):
             allowed[unit] &= np.arange(len(stage_ranks)) == stage
     return forced, allowed
+
+
+def _marked_boundaries(graph: ModelGraph, points: CutPoints) -> frozenset[int]:
+    """Return the boundaries at which the model calls ``pipe_split``; raise ConfigError if stages cannot be cut there."""
+    number_of = {node.name: node.meta[SPLITS] for node in graph.computing_nodes() if SPLITS in node.meta}
+    found: list[int] = []
+    passed = 0
+    for index, unit in enumerate(points.units if number_of else ()):
+        numbers = {number_of[name] for name in unit if name in number_of}
+        if len(numbers) > 1:
+            raise ConfigError(
+                f"pipe_split() stands where something crosses that cannot be sent: {', '.join(unit)} stay together",
+                remedy="call it in front of them, or behind",
+            )
+        if max(numbers, default=passed) > passed and index > 0:
+            found.append(index)
+        passed = max(numbers, default=passed)
+    return frozenset(found)
 
 
 class _Names:
