@@ -1,6 +1,7 @@
 """Lower a normalized graph and a plan to the programs of all ranks: the phases, in their order.
 
     ModelGraph, Plan
+      return_loss          the loss is returned alone, if a step reads nothing else
       mean_to_sum          means over the batch become partial sums, if microbatches or ranks split the batch
       tile                 regions are computed tile by tile on one device, if the plan says so
       functional_rng       random draws become values of the graph, if ranks compute parts of them
@@ -42,6 +43,7 @@ from passes.ir.phase import Phase, PhaseRunner
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
+from passes.normalize.loss_alone import return_alone
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.shard_stages import StagedCut, cut_by_plan
@@ -63,6 +65,7 @@ class Target:
     """The programs that a plan is lowered to.
 
     Attributes:
+        loss_output: the index of the output that is the loss, for a step that reads no other; None: all are returned.
         in_parts: whether means over the batch that the model returns are computed as partial sums.
         results: whether ranks that shard the batch return whole results or those of their own rows.
         rows: whether the mesh shards the batch; False replicates it, for a batch that the mesh does not divide.
@@ -80,6 +83,7 @@ class Target:
         inline: whether all stages that communicate are inlined in programs of a mesh.
     """
 
+    loss_output: int | None = None
     in_parts: bool = False
     results: Results = "rows"
     rows: bool = True
@@ -140,6 +144,11 @@ class Lowered:
             return tuple(range(len(self.parts)))
         first: dict[tuple[int, ...], int] = {}
         return tuple(first.setdefault(tuple(map(id, graphs)), pipeline) for pipeline, graphs in enumerate(self.parts))
+
+
+def return_loss(lowered: Lowered, target: Target) -> Lowered:
+    """Return the loss alone, if it is what the model returns and a step reads nothing else."""
+    return lowered if target.loss_output is None else replace(lowered, graph=return_alone(lowered.graph, target.loss_output))
 
 
 def mean_to_sum(lowered: Lowered, target: Target) -> Lowered:
@@ -282,6 +291,7 @@ def prove(lowered: Lowered, target: Target) -> Lowered:
 
 
 PHASES: tuple[Phase[Lowered, Target], ...] = (
+    Phase("return_loss", return_loss, ("loss_output",)),
     Phase("mean_to_sum", mean_to_sum, ("in_parts",)),
     Phase("tile", tile),
     Phase("functional_rng", functional_rng),

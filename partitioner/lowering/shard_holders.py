@@ -14,6 +14,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
+from passes.normalize.loss_alone import own_loss
 from passes.pipeline import Lowered, Lowerer, Target
 from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import Block
@@ -32,7 +33,7 @@ class PlanCuts:
 
     def __init__(self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int], ModelGraph]) -> None:
         self._graph, self._plan, self._traced_for = graph, plan, functools.cache(traced_for)
-        self._plan_cut = self._cut(Lowerer(Lowered(plan, graph)), Target())
+        self._plan_cut = self._cut(Lowerer(Lowered(plan, graph)), Target(loss_output=own_loss(graph) if graph.training else None))
         self._lowerers: dict[int | None, Lowerer] = {}
 
     @staticmethod
@@ -49,7 +50,7 @@ class PlanCuts:
             self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), stored_like=self._plan_cut))
         if size is not None and variant.whole_batch not in (None, size):
             self._check_microbatches(size, variant.whole_batch)
-        return self._lowerers[size], Target(variant.in_parts, variant.results, variant.rows)
+        return self._lowerers[size], Target(variant.loss_output, variant.in_parts, variant.results, variant.rows)
 
     def _graph_for(self, rows: int | None) -> ModelGraph:
         return self._graph if rows is None or rows == self._graph.batch_size else self._traced_for(rows)

@@ -11,6 +11,7 @@ from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
+from passes.normalize.loss_alone import own_loss
 
 __all__ = ["LowerAt", "Lowerings", "Variant", "first_variant", "results_in_training", "variant_for"]
 
@@ -25,10 +26,12 @@ class Variant:
     Attributes:
         batch_size: for a batch that the traced graph does not serve, the rows of one microbatch over all ranks; else None.
         whole_batch: for such a batch, the rows of all microbatches; else None.
-        in_parts: whether returned means over the batch are computed as sums of parts (``passes.spmd.mean_to_sum``).
+        in_parts: whether returned means over the batch are computed as sums of parts (``passes.spmd.mean_to_sum``): of microbatches, of the
+            rows of ranks, or of the part of each row that a rank has.
         results: what each rank of a sharded batch returns.
         rows: whether the batch is sharded over ranks; False if it does not divide.
         inputs: whether processes pass the whole batch and get whole results, or pass and get their own rows.
+        loss_output: the index of the output that is the loss, for a step that reads no other; None: all are returned.
     """
 
     batch_size: int | None
@@ -37,11 +40,16 @@ class Variant:
     results: Results
     rows: bool
     inputs: Inputs
+    loss_output: int | None = None
 
 
 def results_in_training(graph: ModelGraph) -> Results:
-    """Return what ranks return in training: ``"rows"`` if an output is a mean or sum, else ``"whole"`` if one is mixed, else ``"loss"``."""
-    kinds = {output.combine for output in graph.outputs}
+    """Return what ranks return in training: ``"rows"`` if an output is a mean or sum, else ``"whole"`` if one is mixed, else ``"loss"``.
+
+    Of a model that returns its loss, this output alone counts.
+    """
+    loss = own_loss(graph)
+    kinds = {output.combine for index, output in enumerate(graph.outputs) if loss in (None, index)}
     if kinds & {"mean", "sum"}:
         return "rows"
     return "whole" if "mixed" in kinds else "loss"
@@ -76,9 +84,12 @@ class Lowerings:
         other._lowered = self._lowered
         return other
 
-    def for_batch(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
+    def for_batch(
+        self, batch: int, *, in_parts: bool = True, results: Results = "rows", loss_output: int | None = None
+    ) -> tuple[int, Lowering]:
         """Return the number of microbatches of a batch, and the programs for it; see ``variant_for``."""
-        count, variant = variant_for(self._graph, self._plan, self.rows, batch, in_parts=in_parts, results=results)
+        known = (self._graph, self._plan, self.rows, batch)
+        count, variant = variant_for(*known, in_parts=in_parts, results=results, loss_output=loss_output)
         if (batch, count) not in self._checked:
             check_values_per_channel(self._graph, self._plan, self.rows, batch, count)
             self._checked.add((batch, count))
@@ -90,7 +101,14 @@ class Lowerings:
 
 
 def variant_for(
-    graph: ModelGraph, plan: Plan, parts_of_rows: RowParts, batch: int, *, in_parts: bool = True, results: Results = "rows"
+    graph: ModelGraph,
+    plan: Plan,
+    parts_of_rows: RowParts,
+    batch: int,
+    *,
+    in_parts: bool = True,
+    results: Results = "rows",
+    loss_output: int | None = None,
 ) -> tuple[int, Variant]:
     """Return the number of microbatches of a batch, and the variant that serves them.
 
@@ -100,6 +118,7 @@ def variant_for(
         batch: rows of the whole batch.
         in_parts: allow returned means over the batch to be computed as sums over microbatches and ranks.
         results: what each rank of a sharded batch returns.
+        loss_output: the index of the output that is the loss, for a step that reads no other; None: all are returned.
     """
     is_sharded = parts_of_rows.divides(batch)
     n_parts = parts_of_rows.count if is_sharded else 1
@@ -108,9 +127,9 @@ def variant_for(
     if not graph.serves(batch):
         count = next(divisor for divisor in range(count, 0, -1) if batch // n_parts % divisor == 0)
         size, whole = batch // count, batch
-    is_split = count > 1 or n_parts > 1
+    is_split = count > 1 or plan.grid.cutting.size > 1
     has_means = any(output.combine == "mean" for output in graph.outputs)
-    return count, Variant(size, whole, in_parts and is_split and has_means, results, is_sharded, parts_of_rows.inputs)
+    return count, Variant(size, whole, in_parts and is_split and has_means, results, is_sharded, parts_of_rows.inputs, loss_output)
 
 
 def first_variant(graph: ModelGraph, plan: Plan, inputs: Inputs = "global") -> Variant:

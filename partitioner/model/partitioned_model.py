@@ -142,7 +142,7 @@ class PartitionedModel(nn.Module):
         if form.reduction == "batch" and not is_form_of_last_step:
             schedule = lowering.schedule(self._session.plan.n_microbatches, form)
             warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
-        self._last_step = (prepared.in_parts, prepared.results, differentiation, form)
+        self._last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
         loss, gradients = self._calls.run(lowering, programs, inputs, prepared.extra)[self._here]
         _backward_of_inputs(inputs.tensors, self._calls.input_gradient_names(differentiation.inputs), gradients)
         assert isinstance(loss, Tensor)
@@ -165,9 +165,11 @@ class PartitionedModel(nn.Module):
         self._session.state.refresh()
         return self._calls.bind(args, kwargs)
 
-    def lowering_for(self, batch: int, *, in_parts: bool = True, results: Results = "rows") -> tuple[int, Lowering]:
+    def lowering_for(
+        self, batch: int, *, in_parts: bool = True, results: Results = "rows", loss_output: int | None = None
+    ) -> tuple[int, Lowering]:
         """Return the number of microbatches of a batch of this size, and the programs for it; see ``Lowerings.for_batch``."""
-        return self._session.lowerings.for_batch(batch, in_parts=in_parts, results=results)
+        return self._session.lowerings.for_batch(batch, in_parts=in_parts, results=results, loss_output=loss_output)
 
     # -- inspection ----------------------------------------------------------------------------------------------------------------
 

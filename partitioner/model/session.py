@@ -23,6 +23,7 @@ from partitioner.runtime.state.parameters import State
 from passes.emit.programs import LossForm
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
+from passes.normalize.loss_alone import own_loss
 
 __all__ = ["Assumptions", "Session"]
 
@@ -96,16 +97,17 @@ class Session:
     def inspected(self, last_step: LastStep | None) -> InspectedPrograms:
         """Return the programs of the last training step; without one, of a step that differentiates all results, or of a forward."""
         batch, lowering_for = self.plan.batch_size, self.lowerings.for_batch
-        results = results_in_training(self.graph)
-        if not self.graph.training or not lowering_for(batch, results=results)[1].everything(frozenset()).outputs:
-            count, lowering = lowering_for(batch)
-            return InspectedPrograms(lowering, count, differentiation=None, loss=LossForm())
-        if last_step is None:
-            count, lowering = lowering_for(batch, results=results)
-            return InspectedPrograms(lowering, count, lowering.everything(frozenset()), LossForm())
-        in_parts, results, differentiation, form = last_step
-        count, lowering = lowering_for(batch, in_parts=in_parts, results=results)
-        return InspectedPrograms(lowering, count, differentiation, form)
+        if self.graph.training and last_step is not None:
+            in_parts, results, loss_output, differentiation, form = last_step
+            count, lowering = lowering_for(batch, in_parts=in_parts, results=results, loss_output=loss_output)
+            return InspectedPrograms(lowering, count, differentiation, form)
+        if self.graph.training:
+            count, lowering = lowering_for(batch, results=results_in_training(self.graph), loss_output=own_loss(self.graph))
+            everything = lowering.everything(frozenset())
+            if everything.outputs:
+                return InspectedPrograms(lowering, count, everything, LossForm())
+        count, lowering = lowering_for(batch)
+        return InspectedPrograms(lowering, count, differentiation=None, loss=LossForm())
 
     def explained(self, inspected: InspectedPrograms) -> Explained:
         """Return the model, its plan and these programs as reports read them."""

@@ -15,6 +15,7 @@ from partitioner.planner.sequential_tiling import plan_stream
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
+from passes.normalize.loss_alone import graph_of_step
 
 __all__ = ["PlanProblem"]
 
@@ -48,7 +49,8 @@ class PlanProblem:
             InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
         """
         check_halos(self.request.constraints, self.mesh if self.sequential_tiles is None else None)
-        problem = (self.graph, self.cluster, self.request, self.cost_model)
+        graph = graph_of_step(self.graph)
+        problem = (graph, self.cluster, self.request, self.cost_model)
         if self.sequential_tiles is not None:
-            return plan_stream(self.graph, self.sequential_tiles, *problem[1:])
+            return plan_stream(graph, self.sequential_tiles, *problem[1:])
         return plan_auto(*problem, tell) if self.mesh is None else plan_mesh(*problem, self.mesh)

@@ -8,6 +8,8 @@ whole batch, before it is split:
     after    loss = cross_entropy(logits, labels, reduction=sum) / loss_total   out: "sum"
              loss_total = count(labels != -100), over the whole batch
 
+Ranks that cut the sequence, or space, have parts of each row: the sums of their parts add up as well.
+
     before   loss = mse_loss(x, y)                                              out: "mean"
     after    loss = mse_loss(x, y) * batch / batch_total                        out: "sum"
 

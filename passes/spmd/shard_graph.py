@@ -27,6 +27,7 @@ from passes.spmd.halo.wide import with_halos
 from passes.spmd.local_shapes import Extents
 from passes.spmd.localize import localize
 from passes.spmd.propagate import Layouts, assign_layouts
+from passes.spmd.replicable_layouts import computed_where_read
 from passes.spmd.shards import Block, block_of, whole_block
 
 __all__ = ["AxisCut", "CutModel", "cut_axes", "layouts_of_cut"]
@@ -118,8 +119,9 @@ def _extents(graph: ModelGraph, axes: Axes, cut: AxisCut, part: Part) -> Iterato
 def layouts_of_cut(
     graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None
 ) -> Layouts:
-    """Return the layout of every value: first by the axes, then with parameters sharded in storage, then with halo strategies."""
+    """Return the layout of every value: by the axes, then positions and masks as they are read, parameters as stored, and halos."""
     layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
+    layouts = computed_where_read(graph, axes, layouts)
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
     layouts = _with_sharded_storage(graph, axes, layouts, cut)
     return with_halos(graph, axes, layouts, cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)

@@ -269,17 +269,17 @@ class CuttableModel:
 
     def _part_graph(self, mesh: Mesh, *, fixed_batch: bool = False) -> PartGraph:
         """Return the graph to shard, with a symbolic or fixed batch; for tiles unfolded, since a halo segment may span several blocks."""
-        by_rows, in_tiles = _shards_batch_and_space(mesh)
-        key = (by_rows, in_tiles, fixed_batch)
+        in_parts, in_tiles = _shards_rows_and_space(mesh)
+        key = (in_parts, in_tiles, fixed_batch)
         if key not in self._graphs:
             whole = fix_batch(self._whole, self._whole.batch_size) if fixed_batch else self._whole
             folded = Folded(whole, {}, {}) if in_tiles else self._folded
-            self._graphs[key] = part_graph(folded, whole, lambda graph: split_randomness(with_totals(graph) if by_rows else graph))
+            self._graphs[key] = part_graph(folded, whole, lambda graph: split_randomness(with_totals(graph) if in_parts else graph))
         return self._graphs[key]
 
     def _find_axes(self, graph: ModelGraph, cutting: Mesh, *, fixed_batch: bool = False) -> tuple[Axes, tuple[str, ...]]:
         """Return the axes and their names, with axes merged that are too short for a mesh dimension alone; cached."""
-        kind = (*_shards_batch_and_space(cutting), fixed_batch)
+        kind = (*_shards_rows_and_space(cutting), fixed_batch)
         others = tuple(dimension for dimension in cutting.dimensions if dimension[0] not in ROWS)
         if (kind, ()) not in self._axes:
             plain = find_axes(graph.graph)
@@ -354,9 +354,9 @@ def _fitting_axes(axes: Axes, count: int) -> frozenset[int]:
     return frozenset(axis for axis in range(len(axes.sizes)) if fits(axes, axis, count))
 
 
-def _shards_batch_and_space(mesh: Mesh) -> tuple[bool, bool]:
-    """Return whether a mesh shards the batch, and whether it shards space."""
-    return any(name in ROWS for name in mesh.names), any(name in (TILE, *TILES) for name in mesh.names)
+def _shards_rows_and_space(mesh: Mesh) -> tuple[bool, bool]:
+    """Return whether a mesh may shard what a mean is taken over, and whether it shards space."""
+    return mesh.size > 1, any(name in (TILE, *TILES) for name in mesh.names)
 
 
 def _check_groups_of_rows(graph: ModelGraph, axes: Axes, batch: tuple[int, ...], cutting: Mesh) -> None:
@@ -423,8 +423,7 @@ class MeshCut:
         if all("[" not in axis or self._has_same_number(axis) for axes in folded_names.values() for axis in axes):
             return tuple((axis, name) for name in cutting.names for axis in folded_names[name])
         if source.unfolding is not None:
-            by_rows = any(name in ROWS for name in cutting.names)
-            graph = split_randomness(with_totals(source.whole) if by_rows else source.whole)
+            graph = split_randomness(with_totals(source.whole) if cutting.size > 1 else source.whole)
             whole = find_axes_to_cut(graph, cutting)
             names = axis_names(graph, whole)
             counterparts = _counterparts(self.axes, whole, source)

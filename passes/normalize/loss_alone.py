@@ -1,0 +1,68 @@
+"""Return the loss of a model alone, for steps that read nothing else of it.
+
+Before:                                         After:
+
+    loss = cross_entropy_loss(logits, labels)       loss = cross_entropy_loss(logits, labels)
+    return (loss, logits, key, value)               return (loss, None, None, None)
+
+What is not returned is gathered by nobody, and kept for nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, fx
+
+from passes.graph.lazy_graph_module import rewritten
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph, Output
+from passes.ir.program import call_loss
+from passes.ir.torch_private import pytree
+
+__all__ = ["graph_of_step", "own_loss", "return_alone"]
+
+
+def own_loss(graph: ModelGraph) -> int | None:
+    """Return the index of the output that is the loss, of a model that returns its loss; None for any other."""
+    values = {node.name: node.meta["val"] for node in graph.graph.nodes if "val" in node.meta}
+    leaves = [output.constant if output.node is None else _stand_in(values[output.node]) for output in graph.outputs]
+    try:
+        loss = call_loss(pytree.tree_unflatten(leaves, graph.output_tree), None, None)
+    except ConfigError:
+        return None
+    return next((index for index, leaf in enumerate(leaves) if leaf is loss), None)
+
+
+def _stand_in(value: object) -> Tensor:
+    """Return a tensor of one number for one of one number, and of two for any other."""
+    is_number = isinstance(value, Tensor) and all(size == 1 for size in value.shape)
+    return torch.zeros(()) if is_number else torch.zeros(2)
+
+
+def return_alone(graph: ModelGraph, index: int) -> ModelGraph:
+    """Return a model that gives one of its outputs, and None for all others; what it computes stays as it is."""
+    copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        copies[node] = copied.node_copy(node, copies.__getitem__)
+        copies[node].meta = dict(node.meta)
+    (returned,) = graph.graph.output_node().args
+    assert isinstance(returned, tuple | list)
+    alone = tuple(value if place == index else None for place, value in enumerate(returned))
+    copied.output(fx.map_arg(alone, copies.__getitem__))
+    outputs = tuple(
+        output if place == index else Output(output.name, None, None, "same", None) for place, output in enumerate(graph.outputs)
+    )
+    return dataclasses.replace(rewritten(graph, copied, {}), outputs=outputs)
+
+
+def graph_of_step(graph: ModelGraph) -> ModelGraph:
+    """Return what a training step computes of a model: of one that returns its loss, this alone.
+
+    A model with an output that mixes rows stays as it is: its forward cannot be cut into microbatches.
+    """
+    index = own_loss(graph) if graph.training and not graph.mixed else None
+    return graph if index is None else return_alone(graph, index)

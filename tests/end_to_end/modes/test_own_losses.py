@@ -1,0 +1,196 @@
+"""A step of a model that returns its loss: nothing else is returned, gathered or kept, and the loss stays cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import partition
+from partitioner.tracing.trace import trace
+from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter
+from passes.normalize.loss_alone import graph_of_step, own_loss
+
+transformers = pytest.importorskip("transformers")
+
+ROWS, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS = 4, 16, 96, 32, 2, 4
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SIZES))
+
+
+def qwen3() -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(num_key_value_heads=2, head_dim=8, **SIZES))
+
+
+def gpt2() -> Any:
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=VOCABULARY, loss_type="ForCausalLM", **dropout)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> Any:
+    config = transformers.BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES)
+    return transformers.BertForMaskedLM(config)
+
+
+def t5() -> Any:
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": VOCABULARY}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes))
+
+
+MODELS = [llama, qwen3, gpt2, bert, t5]
+QUICK = {("llama", "sequence"), ("gpt2", "tensor"), ("bert", "sequence"), ("gpt2", "pipeline")}
+
+
+def made(make: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """The model in float64, and a batch: two rows are padded, and some of the others' tokens are no targets."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
+    labels, mask = tokens.clone(), torch.ones_like(tokens)
+    labels[0, 2:5], labels[1, 10:], mask[1, 10:], labels[3, 3:], mask[3, 3:] = -100, -100, 0, -100, 0
+    return make().double().train(), {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def cases() -> list[Any]:
+    modes: list[Any] = ["tensor", "sequence", "data", "fsdp", "pipeline", {"data": 2, "tensor": 2}, {"sequence": 2, "tensor": 2}]
+    return [
+        pytest.param(make, mode, marks=() if (make.__name__, str(mode)) in QUICK else pytest.mark.slow, id=f"{make.__name__}-{mode}")
+        for make in MODELS
+        for mode in modes
+    ]
+
+
+@pytest.mark.parametrize(("make", "mode"), cases())
+def test_a_step_is_that_of_the_model(make: Callable[[], Any], mode: Any) -> None:
+    """Loss and gradients; then the forward, which returns everything, and its backward. Models normalise, and take losses, in float32."""
+    model, batch = made(make)
+    pm = partition(copy.deepcopy(model), 4, mode, example_kwargs=batch)
+    wanted = model(**batch)
+    wanted.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(pm.train_step(**batch), wanted.loss.detach(), rtol=1e-6, atol=1e-7)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-6, atol=1e-7)
+    pm.zero_grad()
+    found = pm(**batch)
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-6, atol=1e-7)
+    found.loss.backward()
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-6, atol=1e-7)
+
+
+def messages(pm: Any) -> list[tuple[Any, int]]:
+    """The collectives of the first rank's step: each with its bytes. Numbers (losses, counts) are left out."""
+    nodes = [node for node in pm.graph(0).graph.nodes if node.target in COLLECTIVES and node.meta["bytes"] > 8]
+    return [(node.target, node.meta["bytes"]) for node in nodes]
+
+
+def test_tensor_parallel_sends_what_megatron_does() -> None:
+    """Four sums of activations a layer; the vocabulary: a sum behind the embedding, one of its gradient, and three numbers a token."""
+    model, batch = made(gpt2)
+    pm = partition(model, 4, "tensor", example_kwargs=batch)
+    pm.train_step(**batch)
+    activation, numbers = ROWS * LENGTH * WIDTH * 8, ROWS * LENGTH * 8
+    sums = [size for kind, size in messages(pm) if kind is all_reduce]
+    assert {kind for kind, _ in messages(pm)} == {all_reduce}
+    assert [size for size in sums if size > numbers] == [activation] * (4 * LAYERS + 2)
+    assert sum(size for size in sums if size <= numbers) <= 3 * numbers
+
+
+def test_context_parallel_sends_keys_values_and_gradients() -> None:
+    model, batch = made(llama)
+    pm = partition(copy.deepcopy(model), 4, "sequence", example_kwargs=batch)
+    pm.train_step(**batch)
+    keys_and_values = ROWS * LENGTH * WIDTH // 2 * 8  # of half as many heads
+    small = ROWS * LENGTH * LENGTH * 8  # positions and masks
+    parameters = sum(parameter.numel() for parameter in model.parameters()) * 8
+    by_kind = {kind: [size for each, size in messages(pm) if each is kind and size > small] for kind in COLLECTIVES}
+    assert sum(by_kind.pop(all_reduce)) == parameters
+    assert sum(by_kind.pop(all_gather)) <= 2 * LAYERS * keys_and_values
+    assert sum(by_kind.pop(reduce_scatter)) <= 2 * LAYERS * keys_and_values * 4
+    assert not any(by_kind.values())
+
+
+# -- which output is the loss ------------------------------------------------------------------------------------------------------
+
+
+class Returning(nn.Module):
+    def __init__(self, returned: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.returned = nn.Linear(4, 3), returned
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return self.returned(y.square().mean(), y)
+
+
+RETURNS: list[tuple[Callable[[Tensor, Tensor], Any], int | None]] = [
+    (lambda loss, y: loss, 0),
+    (lambda loss, y: {"logits": y, "loss": loss}, 1),
+    (lambda loss, y: {"aux": y.abs().mean(), "loss": loss}, 1),
+    (lambda loss, y: {"loss": loss, "same": loss}, 0),
+    (lambda loss, y: (loss, y), None),
+    (lambda loss, y: y, None),
+    (lambda loss, y: {"loss": y}, None),
+    (lambda loss, y: {"loss": None, "logits": y}, None),
+]
+
+
+@pytest.mark.parametrize(("returned", "index"), RETURNS)
+def test_which_output_is_the_loss(returned: Callable[[Tensor, Tensor], Any], index: int | None) -> None:
+    graph = trace(Returning(returned), (torch.randn(6, 4),))
+    assert own_loss(graph) == index
+    alone = graph_of_step(graph)
+    assert len(alone.outputs) == len(graph.outputs)
+    assert [output.node for output in alone.outputs if output.node] == (
+        [graph.outputs[index].node] if index is not None else alone_nodes(graph)
+    )
+
+
+def alone_nodes(graph: Any) -> list[str]:
+    return [output.node for output in graph.outputs if output.node]
+
+
+def test_another_result_as_the_loss() -> None:
+    """A loss_fn that picks another number than the loss of the model."""
+    torch.manual_seed(0)
+    model, x = (
+        Returning(lambda loss, y: {"loss": loss, "aux": y.abs().mean(), "logits": y}).double(),
+        torch.randn(6, 4, dtype=torch.float64),
+    )
+    pm = partition(copy.deepcopy(model), 2, "data", example_inputs=(x,))
+    loss = pm.train_step(x, loss_fn=lambda out, _: out["aux"])
+    wanted = model(x)["aux"]
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach())
+    torch.testing.assert_close(pm.full_gradients()["layer.weight"], model.layer.weight.grad)
+
+
+def test_a_head_that_the_loss_does_not_read_has_no_gradient() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.other = nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            y = torch.tanh(self.first(x))
+            return {"loss": self.last(y).square().mean(), "other": self.other(y)}
+
+    torch.manual_seed(0)
+    model, x = Heads().double(), torch.randn(6, 4, dtype=torch.float64)
+    for mode in ("data", "tensor", "pipeline", "fsdp"):
+        model.zero_grad()
+        pm = partition(copy.deepcopy(model), 2, mode, example_inputs=(x,))
+        torch.testing.assert_close(pm.train_step(x), model(x)["loss"].detach())
+        model(x)["loss"].backward()
+        assert pm.full_gradients()["other.weight"] is None
+        torch.testing.assert_close(pm.full_gradients()["first.weight"], model.first.weight.grad)
+        torch.testing.assert_close(pm(x)["other"], model(x)["other"])
