@@ -250,7 +250,7 @@ def _assert_equal(model: nn.Module, pm: Any, x: Tensor) -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("n_rows", [4, 3])
+@pytest.mark.parametrize("n_rows", [4, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["model", "data", "fsdp", "tensor", {"data": 2, "tensor": 2}])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_gradients_are_those_of_the_function(function: Callable[..., Any], mode: Any, n_rows: int) -> None:
@@ -269,7 +269,7 @@ def test_one_row_a_rank(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("function", [each for each in FUNCTIONS if CUT[each][0] is None], ids=lambda function: function.__name__)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_microbatches(function: Callable[..., Any], recompute: str) -> None:
     torch.manual_seed(0)
     model, x = Model(function).double(), _inputs(4)

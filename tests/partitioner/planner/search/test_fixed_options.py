@@ -25,6 +25,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.timeout(600)  # up to thirty plans of a language model
 @pytest.mark.parametrize(("name", "mode", "cluster"), EVERY)
 def test_no_option_fixed_by_hand_beats_the_plan(name: str, mode: str, cluster: str) -> None:
     """Axes each by itself and together, microbatches, schedules, stages on each device, recomputation."""
