@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.lazy_graph_module import rewritten
-from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, Output
 from passes.ir.program import call_loss
 from passes.ir.torch_private import pytree
@@ -25,14 +24,19 @@ __all__ = ["graph_of_step", "own_loss", "return_alone"]
 
 
 def own_loss(graph: ModelGraph) -> int | None:
-    """Return the index of the output that is the loss, of a model that returns its loss; None for any other."""
-    values = {node.name: node.meta["val"] for node in graph.graph.nodes if "val" in node.meta}
+    """Return the index of the output that is the loss, of a model that returns its loss; None for any other.
+
+    None also where the structure that the model returns cannot hold the loss alone.
+    """
+    values = {node.name: node.meta["val"] for node in graph.graph.output_node().all_input_nodes}
     leaves = [output.constant if output.node is None else _stand_in(values[output.node]) for output in graph.outputs]
     try:
         loss = call_loss(pytree.tree_unflatten(leaves, graph.output_tree), None, None)
-    except ConfigError:
+        index = next(place for place, leaf in enumerate(leaves) if leaf is loss)
+        pytree.tree_unflatten([leaf if place == index else None for place, leaf in enumerate(leaves)], graph.output_tree)
+    except Exception:  # noqa: BLE001  a class of the user's may check what it holds; StopIteration: a constant is the loss
         return None
-    return next((index for index, leaf in enumerate(leaves) if leaf is loss), None)
+    return index
 
 
 def _stand_in(value: object) -> Tensor:

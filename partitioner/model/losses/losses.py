@@ -45,7 +45,8 @@ class PreparedLoss:
         n_microbatches: of the batch.
         lowering: the model, lowered for this loss.
         results: which results of the model ranks pass to the loss.
-        loss_output: the index of the model's output that is the loss; None: the loss is computed of its outputs.
+        is_own_loss: whether the model itself returns the loss.
+        loss_output: the index of that output, if no other is returned.
         in_parts: whether means that the model returns are computed as sums over microbatches and ranks.
         outputs: nodes of the model's results that the loss depends on differentiably.
         form: reduction and dtype of the loss, for the programs.
@@ -55,6 +56,7 @@ class PreparedLoss:
     n_microbatches: int
     lowering: Lowering
     results: Results
+    is_own_loss: bool
     loss_output: int | None
     in_parts: bool
     outputs: frozenset[str]
@@ -130,7 +132,7 @@ class Losses:
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
         prepared = self._prepare(step, lowering_for, "whole" if mixes_rows or takes_all_rows else "loss")
         is_cut = prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
-        if loss_fn is None or takes_all_rows or prepared.loss_output is not None or not is_cut:
+        if loss_fn is None or takes_all_rows or prepared.is_own_loss or not is_cut:
             return prepared
         combination = self._agreed_combination(step, prepared)
         if combination.kind == "batch":
@@ -148,15 +150,16 @@ class Losses:
     def _prepare(self, step: _Step, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
         """Lower the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on.
 
-        A loss that the model itself returns is lowered for this output alone: it is combined exactly over parts of the batch.
+        A loss that the model itself returns is lowered for the model's own results: it is combined exactly over parts of the batch. It is
+        the only result, unless a loss_fn picks it, which may look at others.
         """
         batch = step.inputs.batch
         takes_all_rows = results == "whole" and step.loss_fn is not None
+        loss_output = own_loss(self._graph) if step.loss_fn is None else None
         if step.loss_fn is None:
-            options: dict[str, Any] = {"loss_output": own_loss(self._graph)}
+            count, lowering = lowering_for(batch, loss_output=loss_output)
         else:
-            options = {"in_parts": takes_all_rows, "results": results}
-        count, lowering = lowering_for(batch, **options)
+            count, lowering = lowering_for(batch, in_parts=takes_all_rows, results=results)
         check_target(step.target, lowering.rows, batch, count, results)
         targets = {
             rank: step.target if results == "whole" else lowering.rows.target_of_rank(step.target, batch, rank)
@@ -167,13 +170,13 @@ class Losses:
         if dependence.own is None:
             form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype)
             outputs, in_parts = dependence.outputs, takes_all_rows
-            return PreparedLoss(count, lowering, results, None, in_parts, outputs, form, extra)
-        index = next(place for place, output in enumerate(lowering.graph.outputs) if output.node == dependence.own)
-        count, lowering = lowering_for(batch, loss_output=index)
-        (own,) = lowering.graph.returned
+            return PreparedLoss(count, lowering, results, False, None, in_parts, outputs, form, extra)
+        index = lowering.graph.returned.index(dependence.own)
+        count, lowering = lowering_for(batch, loss_output=loss_output)
+        own = lowering.graph.returned[index]
         outputs = frozenset({own}) if dependence.outputs else frozenset[str]()  # without outputs, the loss has no gradient
         form = LossForm("sum" if lowering.graph.combine(own) == "sum" else "mean", dependence.dtype)
-        return PreparedLoss(count, lowering, "rows", index, in_parts=True, outputs=outputs, form=form, extra=extra)
+        return PreparedLoss(count, lowering, "rows", True, loss_output, True, outputs, form, extra)
 
     def _agreed_dependence(self, step: _Step, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
         """Return which results the loss depends on. A rank that computes no loss and has no target learns it from the others.

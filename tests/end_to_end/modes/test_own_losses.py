@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -106,17 +107,17 @@ def test_tensor_parallel_sends_what_megatron_does() -> None:
 
 
 def test_context_parallel_sends_keys_values_and_gradients() -> None:
-    model, batch = made(llama)
+    """Nothing else: no logits, no positions, no masks."""
+    model, batch = made(gpt2)
     pm = partition(copy.deepcopy(model), 4, "sequence", example_kwargs=batch)
     pm.train_step(**batch)
-    keys_and_values = ROWS * LENGTH * WIDTH // 2 * 8  # of half as many heads
-    small = ROWS * LENGTH * LENGTH * 8  # positions and masks
-    parameters = sum(parameter.numel() for parameter in model.parameters()) * 8
-    by_kind = {kind: [size for each, size in messages(pm) if each is kind and size > small] for kind in COLLECTIVES}
-    assert sum(by_kind.pop(all_reduce)) == parameters
-    assert sum(by_kind.pop(all_gather)) <= 2 * LAYERS * keys_and_values
-    assert sum(by_kind.pop(reduce_scatter)) <= 2 * LAYERS * keys_and_values * 4
-    assert not any(by_kind.values())
+    activation, parameters = ROWS * LENGTH * WIDTH * 8, sum(parameter.numel() for parameter in model.parameters()) * 8
+    by_kind = {kind: sum(size for each, size in messages(pm) if each is kind) for kind in {kind for kind, _ in messages(pm)}}
+    assert by_kind == {
+        all_gather: 2 * LAYERS * activation // 4,
+        reduce_scatter: 2 * LAYERS * activation,
+        all_reduce: parameters,
+    }
 
 
 # -- which output is the loss ------------------------------------------------------------------------------------------------------
@@ -172,6 +173,44 @@ def test_another_result_as_the_loss() -> None:
     wanted.backward()
     torch.testing.assert_close(loss, wanted.detach())
     torch.testing.assert_close(pm.full_gradients()["layer.weight"], model.layer.weight.grad)
+
+
+def test_a_loss_fn_that_looks_at_other_results() -> None:
+    """It returns the loss of the model, and logs how many are right."""
+    seen = []
+
+    def log(out: Any, target: Tensor) -> Any:
+        seen.append(out["logits"].detach().argmax(-1) == target)
+        return out["loss"]
+
+    torch.manual_seed(0)
+    model, x = Returning(lambda loss, y: {"loss": loss, "logits": y}).double(), torch.randn(6, 4, dtype=torch.float64)
+    pm = partition(copy.deepcopy(model), 2, "data", example_inputs=(x,))
+    loss = pm.train_step(x, target=torch.zeros(6, dtype=torch.long), loss_fn=log)
+    torch.testing.assert_close(loss, model(x)["loss"].detach())
+    assert seen[-1].shape[0] in (3, 6)
+
+
+@dataclass
+class Checked:
+    """Looks at what it holds."""
+
+    loss: Tensor
+    logits: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.logits.shape[-1] == 3
+
+
+torch.export.register_dataclass(Checked)
+
+
+def test_a_structure_that_cannot_hold_the_loss_alone() -> None:
+    torch.manual_seed(0)
+    model, x = Returning(Checked).double(), torch.randn(6, 4, dtype=torch.float64)
+    pm = partition(copy.deepcopy(model), 2, "data", example_inputs=(x,))
+    torch.testing.assert_close(pm.train_step(x), model(x).loss.detach())
+    torch.testing.assert_close(pm(x).logits, model(x).logits)
 
 
 def test_a_head_that_the_loss_does_not_read_has_no_gradient() -> None:
