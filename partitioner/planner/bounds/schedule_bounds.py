@@ -21,6 +21,8 @@ stage where they count least.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from functools import lru_cache
 
 import numpy as np
@@ -64,21 +66,27 @@ def least_load(seconds: Floats, n_parts: int, n_runs: int) -> float:
     sums = _sums_of_runs(rounded[common], most)  # whatever other units lie between
     if len(sums) > _MOST_SUMS:
         return evenly
-    sums_of_part = sums
+    but_one = np.zeros(1)  # sums of all runs of a part but one
     for _ in range(n_runs - 1):
-        sums_of_part = np.unique(np.add.outer(sums_of_part, sums))
-    longest_other = float(rounded[~common].max(initial=0.0))
-    lengths = np.unique(np.concatenate([[evenly / tick], sums_of_part, sums_of_part + longest_other]))
-    lengths = lengths[(lengths >= evenly / tick) & (lengths < most)]  # larger sums are not all known
-    capacity = _largest_sum(sums_of_part, lengths) * (n_parts - 1) + _largest_sum(sums_of_part, lengths - longest_other)
-    enough = lengths[capacity >= rounded[common].sum() - 2 * len(seconds)]
-    return max(evenly, float(enough[0]) * tick * (1 - 1e3 * _ALIKE)) if len(enough) else evenly
+        but_one = np.unique(np.add.outer(but_one, sums))
+        but_one = but_one[but_one <= most]
+    longest_other, needed = float(rounded[~common].max(initial=0.0)), float(rounded[common].sum()) - 2 * len(seconds)
+
+    def is_enough(length: float) -> bool:
+        capacity = (n_parts - 1) * _largest_sum(but_one, sums, length) + _largest_sum(but_one, sums, length - longest_other)
+        return capacity >= needed
+
+    if is_enough(evenly / tick):
+        return evenly
+    lengths = range(math.ceil(evenly / tick), math.ceil(most))  # larger sums are not all known
+    least = bisect_left(lengths, True, key=is_enough)
+    return max(evenly, lengths[least] * tick * (1 - 1e3 * _ALIKE)) if least < len(lengths) else evenly
 
 
-def _largest_sum(sums: Floats, lengths: Floats) -> Floats:
-    """Return F: the largest of the sorted sums within each length; -inf if there is none."""
-    places = np.searchsorted(sums, lengths + 0.5, side="right") - 1
-    return np.where(places >= 0, sums[places], -np.inf)
+def _largest_sum(firsts: Floats, seconds: Floats, most: float) -> float:
+    """Return the largest sum of one of the first and one of the second numbers, both sorted, within a length; -inf if there is none."""
+    places = np.searchsorted(seconds, most + 0.5 - firsts, side="right") - 1
+    return float(np.where(places >= 0, firsts + seconds[places], -np.inf).max())
 
 
 def _sums_of_runs(lengths: Floats, most: float) -> Floats:
