@@ -65,22 +65,26 @@ class Case:
         """Into how many microbatches its batch can be cut, of so many that are wanted."""
         return 1 if self.compares_rows else count
 
-    def build(self, seed: int = 0, batch_size: int = BATCH_SIZE, dtype: torch.dtype = torch.float64) -> Instance:
-        """The model and one batch, all floating-point values of the dtype."""
+    def build(
+        self, seed: int = 0, batch_size: int = BATCH_SIZE, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
+    ) -> Instance:
+        """The model and one batch on a device, all floating-point values of the dtype; the numbers are the same on every device."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
-            model = self.model().to(dtype).train()
+            model = self.model().to(device, dtype).train()
         generator = torch.Generator().manual_seed(seed + 1)
-        args, kwargs = with_dtype(self.inputs(generator, batch_size), dtype)
-        target = None if self.target is None else with_dtype(self.target(generator, batch_size), dtype)
+        args, kwargs = with_dtype(self.inputs(generator, batch_size), dtype, device)
+        target = None if self.target is None else with_dtype(self.target(generator, batch_size), dtype, device)
         return Instance(model, args, kwargs, target)
 
 
-def with_dtype(values: Any, dtype: torch.dtype) -> Any:
-    """The same nested values with every floating-point tensor converted; integers and flags stay."""
+def with_dtype(values: Any, dtype: torch.dtype, device: str | torch.device = "cpu") -> Any:
+    """The same nested values on a device, with every floating-point tensor converted; integers and flags keep their type."""
 
     def convert(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
 
     return torch.utils._pytree.tree_map(convert, values)
 

@@ -129,9 +129,10 @@ def reference_steps(
     batch_size: int = BATCH_SIZE,
     microbatch_sizes: tuple[int, ...] | None = None,
     dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
 ) -> Steps:
     """Train the model in one piece with AdamW; with microbatch sizes, one microbatch after the other."""
-    instance = case.build(batch_size=batch_size, dtype=dtype)
+    instance = case.build(batch_size=batch_size, dtype=dtype, device=device)
     model = instance.model
     microbatches = [instance] if microbatch_sizes is None else _cut(case, instance, batch_size, microbatch_sizes, dtype)
     weights = [1.0] if microbatch_sizes is None else [size / batch_size for size in microbatch_sizes]
@@ -171,10 +172,11 @@ def partitioned_steps(
     n_steps: int = 3,
     batch_size: int = BATCH_SIZE,
     dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
     **partition_arguments: Any,
 ) -> Steps:
     """Train the partitioned model with AdamW through ``train_step``; the original model must stay as it was."""
-    instance = case.build(batch_size=batch_size, dtype=dtype)
+    instance = case.build(batch_size=batch_size, dtype=dtype, device=device)
     with _unchanged(instance.model):
         pm = make_partitioned(instance, **partition_arguments)
 
@@ -205,13 +207,13 @@ def backward_steps(
 
 
 def first_difference(
-    case: Case, batch_size: int = BATCH_SIZE, n_microbatches: int = N_MICROBATCHES, **partition_arguments: Any
+    case: Case, batch_size: int = BATCH_SIZE, n_microbatches: int = N_MICROBATCHES, device: str = "cpu", **partition_arguments: Any
 ) -> Difference | None:
-    """Train in one piece and partitioned, through ``train_step``, and compare; in one microbatch where rows are compared."""
+    """Train in one piece and partitioned, on one device, through ``train_step``, and compare; in one microbatch where rows are compared."""
     n_microbatches = case.microbatches(n_microbatches)
     sizes = reference_sizes(case, batch_size, n_microbatches)
-    reference = reference_steps(case, batch_size=batch_size, microbatch_sizes=sizes)
-    other = partitioned_steps(case, batch_size=batch_size, n_microbatches=n_microbatches, **partition_arguments)
+    reference = reference_steps(case, batch_size=batch_size, microbatch_sizes=sizes, device=device)
+    other = partitioned_steps(case, batch_size=batch_size, n_microbatches=n_microbatches, device=device, **partition_arguments)
     return compare(reference, other, case.tolerance)
 
 
