@@ -51,11 +51,13 @@ class ModelInputs:
         return dict(kwargs)
 
     def on_device_of(self, model: nn.Module) -> ModelInputs:
-        """Return the inputs, moved to the meta device if a tensor of the model is there."""
-        if not any(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers())):
+        """Return the inputs on the device of the model, if that is the meta device, or if all of them are on another one."""
+        device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+        devices = {leaf.device for leaf in self.leaves if isinstance(leaf, Tensor)}
+        is_elsewhere = len(devices) == 1 and not devices & {device, torch.device("meta")}
+        if device is None or not (is_elsewhere or device.type == "meta"):
             return self
-        leaves = tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in self.leaves)
-        return replace(self, leaves=leaves)
+        return replace(self, leaves=tuple(leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves))
 
     def batch_layout(self, dimension: int) -> BatchLayout:
         """Return the batch dimensions of the inputs, if the batch size is the size of this dimension in the first tensor that has it.

@@ -212,8 +212,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     channels = _Channels(x, mean)
     flat, factor = channels.flat(x), channels.from_weight(weight)
     means, variances = (channels.from_statistics(each) for each in (mean, variance))
+    scale = means.new_ones(means.shape) if factor is None and not x.is_cpu else factor  # CUDA has no sums without a weight
     direct, weight_sums, bias_sums = torch.ops.aten.native_batch_norm_backward(
-        channels.flat(grad), flat, factor, means, variances, None, None, False, eps, [True, True, True]
+        channels.flat(grad), flat, scale, means, variances, None, None, False, eps, [True, True, True]
     )
     sums = torch.stack([weight_sums, bias_sums] if centred else [weight_sums])
     sums = channels.to_statistics(sums if factor is None else sums * factor)

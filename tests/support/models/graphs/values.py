@@ -35,7 +35,7 @@ class IntegersAndFlags(nn.Module):
         x = self.embedding(tokens) * self.scale
         large = tokens > 5
         expert = tokens.remainder(3)
-        x = torch.relu(self.layers[0](x)) + torch.tensor([0.25, -0.25] * 5, dtype=x.dtype)
+        x = torch.relu(self.layers[0](x)) + torch.tensor([0.25, -0.25] * 5, dtype=x.dtype, device=x.device)
         strongest = x.argmax(dim=-1)
         x = torch.tanh(self.layers[1](x))[..., self.order]
         x = torch.where(large.unsqueeze(-1), self.layers[2](x), -x)
