@@ -38,7 +38,7 @@ class Setting:
     """
 
     model: nn.Module
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Any]
 
 
 class _Perceptron(nn.Module):
@@ -77,7 +77,8 @@ def _seconds(step: Callable[[], object]) -> float:
     step()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3
 
 
 def measured(setting: Setting, precision: str, rounds: int) -> tuple[str, ...]:
@@ -101,15 +102,12 @@ def measured(setting: Setting, precision: str, rounds: int) -> tuple[str, ...]:
         (output if isinstance(output, Tensor) else output.loss).backward()
         model.zero_grad()
 
-    times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
-    for number in range(rounds + 2):
-        for step, found in times.items():
-            seconds = _seconds(step)
-            found += [seconds] if number > 1 else []  # the first two rounds warm up
-    program, original = (statistics.median(found) for found in times.values())
-    seconds = (f"{each * 1e3:.2f}" for each in (original, program, pm.plan.step_time))
-    memory = (f"{each / GIB:.2f}" for each in (max(pm.simulate().peak_memory), held))
-    return (*seconds, f"{program / original:.2f}", *memory)
+    steps = {"program": ours, "model": theirs}
+    rows = [{name: _seconds(step) for name, step in steps.items()} for _ in range(rounds + 2)][2:]  # the first two rounds warm up
+    program, original = (statistics.median(row[name] for row in rows) for name in steps)
+    times = [f"{each * 1e3:.2f}" for each in (original, program, pm.plan.step_time)]
+    memory = [f"{each / GIB:.2f}" for each in (max(pm.simulate().peak_memory), held)]
+    return (*times, f"{program / original:.2f}", *memory)
 
 
 def main() -> None:
