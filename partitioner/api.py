@@ -311,7 +311,9 @@ def _lower(source: _Source, graph: ModelGraph, plan: Plan, runtime: Runtime, inp
         return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *tensors, trainable, variant.inputs)
 
     blocks = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
-    state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, source.hooks)
+    # With local statistics, and where ranks share microbatches, each rank's buffers are those of its own rows.
+    equal_buffers = plan.batchnorm == "sync" and not plan.replicas
+    state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, source.hooks, equal_buffers=equal_buffers)
     broadcast_values(model, state, runtime)
     trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
     lowerings = Lowerings(graph, plan, lower_at, trace_again, inputs)

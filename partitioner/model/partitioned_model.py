@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,10 +19,11 @@ from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.autograd import tracked_forward
 from partitioner.model.calls import Calls
-from partitioner.model.cost_formula import cost_formula
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms, LastStep
 from partitioner.model.losses.losses import Losses, check_loss
+from partitioner.model.module.signature import with_signature
+from partitioner.model.module.structure import ModuleInPlan, build_structure
 from partitioner.model.record import Recording, record
 from partitioner.model.replan import Replanned, replan
 from partitioner.model.session import Session
@@ -34,6 +35,7 @@ from partitioner.planner.price_of_pins import Pinned, pinned
 from partitioner.reports.check.check import Subject, check
 from partitioner.reports.check.report import CheckReport
 from partitioner.reports.communication.comments import comment_programs
+from partitioner.reports.cost_formula import cost_formula
 from partitioner.reports.explain.explanation import explanation
 from partitioner.reports.explain.step_memory import warn_of_memory
 from partitioner.reports.page.build import page_html
@@ -43,7 +45,6 @@ from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.state.clip_grad_norm import gradient_norm, scale_gradients
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.hooks import refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
-from partitioner.runtime.state.load_state import load_state
 from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_text
 from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
@@ -59,17 +60,20 @@ from passes.verify.programs import verify
 __all__ = ["PartitionedModel"]
 
 
-class PartitionedModel(nn.Module):
+class PartitionedModel(ModuleInPlan):
     """A model whose layers run on several devices; returned by ``partition``.
 
     Call it like the original; train it with ``train_step``, or with ``.backward()`` where all ranks are in one process. ``graphs`` are the
     programs of the ranks; ``plan`` says where everything runs.
     """
 
+    def __new__(cls, session: Session) -> Self:
+        """Return an instance of a class of its own: ``inspect.signature`` of its ``forward`` is that of the model."""
+        return cast(Self, super().__new__(with_signature(cls, session.original)))
+
     def __init__(self, session: Session) -> None:
         super().__init__()
         check_optimizers()
-        self.training = session.graph.training
         self._session = session
         self._freezing = Freezing(session.state.named_parameters())
         self._accumulation = Accumulation(session.state.named_parameters())
@@ -78,6 +82,8 @@ class PartitionedModel(nn.Module):
         self._losses = Losses(session.runtime, session.graph)
         self._last_step: LastStep | None = None
         self._prices: tuple[Pinned, ...] | None = None
+        build_structure(self, session.original, session.state, self._gathered)
+        self.training = session.graph.training
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
@@ -352,8 +358,7 @@ class PartitionedModel(nn.Module):
         With all ranks in one process on one device, each is whole and comes once. With one rank a process, each is the rank's part of it.
         Parts of one parameter on several devices of one process all have its name.
         """
-        for name, parameter in self._session.state.named_parameters():
-            yield (f"{prefix}.{name}" if prefix else name), parameter
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     @checked_arguments()
     def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
@@ -365,19 +370,13 @@ class PartitionedModel(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield this process's parameters, for an optimizer; if there are none, one empty parameter: optimizers refuse an empty list."""
-        parameters = [parameter for _, parameter in self.named_parameters()]
-        return iter(parameters or self._session.state.stand_in)
-
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield this process's buffers under their original names."""
-        for name, buffer in self._session.state.named_buffers():
-            yield (f"{prefix}.{name}" if prefix else name), buffer
+        parameters = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
+        return iter(parameters or (self._session.state.stand_in if recurse else ()))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return this process's parameters and buffers, whole, under the original names. Shards are gathered: all ranks must call it."""
         refuse_hooks(self, "state_dict()")
-        prefix = kwargs.get("prefix", "")
-        return {f"{prefix}{name}": tensor for name, tensor in self._gathered.held().items()}
+        return super().state_dict(*args, **kwargs)
 
     @checked_arguments()
     def sharded_state_dict(self) -> dict[str, Tensor]:
@@ -404,9 +403,7 @@ class PartitionedModel(nn.Module):
             ConfigError: an entry does not fit; nothing is loaded then.
         """
         refuse_hooks(self, "load_state_dict()")
-        if assign:
-            raise ConfigError("assign=True would give the model other tensors, and its plan says where each one is", remedy="leave it out")
-        return load_state(self._session.state, state_dict, strict=strict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     @checked_arguments()
     def initialize(self, init_fn: InitFunction | None = None, *, seed: int | None = None) -> None:
@@ -501,12 +498,6 @@ class PartitionedModel(nn.Module):
                 remedy=f"partition(model, ..., training={mode}) makes another; full_state_dict() carries the weights over",
             )
         return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise ConfigError(
-            "a partitioned model cannot be moved or converted: its plan says where every tensor is",
-            remedy="convert the model first, or name other devices: partition(model.double(), devices=[...])",
-        )
 
     def apply(self, fn: Any) -> Any:
         """Refused: a partitioned model has no modules of its own that a function could be applied to."""

@@ -34,13 +34,18 @@ class GatheredState:
         """Return the whole gradient of every parameter of the original ``named_parameters()``; None for one without."""
         return self._collect(self._state.parameter_names, lambda tensor: None if tensor.grad is None else plain(tensor.grad))
 
-    def held(self) -> dict[str, Tensor]:
-        """Return the tensors that this process holds, in the order of the original; those sharded over processes are assembled."""
+    def held(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return the tensors that this process holds, in the order of the original; those sharded over processes are assembled.
+
+        Args:
+            prefix: what their names begin with.
+        """
         self._state.check_names()
-        blocks_of = {name: self._state.held(name) for name in self._state.names}
+        names = [name for name in self._state.names if name.startswith(prefix)]
+        blocks_of = {name: self._state.held(name) for name in names}
         tensors = {name: blocks[0][1].detach() for name, blocks in blocks_of.items() if blocks and blocks[0][0].is_whole}
-        tensors.update(self.whole(name for name in self._state.names if name not in tensors and self._state.is_cut(name)))
-        return {name: tensors[name] for name in self._state.names if name in tensors}
+        tensors.update(self.whole(name for name in names if name not in tensors and self._state.is_cut(name)))
+        return {name: tensors[name] for name in names if name in tensors}
 
     def _collect(self, names: Iterable[str], read: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
         """Assemble tensors from the results of ``read`` for the blocks of each that processes own."""

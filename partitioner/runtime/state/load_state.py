@@ -14,13 +14,14 @@ from passes.ir.errors import ConfigError, first_few
 __all__ = ["load_state"]
 
 
-def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool) -> Any:
+def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool, prefix: str = "") -> Any:
     """Copy tensors, by original name, into the shards and copies of this process.
 
     Args:
         state: of this process.
         tensors: a full state dict, or this process's part.
         strict: whether ``tensors`` must have everything that this process holds, and nothing that the model does not have.
+        prefix: what the names of the tensors to load begin with.
 
     Returns:
         What ``nn.Module.load_state_dict`` returns: ``missing_keys`` and ``unexpected_keys``.
@@ -30,7 +31,7 @@ def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool) -> Any
     """
     state.check_names()
     unexpected = [name for name in tensors if name not in state.names]
-    missing = [name for name in state.names if name not in tensors and state.held(name)]
+    missing = [name for name in state.names if name.startswith(prefix) and name not in tensors and state.held(name)]
     if strict and (missing or unexpected):
         problems = [f"the state lacks {first_few(missing, 5)}"] if missing else []
         problems += [f"unknown names in the state: {first_few(unexpected, 5)}"] if unexpected else []

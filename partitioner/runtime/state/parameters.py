@@ -48,6 +48,7 @@ class State:
         names: the keys of the original ``state_dict``, in its order.
         parameter_names: the names of the original ``named_parameters``, in its order.
         devices: for each rank, where it runs.
+        equal_buffers: whether copies of a buffer are always equal: then those of this process follow that of the lowest rank.
     """
 
     graph: ModelGraph
@@ -60,6 +61,7 @@ class State:
     names: tuple[str, ...]
     parameter_names: tuple[str, ...]
     devices: Sequence[torch.device]
+    equal_buffers: bool = False
 
     # -- the tensors of this process -----------------------------------------------------------------------------------------------
 
@@ -80,13 +82,23 @@ class State:
         return (nn.Parameter(torch.empty(0)),) if self.parameter_names else ()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every buffer of this process under its original name; further copies and blocks as ``name@rank3``."""
-        seen: set[str] = set()
-        for rank, tensors in self.by_rank.items():
-            for placeholder, name in self.graph.buffers.items():
-                if placeholder in tensors:
-                    yield (f"{name}@rank{rank}" if name in seen else name), tensors[placeholder]
-                    seen.add(name)
+        """Yield every buffer of this process under its original name; other blocks, and copies that may differ, as ``name@rank3``."""
+        for placeholder, name in self.graph.buffers.items():
+            ranks = [rank for rank, tensors in self.by_rank.items() if placeholder in tensors]
+            owner_of = owners((rank, self.blocks[placeholder][rank]) for rank in ranks)
+            shown = sorted(owner_of.values()) if self.equal_buffers else ranks
+            for index, rank in enumerate(shown):
+                yield (f"{name}@rank{rank}" if index else name), self.by_rank[rank][placeholder]
+
+    @cached_property
+    def _following_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of a buffer and a copy of it that follows it."""
+        pairs = []
+        for placeholder in self.graph.buffers if self.equal_buffers else ():
+            held = {rank: tensors[placeholder] for rank, tensors in self.by_rank.items() if placeholder in tensors}
+            owner_of = owners((rank, self.blocks[placeholder][rank]) for rank in held)
+            pairs += [(held[owner_of[self.blocks[placeholder][rank]]], tensor) for rank, tensor in held.items()]
+        return [(source, copy) for source, copy in pairs if source is not copy]
 
     def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
         """Yield original name and the part of each parameter that a rank of this process reads."""
@@ -129,7 +141,7 @@ class State:
     # -- before and after a run ----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Before a run, update views and copies of parameters to their current values.
+        """Before a run, update views and copies of parameters, and copies of buffers, to their current values.
 
         Raises:
             ConfigError: ``.data`` of a parameter was replaced by a tensor of another shape, dtype or device.
@@ -142,6 +154,8 @@ class State:
                     stored.address = stored.parameter.data_ptr()
                 for follower in followers:
                     follower.refresh(moved=moved)
+            for source, copy in self._following_buffers:
+                copy.copy_(source)
 
     def finish(self) -> None:
         """After a run, write back parameters that the model itself writes to, and add the gradients of parameters with hooks."""
@@ -254,12 +268,15 @@ def materialize(
     devices: Sequence[torch.device],
     local_ranks: Sequence[int],
     hooks: TensorHooks,
+    *,
+    equal_buffers: bool = False,
 ) -> State:
     """Return the state of this process: shards of the model's tensors, copied to the devices of its ranks.
 
     Args:
         blocks: placeholder -> rank -> the block that it reads, for all ranks.
         hooks: of the model's parameters.
+        equal_buffers: whether copies of a buffer are always equal.
 
     Raises:
         ConfigError: a parameter has hooks, and this process holds a part of it.
@@ -288,7 +305,7 @@ def materialize(
             if rank in blocks[placeholder]:
                 by_rank[rank][placeholder] = copy_of(tensor, blocks[placeholder][rank], devices[rank])
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
-    return State(graph, by_rank, blocks, stored, followers, gradients, slots, names, parameters, tuple(devices))
+    return State(graph, by_rank, blocks, stored, followers, gradients, slots, names, parameters, tuple(devices), equal_buffers)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""A partitioned model as an ``nn.Module``: its structure, attributes, modes and copies."""

@@ -1,0 +1,356 @@
+"""The modules of the model as modules of a partitioned model, which hold this process's parameters and buffers.
+
+    model    GPT( embed: Embedding, blocks: ModuleList( 0: Block( ... )))          parameters of the model
+    pm       PartitionedModel( embed, blocks( 0( ... )))                          parameters of this process, under the same names
+
+A part of a partitioned model is an instance of ``Part``. Python's ``isinstance`` takes it for an instance of the class that it stands for,
+and its options (``in_features``, ``eps``) are those of the model. It computes nothing: programs do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from partitioner.model.module.attributes import is_traced_attribute, read_attribute
+from partitioner.runtime.state.gather import GatheredState
+from partitioner.runtime.state.load_state import load_state
+from partitioner.runtime.state.parameters import State
+from partitioner.runtime.state.part_gradient import plain
+from passes.ir.errors import ConfigError, Place
+
+__all__ = ["ModuleInPlan", "Source", "build_structure"]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a module of a partitioned model stands for.
+
+    Attributes:
+        module: of the model.
+        path: of it.
+        state: the tensors of this process.
+        gathered: assembles those of all processes.
+    """
+
+    module: nn.Module
+    path: str
+    state: State
+    gathered: GatheredState
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its parameters begin with."""
+        return f"{self.path}." if self.path else ""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the first parameter or buffer that this process holds; None if it holds none."""
+        tensors = (tensor for _, tensor in (*self.state.named_parameters(), *self.state.named_buffers()))
+        return next((tensor.device for tensor in tensors), None)
+
+
+class ModuleInPlan(nn.Module):
+    """A module whose tensors lie where a plan says, and that was traced: its structure and options are fixed."""
+
+    def stand_for(self, source: Source) -> None:
+        """Set the module of the model that this one stands for; its own attributes are set before."""
+        self.__dict__["_source"] = source
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or module, else an attribute of the model; see ``attributes.read_attribute``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            source = self.__dict__.get("_source")
+            if source is None or (name.startswith("__") and name.endswith("__")):
+                raise
+        return read_attribute(source.module, name, source.path, source.device)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute that the model has not; what was traced is refused."""
+        source: Source | None = self.__dict__.get("_source")
+        if source is None or name == "training":
+            super().__setattr__(name, value)
+            return
+        is_registered = any(name in self.__dict__[table] for table in ("_parameters", "_buffers", "_modules"))
+        if is_registered and getattr(self, name) is value:
+            return  # as in-place operators do: pm.weight *= 2
+        if is_registered or isinstance(value, nn.Parameter | nn.Module):
+            _refuse_structure(source, name)
+        if is_traced_attribute(source.module, name, value):
+            raise ConfigError(
+                f"{source.prefix}{name} was read while the model was traced, and programs compute with the value that it had",
+                place=Place(module=source.path),
+                remedy=f"set {name} on the model, and partition it again",
+            )
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        source: Source | None = self.__dict__.get("_source")
+        if source is not None and any(name in self.__dict__[table] for table in ("_parameters", "_buffers", "_modules")):
+            _refuse_structure(source, name)
+        super().__delattr__(name)
+
+    # -- structure -----------------------------------------------------------------------------------------------------------------
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused: programs would not call another module."""
+        self._registered(name, lambda: super(ModuleInPlan, self).add_module(name, module))
+
+    def register_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused: programs would not call another module."""
+        self._registered(name, lambda: super(ModuleInPlan, self).register_module(name, module))
+
+    def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
+        """Refused: programs would not call another module."""
+        self._registered(target, lambda: super(ModuleInPlan, self).set_submodule(target, module, strict))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refused: programs would not read another parameter."""
+        self._registered(name, lambda: super(ModuleInPlan, self).register_parameter(name, param))
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Refused: programs would not read another buffer."""
+        self._registered(name, lambda: super(ModuleInPlan, self).register_buffer(name, tensor, persistent))
+
+    def _registered(self, name: str, register: Callable[[], None]) -> None:
+        source: Source | None = self.__dict__.get("_source")
+        if source is not None:
+            _refuse_structure(source, name)
+        register()
+
+    # -- conversion ----------------------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Do nothing where ``to()``, ``float()``, ``cuda()`` ask for what the tensors are already; refuse any other conversion."""
+        for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
+            for each in (tensor, *([] if tensor.grad is None else [plain(tensor.grad)])):
+                try:
+                    with torch.no_grad():
+                        converted = fn(each)
+                except NotImplementedError:  # a tensor on the meta device has no values to move
+                    converted = None
+                if converted is not each:
+                    _refuse_conversion(f"{self.__dict__['_source'].prefix}{name}", each, converted)
+        return self
+
+    # -- state ---------------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return this process's parameters and buffers, whole, under the original names. Shards are gathered: all ranks must call it."""
+        source: Source = self.__dict__["_source"]
+        destination, prefix, keep_vars = _state_arguments(*args, **kwargs)
+        held = source.gathered.held(source.prefix)
+        if keep_vars:
+            held = {name: _variable(source.state, name, tensor) for name, tensor in held.items()}
+        destination.update({f"{prefix}{name.removeprefix(source.prefix)}": tensor for name, tensor in held.items()})
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy values into parameters and buffers; see ``PartitionedModel.load_state_dict``."""
+        source: Source = self.__dict__["_source"]
+        if assign:
+            raise ConfigError("assign=True would give the model other tensors, and its plan says where each one is", remedy="leave it out")
+        tensors = {f"{source.prefix}{name}": value for name, value in state_dict.items()}
+        return load_state(source.state, tensors, strict=strict, prefix=source.prefix)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load what the state of a module around this one has for it; its parts have nothing left to load."""
+        source: Source = self.__dict__["_source"]
+        if source.path:
+            return
+        if local_metadata.get("assign_to_params_buffers", False):
+            error_msgs.append("assign=True would give a partitioned model other tensors; its plan says where each one is")
+            return
+        own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        result = load_state(source.state, own, strict=False)
+        missing_keys += [f"{prefix}{name}" for name in result.missing_keys]
+        unexpected_keys += [f"{prefix}{name}" for name in result.unexpected_keys]
+
+
+class Part(ModuleInPlan):
+    """A module of the model inside a partitioned model; see the module's docstring."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the module that it stands for, for ``isinstance``."""
+        source = self.__dict__.get("_source")
+        return type(self) if source is None else type(source.module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: the layers of a partitioned model are computed by the programs of all ranks."""
+        self._refuse("cannot be called alone: its layers are computed by the programs of the whole model", "call the partitioned model")
+
+    def extra_repr(self) -> str:
+        source: Source = self.__dict__["_source"]
+        return source.module.extra_repr()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a part is a view of the partitioned model."""
+        self._refuse("cannot be copied or pickled alone", "copy the partitioned model")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        source: Source = self.__dict__["_source"]
+        raise ConfigError(f"{source.path} of a partitioned model {what}", place=Place(module=source.path), remedy=remedy)
+
+
+class _PartList(Part, nn.ModuleList):
+    """A list of modules."""
+
+
+class _PartDict(Part, nn.ModuleDict):
+    """A dict of modules."""
+
+
+class _PartSequence(Part, nn.Sequential):
+    """A sequence of modules."""
+
+
+class _PartParameterList(Part, nn.ParameterList):
+    """A list of parameters."""
+
+
+class _PartParameterDict(Part, nn.ParameterDict):
+    """A dict of parameters."""
+
+
+_CONTAINERS: Mapping[type[nn.Module], type[Part]] = {
+    nn.ModuleList: _PartList,
+    nn.ModuleDict: _PartDict,
+    nn.Sequential: _PartSequence,
+    nn.ParameterList: _PartParameterList,
+    nn.ParameterDict: _PartParameterDict,
+}
+"""Containers of torch, whose items can be read by index or key -> the parts that can."""
+
+
+def _refused_hook(method: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses hooks of a part."""
+
+    @functools.wraps(getattr(nn.Module, method))
+    def refuse(self: Part, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._refuse(
+            f"cannot have hooks ({method}): programs do not call modules",
+            "register forward hooks on the module of the model before it is partitioned, or hooks on the partitioned model as a whole",
+        )
+
+    return refuse
+
+
+HOOKS = tuple(name for name, _ in inspect.getmembers(nn.Module, inspect.isfunction) if name.startswith("register_") and "hook" in name)
+"""The methods of a module that register hooks."""
+
+for _method in HOOKS:
+    setattr(Part, _method, _refused_hook(_method))
+
+
+class _Shards(dict[str, Any]):
+    """The parameters of a module; a parameter that lies in several parts on devices of one process comes once for each part.
+
+    Args:
+        parameters: key -> its first part, or None.
+        others: key -> its other parts.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], others: Mapping[str, list[nn.Parameter]]) -> None:
+        super().__init__(parameters)
+        self._others = others
+
+    def items(self) -> Any:
+        """Return key and parameter of every part."""
+        return [(key, part) for key, first in super().items() for part in (first, *self._others.get(key, ()))]
+
+
+def build_structure(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState) -> None:
+    """Give a module the structure of the model: modules of the same names, with the parameters and buffers of this process."""
+    built: dict[nn.Module, ModuleInPlan] = {model: root}
+    parameters = _by_name(state.named_parameters())
+    buffers = dict(state.named_buffers())
+    aliases = state.graph.aliases
+    names = {id(tensor): aliases.get(name, name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for path, module in model.named_modules():
+        part = built.setdefault(module, root if module is model else _new_part(module))
+        shards = {key: parameters.get(names[id(each)], []) for key, each in _own(module, "_parameters").items() if each is not None}
+        firsts = {key: next(iter(shards.get(key, ())), None) for key in _own(module, "_parameters")}
+        others = {key: parts[1:] for key, parts in shards.items() if len(parts) > 1}
+        part.__dict__["_parameters"] = _Shards(firsts, others) if others else firsts
+        own_buffers = part.__dict__["_buffers"]
+        for key, buffer in _own(module, "_buffers").items():
+            name = None if buffer is None else names[id(buffer)]
+            own_buffers[key] = None if name is None else buffers.get(name)
+            own_buffers.update({f"{key}{at[len(name) :]}": each for at, each in buffers.items() if name and at.startswith(f"{name}@")})
+        part.__dict__["_non_persistent_buffers_set"] = set(module.__dict__["_non_persistent_buffers_set"])
+        part.__dict__["training"] = module.training
+        for key, child in _own(module, "_modules").items():
+            part.__dict__["_modules"][key] = None if child is None else built.setdefault(child, _new_part(child))
+        part.stand_for(Source(module, path, state, gathered))
+
+
+def _own(module: nn.Module, table: str) -> dict[str, Any]:
+    """Return a table in which a module keeps its parameters, buffers or modules; there is no public way to see entries that are None."""
+    own: dict[str, Any] = module.__dict__[table]
+    return own
+
+
+def _new_part(module: nn.Module) -> Part:
+    """Return a part without content, with the items of the container that the module is."""
+    kind = next((part for container, part in _CONTAINERS.items() if isinstance(module, container)), Part)
+    part = kind.__new__(kind)
+    nn.Module.__init__(part)
+    return part
+
+
+def _by_name(named: Iterator[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
+    """Return name -> its parts, in order."""
+    parts: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in named:
+        parts.setdefault(name, []).append(parameter)
+    return parts
+
+
+def _state_arguments(
+    destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+) -> tuple[dict[str, Any], str, bool]:
+    """Return the arguments of ``state_dict``, which may be passed by position."""
+    return ({} if destination is None else destination), prefix, keep_vars
+
+
+def _variable(state: State, name: str, tensor: Tensor) -> Tensor:
+    """Return the parameter or buffer of this process itself if it holds it whole, else the tensor."""
+    block, held = next(iter(state.held(name)), (None, None))
+    return held if held is not None and block is not None and block.is_whole else tensor
+
+
+def _refuse_structure(source: Source, name: str) -> NoReturn:
+    raise ConfigError(
+        f"{source.prefix}{name} cannot be set: programs of a partitioned model read the parameters, buffers and modules that were traced",
+        place=Place(module=source.path),
+        remedy="change the model before partition(model, ...); or change values in place: pm.load_state_dict(...), parameter.copy_(...)",
+    )
+
+
+def _refuse_conversion(name: str, tensor: Tensor, converted: object) -> NoReturn:
+    """Raise ConfigError for a tensor that would be converted or moved."""
+    to = f"{converted.dtype} on {converted.device}, another tensor" if isinstance(converted, Tensor) else "another tensor"
+    raise ConfigError(
+        f"a partitioned model cannot be moved or converted: {name} is {tensor.dtype} on {tensor.device}, and would become {to}; "
+        "the plan says where every tensor is, and programs compute in the dtypes that were traced",
+        remedy="convert the model first, or name other devices: partition(model.double(), devices=[...]), or "
+        'partition(model, precision="bf16-true"); a model on the meta device gets its values by pm.initialize(init_fn)',
+    )
