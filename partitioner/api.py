@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from cost_models.profiling.op_times import MeasuredCosts
-from partitioner.lowering.lowering import Lowering
-from partitioner.lowering.shard_holders import PlanCuts
-from partitioner.lowering.variants import Lowerings, Variant, first_variant, variant_for
+from partitioner.lowering.variants import variant_for
+from partitioner.model.module.modes import first_session, modes_of_trace
 from partitioner.model.partitioned_model import PartitionedModel
-from partitioner.model.session import Assumptions, Session
+from partitioner.model.session import Assumptions, Tracing
 from partitioner.options.arguments import EXAMPLES, VALUES, positional, read_cluster
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel, warn_of_microbatches
@@ -33,20 +32,16 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import stages_mode
 from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
-from partitioner.runtime.broadcast_values import broadcast_values
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
-from partitioner.runtime.state.parameters import materialize
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.trace import trace
 from passes.graph.fingerprint import graph_digest
-from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
-from passes.normalize.specialize_batch import fixed_for
 
 __all__ = ["partition"]
 
@@ -139,6 +134,7 @@ def partition(
         ).checked()
     cost_model, steps = checked_costs(cost_model), Progress("partition", 2 if request is None else 3, progress)
     source = _convert_source(model, positional(example_inputs), example_kwargs, precision)
+    modes = modes_of_trace(source.model, training)
     graph = _trace_source(source, training, autocast_of(precision, source.model, target.hardware), steps)
     runtime = _start_runtime(source, graph, target)
     problem = None if request is None else PlanProblem(graph, target.hardware, request, cost_model, target.mesh, target.sequential_tiles)
@@ -146,7 +142,9 @@ def partition(
     plan = _agree_on_plan(plan, graph, runtime)
     _check_numbers(graph, plan, runtime, precision)
     with steps.step("lowering"):
-        return _lower(source, graph, plan, runtime, target.inputs, Assumptions(target.hardware, cost_model, optimizer, problem))
+        tracing = Tracing(source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype)
+        assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
+        return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,29 +290,3 @@ def _check_numbers(graph: ModelGraph, plan: Plan, runtime: Runtime, precision: s
     check_values_per_channel(graph, plan, rows, plan.batch_size, count)
     if 0 in runtime.local_ranks:
         warn_of_microbatches(graph, plan)
-
-
-@gc_paused()
-def _lower(source: _Source, graph: ModelGraph, plan: Plan, runtime: Runtime, inputs: Inputs, assumed: Assumptions) -> PartitionedModel:
-    """Materialize the parameters of this process's ranks; programs are lowered from the plan when they are first read or run."""
-    model, graph = source.model, fixed_for(graph, plan)
-
-    def trace_again(rows: int | None) -> ModelGraph:
-        """Trace for a fixed number of rows; None: as the graph was traced."""
-        traced = trace(model, source.args, source.kwargs, graph.training, rows, graph.autocast)
-        return fixed_for(traced, plan) if rows is None else traced
-
-    cuts = PlanCuts(graph, plan, trace_again)
-
-    def lower_at(variant: Variant) -> Lowering:
-        tensors = (state.by_rank, state.slots)
-        return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *tensors, trainable, variant.inputs)
-
-    blocks = cuts.holdings(first_variant(graph, plan, inputs), runtime.devices)
-    # With local statistics, and where ranks share microbatches, each rank's buffers are those of its own rows.
-    equal_buffers = plan.batchnorm == "sync" and not plan.replicas
-    state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, source.hooks, equal_buffers=equal_buffers)
-    broadcast_values(model, state, runtime)
-    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
-    lowerings = Lowerings(graph, plan, lower_at, trace_again, inputs)
-    return PartitionedModel(Session(model, graph, plan, runtime, state, lowerings, assumed, source.dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -28,12 +29,17 @@ class PlanCuts:
     Args:
         graph: the model.
         plan: by which it is cut.
-        traced_for: traces the model for a number of rows; used if its graph is fixed to one batch size.
+        traced_for: traces the model for a number of rows, used if its graph is fixed to one batch size; for None, as it was traced.
+        stored_like: the cut of another trace, whose layouts of parameters, buffers and constants are used; None: choose them.
     """
 
-    def __init__(self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int], ModelGraph]) -> None:
-        self._graph, self._plan, self._traced_for = graph, plan, functools.cache(traced_for)
-        self._plan_cut = self._cut(Lowerer(Lowered(plan, graph)), Target(loss_output=own_loss(graph) if graph.training else None))
+    def __init__(
+        self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int | None], ModelGraph], stored_like: StagedCut | None = None
+    ) -> None:
+        self._graph, self._plan = graph, plan
+        self.traced_for = functools.cache(traced_for)
+        lowerer = Lowerer(Lowered(plan, graph, stored_like=stored_like))
+        self.plan_cut = self._cut(lowerer, Target(loss_output=own_loss(graph) if graph.training else None))
         self._lowerers: dict[int | None, Lowerer] = {}
 
     @staticmethod
@@ -47,17 +53,17 @@ class PlanCuts:
         """Return the lowerer and the target of one variant of the model."""
         size = variant.batch_size
         if size not in self._lowerers:
-            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), stored_like=self._plan_cut))
+            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), stored_like=self.plan_cut))
         if size is not None and variant.whole_batch not in (None, size):
             self._check_microbatches(size, variant.whole_batch)
         return self._lowerers[size], Target(variant.loss_output, variant.in_parts, variant.results, variant.rows)
 
     def _graph_for(self, rows: int | None) -> ModelGraph:
-        return self._graph if rows is None or rows == self._graph.batch_size else self._traced_for(rows)
+        return self._graph if rows is None or rows == self._graph.batch_size else self.traced_for(rows)
 
     def _check_microbatches(self, rows: int, batch: int) -> None:
         """Raise ConfigError if the model, traced for the rows of a microbatch, computes something else than for those of the batch."""
-        part, whole = (self._graph_for(size).digest or self._traced_for(size).digest for size in (rows, batch))
+        part, whole = (self._graph_for(size).digest or self.traced_for(size).digest for size in (rows, batch))
         if part is None or part != whole:
             problem = f"the model computes something else for {rows} rows than for {batch}, so that microbatches would be another model"
             raise ConfigError(problem, remedy="pass n_microbatches=1, or let forward compute alike for batches of all sizes")
@@ -69,13 +75,14 @@ class PlanCuts:
     def holdings(self, variant: Variant, devices: Sequence[torch.device]) -> Mapping[str, Mapping[int, Block]]:
         """Return placeholder of a parameter, buffer or constant -> rank -> the block that the rank holds.
 
-        A rank holds what its stages read in this variant, and what any stage may compute for itself (``read_by_replicable``). Rank 0 holds
-        what no stage reads.
+        A rank holds what its stages read in this variant, and what any stage may compute for itself (``read_by_replicable``). A buffer that
+        no stage reads is held with the other tensors of its module, which other modes may read it with (``num_batches_tracked`` in
+        training); rank 0 holds all else that no stage reads.
 
         Args:
             devices: for each rank, where it runs.
         """
-        graph, plan, plan_cut = self._graph, self._plan, self._plan_cut
+        graph, plan, plan_cut = self._graph, self._plan, self.plan_cut
         positions = {rank: position for ranks in pipelines(plan.grid) for position, rank in enumerate(ranks)}
         stage_devices = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]
         stages = cut_stages(self._cut(*self.at(variant)).parts[0], plan, stage_devices).stages
@@ -86,6 +93,11 @@ class PlanCuts:
             for rank, position in sorted(positions.items())
         }
         placeholders = (*graph.parameters, *graph.buffers, *graph.constants)
-        holders = {name: [rank for rank, names in read_by.items() if name in names] or [0] for name in placeholders}
+        readers = {name: [rank for rank, names in read_by.items() if name in names] for name in placeholders}
+        readers_of_module: defaultdict[str, set[int]] = defaultdict(set)
+        for name, path in (*graph.parameters.items(), *graph.buffers.items()):
+            readers_of_module[path.rpartition(".")[0]].update(readers[name])
+        beside = {name: sorted(readers_of_module[path.rpartition(".")[0]]) for name, path in graph.buffers.items()}
+        holders = {name: readers[name] or beside.get(name) or [0] for name in placeholders}
         blocks = {rank: plan_cut.blocks(position, rank) for rank, position in positions.items()}
         return {name: {rank: blocks[rank][name] for rank in ranks} for name, ranks in holders.items()}

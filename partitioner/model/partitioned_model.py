@@ -20,8 +20,9 @@ from partitioner.lowering.lowering import Lowering
 from partitioner.model.autograd import tracked_forward
 from partitioner.model.calls import Calls
 from partitioner.model.gradient_accumulation import Accumulation
-from partitioner.model.inspected_programs import InspectedPrograms, LastStep
-from partitioner.model.losses.losses import Losses, check_loss
+from partitioner.model.inspected_programs import InspectedPrograms
+from partitioner.model.losses.losses import check_loss
+from partitioner.model.module.modes import Form, session_in_modes
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, build_structure
 from partitioner.model.record import Recording, record
@@ -74,16 +75,14 @@ class PartitionedModel(ModuleInPlan):
     def __init__(self, session: Session) -> None:
         super().__init__()
         check_optimizers()
-        self._session = session
+        self._first = session
+        self._forms = {session.tracing.modes: Form.of(session)}
         self._freezing = Freezing(session.state.named_parameters())
         self._accumulation = Accumulation(session.state.named_parameters())
-        self._calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.dtype)
         self._gathered = GatheredState(session.state, session.runtime)
-        self._losses = Losses(session.runtime, session.graph)
-        self._last_step: LastStep | None = None
         self._prices: tuple[Pinned, ...] | None = None
-        build_structure(self, session.original, session.state, self._gathered)
-        self.training = session.graph.training
+        build_structure(self, session.original, session.state, self._gathered, session.tracing.modes)
+        self._parts = tuple(self.modules())
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
@@ -138,21 +137,40 @@ class PartitionedModel(ModuleInPlan):
         """
         refuse_hooks(self, "train_step()")
         check_loss(loss_fn, loss_reduction)
+        form_of_modes = self._form
         self._check_parameters()
         inputs = self._bind(args, kwargs)
-        prepared = self._losses.prepare(inputs, target, loss_fn, loss_reduction, self.lowering_for)
+        prepared = form_of_modes.losses.prepare(inputs, target, loss_fn, loss_reduction, self.lowering_for)
         lowering, form = prepared.lowering, prepared.form
         differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
         programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
-        is_form_of_last_step = self._last_step is not None and self._last_step[-1] == form
+        last_step = form_of_modes.last_step
+        is_form_of_last_step = last_step is not None and last_step[-1] == form
         if form.reduction == "batch" and not is_form_of_last_step:
             schedule = lowering.schedule(self._session.plan.n_microbatches, form)
             warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
-        self._last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
+        form_of_modes.last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
         loss, gradients = self._calls.run(lowering, programs, inputs, prepared.extra)[self._here]
         _backward_of_inputs(inputs.tensors, self._calls.input_gradient_names(differentiation.inputs), gradients)
         assert isinstance(loss, Tensor)
         return loss
+
+    @property
+    def _form(self) -> Form:
+        """The model in the modes that its modules have now; traced when it is first used."""
+        modes = tuple(part.training for part in self._parts)
+        form = self._forms.get(modes)
+        if form is None:
+            form = self._forms[modes] = Form.of(session_in_modes(self._first, modes))
+        return form
+
+    @property
+    def _session(self) -> Session:
+        return self._form.session
+
+    @property
+    def _calls(self) -> Calls:
+        return self._form.calls
 
     @property
     def _here(self) -> int:
@@ -224,7 +242,7 @@ class PartitionedModel(ModuleInPlan):
 
     def inspected(self) -> InspectedPrograms:
         """Return the programs that reports describe: those of the last training step, if there was one."""
-        return self._session.inspected(self._last_step)
+        return self._session.inspected(self._form.last_step)
 
     @checked_arguments()
     def verify(self) -> None:
@@ -371,7 +389,7 @@ class PartitionedModel(ModuleInPlan):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield this process's parameters, for an optimizer; if there are none, one empty parameter: optimizers refuse an empty list."""
         parameters = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
-        return iter(parameters or (self._session.state.stand_in if recurse else ()))
+        return iter(parameters or (self._first.state.stand_in if recurse else ()))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return this process's parameters and buffers, whole, under the original names. Shards are gathered: all ranks must call it."""
@@ -490,14 +508,12 @@ class PartitionedModel(ModuleInPlan):
     # -- what a plan fixes ---------------------------------------------------------------------------------------------------------
 
     @checked_arguments()
-    def train(self, mode: bool = True) -> PartitionedModel:
-        """Do nothing for the mode in which the model was traced; raise ConfigError for the other one."""
-        if mode != self._session.graph.training:
-            raise ConfigError(
-                f"this model was partitioned in {'training' if self._session.graph.training else 'evaluation'} mode, which is frozen",
-                remedy=f"partition(model, ..., training={mode}) makes another; full_state_dict() carries the weights over",
-            )
-        return self
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, or evaluation mode: the next call runs the other variant of the same weights, traced when it is first used.
+
+        ``pm.encoder.eval()`` sets the modes of a part, as on the model. Every rank must call it.
+        """
+        return super().train(mode)
 
     def apply(self, fn: Any) -> Any:
         """Refused: a partitioned model has no modules of its own that a function could be applied to."""

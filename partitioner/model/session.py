@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
+from partitioner.lowering.shard_holders import PlanCuts
 from partitioner.lowering.variants import Lowerings, results_in_training
 from partitioner.model.inspected_programs import InspectedPrograms, LastStep
+from partitioner.options.batch_rows import Inputs
 from partitioner.options.devices import hardware_of
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.plan import PlanProblem
@@ -21,11 +25,11 @@ from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
 from passes.emit.programs import LossForm
-from passes.ir.graph import ModelGraph
+from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.plan import Plan
 from passes.normalize.loss_alone import own_loss
 
-__all__ = ["Assumptions", "Session"]
+__all__ = ["Assumptions", "Session", "Tracing"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,26 @@ class Assumptions:
         return " and ".join(f"{count} x {name}" for name, count in Counter(device.name for device in planned.devices).items())
 
 
+@dataclass(frozen=True)
+class Tracing:
+    """How a model was traced.
+
+    Attributes:
+        args, kwargs: the example of a call; None: taken from the model.
+        modes: the flag ``training`` of every module, in the order of ``named_modules``.
+        autocast: the mixed precision that it was traced in.
+        inputs: what each process passes.
+        dtype: floating-point inputs are converted to it; None: they are not converted.
+    """
+
+    args: tuple[Any, ...] | None
+    kwargs: Mapping[str, Any] | None
+    modes: tuple[bool, ...]
+    autocast: Autocast | None = None
+    inputs: Inputs = "global"
+    dtype: torch.dtype | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Session:
     """The parts of a partitioned model. Only the values of tensors change, and programs are lowered when first used.
@@ -72,7 +96,8 @@ class Session:
         state: the tensors of this process's ranks.
         lowerings: the programs, for every size of the batch.
         assumed: the hardware, costs and optimizer that it was planned for.
-        dtype: floating-point inputs are converted to it; None: they are not converted.
+        cuts: of the graph, from which programs are lowered.
+        tracing: how the graph was traced.
     """
 
     original: nn.Module
@@ -82,7 +107,13 @@ class Session:
     state: State
     lowerings: Lowerings
     assumed: Assumptions
-    dtype: torch.dtype | None = None
+    cuts: PlanCuts
+    tracing: Tracing
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Floating-point inputs are converted to it; None: they are not converted."""
+        return self.tracing.dtype
 
     @property
     def name(self) -> str:

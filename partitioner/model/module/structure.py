@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from partitioner.model.module.attributes import is_traced_attribute, read_attribute
+from partitioner.model.module.modes import modes_after_train, modes_of
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.load_state import load_state
 from partitioner.runtime.state.parameters import State
@@ -76,7 +77,7 @@ class ModuleInPlan(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute that the model has not; what was traced is refused."""
         source: Source | None = self.__dict__.get("_source")
-        if source is None or name == "training":
+        if source is None or name == "training" or (name in self.__dict__ and name not in vars(source.module)):
             super().__setattr__(name, value)
             return
         is_registered = any(name in self.__dict__[table] for table in ("_parameters", "_buffers", "_modules"))
@@ -125,6 +126,15 @@ class ModuleInPlan(nn.Module):
         if source is not None:
             _refuse_structure(source, name)
         register()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the modes that ``train(mode)`` of the model sets; the next call runs in them."""
+        source: Source | None = self.__dict__.get("_source")
+        if source is None:
+            return super().train(mode)
+        for part, is_training in zip(self.modules(), modes_after_train(source.module, modes_of(self), mode), strict=True):
+            part.__dict__["training"] = is_training
+        return self
 
     # -- conversion ----------------------------------------------------------------------------------------------------------------
 
@@ -277,8 +287,12 @@ class _Shards(dict[str, Any]):
         return [(key, part) for key, first in super().items() for part in (first, *self._others.get(key, ()))]
 
 
-def build_structure(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState) -> None:
-    """Give a module the structure of the model: modules of the same names, with the parameters and buffers of this process."""
+def build_structure(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, modes: Sequence[bool]) -> None:
+    """Give a module the structure of the model: modules of the same names, with the parameters and buffers of this process.
+
+    Args:
+        modes: the flag ``training`` of every module.
+    """
     built: dict[nn.Module, ModuleInPlan] = {model: root}
     parameters = _by_name(state.named_parameters())
     buffers = dict(state.named_buffers())
@@ -296,10 +310,11 @@ def build_structure(root: ModuleInPlan, model: nn.Module, state: State, gathered
             own_buffers[key] = None if name is None else buffers.get(name)
             own_buffers.update({f"{key}{at[len(name) :]}": each for at, each in buffers.items() if name and at.startswith(f"{name}@")})
         part.__dict__["_non_persistent_buffers_set"] = set(module.__dict__["_non_persistent_buffers_set"])
-        part.__dict__["training"] = module.training
         for key, child in _own(module, "_modules").items():
             part.__dict__["_modules"][key] = None if child is None else built.setdefault(child, _new_part(child))
         part.stand_for(Source(module, path, state, gathered))
+    for each, is_training in zip(root.modules(), modes, strict=True):
+        each.__dict__["training"] = is_training
 
 
 def _own(module: nn.Module, table: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,7 +27,7 @@ from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
 from passes.spmd.shards import Block, whole_block
 
-__all__ = ["Freezing", "State", "check_values", "materialize"]
+__all__ = ["Freezing", "State", "check_values", "materialize", "state_of_trace"]
 
 
 @dataclass(frozen=True)
@@ -306,6 +306,43 @@ def materialize(
                 by_rank[rank][placeholder] = copy_of(tensor, blocks[placeholder][rank], devices[rank])
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
     return State(graph, by_rank, blocks, stored, followers, gradients, slots, names, parameters, tuple(devices), equal_buffers)
+
+
+def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]]) -> State:
+    """Return the same tensors for another trace of the model: its programs read the parameters and buffers of ``state``.
+
+    Args:
+        blocks: placeholder of the trace -> rank -> the block that it reads, for all ranks.
+
+    Raises:
+        ConfigError: a rank reads another block than it holds, or the trace writes to a parameter that the first one does not write to.
+    """
+    before = {name: placeholder for placeholder, name in (*state.graph.parameters.items(), *state.graph.buffers.items())}
+    old = {placeholder: before[name] for placeholder, name in (*graph.parameters.items(), *graph.buffers.items()) if name in before}
+    read = {node.name for node in graph.graph.nodes if node.op == "placeholder" and node.users}
+    lacking = [
+        {**graph.parameters, **graph.buffers}[placeholder]
+        for placeholder in (*graph.parameters, *graph.buffers)
+        for rank, block in blocks[placeholder].items()
+        if placeholder in read and (placeholder not in old or state.blocks[old[placeholder]].get(rank) != block)
+    ]
+    lacking += [graph.parameters[each] for each in _written_parameters(graph) if old[each] not in _written_parameters(state.graph)]
+    if lacking:
+        raise ConfigError(
+            f"in these modes, ranks read {first_few(lacking)} otherwise than they hold it",
+            remedy="partition the model in these modes, partition(model.eval(), ...), and load pm.full_state_dict() into it",
+        )
+    by_rank, slots = {}, {}
+    for rank, tensors in state.by_rank.items():
+        by_rank[rank] = {placeholder: tensors[each] for placeholder, each in old.items() if each in tensors}
+        for placeholder, constant in graph.constants.items():
+            if rank in blocks[placeholder]:
+                by_rank[rank][placeholder] = copy_of(constant, blocks[placeholder][rank], state.devices[rank])
+        slots[rank] = {placeholder: state.slots[rank][each] for placeholder, each in old.items() if each in state.slots[rank]}
+    stored = {placeholder: state.stored[each] for placeholder, each in old.items() if each in state.stored}
+    held = {placeholder: state.blocks[each] for placeholder, each in old.items()}
+    held.update({placeholder: blocks[placeholder] for placeholder in graph.constants})
+    return replace(state, graph=graph, by_rank=by_rank, blocks=held, stored=stored, slots=slots)
 
 
 @dataclass(frozen=True)

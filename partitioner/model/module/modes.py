@@ -1,0 +1,170 @@
+"""The forms of a partitioned model: one for each combination of training and evaluation modes that its modules were called in.
+
+pm.train(); pm(x)      traced in training mode        first.state: parameters, buffers ──┐  the same tensors
+pm.eval();  pm(x)      traced when first called       a plan for the same shards       ──┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from partitioner.lowering.lowering import Lowering
+from partitioner.lowering.shard_holders import PlanCuts
+from partitioner.lowering.transfer_plan import stored_as_in, transferred_plan
+from partitioner.lowering.variants import Lowerings, Variant, first_variant
+from partitioner.model.calls import Calls
+from partitioner.model.inspected_programs import LastStep
+from partitioner.model.losses.losses import Losses
+from partitioner.model.session import Assumptions, Session, Tracing
+from partitioner.options.batch_statistics import warn_of_microbatches
+from partitioner.options.given_plan import check_fits
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.broadcast_values import broadcast_values
+from partitioner.runtime.state.hooks import TensorHooks
+from partitioner.runtime.state.parameters import State, materialize, state_of_trace
+from partitioner.tracing.export.export import TRACING
+from partitioner.tracing.restore import preserve
+from partitioner.tracing.trace import trace
+from passes.graph.fingerprint import graph_digest
+from passes.graph.lazy_graph_module import gc_paused
+from passes.ir.graph import ModelGraph
+from passes.ir.plan import Plan
+from passes.normalize.specialize_batch import fixed_for
+from passes.spmd.shard_stages import StagedCut
+
+__all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_in_modes"]
+
+
+@dataclasses.dataclass(eq=False)
+class Form:
+    """A partitioned model in given modes.
+
+    Attributes:
+        session: its parts.
+        calls: runs its programs.
+        losses: what was proved of loss functions.
+        last_step: the last training step in these modes; None: there was none.
+    """
+
+    session: Session
+    calls: Calls
+    losses: Losses
+    last_step: LastStep | None = None
+
+    @classmethod
+    def of(cls, session: Session) -> Form:
+        """Return the form of a session."""
+        calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.dtype)
+        return cls(session, calls, Losses(session.runtime, session.graph))
+
+
+def modes_of(model: nn.Module) -> tuple[bool, ...]:
+    """Return the flag ``training`` of every module, in the order of ``named_modules``."""
+    return tuple(module.training for module in model.modules())
+
+
+def modes_of_trace(model: nn.Module, training: bool | None) -> tuple[bool, ...]:
+    """Return the modes that ``trace`` traces in: those of the model if it is in the mode asked for, else that mode for every module."""
+    if training in (None, model.training):
+        return modes_of(model)
+    return modes_after_train(model, modes_of(model), bool(training))
+
+
+def modes_after_train(model: nn.Module, modes: Sequence[bool], training: bool) -> tuple[bool, ...]:
+    """Return the modes of all modules after ``model.train(training)``, which a class may override; the model is not changed."""
+    with TRACING, preserve(model):
+        _set_modes(model, modes)
+        model.train(training)
+        return modes_of(model)
+
+
+def _set_modes(model: nn.Module, modes: Sequence[bool]) -> None:
+    """Set the flag of every module, without ``train()``, which a class may override."""
+    for module, is_training in zip(model.modules(), modes, strict=True):
+        module.training = is_training
+
+
+@contextlib.contextmanager
+def _in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
+    """Hold a model in the given modes while it is traced."""
+    with TRACING:
+        before = modes_of(model)
+        _set_modes(model, modes)
+        try:
+            yield
+        finally:
+            _set_modes(model, before)
+
+
+def _trace(model: nn.Module, tracing: Tracing, rows: int | None) -> ModelGraph:
+    """Trace a model in given modes, for a number of rows or as the example has them."""
+    with _in_modes(model, tracing.modes):
+        return trace(model, tracing.args, tracing.kwargs, None, rows, tracing.autocast)
+
+
+@gc_paused()
+def first_session(
+    model: nn.Module, graph: ModelGraph, plan: Plan, runtime: Runtime, assumed: Assumptions, tracing: Tracing, hooks: TensorHooks
+) -> Session:
+    """Materialize the parameters of this process's ranks; programs are lowered from the plan when they are first read or run."""
+    graph = fixed_for(graph, plan)
+    cuts = _cuts(model, graph, plan, tracing)
+    blocks = cuts.holdings(first_variant(graph, plan, tracing.inputs), runtime.devices)
+    # With local statistics, and where ranks share microbatches, each rank's buffers are those of its own rows.
+    equal_buffers = plan.batchnorm == "sync" and not plan.replicas
+    state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, hooks, equal_buffers=equal_buffers)
+    broadcast_values(model, state, runtime)
+    return _session(model, graph, plan, runtime, state, cuts, assumed, tracing)
+
+
+@gc_paused()
+def session_in_modes(first: Session, modes: tuple[bool, ...]) -> Session:
+    """Trace the model in other modes, and lower it by the same plan, with the same parameters and buffers. Every rank must call it.
+
+    Raises:
+        TraceError: the model cannot be made one graph in these modes.
+        ConfigError: processes ask for other modes; or the plan does not fit, or needs parameters where the first form has none.
+    """
+    runtime, tracing = first.runtime, dataclasses.replace(first.tracing, modes=modes)
+    graph = _trace(first.original, tracing, None)
+    if len(runtime.local_ranks) < runtime.n_ranks:
+        runtime.agree("modes", f"{'training' if graph.training else 'evaluation'} (graph {graph_digest(graph)})")
+    problem = first.assumed.problem
+    fixed_microbatches = problem is None or problem.request.n_microbatches is not None
+    plan = transferred_plan(first.plan, first.graph, graph, fixed_microbatches=fixed_microbatches)
+    check_fits(plan, graph)
+    if 0 in runtime.local_ranks:
+        warn_of_microbatches(graph, plan)
+    graph = fixed_for(graph, plan)
+    cuts = _cuts(first.original, graph, plan, tracing, stored_as_in(first.cuts.plan_cut, first.graph, graph))
+    blocks = cuts.holdings(first_variant(graph, plan, tracing.inputs), runtime.devices)
+    state = state_of_trace(first.state, graph, blocks)
+    return _session(first.original, graph, plan, runtime, state, cuts, first.assumed, tracing)
+
+
+def _cuts(model: nn.Module, graph: ModelGraph, plan: Plan, tracing: Tracing, stored_like: StagedCut | None = None) -> PlanCuts:
+    """Return the cuts of a trace by a plan; a batch size that the trace does not serve is traced in the same modes."""
+
+    def trace_again(rows: int | None) -> ModelGraph:
+        traced = _trace(model, tracing, rows)
+        return fixed_for(traced, plan) if rows is None else traced
+
+    return PlanCuts(graph, plan, trace_again, stored_like)
+
+
+def _session(
+    model: nn.Module, graph: ModelGraph, plan: Plan, runtime: Runtime, state: State, cuts: PlanCuts, assumed: Assumptions, tracing: Tracing
+) -> Session:
+    """Return the session of a trace whose tensors are ``state``."""
+    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
+
+    def lower_at(variant: Variant) -> Lowering:
+        tensors = (state.by_rank, state.slots)
+        return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *tensors, trainable, variant.inputs)
+
+    lowerings = Lowerings(graph, plan, lower_at, cuts.traced_for, tracing.inputs)
+    return Session(model, graph, plan, runtime, state, lowerings, assumed, cuts, tracing)

@@ -1,0 +1,128 @@
+"""``train()`` and ``eval()`` switch between forms of one partitioned model that share parameters and buffers."""
+
+# A module returns Any when it is called.
+# mypy: no-warn-return-any
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import PartitionedModel, partition
+from passes.ir.errors import PartitionWarning
+from tests.support.models.switched import switched
+from tests.support.processes import module_cases as cases
+from tests.support.processes.processes import Workers
+
+MODES = ["pipeline", "data", "fsdp", "tensor"]
+
+
+def train_and_validate(module: nn.Module, x: Tensor, n_epochs: int = 2) -> list[Tensor]:
+    """Validation results, each after a training step that begins in training mode."""
+    results, optimizer = [], torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(n_epochs):
+        torch.manual_seed(epoch)
+        optimizer.zero_grad()
+        module.train()(x).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            results.append(module.eval()(x))
+    return results
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_training_and_validation_with_one_model(mode: str, training: bool) -> None:
+    model, x = switched()
+    pm = partition(copy.deepcopy(model), 2, mode, example_inputs=(x,), training=training, progress=False)
+    assert pm.training is training
+    assert all(part.training is training for part in pm.modules())
+    torch.testing.assert_close(train_and_validate(pm, x), train_and_validate(model, x))
+    torch.testing.assert_close(pm.state_dict(), dict(model.state_dict()))
+    assert not pm.training
+    assert model.training is False
+
+
+def test_programs_and_plans_are_of_the_mode() -> None:
+    model, x = switched()
+    pm = partition(model, 2, "data", example_inputs=(x,), progress=False)
+    assert pm.train() is pm
+    texts = {}
+    for mode in (True, False, True):
+        pm.train(mode)
+        texts[mode] = "".join(graph.code for graph in pm.graphs)
+        assert pm.check(x)
+        pm.verify()
+    assert "dropout" in texts[True]
+    assert "dropout" not in texts[False]
+    assert model.training
+    assert all("evaluation" not in note for note in pm.plan.notes)
+    assert "carried over" in pm.eval().plan.notes[-1]
+
+
+def test_statistics_that_stay_as_they_are() -> None:
+    """The mode of one layer, as on the model: ``pm.norm.eval()``."""
+    model, x = switched()
+    pm: Any = partition(copy.deepcopy(model), 2, "data", example_inputs=(x,), progress=False)
+    results = []
+    module: Any
+    for module in (model, pm):
+        module.norm.eval()
+        torch.manual_seed(0)
+        results.append(module(x))
+    torch.testing.assert_close(results[1], results[0])
+    assert pm.norm.num_batches_tracked == 0
+    assert pm.training
+
+
+class Frozen(nn.Sequential):
+    """Its first layer stays in evaluation mode whatever is asked for."""
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_a_model_with_a_train_method_of_its_own() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4).double()
+    model = Frozen(nn.BatchNorm1d(4), nn.Linear(4, 3)).double().train()
+    pm = partition(copy.deepcopy(model), 2, "data", example_inputs=(x,), progress=False)
+    for module in (model, pm):
+        module.eval()
+        module.train()
+    torch.testing.assert_close(pm(x), model(x))
+    assert [part.training for part in pm.modules()] == [part.training for part in model.modules()] == [True, False, True]
+
+
+def test_microbatches_that_would_change_statistics() -> None:
+    """A plan for evaluation has several microbatches; in training there is one, unless the user asked for more."""
+    model, x = switched()
+    pm = partition(copy.deepcopy(model).eval(), 2, "pipeline", example_inputs=(x,), n_microbatches=4, progress=False)
+    with pytest.warns(PartitionWarning, match="each of 4"):
+        pm.train()(x)
+    free = partition(copy.deepcopy(model).eval(), 2, "pipeline", example_inputs=(x,), progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert free.train().plan.n_microbatches == 1
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+def test_processes(workers: Callable[[int], Workers]) -> None:
+    assert workers(2).values(cases.mode_differences, timeout=170) == [""] * 2
+
+
+def test_a_part_of_a_partitioned_model_is_one_of_its_modules() -> None:
+    model, x = switched()
+    pm: Any = partition(model, 2, "data", example_inputs=(x,), progress=False)
+    assert isinstance(pm, PartitionedModel)
+    pm.drop.eval()
+    assert [name for name, part in pm.named_modules() if not part.training] == ["drop"]
