@@ -49,6 +49,10 @@ class Cluster:
     links: Link | Sequence[Level] | Mapping[tuple[int, int], Link] = field(hash=False)
     places: Sequence[int] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the arguments that make an equal cluster: a read-only mapping cannot be pickled."""
+        return Cluster, (self.devices, dict(self.links) if isinstance(self.links, Mapping) else self.links, self.places)
+
     def __post_init__(self) -> None:
         if not isinstance(self.links, MappingProxyType):  # else they come from a checked cluster: skip, since subclusters are many
             check_fields(self)

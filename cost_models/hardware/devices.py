@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -98,6 +99,11 @@ class Device:
     tiles: Sequence[tuple[int, int]] = ()
     cache_bandwidth: float = math.inf
     store_bandwidth: float = math.inf
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the arguments that make an equal device: a read-only mapping cannot be pickled."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return Device, tuple(dict(value) if isinstance(value, Mapping) else value for value in values)
 
     def __post_init__(self) -> None:
         check_fields(self)

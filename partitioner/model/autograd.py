@@ -41,6 +41,11 @@ class _PartitionedCall(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True: a partitioned model has no second derivatives, its backward programs cannot be differentiated",
+                remedy="compute gradient penalties and Hessians with the model itself",
+            )
         saved, ctx.saved = ctx.saved, None
         if saved is None:
             raise RuntimeError("the backward of this call has run already: a partitioned forward keeps nothing for a second one")

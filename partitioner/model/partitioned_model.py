@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,9 +23,10 @@ from partitioner.model.calls import Calls
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
-from partitioner.model.module.modes import Form, session_in_modes
+from partitioner.model.module.copies import Pickled, copied_form, copied_session, copy_tensors, fill, pickled, restored_session
+from partitioner.model.module.modes import Form, modes_of, session_in_modes
 from partitioner.model.module.signature import with_signature
-from partitioner.model.module.structure import ModuleInPlan, build_structure
+from partitioner.model.module.structure import ModuleInPlan, build_structure, refuse_replaced, registered_tensors
 from partitioner.model.record import Recording, record
 from partitioner.model.replan import Replanned, replan
 from partitioner.model.session import Session
@@ -83,6 +85,8 @@ class PartitionedModel(ModuleInPlan):
         self._prices: tuple[Pinned, ...] | None = None
         build_structure(self, session.original, session.state, self._gathered, session.tracing.modes)
         self._parts = tuple(self.modules())
+        self._tensor_places = registered_tensors(self)
+        self._initial = frozenset({*vars(self), "_initial"})
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
@@ -186,6 +190,7 @@ class PartitionedModel(ModuleInPlan):
         """Match a call with the traced inputs, after bringing the parameters up to date."""
         check_values(self._session.state)
         refuse_global_hooks()
+        refuse_replaced(self._tensor_places)
         self._session.state.refresh()
         return self._calls.bind(args, kwargs)
 
@@ -515,19 +520,54 @@ class PartitionedModel(ModuleInPlan):
         """
         return super().train(mode)
 
-    def apply(self, fn: Any) -> Any:
-        """Refused: a partitioned model has no modules of its own that a function could be applied to."""
-        raise ConfigError(
-            "apply() would reach no layer of a partitioned model, which runs programs and has no modules",
-            remedy="model.apply(fn) before partition(model, ...); or pm.initialize(fn) for a model from the meta device",
-        )
+    # -- copies --------------------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModel:
+        """Return a model of the same plan with parameters, buffers and gradients of its own. Every rank must call it."""
+        copied = PartitionedModel(copied_session(self._first))
+        copied._forms |= {
+            modes: Form.of(copied_form(copied._first, form.session)) for modes, form in self._forms.items() if modes not in copied._forms
+        }
+        copy_tensors(self._first.state, copied._first.state)
+        memo[id(self)] = copied
+        memo.update({id(part): other for part, other in zip(self._parts, copied._parts, strict=True)})
+        memo.update({id(old): new for (_, old), (_, new) in zip(self._named_tensors(), copied._named_tensors(), strict=True)})
+        copied.set_own(modes_of(self), copy.deepcopy(self.own_attributes(), memo))
+        return copied
+
+    def __copy__(self) -> PartitionedModel:
+        """Return a model that shares parameters, buffers and programs."""
+        copied = self._with_microbatches(None)
+        copied.set_own(modes_of(self), self.own_attributes())
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: copies and pickles would hold programs and connections with other processes, not only values."""
-        raise ConfigError(
-            "a partitioned model can be neither copied nor pickled (copy.deepcopy, torch.save, AveragedModel): it is bound to devices",
-            remedy="save pm.full_state_dict(), or the plan with pm.plan.to_json(); for a second one, partition(model, ..., plan=pm.plan)",
-        )
+        """Pickle the model with the present values, its plan, and how it was traced; see ``partitioner.model.module.copies``."""
+        return _restored, (pickled(self._first), modes_of(self), self.own_attributes())
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter and buffer of this process."""
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+
+    def own_attributes(self) -> dict[str, Any]:
+        """Return attributes and hooks that were added since the model was partitioned."""
+        added = {name: value for name, value in vars(self).items() if name not in self._initial}
+        return added | {name: value for name, value in vars(self).items() if name.endswith("_hooks") and value}
+
+    def set_own(self, modes: Sequence[bool], own: Mapping[str, Any]) -> None:
+        """Set the modes of all modules, and attributes and hooks that were added."""
+        for part, is_training in zip(self._parts, modes, strict=True):
+            part.training = is_training
+        vars(self).update(own)
+
+
+def _restored(saved: Pickled, modes: Sequence[bool], own: Mapping[str, Any]) -> PartitionedModel:
+    """Return the partitioned model of a pickle. With one rank a process, every rank must load its own."""
+    pm = PartitionedModel(restored_session(saved))
+    fill(pm._first, saved)  # noqa: SLF001  of this module
+    pm.set_own(modes, own)
+    return pm
 
 
 def _backward_of_inputs(tensors: Mapping[str, Tensor], names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:

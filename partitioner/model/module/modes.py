@@ -36,7 +36,7 @@ from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
 from passes.spmd.shard_stages import StagedCut
 
-__all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_in_modes"]
+__all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_in_modes", "session_of_trace", "traced"]
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,7 +100,7 @@ def _in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
             _set_modes(model, before)
 
 
-def _trace(model: nn.Module, tracing: Tracing, rows: int | None) -> ModelGraph:
+def traced(model: nn.Module, tracing: Tracing, rows: int | None = None) -> ModelGraph:
     """Trace a model in given modes, for a number of rows or as the example has them."""
     with _in_modes(model, tracing.modes):
         return trace(model, tracing.args, tracing.kwargs, None, rows, tracing.autocast)
@@ -130,7 +130,7 @@ def session_in_modes(first: Session, modes: tuple[bool, ...]) -> Session:
         ConfigError: processes ask for other modes; or the plan does not fit, or needs parameters where the first form has none.
     """
     runtime, tracing = first.runtime, dataclasses.replace(first.tracing, modes=modes)
-    graph = _trace(first.original, tracing, None)
+    graph = traced(first.original, tracing)
     if len(runtime.local_ranks) < runtime.n_ranks:
         runtime.agree("modes", f"{'training' if graph.training else 'evaluation'} (graph {graph_digest(graph)})")
     problem = first.assumed.problem
@@ -139,7 +139,12 @@ def session_in_modes(first: Session, modes: tuple[bool, ...]) -> Session:
     check_fits(plan, graph)
     if 0 in runtime.local_ranks:
         warn_of_microbatches(graph, plan)
-    graph = fixed_for(graph, plan)
+    return session_of_trace(first, fixed_for(graph, plan), plan, tracing)
+
+
+def session_of_trace(first: Session, graph: ModelGraph, plan: Plan, tracing: Tracing) -> Session:
+    """Return the session of another trace, with the parameters and buffers of the first one."""
+    runtime = first.runtime
     cuts = _cuts(first.original, graph, plan, tracing, stored_as_in(first.cuts.plan_cut, first.graph, graph))
     blocks = cuts.holdings(first_variant(graph, plan, tracing.inputs), runtime.devices)
     state = state_of_trace(first.state, graph, blocks)
@@ -150,8 +155,8 @@ def _cuts(model: nn.Module, graph: ModelGraph, plan: Plan, tracing: Tracing, sto
     """Return the cuts of a trace by a plan; a batch size that the trace does not serve is traced in the same modes."""
 
     def trace_again(rows: int | None) -> ModelGraph:
-        traced = _trace(model, tracing, rows)
-        return fixed_for(traced, plan) if rows is None else traced
+        graph = traced(model, tracing, rows)
+        return fixed_for(graph, plan) if rows is None else graph
 
     return PlanCuts(graph, plan, trace_again, stored_like)
 

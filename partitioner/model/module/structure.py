@@ -26,7 +26,7 @@ from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import plain
 from passes.ir.errors import ConfigError, Place
 
-__all__ = ["ModuleInPlan", "Source", "build_structure"]
+__all__ = ["ModuleInPlan", "Source", "build_structure", "refuse_replaced", "registered_tensors"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +135,13 @@ class ModuleInPlan(nn.Module):
         for part, is_training in zip(self.modules(), modes_after_train(source.module, modes_of(self), mode), strict=True):
             part.__dict__["training"] = is_training
         return self
+
+    def apply(self, fn: Any) -> Any:
+        """Refused: a function of one module would see this process's tensors of a layer, and another process others."""
+        raise ConfigError(
+            "apply(fn) would change this process's copies or parts of the parameters of a layer, and ranks would diverge",
+            remedy="model.apply(fn) before partition(model, ...); or pm.initialize(fn) for a model from the meta device",
+        )
 
     # -- conversion ----------------------------------------------------------------------------------------------------------------
 
@@ -285,6 +292,26 @@ class _Shards(dict[str, Any]):
     def items(self) -> Any:
         """Return key and parameter of every part."""
         return [(key, part) for key, first in super().items() for part in (first, *self._others.get(key, ()))]
+
+
+def refuse_replaced(tables: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    """Raise ConfigError where a parameter or buffer was replaced without ``setattr``, as ``torch.func.functional_call`` does.
+
+    Args:
+        tables: where each is registered: the table of its module, its key there, and the tensor.
+    """
+    for table, key, tensor in tables:
+        if table[key] is not tensor:
+            raise ConfigError(
+                f"{key} of a layer was replaced, as torch.func.functional_call does: programs read the tensors of the partitioned model",
+                remedy="call the model itself, functional_call(model, ...); or copy the values: pm.load_state_dict(values)",
+            )
+
+
+def registered_tensors(root: nn.Module) -> tuple[tuple[dict[str, Any], str, Any], ...]:
+    """Return where each parameter and buffer is registered, for ``refuse_replaced``."""
+    tables = [part.__dict__[name] for part in root.modules() for name in ("_parameters", "_buffers")]
+    return tuple((table, key, tensor) for table in tables for key, tensor in dict.items(table))
 
 
 def build_structure(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, modes: Sequence[bool]) -> None:

@@ -181,6 +181,14 @@ class State:
                 else:
                     held.copy_(blocks[rank].take(whole))
 
+    def copy_into(self, held: Tensor, values: Tensor) -> None:
+        """Copy values into a tensor of this process; one on the meta device becomes real, unless the values are there, too."""
+        if held.is_meta and not values.is_meta:
+            placeholder = next((each for each, stored in self.stored.items() if any(one.parameter is held for one in stored)), "")
+            self._make_real(placeholder, held, values.detach().clone())
+        elif not held.is_meta:
+            held.detach().copy_(values.detach())
+
     def _make_real(self, placeholder: str, held: Tensor, values: Tensor) -> None:
         """Give a tensor on the meta device values, in place, since programs and optimizers refer to the object."""
         stored = next((candidate for candidate in self.stored.get(placeholder, ()) if candidate.parameter is held), None)

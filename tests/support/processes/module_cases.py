@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from partitioner import partition
 from tests.support.models.switched import switched
 
-__all__ = ["mode_differences"]
+__all__ = ["copy_differences", "mode_differences"]
 
 
 def mode_differences() -> str:
@@ -40,4 +42,27 @@ def mode_differences() -> str:
         state = pm.full_state_dict()
         same = torch.allclose(*results) and all(torch.allclose(state[name], each) for name, each in reference.state_dict().items())
         found += "" if same else f"{mode} differs; "
+    return found
+
+
+def copy_differences() -> str:
+    """Copies, pickles and averages, in processes that hold replicas, shards or stages."""
+    found = ""
+    for mode in ("data", "fsdp", "pipeline"):
+        model, x = switched()
+        pm = partition(copy.deepcopy(model), 2, mode, example_inputs=(x,), progress=False)
+        average = AveragedModel(pm, use_buffers=True)
+        expected = AveragedModel(model, use_buffers=True)
+        for step in range(2):
+            torch.manual_seed(step)
+            nn.functional.mse_loss(model(x), x[:, :3]).backward()
+            torch.manual_seed(step)
+            pm.train_step(x, target=x[:, :3], loss_fn=nn.functional.mse_loss)
+            for module, mean in ((model, expected), (pm, average)):
+                torch.optim.SGD(module.parameters(), 0.1).step()
+                mean.update_parameters(module)
+        with torch.no_grad():
+            restored = pickle.loads(pickle.dumps(average.module))  # noqa: S301
+            results = [module.eval()(x) for module in (expected, average, copy.deepcopy(average.module), restored)]
+        found += "" if all(torch.allclose(each, results[0]) for each in results) else f"{mode} differs; "
     return found

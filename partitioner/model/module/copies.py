@@ -1,0 +1,177 @@
+"""Copies of a partitioned model: ``copy.deepcopy``, and what ``pickle`` and ``torch.save`` write.
+
+deepcopy    the same traces and plan; parameters, buffers and gradients are copied, and programs are lowered again when they are used
+pickle      the model with the present values, the example, modes and plan; the model is traced again when it is loaded
+            with one rank a process: each process writes its own part, for the same rank to load
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.cost_model import CostModel
+from cost_models.hardware.clusters import Cluster
+from partitioner.model.module.modes import first_session, session_of_trace, traced
+from partitioner.model.session import Assumptions, Session, Tracing
+from partitioner.options.devices import resolve_devices
+from partitioner.options.given_plan import check_fits, plan_on
+from partitioner.planner.plan import PlanProblem
+from partitioner.planner.request import PlanRequest
+from partitioner.runtime import torchrun
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.embedded import EmbeddedRuntime
+from partitioner.runtime.state.gather import GatheredState
+from partitioner.runtime.state.gradient_slots import copy_gradient
+from partitioner.runtime.state.parameters import State
+from passes.ir.errors import ConfigError
+from passes.ir.mesh import Mesh
+from passes.ir.plan import Plan
+from passes.normalize.specialize_batch import fixed_for
+
+__all__ = ["Pickled", "copied_form", "copied_session", "copy_tensors", "fill", "pickled", "restored_session"]
+
+
+def copied_session(session: Session) -> Session:
+    """Return a session of the same trace and plan with tensors of its own, which have the values of the model. Every rank must call it."""
+    is_alone = len(session.runtime.local_ranks) == session.runtime.n_ranks
+    runtime = _new_runtime(session.runtime.devices, is_alone=is_alone)
+    return first_session(session.original, session.graph, session.plan, runtime, session.assumed, session.tracing, {})
+
+
+def _new_runtime(devices: Sequence[torch.device], *, is_alone: bool) -> Runtime:
+    """Return a runtime of all ranks in this process, or of one of them."""
+    return EmbeddedRuntime(devices) if is_alone else torchrun.TorchrunRuntime(devices)
+
+
+def copied_form(first: Session, other: Session) -> Session:
+    """Return the session of another form, ``other``, that shares the tensors of ``first``."""
+    return session_of_trace(first, other.graph, other.plan, other.tracing)
+
+
+def copy_tensors(source: State, target: State) -> None:
+    """Copy values, ``requires_grad`` and gradients of the tensors of this process into those of a model of the same plan."""
+    for old, new in _pairs(source, target):
+        target.copy_into(new, old)
+    for one, other in zip(source.stored_parameters(), target.stored_parameters(), strict=True):
+        other.parameter.requires_grad_(one.parameter.requires_grad)
+        copy_gradient(one, other)
+
+
+def _pairs(source: State, target: State) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter and buffer of this process, with the one in the same place of another model."""
+    for one, other in zip(source.stored_parameters(), target.stored_parameters(), strict=True):
+        yield one.parameter, other.parameter
+    for placeholder in source.graph.buffers:
+        for rank, tensors in source.by_rank.items():
+            if placeholder in tensors:
+                yield tensors[placeholder], target.by_rank[rank][placeholder]
+
+
+# -- pickles -------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """What a pickle of a partitioned model has.
+
+    Attributes:
+        model: of one process: with the present values; else as it was partitioned.
+        tracing: how it is traced.
+        plan: by which it is lowered.
+        cluster, cost_model, optimizer: what it was planned for; see ``Assumptions``.
+        request: to the planner, with the mesh and sequential tiles; None: the caller passed the plan.
+        ranks: of the process.
+        tensors: parameters and buffers of the process in order, if the model does not have their values.
+        frozen: for each parameter of the process, in order, whether it is frozen.
+    """
+
+    model: nn.Module
+    tracing: Tracing
+    plan: Plan
+    cluster: Cluster
+    cost_model: CostModel | None
+    optimizer: str
+    request: tuple[PlanRequest, Mesh | None, int | tuple[int, ...] | None] | None
+    ranks: tuple[int, ...]
+    tensors: tuple[Tensor, ...] | None
+    frozen: tuple[bool, ...]
+
+
+def pickled(session: Session) -> Pickled:
+    """Return what to pickle of a session."""
+    state, assumed, problem = session.state, session.assumed, session.assumed.problem
+    has_values = not any(tensor.is_meta for tensor in _tensors(session.original))
+    is_alone = len(session.runtime.local_ranks) == session.runtime.n_ranks
+    puts_into_model = is_alone and has_values
+    return Pickled(
+        _with_values(session) if puts_into_model else session.original,
+        session.tracing,
+        session.plan,
+        assumed.cluster,
+        assumed.cost_model,
+        assumed.optimizer,
+        None if problem is None else (problem.request, problem.mesh, problem.sequential_tiles),
+        tuple(session.runtime.local_ranks),
+        None if puts_into_model else tuple(old.detach() for old, _ in _pairs(state, state)),
+        tuple(not stored.parameter.requires_grad for stored in state.stored_parameters()),
+    )
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _with_values(session: Session) -> nn.Module:
+    """Return a copy of the model, on its device, with the values of the partitioned model."""
+    model, state = session.original, session.state
+    named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    names = [name for name in named if state.knows(name)]
+    values = GatheredState(state, session.runtime).whole(dict.fromkeys(state.graph.aliases.get(name, name) for name in names))
+    memo: dict[int, Any] = {}
+    for name in names:
+        tensor, value = named[name], values[state.graph.aliases.get(name, name)].to(named[name].device)
+        memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    return copy.deepcopy(model, memo)
+
+
+def restored_session(saved: Pickled) -> Session:
+    """Trace the model of a pickle, and lower it by its plan. With one rank a process, every rank must call it.
+
+    Raises:
+        ConfigError: the devices are not those of the plan, or the pickle is that of another rank.
+    """
+    if torchrun.is_launched():
+        torchrun.arrive()
+    n_processes = torchrun.world_size() if torchrun.is_launched() else None
+    devices = resolve_devices(list(saved.plan.devices), n_processes).devices
+    plan = plan_on(saved.plan, devices)
+    runtime = _new_runtime(devices, is_alone=n_processes is None)
+    if saved.tensors is not None and tuple(runtime.local_ranks) != saved.ranks:
+        raise ConfigError(
+            f"this is the pickle of rank {', '.join(map(str, saved.ranks))} of {plan.n_ranks}, which has its own part of the model, and "
+            f"this process has rank {', '.join(map(str, runtime.local_ranks))}",
+            remedy="let every rank load the file that it saved; for any number of processes, save pm.full_state_dict(), or "
+            "pm.sharded_state_dict() with torch.distributed.checkpoint",
+        )
+    graph = traced(saved.model, saved.tracing)
+    check_fits(plan, graph)
+    problem = None if saved.request is None else PlanProblem(graph, saved.cluster, saved.request[0], saved.cost_model, *saved.request[1:])
+    assumed = Assumptions(saved.cluster, saved.cost_model, saved.optimizer, problem)
+    return first_session(saved.model, fixed_for(graph, plan), plan, runtime, assumed, saved.tracing, {})
+
+
+def fill(session: Session, saved: Pickled) -> None:
+    """Give the tensors of a restored session the values and flags of the pickle."""
+    state = session.state
+    if saved.tensors is not None:
+        for (_, held), value in zip(_pairs(state, state), saved.tensors, strict=True):
+            state.copy_into(held, value)
+    for stored, is_frozen in zip(state.stored_parameters(), saved.frozen, strict=True):
+        stored.parameter.requires_grad_(not is_frozen)
