@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError
+from passes.ir.torch_private import will_run
 
 __all__ = ["tracked_forward"]
 
@@ -91,13 +93,16 @@ def tracked_forward(
             rank: {"saved": saved[rank], "output_gradients": rows.output_gradients(graph, differentiated, filled, rank)}
             for rank in runtime.local_ranks
         }
-        mode: Gradients = "keep" if in_no_sync else accumulation.gradients
+        wants_parameters = will_run(accumulate)
+        mode: Gradients = "keep" if in_no_sync or not wants_parameters else accumulation.gradients
         programs = lowering.backward(differentiation, count, frozenset(present), mode)
-        input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, inputs, extra)[here])
+        with contextlib.nullcontext() if wants_parameters else calls.discarding_gradients():
+            input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, inputs, extra)[here])
         return tuple(gradient for name, gradient in zip(names, input_gradients, strict=True) if name in inputs.tensors)
 
     # Autograd runs a function's backward only if one of its inputs requires grad: parameters do not appear among ours.
     anchor = torch.empty(0, requires_grad=True)
+    accumulate = torch.autograd.graph.get_gradient_edge(anchor).node
     reaches_all_ranks = runtime.backward_anywhere or lowering.n_stage_ranks == 1
     leaves = [inputs.tensors[name] for name in names if name in inputs.tensors]
     tracked = tuple(name in differentiated for name in training.returned)

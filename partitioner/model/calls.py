@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -107,6 +108,10 @@ class Calls:
         with self._runtime.failing_together():
             self._state.finish()
         return results
+
+    def discarding_gradients(self) -> AbstractContextManager[None]:
+        """Return a context in which programs add no gradients to parameters."""
+        return self._state.gradients.discarding()
 
     def _common_tensors(self, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None) -> dict[str, Tensor]:
         """Return the tensors that other ranks pass, too, by name: ``{"x": ..., "target of rows 1": ...}`` on ranks of the second rows."""

@@ -44,6 +44,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "use_lazy_graph_module",
+    "will_run",
 ]
 
 DisableTorchFunction = torch._C.DisableTorchFunction
@@ -60,6 +61,9 @@ foreach_norm = torch._foreach_norm
 
 registered_operators = torch._C._dispatch_get_registrations_for_dispatch_key
 """Names of operators with a kernel for a dispatch key: the documentation of the ops that autocast casts is incomplete."""
+
+will_run = torch._C._will_engine_execute_node
+"""Whether the backward that runs now will run a node, too: ``torch.autograd.grad(loss, x)`` accumulates nothing in leaves."""
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ class GradientStore:
     def __init__(self, *, all_ranks_here: bool) -> None:
         self.all_ranks_here = all_ranks_here
         self._calls_hooks = True
+        self.discards = False
         self._waiting: dict[StoredParameter, Tensor] = {}
 
     def begin(self) -> None:
@@ -57,6 +58,15 @@ class GradientStore:
         torch.autograd.backward([stored.parameter for stored in waiting], list(waiting.values()))
         for stored in waiting:
             set_gradient(stored, stored.parameter.grad)
+
+    @contextlib.contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Return a context in which gradients are not added to parameters."""
+        previous, self.discards = self.discards, True
+        try:
+            yield
+        finally:
+            self.discards = previous
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:
@@ -89,7 +99,7 @@ class ParameterSlot:
         """See ``GradientSlot``."""
         parameter = self._stored.parameter
         is_duplicate = self._rank != self._owner and self._owner not in unsummed_over
-        if not parameter.requires_grad or is_duplicate:
+        if not parameter.requires_grad or is_duplicate or self._store.discards:
             return
         if unsummed_over and not self._store.all_ranks_here:
             _keep_unsummed(self._stored, gradient, len(unsummed_over))

@@ -33,6 +33,15 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     """Names that torch keeps and gives another meaning."""
     x = torch.ones(2, 3)
     assert [torch_private.is_view(each) for each in (x, x.t(), x[:1], x.clone())] == [False, True, True, False]
+    ran: list[bool] = []
+    leaf = torch.ones(2, requires_grad=True)
+    accumulate = torch.autograd.graph.get_gradient_edge(leaf).node
+    other = torch.ones(2, requires_grad=True)
+    for inputs in (None, [other]):
+        product = leaf * other
+        product.register_hook(lambda _: ran.append(torch_private.will_run(accumulate)))
+        torch.autograd.backward(product.sum(), inputs=inputs)
+    assert ran == [True, False]
     torch_private.foreach_add_([x], [x.clone()])
     assert x.tolist() == [[2.0] * 3] * 2
     assert [norm.item() for norm in torch_private.foreach_norm([torch.tensor([3.0, 4.0])])] == [5.0]
