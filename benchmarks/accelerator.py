@@ -10,6 +10,7 @@ after gradients are cleared: planned, and the most that PyTorch's allocator gave
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import statistics
 import warnings
@@ -125,6 +126,7 @@ def main() -> None:
     for name, make in MODELS.items():
         for precision in PRECISIONS:
             print(line.format(name, precision, *measured(make(), precision, rounds)), flush=True)
+            gc.collect()  # else the next row would hold what this one held
             torch.cuda.empty_cache()
 
 
