@@ -45,11 +45,13 @@ from partitioner.reports.page.build import page_html
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.runtime.arguments import BoundInputs
+from partitioner.runtime.state.checkpoint.dtensors import DTensorState
 from partitioner.runtime.state.clip_grad_norm import gradient_norm, scale_gradients
-from partitioner.runtime.state.gather import GatheredState
+from partitioner.runtime.state.gather import GatheredState, separated
 from partitioner.runtime.state.hooks import refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
 from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_text
 from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
+from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, attach_hooks
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
 from partitioner.runtime.state.parameters import Freezing, check_values
 from passes.emit.programs import LossReduction
@@ -82,6 +84,8 @@ class PartitionedModel(ModuleInPlan):
         self._freezing = Freezing(session.state.named_parameters())
         self._accumulation = Accumulation(session.state.named_parameters())
         self._gathered = GatheredState(session.state, session.runtime)
+        self._dtensors = DTensorState(session.state, session.runtime, self._gathered, session.plan.grid)
+        self._optimizer_states = OptimizerStates(session.state, session.runtime)
         self._prices: tuple[Pinned, ...] | None = None
         build_structure(self, session.original, session.state, self._gathered, session.tracing.modes)
         self._parts = tuple(self.modules())
@@ -397,7 +401,11 @@ class PartitionedModel(ModuleInPlan):
         return iter(parameters or (self._first.state.stand_in if recurse else ()))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return this process's parameters and buffers, whole, under the original names. Shards are gathered: all ranks must call it."""
+        """Return all parameters and buffers, whole, under the original names, on every rank.
+
+        What some rank does not hold whole is gathered: all ranks must call it. ``sharded_state_dict`` and ``dtensor_state_dict`` do not
+        gather.
+        """
         refuse_hooks(self, "state_dict()")
         return super().state_dict(*args, **kwargs)
 
@@ -409,6 +417,16 @@ class PartitionedModel(ModuleInPlan):
         ``dcp.load(state)``, ``pm.load_state_dict(state)``. An unpartitioned model loads the same checkpoint into its ``state_dict()``.
         """
         return dict(self._session.state.sharded())
+
+    @checked_arguments()
+    def dtensor_state_dict(self) -> dict[str, Tensor]:
+        """Return this process's parameters and buffers as DTensors over a ``DeviceMesh``, as FSDP2 and torchtitan have them.
+
+        Each lies on the ranks that hold the tensor, with the plan's mesh dimensions, ``Shard`` where the plan shards and ``Replicate``
+        where it does not; shards that ``Shard`` does not describe are resharded by ``Shard(0)``. All ranks must call it. With all ranks
+        in one process, tensors are whole, on a mesh of one rank; a process group of that rank is made if there is none.
+        """
+        return dict(self._dtensors.tensors())
 
     @checked_arguments()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -457,6 +475,7 @@ class PartitionedModel(ModuleInPlan):
             ConfigError: a parameter of the optimizer is not one of this model; or a state is neither one number for its parameter nor one
                 for each element, and this process holds a part of the parameter, so that the state cannot be gathered.
         """
+        attach_hooks(optimizer)
         return full_optimizer_state_dict(self._session.state, self._session.runtime, optimizer)
 
     @checked_arguments()
@@ -465,6 +484,7 @@ class PartitionedModel(ModuleInPlan):
 
         An optimizer that has not stepped gets the state of its first step, all zeros, for ``dcp.load`` to fill.
         """
+        attach_hooks(optimizer)
         return sharded_optimizer_state_dict(self._session.state, optimizer)
 
     @checked_arguments()
@@ -479,12 +499,16 @@ class PartitionedModel(ModuleInPlan):
             ConfigError: names, shapes or dtypes are not those of the model; the state is that of another kind of optimizer, or lacks a
                 parameter; or parameters of one group come from groups with different options. Nothing is loaded then.
         """
+        attach_hooks(optimizer)
         load_optimizer_state_dict(self._session.state, optimizer, state_dict)
 
     @checked_arguments()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return every parameter and buffer of the original ``state_dict()``, on every rank. All ranks must call it."""
-        return self._gathered.tensors()
+        """Return every parameter and buffer of the original ``state_dict()``, on every rank. All ranks must call it.
+
+        Each is contiguous and has memory of its own, also where names are tied, so that ``safetensors.torch.save_file`` saves it.
+        """
+        return separated(self._gathered.tensors())
 
     @checked_arguments()
     def full_gradients(self) -> dict[str, Tensor | None]:

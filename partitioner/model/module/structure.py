@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from partitioner.model.module.attributes import is_traced_attribute, read_attribute
 from partitioner.model.module.modes import modes_after_train, modes_of
+from partitioner.runtime.state.checkpoint.load_state import load_state
 from partitioner.runtime.state.gather import GatheredState
-from partitioner.runtime.state.load_state import load_state
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import plain
 from passes.ir.errors import ConfigError, Place
@@ -161,10 +161,10 @@ class ModuleInPlan(nn.Module):
     # -- state ---------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return this process's parameters and buffers, whole, under the original names. Shards are gathered: all ranks must call it."""
+        """Return the parameters and buffers below, whole, on every rank. What some rank does not hold whole is gathered by all ranks."""
         source: Source = self.__dict__["_source"]
         destination, prefix, keep_vars = _state_arguments(*args, **kwargs)
-        held = source.gathered.held(source.prefix)
+        held = source.gathered.state_dict(source.prefix)
         if keep_vars:
             held = {name: _variable(source.state, name, tensor) for name, tensor in held.items()}
         destination.update({f"{prefix}{name.removeprefix(source.prefix)}": tensor for name, tensor in held.items()})
@@ -336,7 +336,8 @@ def build_structure(root: ModuleInPlan, model: nn.Module, state: State, gathered
             name = None if buffer is None else names[id(buffer)]
             own_buffers[key] = None if name is None else buffers.get(name)
             own_buffers.update({f"{key}{at[len(name) :]}": each for at, each in buffers.items() if name and at.startswith(f"{name}@")})
-        part.__dict__["_non_persistent_buffers_set"] = set(module.__dict__["_non_persistent_buffers_set"])
+        further = {key for key in own_buffers if "@" in key}  # none of the model's: state_dict() has each buffer once
+        part.__dict__["_non_persistent_buffers_set"] = {*module.__dict__["_non_persistent_buffers_set"], *further}
         for key, child in _own(module, "_modules").items():
             part.__dict__["_modules"][key] = None if child is None else built.setdefault(child, _new_part(child))
         part.stand_for(Source(module, path, state, gathered))

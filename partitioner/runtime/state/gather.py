@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import plain
 
-__all__ = ["GatheredState"]
+__all__ = ["GatheredState", "separated"]
 
 
 class GatheredState:
@@ -34,24 +34,37 @@ class GatheredState:
         """Return the whole gradient of every parameter of the original ``named_parameters()``; None for one without."""
         return self._collect(self._state.parameter_names, lambda tensor: None if tensor.grad is None else plain(tensor.grad))
 
-    def held(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors that this process holds, in the order of the original; those sharded over processes are assembled.
+    def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
+        """Return what ``tensors`` does, without communication for those that every process holds whole.
 
         Args:
             prefix: what their names begin with.
         """
         self._state.check_names()
         names = [name for name in self._state.names if name.startswith(prefix)]
-        blocks_of = {name: self._state.held(name) for name in names}
-        tensors = {name: blocks[0][1].detach() for name, blocks in blocks_of.items() if blocks and blocks[0][0].is_whole}
-        tensors.update(self.whole(name for name in names if name not in tensors and self._state.is_cut(name)))
-        return {name: tensors[name] for name in names if name in tensors}
+        held = {name: self._state.held(name)[0][1].detach() for name in names if self._state.is_whole_everywhere(name)}
+        gathered = self.whole(name for name in names if name not in held)
+        return {name: tensor for name in names if (tensor := held.get(name, gathered.get(name))) is not None}
 
     def _collect(self, names: Iterable[str], read: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
-        """Assemble tensors from the results of ``read`` for the blocks of each that processes own."""
-        names = list(names)
-        if not names:
+        """Assemble tensors from the results of ``read`` for the blocks of each that processes own; tied names have one tensor."""
+        first_name_of = {name: self._state.graph.aliases.get(name, name) for name in names}
+        if not first_name_of:
             return {}
-        owned = {key: read(tensor) for name in names for key, tensor in self._state.owned(name)}
+        first_names = list(dict.fromkeys(first_name_of.values()))
+        owned = {key: read(tensor) for name in first_names for key, tensor in self._state.owned(name)}
         blocks = self._runtime.collect(owned)
-        return {name: self._state.whole(name, blocks) for name in names}
+        assembled = {name: self._state.whole(name, blocks) for name in first_names}
+        return {name: assembled[first] for name, first in first_name_of.items()}
+
+
+def separated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, contiguous and no two in the same memory (tied parameters), as safetensors wants them."""
+    result: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.contiguous()  # noqa: PLW2901
+        address = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return result

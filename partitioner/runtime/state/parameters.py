@@ -112,6 +112,10 @@ class State:
         blocks = self._stored_blocks(placeholder)
         return [(blocks[rank], tensor) for rank, tensor in self._tensors(placeholder).items()]
 
+    def blocks_of_ranks(self, name: str) -> Mapping[int, Block]:
+        """Return rank -> the block that its process stores of a parameter or buffer, for all ranks."""
+        return self._stored_blocks(self._placeholder(name))
+
     def knows(self, name: str) -> bool:
         """Whether the graph has a parameter or buffer of this name."""
         return self.graph.aliases.get(name, name) in self._placeholders
@@ -205,14 +209,18 @@ class State:
         Raises:
             ConfigError: the source lacks a block of this plan.
         """
-        source_blocks = dict(source.blocks)
-        for block, held in self.held(name):
-            if block not in source_blocks:
+        source_blocks, placeholder = dict(source.blocks), self._placeholder(name)
+        blocks = self._stored_blocks(placeholder)
+        for rank, held in self._tensors(placeholder).items():
+            values = source_blocks.get(blocks[rank])
+            if values is None:
                 raise ConfigError(
                     f"the blocks of {name} are those of another plan", remedy="load into pm.sharded_state_dict() of this model"
                 )
-            if source_blocks[block].data_ptr() != held.data_ptr():  # else a checkpoint was loaded in place
-                held.detach().copy_(source_blocks[block])
+            if held.is_meta:
+                self._make_real(placeholder, held, values.to(self.devices[rank], held.dtype, copy=True))
+            elif values.data_ptr() != held.data_ptr():  # else a checkpoint was loaded in place
+                held.detach().copy_(values)
 
     def sharded(self) -> dict[str, BlockTensor]:
         """Return the shards of this process under the original names, each tensor as its blocks."""
@@ -231,6 +239,17 @@ class State:
     def is_cut(self, name: str) -> bool:
         """Whether a tensor of the model is sharded: some rank holds only a block of it."""
         return not all(block.is_whole for block in self._stored_blocks(self._placeholder(name)).values())
+
+    def cut_parameters(self) -> list[str]:
+        """Return the names of the parameters that are sharded; tied ones once."""
+        names = dict.fromkeys(self.graph.aliases.get(name, name) for name in self.parameter_names)
+        return [name for name in names if self.knows(name) and self.is_cut(name)]
+
+    def is_whole_everywhere(self, name: str) -> bool:
+        """Whether every process holds a tensor of the model whole."""
+        blocks = self._stored_blocks(self._placeholder(name))
+        n_holders = 1 if self.gradients.all_ranks_here else len(self.devices)
+        return len(blocks) >= n_holders and all(block.is_whole for block in blocks.values())
 
     def whole(self, name: str, parts: Mapping[str, Tensor | None]) -> Tensor | None:
         """Return a tensor of the model, assembled from ``parts``: key of a block (see ``owned``) -> tensor; None if one is missing."""

@@ -84,6 +84,10 @@ class BlockTensor(Tensor):
         # Checkpoints detach a tensor and otherwise use only the methods below.
         if func is torch.ops.aten.detach.default:
             return args[0]
+        if func is torch.ops.aten.new_empty.default and list(args[1]) == list(args[0].shape):
+            # Asynchronous checkpoints make an empty tensor for their copy, and then copy the attributes, which hold the blocks.
+            options = {"dtype": args[0].dtype, "device": (kwargs or {}).get("device") or args[0].device}
+            return Tensor._make_wrapper_subclass(cls, args[0].shape, **options)  # noqa: SLF001
         raise ConfigError(
             f"{func} needs the whole of a tensor of which this process holds blocks",
             remedy="pm.full_state_dict() puts all of them together",

@@ -9,7 +9,7 @@ The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -18,21 +18,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partitioner.runtime.base import Runtime
+from partitioner.runtime.state.checkpoint.from_dtensor import check_source, without_dtensor
 from partitioner.runtime.state.optimizers.saved_kind import check_entries, check_options
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.sharded_tensor import BlockTensor
 from partitioner.runtime.state.stored_parameters import membership
 from passes.ir.errors import ConfigError
 
-__all__ = ["full_optimizer_state_dict", "load_optimizer_state_dict", "sharded_optimizer_state_dict"]
+__all__ = ["full_optimizer_state_dict", "gathered_entries", "load_optimizer_state_dict", "local_part", "sharded_optimizer_state_dict"]
 
 
 def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer) -> dict[str, Any]:
     """Return the whole state of an optimizer, on every rank; see ``PartitionedModel.full_optimizer_state_dict``."""
     _check_parameters(state, optimizer)
+    entries = gathered_entries(state, runtime, optimizer, _parameter_names(state))
+    return {"state": entries, "param_groups": _named_groups(state, optimizer)}
+
+
+def gathered_entries(state: State, runtime: Runtime, optimizer: Optimizer, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """Return parameter -> the whole state of it, for the named ones that have a state; collective, with the same names on all ranks."""
     owned: dict[str, Tensor | None] = {}
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name in _parameter_names(state):
+    for name in names:
         for key, parameter in state.owned(name):
             entries = {f"{key}{_SEPARATOR}{what}": tensor for what, tensor in _state_entries(optimizer, name, parameter)}
             owned.update(entries)
@@ -43,14 +50,14 @@ def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimiz
         key, _, what = block_and_entry.partition(_SEPARATOR)
         blocks_of.setdefault(what, {})[key] = tensor
     empty = blocks_of.pop("", {})
-    whole: dict[str, dict[str, Tensor]] = {name: {} for name in _parameter_names(state) if blocks_of and name in empty}
+    whole: dict[str, dict[str, Tensor]] = {name: {} for name in names if blocks_of and name in empty}
     for what, blocks in blocks_of.items():
-        for name in _parameter_names(state):
+        for name in names:
             first = blocks.get(name)
             value = state.whole(name, blocks) if first is not None and first.dim() else first
             if value is not None:
                 whole.setdefault(name, {})[what] = value
-    return {"state": whole, "param_groups": _named_groups(state, optimizer)}
+    return whole
 
 
 def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str, Any]:
@@ -102,8 +109,10 @@ def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Ma
                 )
             if name is not None and name in given:
                 block = next(block for block, held in state.held(name) if held is parameter)
+                for value in given[name].values():
+                    check_source(name, value)
                 check_entries(optimizer, name, given[name], groups[-1], block.shape, parameter.dtype)
-                entries[number] = {what: _local_part(state, name, what, parameter, value) for what, value in given[name].items()}
+                entries[number] = {what: local_part(state, name, what, parameter, value) for what, value in given[name].items()}
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
@@ -163,7 +172,7 @@ def _state_entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterat
         if not isinstance(value, Tensor | Number):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps a {type(value).__name__} for {name}, {what}: it belongs to no elements of the parameter",
-                remedy="save optimizer.state_dict() itself; it fits the same plan alone",
+                remedy="use an optimizer whose state is element by element, as AdamW's is, or keep its state out of the checkpoint",
             )
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
         if tensor.dim() and tensor.shape != parameter.shape and is_part:
@@ -190,10 +199,11 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _local_part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> Any:
+def local_part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> Any:
     """Return the part of a state entry of the whole parameter that belongs to this process's shard of it."""
     if not isinstance(value, Tensor) or not value.dim():
         return value.clone() if isinstance(value, Tensor) else value
+    value = without_dtensor(value, state.blocks_of_ranks(name), tuple(state.by_rank))
     block = next(block for block, held in state.held(name) if held is parameter)
     if tuple(value.shape) != block.shape:
         if block.is_whole and not isinstance(value, BlockTensor):

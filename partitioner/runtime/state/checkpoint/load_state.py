@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partitioner.runtime.state.checkpoint.from_dtensor import check_source, without_dtensor
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError, first_few
 
@@ -16,6 +17,8 @@ __all__ = ["load_state"]
 
 def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool, prefix: str = "") -> Any:
     """Copy tensors, by original name, into the shards and copies of this process.
+
+    DTensors that are not sharded as the plan has it are gathered: all processes of their mesh must load them.
 
     Args:
         state: of this process.
@@ -40,11 +43,19 @@ def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool, prefix
             remedy="use the names of the original model's state_dict(); strict=False keeps values that are missing and skips unknown names",
         )
     known = {name: value for name, value in tensors.items() if name in state.names}
+    # set_model_state_dict with full_state_dict=True puts the model's own tensors in place of missing ones.
+    own = [name for name, value in known.items() if any(value is held for _, held in state.held(name))]
+    if strict and 0 < len(own) < len(known):
+        raise ConfigError(
+            f"the state lacks {first_few(own, 5)}: it has this model's own tensors there",
+            remedy="load the state of the whole model; strict=False keeps values that are missing",
+        )
     for name, value in known.items():
         for block, held in state.held(name):
             _check_entry(name, value, block.shape, held)
-    for name, value in known.items():
-        state.set(name, value)
+            check_source(name, value)
+    for name in (name for name in state.names if name in known):  # in the same order on all ranks
+        state.set(name, without_dtensor(known[name], state.blocks_of_ranks(name), tuple(state.by_rank)))
     result: Any = nn.Module().load_state_dict({})  # torch does not export the class
     return type(result)(missing, unexpected)
 
