@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from partitioner.integrations.entry_point import declare_backend
+
 if TYPE_CHECKING:
     from cost_models.hardware.clusters import Cluster, Device, Link
     from partitioner.api import partition
@@ -86,3 +88,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__]
+
+
+declare_backend()

@@ -8,30 +8,55 @@ A process may leave out inputs that its stages do not read: it learns the number
 from __future__ import annotations
 
 import inspect
+import operator
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.options.batch_rows import RowParts
 from partitioner.options.precision import converted_inputs
-from partitioner.runtime.arguments import BoundInputs, as_traced, given_inputs, missing_inputs, to_device, values_on
+from partitioner.runtime.arguments import (
+    BoundInputs,
+    as_traced,
+    first_rows,
+    given_inputs,
+    missing_inputs,
+    reorder_keywords,
+    to_device,
+    values_on,
+)
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.optimizers.step_count import OptimizerSteps
 from partitioner.runtime.state.parameters import State
-from passes.ir.errors import ConfigError
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.errors import ConfigError, level_of_caller
 from passes.ir.graph import ModelGraph, without_autocast
 from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "size_at_rows"]
 
 _NONE = "none"
 """The text on which ranks agree where no input requires a gradient."""
+
+
+_SIZES = {"FloorDiv": operator.floordiv, "Mod": operator.mod}
+"""How functions of sizes are computed, of ints and symbolic ints."""
+
+
+def size_at_rows(size: Any, rows: int | torch.SymInt) -> Any:
+    """Return the value of an expression in the batch, for rows that may be symbolic; anything else is returned as it is."""
+    if not isinstance(size, sympy.Expr):
+        return size
+    symbols = list(size.free_symbols)
+    return sympy.lambdify(symbols, size, modules=[_SIZES])(*[rows] * len(symbols))
 
 
 class Calls:
@@ -54,6 +79,9 @@ class Calls:
         self._rows = rows
         self._optimizer_steps = OptimizerSteps(state.named_parameters)
         self.dtype = dtype
+        self._output_tree = graph.output_tree
+        self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
+        self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.outputs)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
         """Return the tensors of one call. Ranks agree on the size of the batch and on the inputs that require gradients.
@@ -75,6 +103,13 @@ class Calls:
         if is_unsure and agreed not in (None, _NONE):
             requiring = frozenset(str(agreed).split(", "))
         return BoundInputs(given.tensors, self._rows.batch_size(int(rows_passed)), requiring)
+
+    def rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | torch.SymInt:
+        """Return the rows that a call passes; symbolic where the sizes of its tensors are. Nothing is checked or agreed on."""
+        args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
+        leaves = pytree.tree_leaves((args, reorder_keywords(self._graph, dict(kwargs))))
+        rows = first_rows(self._graph, leaves)
+        return self._graph.batch_size if rows is None else rows
 
     def run(
         self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
@@ -141,6 +176,55 @@ class Calls:
     def result(self, values: Sequence[Tensor], batch: int) -> Any:
         """Return the model's outputs in their original structure, from the computed values and the constants among its results."""
         rows = self._rows.rows_passed(batch)
+        if self._graph.batch is None and rows not in self._shapes:
+            self._shapes[rows] = [(list(value.shape), value.dtype) for value in values]
         by_node = dict(zip(self._graph.returned, values, strict=True))
         leaves = [at_batch(output.constant, rows) if output.node is None else by_node[output.node] for output in self._graph.outputs]
         return pytree.tree_unflatten(leaves, self._graph.output_tree)
+
+    def result_shapes(self, rows: int | torch.SymInt) -> list[tuple[list[Any], torch.dtype]]:
+        """Return sizes, symbolic where the rows are, and dtype of each returned node; nothing is computed.
+
+        Raises:
+            ConfigError: the model is traced for each batch size, and it has not been called with this one.
+        """
+        if self._graph.batch is not None or rows == self._graph.batch_size:
+            traced = {node.name: node.meta["val"] for node in self._graph.graph.nodes if node.name in self._graph.returned}
+            specs = [traced[name] for name in self._graph.returned]
+            return [([size_at_rows(size_of(size), rows) for size in value.shape], value.dtype) for value in specs]
+        if int(rows) not in self._shapes:
+            error = ConfigError(
+                f"the model is traced for each batch size, which a compiler cannot wait for, and {int(rows)} rows are new",
+                remedy="call pm once with a batch of this size without torch.compile, before its compiled form",
+            )
+            warnings.warn(str(error), stacklevel=level_of_caller())  # of an error at this place Dynamo tells the kind alone
+            raise error
+        return self._shapes[int(rows)]
+
+    def values_of(self, result: Any) -> list[Tensor]:
+        """Return the value of each returned node, from a result of the model, which may be in other modes.
+
+        Raises:
+            ConfigError: its structure, or a constant in it, differs from what was traced.
+        """
+        leaves, tree = pytree.tree_flatten(result)
+        pairs = list(zip(self._constants, leaves, strict=False))
+        if tree != self._output_tree or any(not is_computed and leaf != constant for (is_computed, constant), leaf in pairs):
+            raise ConfigError(
+                "the model returns other results in these modes than in those that it was partitioned in, which compiled code expects",
+                remedy="compile a model that is partitioned in these modes: torch.compile(partition(model.eval(), ...))",
+            )
+        by_node = {output.node: leaf for output, leaf in zip(self._graph.outputs, leaves, strict=True)}
+        return [by_node[name] for name in self._graph.returned]
+
+    def computed_leaves(self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the leaves of the result that differ between calls: tensors, and sizes that depend on the batch."""
+        by_node, rows = dict(zip(self._graph.returned, values, strict=True)), self.rows_of(args, kwargs)
+        computed = [output for output in self._graph.outputs if output.is_computed]
+        return [size_at_rows(output.constant, rows) if output.node is None else by_node[output.node] for output in computed]
+
+    def result_of_leaves(self, computed: Sequence[Any]) -> Any:
+        """Return the model's outputs in their original structure, from the leaves that are computed. Dynamo traces this function."""
+        values = list(computed)
+        leaves = [values.pop(0) if is_computed else constant for is_computed, constant in self._constants]
+        return pytree.tree_unflatten(leaves, self._output_tree)

@@ -45,6 +45,7 @@ from partitioner.reports.page.build import page_html
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.runtime.arguments import BoundInputs
+from partitioner.runtime.compiled.numbered_models import number_of
 from partitioner.runtime.state.checkpoint.dtensors import DTensorState
 from partitioner.runtime.state.clip_grad_norm import gradient_norm, scale_gradients
 from partitioner.runtime.state.gather import GatheredState, separated
@@ -87,6 +88,10 @@ class PartitionedModel(ModuleInPlan):
         self._dtensors = DTensorState(session.state, session.runtime, self._gathered, session.plan.grid)
         self._optimizer_states = OptimizerStates(session.state, session.runtime)
         self._prices: tuple[Pinned, ...] | None = None
+        self.calls = self._forms[session.tracing.modes].calls
+        """Of the modes that it was partitioned in: compiled code expects results like these."""
+        self._number = number_of(self)
+        self._anchor = torch.empty(0, requires_grad=any(parameter.requires_grad for _, parameter in session.state.named_parameters()))
         build_structure(self, session.original, session.state, self._gathered, session.tracing.modes)
         self._parts = tuple(self.modules())
         self._tensor_places = registered_tensors(self)
@@ -100,6 +105,10 @@ class PartitionedModel(ModuleInPlan):
         With ``inputs="local"`` results hold this rank's rows, where they have rows. The loss for ``.backward()`` is then one of these
         rows, and gradients of parameters are those of the mean over ranks, as in DistributedDataParallel.
         """
+        if torch.compiler.is_compiling():
+            from partitioner.runtime.compiled.opaque_call import opaque_call  # noqa: PLC0415  it imports Dynamo, which only a compiler needs
+
+            return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
         inputs = self._bind(args, kwargs)
         count, lowering = self.lowering_for(inputs.batch)
         differentiation = lowering.everything(inputs.requiring_gradient)
@@ -204,7 +213,22 @@ class PartitionedModel(ModuleInPlan):
         """Return the number of microbatches of a batch of this size, and the programs for it; see ``Lowerings.for_batch``."""
         return self._session.lowerings.for_batch(batch, in_parts=in_parts, results=results, loss_output=loss_output)
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether it has been traced in the modes that its modules have now."""
+        return tuple(part.training for part in self._parts) in self._forms
+
+    @property
+    def result_device(self) -> torch.device:
+        """Where this process's results are."""
+        return self._first.runtime.devices[self._first.runtime.local_ranks[0]]
+
     # -- inspection ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """The parts that it is made of, for integrations."""
+        return self._session
 
     @property
     def plan(self) -> Plan:

@@ -27,6 +27,7 @@ __all__ = [
     "as_traced",
     "bind_inputs",
     "check_target",
+    "first_rows",
     "given_inputs",
     "missing_inputs",
     "reorder_keywords",
@@ -262,6 +263,14 @@ def _warn_of_memory_order(leaf: Input, value: Tensor) -> None:
         PartitionWarning,
         stacklevel=level_of_caller(),
     )
+
+
+def first_rows(graph: ModelGraph, leaves: Sequence[Any]) -> int | torch.SymInt | None:
+    """Return the rows of the batch in the first of these inputs that has any; None if none has. Sizes may be symbolic."""
+    for leaf, value in zip(graph.inputs, leaves, strict=False):
+        if leaf.batch_dim is not None and isinstance(value, Tensor) and value.dim() == len(leaf.shape):
+            return _rows_of(graph, leaf, value)
+    return None
 
 
 def _rows_of(graph: ModelGraph, leaf: Input, value: Tensor) -> int:

@@ -69,6 +69,11 @@ class Output:
     batch_dim: int | None
     reason: str | None = None
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether its value differs between calls: a tensor, or a size that depends on the batch."""
+        return self.node is not None or isinstance(self.constant, sympy.Expr)
+
 
 @dataclass(frozen=True)
 class Total:

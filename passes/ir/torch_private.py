@@ -5,8 +5,12 @@ Nothing else imports from a private module of torch or from ``torch.fx.experimen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher  # runs composite operations on fake tensors without fixing symbolic sizes
 from torch._ops import HigherOrderOperator, OpOverload  # types of the operations of a traced graph; torch.ops holds their instances only
 from torch._subclasses.fake_tensor import FakeTensorMode  # runs a loss, a graph or a call on shapes alone
@@ -31,14 +35,20 @@ __all__ = [
     "TorchDispatchMode",
     "TorchLazyGraphModule",
     "TreeSpec",
+    "autograd_dispatch",
+    "dynamo_source",
     "enable_python_dispatcher",
     "foreach_add_",
     "foreach_norm",
+    "graph_break",
+    "is_resumed",
     "is_view",
     "make_fx",
     "no_dispatch_modes",
+    "nonstrict_trace",
     "pytree",
     "registered_operators",
+    "set_grad_mode",
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",
@@ -46,6 +56,8 @@ __all__ = [
     "use_lazy_graph_module",
     "will_run",
 ]
+
+T = TypeVar("T")
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Hides from a trace that autocast or the mode of gradients changes inside, which it would record through a mode of functions."""
@@ -59,11 +71,52 @@ foreach_add_ = torch._foreach_add_
 foreach_norm = torch._foreach_norm
 """Called by ``torch.nn.utils.clip_grad_norm_`` for tensors on an accelerator; a subclass must recognize it."""
 
+set_grad_mode = torch._C._set_grad_enabled
+"""How graphs of Dynamo change the mode of gradients."""
+
 registered_operators = torch._C._dispatch_get_registrations_for_dispatch_key
 """Names of operators with a kernel for a dispatch key: the documentation of the ops that autocast casts is incomplete."""
 
 will_run = torch._C._will_engine_execute_node
 """Whether the backward that runs now will run a node, too: ``torch.autograd.grad(loss, x)`` accumulates nothing in leaves."""
+
+
+def autograd_dispatch() -> AbstractContextManager[None]:
+    """Return a context in which autograd sees calls again, for the kernel of an operator, which is called below autograd."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    keys = torch._C.DispatchKey
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+        excluded = excluded.remove(key)
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, excluded)
+    return guard
+
+
+def nonstrict_trace(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function whose calls Dynamo writes into its graph without looking inside; compilers behind it do."""
+    import torch._dynamo  # noqa: PLC0415  it takes seconds
+
+    marked: Callable[..., T] = torch._dynamo.nonstrict_trace(function)
+    return marked
+
+
+def dynamo_source(placeholder: fx.Node) -> str:
+    """Return where Dynamo reads an argument of one of its graphs, as Python: ``L['self']._modules['fc']._parameters['weight']``."""
+    return str(placeholder._dynamo_source.name)  # type: ignore[attr-defined]
+
+
+def graph_break(module: fx.GraphModule) -> tuple[str, str, int] | None:
+    """Return why and where (file, line) a function breaks off after a graph of Dynamo; None if the graph is the last part of it."""
+    reason: Any = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    frame = reason.user_stack[-1]
+    return str(reason.reason).partition("\n")[0], frame.filename, frame.lineno
+
+
+def is_resumed(module: fx.GraphModule) -> bool:
+    """Return whether a graph of Dynamo begins behind a graph break."""
+    stack = getattr(getattr(module, "compile_subgraph_reason", None), "user_stack", ())
+    return any(frame.name.startswith("torch_dynamo_resume_in") for frame in stack)
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -193,6 +193,23 @@ class State:
         elif not held.is_meta:
             held.detach().copy_(values.detach())
 
+    def lend(self, name: str, whole: Tensor, *, is_written: bool) -> None:
+        """Let programs compute with the values of another tensor: in its memory if ranks can read it there, else with a copy.
+
+        Args:
+            is_written: whether programs write to it: then each rank has a copy.
+        """
+        placeholder = self._placeholder(name)
+        tensors, blocks = self._tensors(placeholder), self._stored_blocks(placeholder)
+        for rank, held in tensors.items():
+            is_alike = (held.shape, held.dtype, held.device) == (whole.shape, whole.dtype, whole.device)
+            if is_written or not (blocks[rank].is_whole and is_alike):
+                self.set(name, whole)
+                return
+        for held in tensors.values():
+            if held.data_ptr() != whole.data_ptr() or held.stride() != whole.stride():
+                held.data = whole
+
     def _make_real(self, placeholder: str, held: Tensor, values: Tensor) -> None:
         """Give a tensor on the meta device values, in place, since programs and optimizers refer to the object."""
         stored = next((candidate for candidate in self.stored.get(placeholder, ()) if candidate.parameter is held), None)

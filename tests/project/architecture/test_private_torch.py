@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch._dynamo
 
 from passes.ir import torch_private
 from tests.project.architecture.imports import dotted_names, imports_of
@@ -60,6 +63,46 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     assert torch_private.Mod(7, 2) == 1
     with torch_private.DisableTorchFunctionSubclass():
         assert x.sum() == 12
+
+
+def test_graphs_of_dynamo_say_where_they_come_from() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def collect(module: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(module)
+        return module.forward
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = layer(x)
+        torch._dynamo.graph_break()
+        return opaque(x)
+
+    opaque = torch_private.nonstrict_trace(torch.sin)
+    layer = torch.nn.Linear(2, 2)
+    torch.compile(function, backend=collect)(torch.ones(2))
+    first, last = graphs[0], graphs[-1]
+    sources = [torch_private.dynamo_source(node) for node in first.graph.find_nodes(op="placeholder")]
+    names = [source.rpartition(".")[2] for source in sources if "._parameters[" in source]
+    assert names == [
+        "_parameters['weight']",
+        "_parameters['bias']",
+    ]
+    assert "L['x']" in sources
+    assert any(node.target is torch_private.set_grad_mode for node in first.graph.nodes)
+    reason, file, _ = torch_private.graph_break(first) or ("", "", 0)
+    assert ("graph_break" in reason, file, torch_private.is_resumed(first)) == (True, __file__, False)
+    assert (torch_private.graph_break(last), torch_private.is_resumed(last)) == (None, True)
+
+
+def test_autograd_below_autograd() -> None:
+    @torch.library.custom_op("partitioner_tests::tracked", mutates_args=())
+    def tracked(x: torch.Tensor) -> torch.Tensor:
+        with torch_private.autograd_dispatch(), torch.enable_grad():
+            assert (x.detach().requires_grad_() * 2).grad_fn is not None
+        return x.clone()
+
+    tracked(torch.ones(2, requires_grad=True))
 
 
 @functools.cache

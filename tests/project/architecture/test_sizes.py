@@ -27,8 +27,8 @@ def test_folders_are_read_at_a_glance() -> None:
 
 
 def is_entry(path: Path) -> bool:
-    """Whether a reader of a folder sees it: neither what marks a package nor what Python caches."""
-    return path.name not in {"__init__.py", "__pycache__", "py.typed"}
+    """Whether a reader of a folder sees it: neither what marks a package, or one that runs, nor what Python caches."""
+    return path.name not in {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 
 
 def test_functions_are_short() -> None:

@@ -1,0 +1,1 @@
+"""``torch.compile(model, backend="partitioner", options={...})``: partition each graph that Dynamo hands over."""

@@ -1,0 +1,1 @@
+"""The calls of partitioned models in code that ``torch.compile`` makes."""

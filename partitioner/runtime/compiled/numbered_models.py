@@ -1,0 +1,65 @@
+"""Partitioned models by number: compiled code holds numbers, where it cannot hold a model."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["NumberedModel", "ResultsOfCalls", "number_of", "numbered_model"]
+
+
+class ResultsOfCalls(Protocol):
+    """What compiled code knows of the results of a model; see ``partitioner.model.calls``."""
+
+    def rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | torch.SymInt:
+        """Return the rows that a call passes."""
+
+    def result_shapes(self, rows: int | torch.SymInt) -> list[tuple[list[Any], torch.dtype]]:
+        """Return sizes and dtype of each returned node."""
+
+    def values_of(self, result: Any) -> list[Tensor]:
+        """Return the value of each returned node."""
+
+    def computed_leaves(self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the leaves of the result that differ between calls."""
+
+
+class NumberedModel(Protocol):
+    """What compiled code calls of a model."""
+
+    @property
+    def calls(self) -> ResultsOfCalls:
+        """Its results, in the modes that it was partitioned in."""
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it has been traced in the modes that its modules have now."""
+
+    @property
+    def result_device(self) -> torch.device:
+        """Where its results are."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the model's result."""
+
+
+_models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def number_of(model: NumberedModel) -> int:
+    """Return a new number for a model, by which it can be found as long as it lives."""
+    number = next(_numbers)
+    _models[number] = model
+    return number
+
+
+def numbered_model(number: int) -> NumberedModel:
+    """Return the model with a number."""
+    model: NumberedModel = _models[number]
+    return model
