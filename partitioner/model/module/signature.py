@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import types
 
 from torch import nn
 
@@ -18,10 +18,10 @@ def with_signature(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
     signature = inspect.signature(model.forward)
     bound_to = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return cls.forward(self, *args, **kwargs)
-
-    forward.__doc__ = cls.forward.__doc__
+    # A copy of the function, not a call of it: another frame would move the line that warnings name.
+    original = cls.forward
+    forward = types.FunctionType(original.__code__, original.__globals__, "forward", original.__defaults__, original.__closure__)
+    forward.__doc__ = original.__doc__
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[bound_to, *(each for each in signature.parameters.values() if each.name != "self")]
     )
