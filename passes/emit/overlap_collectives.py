@@ -11,7 +11,7 @@
     store(sums)                             store(sums)
 
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
-activations of which the forward saved only the rank's shard, and which the backward gathers again.
+activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
 
 All ranks of a group must start collectives in one order. If early starts would order two ranks differently (their kernels may differ, for
 a shard of one sample), all ranks keep the written order, which they share. A start never moves up past a call that writes in place, since
@@ -31,6 +31,7 @@ from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import written_arguments
 from passes.ir.comm.functional import AGAIN
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, wait
+from passes.ir.schedule import Action, ActionKind
 
 __all__ = ["overlap_communication"]
 
@@ -118,6 +119,12 @@ def _gathers_saved(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and source.meta.get("section") != node.meta.get("section")
 
 
+def _is_saved(operand: fx.Node, start: fx.Node) -> bool:
+    """Return whether a backward sends a value that its forward saved: sent earlier, what is received would lie in memory till then."""
+    kinds = [section.kind for section in (operand.meta.get("section"), start.meta.get("section")) if isinstance(section, Action)]
+    return len(kinds) == 2 and kinds[0] is ActionKind.FORWARD and kinds[1] is not ActionKind.FORWARD
+
+
 def _next_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Map the wait of each gather of ``_is_gather`` to the next gather, which then runs while the result of this one is used.
 
@@ -151,5 +158,7 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
             continue
         candidates = [*node.all_input_nodes, *([barrier] if barrier is not None else [])]
         if candidates:
-            starts.setdefault(max(candidates, key=position.__getitem__), []).append(node)
+            last = max(candidates, key=position.__getitem__)
+            if not _is_saved(last, node):
+                starts.setdefault(last, []).append(node)
     return starts
