@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner import PartitionedModel, partition
+from partitioner import Constraints, PartitionedModel, partition
 from passes.ir.comm.primitives import COLLECTIVES
 
 __all__ = ["MODELS", "Counted", "counted"]
@@ -86,8 +86,12 @@ def counted(make: Callable[[], nn.Module], ranks: int) -> Counted:
     """Partition a model in tensor, sequence and data mode, and count from its programs."""
     torch.manual_seed(0)
     model, tokens = make().train(), torch.randint(0, VOCABULARY, (ROWS, LENGTH))
+    gathers = Constraints(attention="gather")  # as the formula counts
+    inputs = {"input_ids": tokens, "labels": tokens}
     partitioned = {
-        mode: partition(copy.deepcopy(model), count, mode, example_kwargs={"input_ids": tokens, "labels": tokens}, recompute="none")
+        mode: partition(
+            copy.deepcopy(model), count, mode, example_kwargs=inputs, recompute="none", constraints=gathers if mode == "sequence" else None
+        )
         for mode, count in (("model", 1), ("tensor", ranks), ("sequence", ranks), ("data", ranks))
     }
     parameters = sum(parameter.numel() for parameter in model.parameters()) * ELEMENT

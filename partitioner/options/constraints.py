@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from partitioner.options.mode import dimension_named
-from passes.ir.checked_arguments import check_fields
+from passes.ir.checked_arguments import check_fields, one_of
 from passes.ir.comm.halo_strategy import HaloStrategy
-from passes.ir.mesh import TILE
+from passes.ir.mesh import SEQUENCE, TILE
+from passes.ir.plan import ATTENTION
 
 __all__ = ["TENSOR", "Constraints"]
 
@@ -24,6 +25,7 @@ _EXAMPLES = {
     "split_spec": '{"layers.6": "beginning"}',
     "axes": '{"heads": "tensor"}',
     "pin": '{"layers.6": 1}',
+    "attention": " or ".join(f'"{name}"' for name in ATTENTION),
     "halo": '"exchange", "overlap" or "recompute", or a mapping of modules to these',
 }
 
@@ -45,6 +47,9 @@ class Constraints:
         halo: halo strategy for spatial sharding: ``"exchange"``, in front of every layer;
             ``"overlap"``, the same while the layer computes its interior; ``"recompute"``, a wider halo once, whose overlap both neighbours
             compute; of all layers, or module name -> of its layers. A module has the entry of its longest prefix; what has none is planned.
+        attention: how the ranks of the mesh dimension ``"sequence"`` share attention: ``"gather"``, each gathers all keys and values;
+            ``"ulysses"``, they exchange their part of the sequence for a part of the heads and back; ``"ring"``, keys and values go round
+            the ranks, a part at a time.
     """
 
     device_map: Mapping[str, int | str | torch.device] | None = None
@@ -53,12 +58,14 @@ class Constraints:
     axes: Mapping[str, str] | None = None
     pin: Mapping[str, int] | None = None
     halo: HaloStrategy | Mapping[str, HaloStrategy] | None = None
+    attention: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, examples=_EXAMPLES)
+        check_fields(self, {"attention": one_of(ATTENTION)}, examples=_EXAMPLES)
 
     def without_dimensions(self, names: Collection[str]) -> Constraints:
         """Return the constraints without those on mesh dimensions that have one rank, which cut nothing."""
         axes = {axis: where for axis, where in (self.axes or {}).items() if dimension_named(where) not in names}
         halo = None if TILE in names else self.halo
-        return replace(self, axes=axes or None, tp_plan=None if TENSOR in names else self.tp_plan, halo=halo)
+        attention = None if SEQUENCE in names else self.attention
+        return replace(self, axes=axes or None, tp_plan=None if TENSOR in names else self.tp_plan, halo=halo, attention=attention)

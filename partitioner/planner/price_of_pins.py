@@ -31,7 +31,7 @@ _ARGUMENTS = {
 }
 """Arguments of a call that decide something -> fields of the request."""
 
-_WHOLE = ("device_map", "tp_plan", "split_spec")
+_WHOLE = ("device_map", "tp_plan", "split_spec", "attention")
 """Constraints that are priced as a whole."""
 
 _EACH = ("axes", "pin")
@@ -104,7 +104,7 @@ def _mode(problem: PlanProblem) -> str:
     return _text({**dict(mesh.dimensions), **stages} if len(mesh.dimensions) > 1 or stages else mesh.names[0])
 
 
-def _shortened(entries: Mapping[str, Any]) -> str:
+def _shortened(entries: Mapping[str, Any] | str) -> str:
     """Return entries as the user wrote them; if that is long, their number."""
     text = _text(entries)
     return text if len(text) <= _LONG else f"{{{len(entries)} entries}}"

@@ -24,7 +24,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import BATCH, SPACE
 
-__all__ = ["axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "short_names", "space_axes"]
+__all__ = ["axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "head_axes", "short_names", "space_axes"]
 
 _BY_ROLE = (
     *((role, role) for role in SPACE),
@@ -98,6 +98,11 @@ def expert_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
             if all(any(factor in dimension for dimension in tensor) for tensor in (*loops.operands, *loops.results)):
                 batched.update(axes.factors[name][factor])
     return frozenset(axis for axis in batched if not axes.roles[axis].keys() & {"groups", "heads"})
+
+
+def head_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
+    """Return the axes of the heads of attention."""
+    return frozenset(axis for axis, name in enumerate(axis_names(graph, axes)) if name.startswith("heads["))
 
 
 def _axes_of_products(graph: ModelGraph, axes: Axes, batch: frozenset[int]) -> frozenset[int]:

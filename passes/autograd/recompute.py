@@ -35,6 +35,7 @@ from passes.graph.fake_tensors import fake_mode
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.functional import COLLECTIVES, all_gather, keep_first, local_index, put_runs, replicate, take, take_runs, vary
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
+from passes.spmd.decompose.ring_attention import RING_STATE
 
 __all__ = ["Recompute", "kept_values"]
 
@@ -50,7 +51,7 @@ LOCAL = frozenset({vary, take, keep_first, local_index, take_runs, put_runs})
 """Operators beside the collectives for which nothing is sent."""
 
 CONTRACTIONS = frozenset({aten.addmm.default, aten.mm.default, aten.convolution.default, aten.mkldnn_rnn_layer.default})
-EXPENSIVE = CONTRACTIONS | (frozenset(COLLECTIVES) - GATHERS - LOCAL)
+EXPENSIVE = CONTRACTIONS | (frozenset(COLLECTIVES) - GATHERS - LOCAL) | frozenset(RING_STATE)
 """What ``"selective"`` keeps: contractions with weights, and what other ranks had a part in computing."""
 
 ENOUGH = 0.5

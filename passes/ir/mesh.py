@@ -26,6 +26,7 @@ from functools import cached_property
 __all__ = [
     "DIMENSIONS",
     "ROWS",
+    "SEQUENCE",
     "STAGES",
     "STORED",
     "TILE",
@@ -52,10 +53,13 @@ STORED = ("fsdp", "zero1", "zero2")
 WIDTH = "tensor"
 """The mesh dimension whose size may differ between stages (``Mesh.widths``)."""
 
+SEQUENCE = "sequence"
+"""The mesh dimension that shards the sequence; the name of its axes."""
+
 TILE = "tile"
 """The mesh dimension of tiles whose grid the planner chooses."""
 
-DIMENSIONS = ("model", "pipeline", "tensor", "sequence", TILE, *ROWS)
+DIMENSIONS = ("model", "pipeline", "tensor", SEQUENCE, TILE, *ROWS)
 """Every mesh dimension that a user may name."""
 
 TILES = ("tile0", "tile1", "tile2")

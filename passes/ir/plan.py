@@ -13,9 +13,9 @@ from typing import Any
 from passes.ir.checked_arguments import check_fields, conform
 from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import DIMENSIONS, STAGES, TILES, WIDTH, Mesh
+from passes.ir.mesh import DIMENSIONS, SEQUENCE, STAGES, TILES, WIDTH, Mesh
 
-__all__ = ["BATCHNORM", "RECOMPUTE", "Contender", "Plan", "Prediction", "Stage"]
+__all__ = ["ATTENTION", "BATCHNORM", "RECOMPUTE", "Contender", "Plan", "Prediction", "Stage"]
 
 _FORMAT = 2
 
@@ -24,6 +24,10 @@ RECOMPUTE = ("none", "selective", "full")
 
 BATCHNORM = ("sync", "local")
 """Statistics of batch normalisation if the batch is sharded: over all rows, or over each rank's own rows."""
+
+ATTENTION = ("gather", "ulysses", "ring")
+"""How ranks of a sequence dimension share attention: each gathers all keys and values; they exchange the sequence for heads and back; or
+keys and values go round all ranks, a part at a time."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ class Plan:
         tile_budget: with ``tiles``, bytes up to which values are computed whole.
         halos: for spatial sharding over devices, the halo strategy of each segment of calls.
         widths: for each pipeline position, the number of ranks along the mesh dimension ``tensor``; empty if all have the same.
+        attention: how the ranks of the mesh dimension ``sequence`` share attention: one of ``ATTENTION``.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -141,6 +146,7 @@ class Plan:
     tile_budget: int = 0
     halos: tuple[HaloSegment, ...] = ()
     widths: tuple[int, ...] = ()
+    attention: str = "gather"
 
     @property
     def step_time(self) -> float:
@@ -200,6 +206,9 @@ class Plan:
             _require(math.isfinite(number) and (number >= 0 or may_be_negative), path, f"there is no {number} there")
         _require(self.recompute in RECOMPUTE, "recompute", f"there is no {self.recompute!r}, choose one of {', '.join(RECOMPUTE)}")
         _require(self.batchnorm in BATCHNORM, "batchnorm", f"there is no {self.batchnorm!r}, choose one of {', '.join(BATCHNORM)}")
+        _require(self.attention in ATTENTION, "attention", f"there is no {self.attention!r}, choose one of {', '.join(ATTENTION)}")
+        has_sequence = any(name == SEQUENCE for name, _ in self.mesh)
+        _require(has_sequence or self.attention == ATTENTION[0], "attention", f"the mesh has no {SEQUENCE!r} to share attention over")
         _require(self.batch_size >= 1, "batch_size", f"a batch of {self.batch_size} rows has none")
         _require(self.n_microbatches >= 1, "n_microbatches", f"a step of {self.n_microbatches} microbatches is none")
         self._check_mesh()

@@ -32,14 +32,16 @@ from passes.graph.lazy_graph_module import rewritten
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, call_with, packet
 from passes.graph.symbolic_sizes import emit_size, size_of
+from passes.ir.comm.functional import halo_exchange
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
 from passes.ir.torch_private import pytree
 from passes.rules.loops import LocalCall, Loops, Size
-from passes.spmd.decompose.builder import ReductionCut, ReductionWriter
+from passes.spmd.decompose.builder import PartWriter, ReductionCut, ReductionWriter
 from passes.spmd.decompose.pooling_resize import WindowWriter, write_windows
 from passes.spmd.decompose.registry import decomposition_of
+from passes.spmd.decompose.ring_attention import RING, ring_attention
 from passes.spmd.halo.emit import HaloWriter
 from passes.spmd.halo.overlap import Interior, interior_of
 from passes.spmd.halo.regions import Slide, slides_of, window_dimensions
@@ -200,6 +202,8 @@ class _Localizer:
         if interior is not None:
             return self._emit_in_pieces(node, operands, parts, slides, interior)
         parts = self.halos.fetch(node, operands, parts, slides)
+        if node.name in self.layouts.rings:
+            return self._emit_ring(node, self._local_arguments(node, parts))
         cuts = self.layouts.cuts[node.name]
         reduced = [index for index, cut in enumerate(cuts) if cut is not None and loops.factors[cut.factor].reduction == "whole"]
         if reduced and not (self.local_statistics and packet(node.target) is aten.batch_norm):
@@ -283,6 +287,18 @@ class _Localizer:
         own_sizes = {factor.name: product(self.extents.axis(axis, layout) for axis in axes) for factor, axes in axes_of}
         emit = functools.partial(self.emit, like=node)
         return decomposition.on_part(ReductionWriter(emit, arguments, node.name, self._size_node, tuple(reduced), whole_sizes, own_sizes))
+
+    def _emit_ring(self, node: fx.Node, arguments: Mapping[str, Any]) -> fx.Node:
+        """Emit attention whose keys and values go round the ranks of a mesh dimension."""
+
+        def emit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> fx.Node:
+            emitted = self.emit(function, args, kwargs, name, node)
+            if function is halo_exchange:
+                emitted.meta["custom"] = {RING: True}
+            return emitted
+
+        over, count = self.extents.mesh[self.layouts.rings[node.name]]
+        return ring_attention(PartWriter(emit, arguments, node.name), over, count)
 
     def _inner_size(self, node: fx.Node, cut: Cut) -> Size:
         """Return the product of the sizes of a factor's axes inside the sharded one."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import TypeAlias
 
@@ -27,17 +28,18 @@ import torch
 from torch import Tensor, fx
 
 from passes.analysis.axes import Axes, is_item, returned_values
-from passes.analysis.axis_names import beside_rows, space_axes
+from passes.analysis.axis_names import beside_rows, head_axes, space_axes
 from passes.analysis.partial_sums import summed_together
 from passes.graph.aliasing import mutated_arguments
-from passes.graph.dependencies import is_differentiable
+from passes.graph.dependencies import is_differentiable, may_require_gradient
 from passes.graph.schemas import bound_arguments, draws
 from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
-from passes.ir.mesh import TILES, WIDTH
+from passes.ir.mesh import SEQUENCE, TILES, WIDTH
 from passes.rules.loops import Loops
 from passes.spmd.decompose.registry import decomposition_of
+from passes.spmd.decompose.ring_attention import can_ring
 from passes.stages.boundary_layouts import is_whole
 
 __all__ = ["CallAlong", "Cut", "Intervals", "LayoutWalk", "Layouts", "assign_layouts", "bytes_moved"]
@@ -61,6 +63,7 @@ class Layouts:
             (``passes.spmd.halo.wide``); else None.
         fetched: value -> the same for intervals that ranks fetch once for several readers.
         overlapped: calls whose interior is computed during their halo exchange (``passes.spmd.halo.overlap``).
+        rings: attention call -> the index of the mesh dimension round which its keys and values go (``decompose.ring_attention``).
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -72,6 +75,7 @@ class Layouts:
     wide: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     fetched: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     overlapped: frozenset[str] = frozenset()
+    rings: Mapping[str, int] = field(default_factory=dict)
 
 
 def assign_layouts(
@@ -84,6 +88,7 @@ def assign_layouts(
     results: Results = "rows",
     stored: Mapping[str, Layout] | None = None,
     value_bytes: ValueBytes | None = None,
+    attention: str = "gather",
 ) -> Layouts:
     """Return the layout of every value of a graph.
 
@@ -94,8 +99,9 @@ def assign_layouts(
         results: the form of results: ``"whole"`` replicates all; for ``"loss"``, results without rows are Varying.
         stored: the layouts of parameters, buffers and constants; None: their readers decide.
         value_bytes: those of the graph, if it is walked often.
+        attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
     """
-    walk = LayoutWalk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph))
+    walk = LayoutWalk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph), attention)
     for node in graph.graph.nodes:
         if node.op == "output":
             walk.output(node)
@@ -129,6 +135,7 @@ class LayoutWalk:
         form: Results,
         stored: Mapping[str, Layout] | None,
         value_bytes: ValueBytes,
+        attention: str = "gather",
     ) -> None:
         self.bytes = value_bytes
         self.graph = graph
@@ -145,6 +152,9 @@ class LayoutWalk:
         self.space = frozenset(axis for each in space_axes(axes).values() for axis in each) if in_tiles else frozenset[int]()
         parameters = [axes.of(name) for name in graph.parameters if name in axes.tensors]
         self.parameter_axes = {axis for tensor in parameters for dimension in tensor for axis in dimension}
+        self._exchanged_heads = head_axes(graph, axes) if attention == "ulysses" else frozenset[int]()
+        self._in_rings = attention == "ring"
+        self._rings: dict[str, int] = {}
         self.current: dict[tuple[str, int], list[Placement | None]] = {}
         self._summed_together = summed_together(graph.graph, axes)
         self._unambiguous: dict[tuple[str, Cut], bool] = {}
@@ -223,8 +233,12 @@ class LayoutWalk:
                 self._replicate_call(loops, current, needs, results)
                 cuts.append(None)
                 continue
-            call = CallAlong(node, loops, tuple(operands), current, self._window_placements(node, loops, operands, mesh_dimension))
+            placements = self._window_placements(node, loops, operands, mesh_dimension)
+            ring = self._ring_placements(node, operands, mesh_dimension) if self._in_rings else {}
+            call = CallAlong(node, loops, tuple(operands), current, {**placements, **ring})
             cut = self._cheapest_cut(call, mesh_dimension, cuts)
+            if cut is not None and cut.factor in ring:
+                self._rings[node.name] = mesh_dimension
             passes_sum = self._passes_sum(call) and (cut is None or node.name in self._summed_together)
             cut = None if passes_sum else cut
             cuts.append(cut)
@@ -310,6 +324,8 @@ class LayoutWalk:
         """
         if call.loops is None or draws(call.node):
             return None
+        if self._exchanged_heads and (by_heads := self._cut_by_heads(call, mesh_dimension)) is not None:
+            return by_heads
         allowed: list[Cut] = []
         for factor, axes in enumerate(self.axes.factors[call.node.name]):
             is_windowed = factor in call.windowed
@@ -324,6 +340,60 @@ class LayoutWalk:
         if len(allowed) > 1:
             return min(allowed, key=lambda cut: self._price(call, cut, mesh_dimension))
         return allowed[0] if allowed else None
+
+    def _cut_by_heads(self, call: CallAlong, mesh_dimension: int) -> Cut | None:
+        """Return the cut of attention by its heads over a sequence dimension (Ulysses); None: another call, or too few heads.
+
+        A call is one of attention if it compares positions: two of its loops are sequences that the dimension shards, those of queries and
+        of keys. Sharded operands are exchanged by all_to_all, so they must have the heads, outermost in a dimension; all but masks, which
+        have both sequences.
+        """
+        if self.mesh[mesh_dimension][0] != SEQUENCE:
+            return None
+        assert call.loops is not None
+        loops, factors, sequences = call.loops, self.axes.factors[call.node.name], self.assigned[mesh_dimension]
+        compared = {factor for factor, axes in enumerate(factors) if not sequences.keys().isdisjoint(axes)}
+        if len(compared) < 2:
+            return None
+        sharded = [place for place, current in enumerate(call.current) if isinstance(current, Shard)]
+        exchanged = [loops.operands[place] for place in sharded if not compared.issubset(chain(*loops.operands[place]))]
+        inner = range(mesh_dimension + 1, len(self.mesh))
+        for factor, axes in enumerate(factors):
+            if not axes or axes[0] not in self._exchanged_heads or any(axes[0] in self.assigned[other] for other in inner):
+                continue  # over an inner mesh dimension, too, shards of heads would have to be sharded again
+            cut = Cut(factor, axes[0])
+            has_heads = all(any(dimension[:1] == (factor,) for dimension in tensor) for tensor in (*exchanged, *loops.results))
+            if (
+                has_heads
+                and self._fits(axes[0], mesh_dimension)
+                and call.allows(factor, is_outermost=True)
+                and self._is_unambiguous(call, cut)
+            ):
+                return cut
+        return None
+
+    def _ring_placements(self, node: fx.Node, operands: Sequence[fx.Node], mesh_dimension: int) -> dict[int, dict[int, Placement]]:
+        """Return the loop of queries -> keys and values -> their shards, of attention in which these go round the ranks; else nothing.
+
+        Parts must be of one size, and cut over one mesh dimension: then every rank does the same at every step.
+        """
+        loops, (name, count) = self.axes.loops.get(node.name), self.mesh[mesh_dimension]
+        if name != SEQUENCE or loops is None or not can_ring(node, operands, self._with_gradient):
+            return {}
+        query, key = (self.axes.of(operand.name)[-2] for operand in operands[:2])
+        sizes = [self.axes.sizes[axis] for axis in (*query, *key)]
+        others = [axes for other, axes in enumerate(self.assigned) if other != mesh_dimension]
+        is_cut = all(axis in self.assigned[mesh_dimension] and not any(axis in axes for axes in others) for axis in (*query, *key))
+        is_even = len(query) == len(key) == 1 and all(isinstance(size, int) and size % count == 0 for size in sizes)
+        if not (is_cut and is_even):
+            return {}
+        (queries,) = loops.operands[0][-2]
+        return {queries: {place: Shard(key[0], len(self.axes.of(operands[place].name)) - 2) for place in (1, 2)}}
+
+    @cached_property
+    def _with_gradient(self) -> frozenset[fx.Node]:
+        """Values whose gradient may be asked for."""
+        return may_require_gradient(self.graph.graph, without=[*self.graph.buffers, *self.graph.constants])
 
     def _can_write(self, call: CallAlong, cut: Cut) -> bool:
         """Return whether a call writes its mutated operands in a layout that can be stored: not Varying, nor a sharded buffer."""
@@ -419,7 +489,7 @@ class LayoutWalk:
         stored = {name: self._stored(name, uses) for name, uses in self.uses.items()} if self.stored is None else dict(self.stored)
         varying = {name: self._varying(stored[name], uses) for name, uses in self.uses.items() if name in self.graph.parameters}
         self.results.update({name: (layout,) for name, layout in stored.items()})
-        return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying)
+        return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying, rings=dict(self._rings))
 
     def _varying(self, stored: Layout, uses: Sequence[Layout]) -> frozenset[int]:
         """Return the mesh dimensions over which every use of a parameter is Varying: its gradient is a partial sum."""

@@ -45,6 +45,7 @@ class AxisCut:
         local_statistics: whether batch normalization uses the statistics of a rank's own samples, as DistributedDataParallel does.
         wide: first and last call of each segment with one wide halo (``passes.spmd.halo.wide``).
         overlapped: first and last call of each segment that computes during its halo exchanges (``passes.spmd.halo.overlap``).
+        attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
     """
 
     mesh: Mesh
@@ -54,6 +55,7 @@ class AxisCut:
     local_statistics: bool = False
     wide: tuple[tuple[str, str], ...] = ()
     overlapped: tuple[tuple[str, str], ...] = ()
+    attention: str = "gather"
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def layouts_of_cut(
     graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None
 ) -> Layouts:
     """Return the layout of every value: by the axes, then positions and masks as they are read, parameters as stored, and halos."""
-    layouts = assign_layouts(graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows, results=results, stored=stored)
+    known = (graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows)
+    layouts = assign_layouts(*known, results=results, stored=stored, attention=cut.attention)
     layouts = computed_where_read(graph, axes, layouts)
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
     layouts = _with_sharded_storage(graph, axes, layouts, cut)

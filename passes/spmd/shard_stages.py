@@ -87,7 +87,7 @@ def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, row
                 assigned[dimension] += axes_named(name, names)
         cut_rows = tuple(name for name in over.names if name in ROWS) if rows else ()
         stored = tuple(name for name in over.names if name in STORED)
-        cut = AxisCut(over, assigned, cut_rows, stored, plan.batchnorm == "local", wide, overlapped)
+        cut = AxisCut(over, assigned, cut_rows, stored, plan.batchnorm == "local", wide, overlapped, plan.attention)
         stored_layouts = like.of_places[place].layouts.stored if like is not None and over.size > 1 else None
         models[over] = cut_axes(graph, axes, cut, results, stored_layouts)
     return StagedCut(mesh, tuple(models[over] for over in submeshes))

@@ -119,7 +119,7 @@ class Evaluator:
         """Return the programs of a plan, from the cache if a plan with the same decisions was lowered before."""
         uniform = is_uniform(plan.grid, cluster)
         stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
-        in_space = (plan.grid, plan.axes, plan.halos, stages, plan.batchnorm)
+        in_space = (plan.grid, plan.axes, plan.halos, plan.attention, stages, plan.batchnorm)
         in_time = (plan.schedule, plan.n_microbatches, plan.recompute)
         key = (subject.name, uniform, in_space, in_time, plan.batch_size)
         if key not in self._lowered:

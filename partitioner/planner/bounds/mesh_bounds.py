@@ -29,6 +29,7 @@ from partitioner.planner.sharding.model import CuttableModel
 from passes.analysis.axes import Axes, find_axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, TILES, Mesh
+from passes.ir.plan import ATTENTION
 
 __all__ = ["MeshBounds"]
 
@@ -63,14 +64,22 @@ class MeshBounds:
         self._known_messages: dict[tuple[Collective, int, int], tuple[float, float]] = {}
         self._known_replicated: dict[int, frozenset[str]] = {}
 
-    def of(self, mesh: Mesh, *, extra_axes: bool = False, replicas: tuple[int, ...] = (), limit: float = math.inf) -> float:
+    def of(
+        self,
+        mesh: Mesh,
+        *,
+        extra_axes: bool = False,
+        replicas: tuple[int, ...] = (),
+        limit: float = math.inf,
+        attention: str = ATTENTION[0],
+    ) -> float:
         """Return a lower bound of the step seconds of all plans of a mesh; inf if parameters alone exceed the memory of all devices.
 
         Collectives are priced as between two ranks that shard the same axes: more ranks take longer for values of the same size.
         Microbatches divide a message into several, which take no less time together.
 
         Args:
-            extra_axes, limit: as for ``CuttableModel.cut``.
+            extra_axes, limit, attention: as for ``CuttableModel.cut``.
             replicas: for each stage, its number of round-robin ranks; empty: one each.
 
         Raises:
@@ -87,7 +96,7 @@ class MeshBounds:
         if shares_weights:
             return self._of_average_work(mesh)
         own_rows = -(-self._whole.batch_size // n_rows)
-        activations = self._activation_collectives(mesh, own_rows, extra_axes, limit)
+        activations = self._activation_collectives(mesh, own_rows, extra_axes, limit, attention)
         parameters, gradients = self._weight_collectives(mesh, rows_name, n_rows, stages=len(replicas) or places)
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
         request = dataclasses.replace(self._request, devices=self._request.devices[:places], replicas=replicas)
@@ -148,7 +157,7 @@ class MeshBounds:
                 steps.append(least_step(candidate, places, whole / parts, load, slowest, shares, exchanged))
         return max(with_launches, min(steps, default=math.inf))
 
-    def _activation_collectives(self, mesh: Mesh, rows: int, extra_axes: bool, limit: float) -> tuple[float, float]:
+    def _activation_collectives(self, mesh: Mesh, rows: int, extra_axes: bool, limit: float, attention: str) -> tuple[float, float]:
         """Return the seconds of the collectives of activations of all stages, forward and backward.
 
         Gathers of sharded parameters are left out: with more ranks their shards may be small enough to be coalesced, which the price for
@@ -161,7 +170,7 @@ class MeshBounds:
         alone = self._model.axes_cut(inner, extra_axes=extra_axes, limit=limit)
         if any(in_mesh[name] != alone[name] for name in inner.names):  # the other dimensions change the choice: no bound
             return 0.0, 0.0
-        part = self._model.part_for_bounds(inner, extra_axes=extra_axes, limit=limit)
+        part = self._model.part_for_bounds(inner, extra_axes=extra_axes, limit=limit, attention=attention)
         links = self._links.of(mesh)
         numbers, totals = self._numbers(rows), (0.0, 0.0)
         for exchange, count in part.exchange_counts:

@@ -22,13 +22,10 @@ from passes.analysis.axis_names import axes_named, batch_axes, space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import SPACE, Shard
-from passes.ir.mesh import ROWS, STAGES, TILE, TILES, Mesh
+from passes.ir.mesh import ROWS, SEQUENCE, STAGES, TILE, TILES, Mesh
 from passes.spmd.propagate import Layouts
 
-__all__ = ["NAMED_FIRST", "SEQUENCE", "check_dimensions", "check_sharded", "constrained_axes", "named_dimensions"]
-
-SEQUENCE = "sequence"
-"""The name of the axes of ``"sequence_parallel"``, and of the mesh dimension that shards them."""
+__all__ = ["NAMED_FIRST", "check_dimensions", "check_sharded", "constrained_axes", "named_dimensions"]
 
 _KEPT = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise", "embedding_colwise")
 _SUMMED = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "local_packed_rowwise", "local_rowwise", "embedding_rowwise")
@@ -43,9 +40,9 @@ NAMED_FIRST = ("heads", EXPERTS, "ffn", "vocab", "channels")
 
 
 def named_dimensions(constraints: Constraints) -> frozenset[str]:
-    """Return the mesh dimensions that the user's axes and patterns name."""
+    """Return the mesh dimensions that the user's axes, patterns and strategies name."""
     named = {dimension_named(where) for where in (constraints.axes or {}).values()}
-    return frozenset(named | ({TENSOR} if constraints.tp_plan else set()))
+    return frozenset(named | ({TENSOR} if constraints.tp_plan else set()) | ({SEQUENCE} if constraints.attention else set()))
 
 
 def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
@@ -53,6 +50,8 @@ def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
     named = [(f"axes={{{axis!r}: {where!r}}}", dimension_named(where)) for axis, where in (constraints.axes or {}).items()]
     if constraints.tp_plan:
         named.append(("tp_plan", TENSOR))
+    if constraints.attention:
+        named.append((f"attention={constraints.attention!r}", SEQUENCE))
     for said, dimension in named:
         if dimension not in mesh.names and not _dimensions_named(dimension, mesh):
             raise ConfigError(

@@ -66,7 +66,7 @@ class Exchange:
         dimension: the mesh dimension whose ranks communicate.
         forward: the collective of the forward; None: nothing is sent.
         backward: the collective of the backward; None: nothing is sent.
-        regather: a second collective of the backward: the all_gather of a parameter that is not saved gathered.
+        regather: a second collective of the backward: the all_gather of a parameter that is not saved gathered, a block of a ring.
         runs: number of contiguous runs of memory in a rank's shard: more than one are copied into a message or out of it.
         is_stored: whether the value is stored sharded (a parameter): small ones are coalesced.
         n_coalesced: number of small stored values that can share a message; 0: unknown.
@@ -212,7 +212,8 @@ def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartS
         reshards = (_reshards(operand, need, node.name, layouts, sizes, flowing) for operand, need in reads)
         halos = find_halos(node, axes, layouts, sizes, flowing)
         decomposed = _decomposed_reductions(node, axes, layouts, sizes, flowing)
-        for key, exchange in itertools.chain(*reshards, halos, decomposed):
+        ring = _ring_messages(node, axes, layouts, sizes, flowing)
+        for key, exchange in itertools.chain(*reshards, halos, decomposed, ring):
             exchanges.setdefault(key, exchange)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
     return [replace(each, reader=last) if each.reader == "output" else each for each in exchanges.values()]
@@ -276,6 +277,21 @@ def _decomposed_reductions(
             yield (node.name, index, place), Exchange(node.name, row_bytes * numbers, name, "all_reduce", None)
         for place, numbers in enumerate(decomposition.returns if node.name in flowing else ()):
             yield (node.name, index, "back", place), Exchange(node.name, row_bytes * numbers, name, None, "all_reduce")
+
+
+def _ring_messages(
+    node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]
+) -> Iterator[tuple[object, Exchange]]:
+    """Yield the messages of keys and values that go round the ranks: in the backward once more, with their gradients."""
+    index = layouts.rings.get(node.name)
+    if index is None:
+        return
+    (name, count), parts = layouts.mesh[index], sizes.operands(node)
+    for place, operand in enumerate(axes.operands[node.name][1:3]):
+        (part,) = parts[operand]
+        back: Collective | None = "halo_exchange" if operand.name in flowing else None
+        for step in range(1, count):
+            yield (node.name, "ring", place, step), Exchange(node.name, part.bytes, name, "halo_exchange", back, back)
 
 
 def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable
 
@@ -38,7 +39,7 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STORED, TILES, Mesh
-from passes.ir.plan import Plan
+from passes.ir.plan import ATTENTION, Plan
 
 __all__ = ["plan_auto"]
 
@@ -83,9 +84,13 @@ class _Opener:
         cut: MeshCut | None = None
         if mesh.cutting.size > 1:
             known = (self._model, mesh, self._cluster, self._request, self._cost_model)
-            cut = cut_with_halos(*known, extra_axes=item.extra_axes, limit=limit)
+            cut = cut_with_halos(*known, extra_axes=item.extra_axes, limit=limit, attention=item.attention)
             check_sharded(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
             if item.extra_axes and self._has_no_extra_axes(item, cut, limit):
+                return None
+            if self._request.constraints.attention is not None:
+                cut.check_attention()
+            elif item.attention != ATTENTION[0] and not cut.shares_attention:
                 return None
         part = self._model.whole if cut is None else cut.part
         of_one_size = part.graph.batch is None and self._graph.batch is not None
@@ -155,9 +160,11 @@ class _Auto:
         """
         try:
             uniform = not replicas and not mesh.widths
-            for extra_axes in (False, True) if uniform and self._model.has_extra_axes(mesh) else (False,):
-                bound = bounds.of(mesh, extra_axes=extra_axes, replicas=replicas, limit=self._opener.parameter_limit(mesh))
-                item = ClosedMesh(mesh, extra_axes, self._graph.batch_size, replicas)
+            extra = (False, True) if uniform and self._model.has_extra_axes(mesh) else (False,)
+            for extra_axes, attention in itertools.product(extra, self._model.attention_choices(mesh)):
+                limit = self._opener.parameter_limit(mesh)
+                bound = bounds.of(mesh, extra_axes=extra_axes, replicas=replicas, limit=limit, attention=attention)
+                item = ClosedMesh(mesh, extra_axes, self._graph.batch_size, replicas, attention)
                 self._n_cuts += 1
                 self._search.add(bound, item)
                 if bound == math.inf:

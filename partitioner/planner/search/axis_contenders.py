@@ -15,10 +15,10 @@ import itertools
 from collections.abc import Collection, Iterator
 
 from partitioner.options.constraints import TENSOR, Constraints
-from partitioner.planner.constraints.axes import NAMED_FIRST, SEQUENCE
+from partitioner.planner.constraints.axes import NAMED_FIRST
 from partitioner.planner.sharding.model import CuttableModel
 from passes.ir.layout import SPACE
-from passes.ir.mesh import TILE, TILES, Mesh
+from passes.ir.mesh import SEQUENCE, TILE, TILES, Mesh
 
 __all__ = ["contending_axes"]
 

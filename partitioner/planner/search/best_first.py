@@ -32,6 +32,7 @@ from partitioner.schedules.catalog import SCHEDULES
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, Mesh
+from passes.ir.plan import ATTENTION
 
 __all__ = ["ClosedMesh", "Opened", "Option", "PlanSearch"]
 
@@ -94,7 +95,8 @@ class Option:
     @property
     def words(self) -> str:
         """Describe the candidate in words, for progress and reports."""
-        words = plan_words(self.problem.mesh, self.candidate, self.policy, extra_axes=self.cut is not None and self.cut.extra_axes)
+        extra_axes, attention = (False, ATTENTION[0]) if self.cut is None else (self.cut.extra_axes, self.cut.attention)
+        words = plan_words(self.problem.mesh, self.candidate, self.policy, extra_axes=extra_axes, attention=attention)
         return f"{words}, {self.axes}" if self.axes else words
 
 
@@ -111,12 +113,14 @@ class ClosedMesh:
         extra_axes: whether it shards more than the usual axes (``MeshCut``).
         rows: samples of the whole batch.
         replicas: for each stage, its number of round-robin ranks; empty: one each.
+        attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
     """
 
     mesh: Mesh
     extra_axes: bool
     rows: int
     replicas: tuple[int, ...] = ()
+    attention: str = ATTENTION[0]
 
     @property
     def idle(self) -> float:

@@ -9,7 +9,7 @@ from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.search.mesh_problem import Solution
 from passes.ir.layout import BATCH, SPACE
 from passes.ir.mesh import STAGES, TILES, Mesh, mesh_words
-from passes.ir.plan import Contender, Plan
+from passes.ir.plan import ATTENTION, Contender, Plan
 
 __all__ = ["bound_by", "candidate_words", "compared", "contender", "plan_words", "searched_words", "words_of"]
 
@@ -96,7 +96,7 @@ def compared(words: str, seconds: float, chosen: float) -> str:
     return f"{words}: {format_seconds(seconds)} a step, {verdict}"
 
 
-def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, extra_axes: bool = False) -> str:
+def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, extra_axes: bool = False, attention: str = ATTENTION[0]) -> str:
     """Describe a mesh, a candidate and a recomputation policy in words.
 
     >>> plan_words(Mesh((("data", 2), ("tensor", 4))), Candidate("1F1B", 1, 1), "full", extra_axes=True)
@@ -105,12 +105,15 @@ def plan_words(mesh: Mesh, candidate: Candidate, policy: str, *, extra_axes: boo
     Args:
         policy: of recomputation.
         extra_axes: whether more than the usual axes is cut: another than space by tiles, the sequence by ``tensor``, or large weights.
+        attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
     """
     where = mesh_words(mesh, candidate.replicas)
     if extra_axes and any(name in TILES for name in mesh.names):
         where += " with other axes than space"
     elif extra_axes:
         where += " with the sequence" if "tensor" in mesh.names else " with large weights cut"
+    if attention != ATTENTION[0]:
+        where += f" with {attention} attention"
     words = [where]
     if any(name in STAGES for name in mesh.names) and mesh.size > 1:
         words.append(candidate_words(candidate))
@@ -129,7 +132,7 @@ def words_of(plan: Plan) -> str:
     switched = any(dimension in TILES and not axis.startswith((*SPACE, "length")) for axis, dimension in plan.axes)
     extra_axes = with_sequence or with_weights or switched
     candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches, plan.replicas)
-    return plan_words(plan.grid, candidate, plan.recompute, extra_axes=extra_axes)
+    return plan_words(plan.grid, candidate, plan.recompute, extra_axes=extra_axes, attention=plan.attention)
 
 
 def candidate_words(candidate: Candidate) -> str:

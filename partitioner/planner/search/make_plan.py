@@ -93,7 +93,8 @@ def plan_shardings(
     assert taken.best is not None
 
     def group(option: Option) -> Hashable:
-        return bool(option.axes), option.cut is not None and option.cut.extra_axes, option.candidate.schedule
+        extra_axes, attention = (False, "") if option.cut is None else (option.cut.extra_axes, option.cut.attention)
+        return bool(option.axes), extra_axes, attention, option.candidate.schedule
 
     plan = describe_best(taken, group)
     gap = max(0.0, 1 - min(search.bound, solution.step_time) / plan.step_time) if plan.step_time else 0.0

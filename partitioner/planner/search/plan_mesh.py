@@ -34,7 +34,7 @@ from passes.graph.provenance import module_path
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, TILE, TILES, Mesh
-from passes.ir.plan import Plan
+from passes.ir.plan import ATTENTION, Plan
 
 __all__ = ["plan_mesh", "stages_mode", "with_sharding"]
 
@@ -59,7 +59,7 @@ def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_mo
     model = CuttableModel(graph, request, clock_rate=clock_rate, hardware=hardware)
     mesh = model.with_grid(mesh)
     sharder = _Sharder(model, cluster.first(mesh.size), request, model_prices, mesh)
-    shardings = sharder.shardings(model, request)
+    shardings = [*sharder.shardings(model, request), *sharder.with_attention()]
     contenders = sharder.contenders(shardings)
 
     def may_take(seconds: float) -> bool:
@@ -78,8 +78,18 @@ class _Sharder:
         self._links = LinkTable(cluster)
 
     def shardings(self, model: CuttableModel, request: PlanRequest) -> list[Sharding]:
-        """Return the mesh with the cheapest axes of the model's choice, without and with extra axes (``CuttableModel.cut``)."""
-        return [self._shard(model, request, extra_axes=extra_axes) for extra_axes in _extra_axes_choices(model, self._mesh, request)]
+        """Return the mesh with the cheapest axes of the model's choice, without and with extra axes (``CuttableModel.cut``).
+
+        Attention is shared in the first of the ways to choose from (``with_attention``).
+        """
+        attention, choices = model.attention_choices(self._mesh)[0], _extra_axes_choices(model, self._mesh, request)
+        return [self._shard(model, request, extra_axes=extra_axes, attention=attention) for extra_axes in choices]
+
+    def with_attention(self) -> list[Sharding]:
+        """Return the mesh with the planner's axes and attention shared in each other way, if the model allows that."""
+        others = self._model.attention_choices(self._mesh)[1:]
+        shardings = [self._shard(self._model, self._request, extra_axes=False, attention=attention) for attention in others]
+        return [sharding for sharding in shardings if sharding.cut is not None and sharding.cut.shares_attention]
 
     def contenders(self, known: Sequence[Sharding]) -> list[Sharding]:
         """Return the mesh with other axes that a user could name, without the cuts of the known shardings."""
@@ -95,9 +105,11 @@ class _Sharder:
                         contenders.append(dataclasses.replace(sharding, axes=words, is_of_mode=is_of_mode))
         return contenders
 
-    def _shard(self, model: CuttableModel, request: PlanRequest, *, extra_axes: bool) -> Sharding:
+    def _shard(self, model: CuttableModel, request: PlanRequest, *, extra_axes: bool, attention: str) -> Sharding:
         mesh = self._mesh
-        cut = cut_with_halos(model, mesh, self._cluster, request, self._cost_model, extra_axes=extra_axes)
+        cut = cut_with_halos(model, mesh, self._cluster, request, self._cost_model, extra_axes=extra_axes, attention=attention)
+        if request.constraints.attention is not None:
+            cut.check_attention()
         check_sharded(cut.names, mesh.cutting, request.constraints, cut.layouts)
         submeshes = submesh_parts(cut, mesh, request.batchnorm, self._links) if mesh.widths else None
         of_stages = dataclasses.replace(self._request, mode=stages_mode(mesh, request.n_microbatches))
@@ -138,8 +150,8 @@ def with_sharding(plan: Plan, cut: MeshCut) -> Plan:
     """Return the plan with its sharded axes, halo strategies and the notes on these."""
     prediction = plan.prediction
     axes_gap = cut.gap if prediction.axes_gap is None else prediction.axes_gap
-    plan = plan.predicted(notes=(*prediction.notes, *_notes(cut), *_replicated_work(cut)), axes_gap=axes_gap)
-    return dataclasses.replace(plan, axes=cut.in_whole_model(), halos=cut.halos)
+    plan = plan.predicted(notes=(*prediction.notes, *_notes(cut), *_gathered_attention(cut), *_replicated_work(cut)), axes_gap=axes_gap)
+    return dataclasses.replace(plan, axes=cut.in_whole_model(), halos=cut.halos, attention=cut.attention)
 
 
 def _notes(cut: MeshCut) -> Iterator[str]:
@@ -158,6 +170,16 @@ def _notes(cut: MeshCut) -> Iterator[str]:
         if dimension in TILES:
             for name, each in _sizes_by_name([axis for axis, size in sizes.items() if size < count], cut, sizes):
                 yield f"{name} ({each}) is too short for {count} parts over {dimension}: every rank has it whole there."
+
+
+def _gathered_attention(cut: MeshCut) -> Iterator[str]:
+    """Yield a note on attention that gathers keys and values, as it cannot be shared in the way of the plan."""
+    gathered = cut.gathered_attention if cut.attention != ATTENTION[0] else ()
+    if gathered:
+        nodes = {node.name: node for node in cut.part.source.graph.graph.nodes}
+        modules = list(dict.fromkeys(module_path(nodes[name]) or name for name in gathered))
+        more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
+        yield f"Attention that is no {cut.attention}, and gathers keys and values: {', '.join(modules[:3])}{more}."
 
 
 def _sizes_by_name(chosen: Sequence[int], cut: MeshCut, sizes: Mapping[int, int]) -> Iterator[tuple[str, str]]:

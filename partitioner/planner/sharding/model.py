@@ -27,7 +27,9 @@ from passes.graph.repeated_subgraphs import Folded, fold_repeats
 from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, TILE, TILES, Mesh
+from passes.ir.layout import Shard, Varying
+from passes.ir.mesh import ROWS, SEQUENCE, TILE, TILES, Mesh
+from passes.ir.plan import ATTENTION
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.normalize.specialize_batch import fix_batch
 from passes.spmd.mean_to_sum import with_totals
@@ -116,21 +118,31 @@ class CuttableModel:
         """The shard of a mesh that shards no axes: the whole model."""
         return whole_part(part_graph(self._folded, self._whole, lambda graph: graph))
 
-    def cut(self, cutting: Mesh, *, extra_axes: bool = False, limit: float = math.inf, halos: tuple[HaloSegment, ...] = ()) -> MeshCut:
+    def cut(
+        self,
+        cutting: Mesh,
+        *,
+        extra_axes: bool = False,
+        limit: float = math.inf,
+        halos: tuple[HaloSegment, ...] = (),
+        attention: str = ATTENTION[0],
+    ) -> MeshCut:
         """Return the model sharded by a mesh; raise ConfigError if a dimension has no axis to shard.
 
         Args:
             extra_axes: whether tensor also shards the sequence, data large weights, or tiles other axes than space (``MeshCut``).
             limit: bytes of parameters that one pipeline may store; axes are chosen so that they fit, if possible.
             halos: segments of calls with a halo strategy of their own; all others exchange each halo and wait.
+            attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
         """
         chosen = self._assignment(cutting, extra_axes, limit)
-        key = (cutting, extra_axes, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.fixed_batch)
+        key = (cutting, extra_axes, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.fixed_batch, attention)
         if key not in self._cuts:
-            cut = axis_cut(cutting, chosen.assigned, self._request.batchnorm, halos)
+            cut = axis_cut(cutting, chosen.assigned, self._request.batchnorm, halos, attention)
             part = self._part(chosen.source, chosen.graph.batch_size, chosen.axes, cut, extra_axes)
             assert part.layouts is not None
-            self._cuts[key] = MeshCut(part, chosen.axes, chosen.names, chosen.assigned, part.layouts, extra_axes, chosen.gap, halos)
+            found = (part, chosen.axes, chosen.names, chosen.assigned, part.layouts, extra_axes, chosen.gap, halos, attention)
+            self._cuts[key] = MeshCut(*found)
         return self._cuts[key]
 
     def axes_cut(self, cutting: Mesh, *, extra_axes: bool = False, limit: float = math.inf) -> dict[str, tuple[str, ...]]:
@@ -138,7 +150,9 @@ class CuttableModel:
         chosen = self._assignment(cutting, extra_axes, limit)
         return {name: tuple(chosen.names[axis] for axis in axes) for name, axes in chosen.assigned.items()}
 
-    def part_for_bounds(self, cutting: Mesh, *, extra_axes: bool = False, limit: float = math.inf) -> ModelPart:
+    def part_for_bounds(
+        self, cutting: Mesh, *, extra_axes: bool = False, limit: float = math.inf, attention: str = ATTENTION[0]
+    ) -> ModelPart:
         """Return one rank's shard, for bounds: on two ranks instead of all if a single mesh dimension shards axes.
 
         The size of an exchanged value that is not sharded is the same for any number of ranks, so one shard serves all numbers. With
@@ -146,9 +160,9 @@ class CuttableModel:
         """
         chosen = self._assignment(cutting, extra_axes, limit)
         of_two = cutting if len(cutting.names) > 1 else Mesh(tuple((name, 2) for name in cutting.names))
-        key = (of_two, extra_axes, tuple(chosen.assigned.items()), id(chosen.axes))
+        key = (of_two, extra_axes, tuple(chosen.assigned.items()), id(chosen.axes), attention)
         if key not in self._parts_for_bounds:
-            cut = axis_cut(of_two, chosen.assigned, self._request.batchnorm)
+            cut = axis_cut(of_two, chosen.assigned, self._request.batchnorm, attention=attention)
             self._parts_for_bounds[key] = cut_part(chosen.source, chosen.graph.batch_size, chosen.axes, cut)
         return self._parts_for_bounds[key]
 
@@ -190,7 +204,7 @@ class CuttableModel:
             return self._may_be_hybrid(mesh.cutting)
         if mesh.cutting.names == (DATA,) and self._clock_rate is not None and not self._request.constraints.axes:
             return self._may_shard_weights_over_data(mesh.cutting)
-        if TENSOR not in mesh.names or "sequence" in mesh.names:
+        if TENSOR not in mesh.names or SEQUENCE in mesh.names:
             return False
         plain = self._assignment(mesh.cutting if alone else Mesh(((TENSOR, 2),)), False, math.inf)
         return bool(_sequence_axes(plain.axes, plain.names, Mesh(((TENSOR, mesh.length(TENSOR)),)), plain.assigned))
@@ -201,6 +215,12 @@ class CuttableModel:
         axes, names = self._find_axes(graph, cutting)
         fixed = constrained_axes(graph, axes, names, cutting, self._request.constraints)
         return self._hardware is not None and may_be_hybrid(axes, cutting, fixed, free=self._is_free)
+
+    def attention_choices(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the ways to share attention (``Plan.attention``) to plan: the user's, or all; one without a sequence dimension."""
+        if SEQUENCE not in mesh.names:
+            return ATTENTION[:1]
+        return ATTENTION if self._request.constraints.attention is None else (self._request.constraints.attention,)
 
     @property
     def _is_free(self) -> bool:
@@ -259,7 +279,7 @@ class CuttableModel:
         if not cut.rows or not only_batch or source.graph.batch is None:
             return cut_part(source, batch_size, axes, cut)
         two_replicas = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
-        key = (two_replicas, extra_axes, tuple(sorted(cut.assigned.items())), cut.wide, cut.overlapped)
+        key = (two_replicas, extra_axes, tuple(sorted(cut.assigned.items())), cut.wide, cut.overlapped, cut.attention)
         if key not in self._parts_of_two_replicas:
             self._parts_of_two_replicas[key] = cut_part(source, batch_size, axes, dataclasses.replace(cut, mesh=two_replicas))
         part = self._parts_of_two_replicas[key]
@@ -315,8 +335,8 @@ class CuttableModel:
             return AxisChoice((*batch, *(axis for axis in fixed[dimension] if axis not in batch)))
         if dimension in TILES:
             return AxisChoice(tile_axes(axes, cutting, dimension))
-        if dimension == "sequence":
-            sequence = set(axes_named("sequence", names))
+        if dimension == SEQUENCE:
+            sequence = set(axes_named(SEQUENCE, names))
             rest = () if sequence & set(fixed[dimension]) else tuple(axis for axis in sorted(sequence) if axis not in of_others)
             if not (*fixed[dimension], *rest):
                 raise ConfigError(
@@ -401,6 +421,7 @@ class MeshCut:
             in layers in which halos cost more than space gains (``spatial``).
         gap: the fraction by which another choice of axes could cost less; None if there was nothing to choose.
         halos: the halo strategy of each segment of calls.
+        attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
     """
 
     part: ModelPart
@@ -411,6 +432,44 @@ class MeshCut:
     extra_axes: bool = False
     gap: float | None = None
     halos: tuple[HaloSegment, ...] = ()
+    attention: str = ATTENTION[0]
+
+    @property
+    def shares_attention(self) -> bool:
+        """Whether some attention is shared as ``attention`` says: false for models whose heads are too few, say."""
+        if self.attention == "ring":
+            return bool(self.layouts.rings)
+        index = self.part.cutting.names.index(SEQUENCE)
+        cuts = (cuts[index] for cuts in self.layouts.cuts.values())
+        return any(cut is not None and cut.axis not in self.assigned[SEQUENCE] for cut in cuts)
+
+    @property
+    def gathered_attention(self) -> tuple[str, ...]:
+        """The calls that compare positions and gather an operand for that: they cannot be shared as ``attention`` says."""
+        index, sequences, found = self.part.cutting.names.index(SEQUENCE), set(self.assigned[SEQUENCE]), []
+        for name, cuts in self.layouts.cuts.items():
+            compares = sum(not sequences.isdisjoint(axes) for axes in self.axes.factors.get(name, ())) > 1
+            operands = zip(self.axes.operands[name], self.layouts.needs[name], strict=True) if compares and cuts[index] is not None else ()
+            if any(isinstance(self.layouts.results[each.name][0][index], Shard) and need[index] == Varying() for each, need in operands):
+                found.append(name)
+        return tuple(found)
+
+    def check_attention(self) -> None:
+        """Raise ConfigError if no attention of the model can be shared as asked."""
+        if self.attention == ATTENTION[0] or self.shares_attention:
+            return
+        count = self.part.cutting.length(SEQUENCE)
+        if self.attention == "ring":
+            raise ConfigError(
+                f'attention="ring": no attention of the model can send its keys and values round {count} ranks',
+                remedy=f"it needs F.scaled_dot_product_attention without dropout, a mask that no gradient is asked of, and a sequence "
+                f'that {count} divides; or use attention="{ATTENTION[0]}"',
+            )
+        raise ConfigError(
+            f"attention={self.attention!r}: no attention of the model has heads that {count} ranks of {SEQUENCE!r} can exchange",
+            remedy=f"it needs {count} heads of queries, keys and values, and no mesh dimension inside {SEQUENCE!r} that cuts them "
+            f'({{"tensor": 2, "{SEQUENCE}": {count}}}, tensor outermost); or use attention="{ATTENTION[0]}"',
+        )
 
     def in_whole_model(self) -> tuple[tuple[str, str], ...]:
         """Return the sharding as in ``Plan.axes``: pairs (name of an axis of the whole model, mesh dimension).

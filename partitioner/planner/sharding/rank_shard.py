@@ -43,6 +43,7 @@ from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.halo_strategy import HaloSegment, ends_of
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
+from passes.ir.plan import ATTENTION
 from passes.spmd.propagate import Layouts
 from passes.spmd.shard_graph import AxisCut, layouts_of_cut
 
@@ -175,19 +176,25 @@ def cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> Mo
     layouts = layouts_of_cut(source.graph, axes, cut)
     sizes = PartSizes(source.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
     cost = graph_cost(source.graph, differentiate=source.graph.training, parts=sizes, reading=source.reading)
-    cost = with_decompositions(cost, source.graph, axes, layouts)
+    cost = with_decompositions(cost, source.graph, axes, layouts, sizes)
     folded_sums = find_gradient_sums(layouts, cost.bytes, cost.gradients)
     sums = tuple(dataclasses.replace(each, parameter=name) for each in folded_sums for name in source.copies(each.parameter))
     part = ModelPart(source, batch_size, cost, cut.mesh, sums, layouts, axes, sizes)
     return dataclasses.replace(part, batch_size=-(-batch_size // part.n_row_parts))
 
 
-def axis_cut(cutting: Mesh, assigned: Mapping[str, tuple[int, ...]], batchnorm: str, halos: Sequence[HaloSegment] = ()) -> AxisCut:
+def axis_cut(
+    cutting: Mesh,
+    assigned: Mapping[str, tuple[int, ...]],
+    batchnorm: str,
+    halos: Sequence[HaloSegment] = (),
+    attention: str = ATTENTION[0],
+) -> AxisCut:
     """Return the sharding of a mesh: ``assigned`` lists the axes of each mesh dimension, ``halos`` the segments with a halo strategy."""
     rows = tuple(name for name in cutting.names if name in ROWS)
     stored = tuple(name for name in cutting.names if name in STORED)
     wide, overlapped = ends_of(halos, "recompute"), ends_of(halos, "overlap")
-    return AxisCut(cutting, assigned, rows, stored, batchnorm == "local", wide, overlapped)
+    return AxisCut(cutting, assigned, rows, stored, batchnorm == "local", wide, overlapped, attention)
 
 
 # -- the graph that is sharded -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.halo_strategy import choose_halos
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from passes.ir.mesh import TILES, Mesh
+from passes.ir.plan import ATTENTION
 
 __all__ = ["cut_with_halos"]
 
@@ -25,14 +26,15 @@ def cut_with_halos(
     *,
     extra_axes: bool,
     limit: float = math.inf,
+    attention: str = ATTENTION[0],
 ) -> MeshCut:
     """Return the sharding of a mesh; if it has tile dimensions, with the cheapest halo strategies.
 
     Args:
         cluster: at least as many devices as the mesh has ranks.
-        extra_axes, limit: as for ``CuttableModel.cut``.
+        extra_axes, limit, attention: as for ``CuttableModel.cut``.
     """
-    plain = model.cut(mesh.cutting, extra_axes=extra_axes, limit=limit)
+    plain = model.cut(mesh.cutting, extra_axes=extra_axes, limit=limit, attention=attention)
     if not any(name in TILES for name in mesh.names):
         return plain
     used = cluster.first(mesh.size)

@@ -17,6 +17,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.program import StoreGradients
 from passes.ir.schedule import Action, ActionKind
+from passes.spmd.decompose.ring_attention import RING
 
 __all__ = ["Purpose", "Purposes", "dimensions_of", "items_of"]
 
@@ -76,6 +77,8 @@ class Purposes:
         """
         function: Any = node.target
         operation, reason = _WORDS[function]
+        if any(RING in (item.meta.get("custom") or {}) for item in items_of(node)):
+            reason = "keys and values go round the ranks"
         operands: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
         section = node.meta.get("section")
         is_backward = isinstance(section, Action) and section.kind != ActionKind.FORWARD

@@ -26,7 +26,7 @@ from partitioner.reports.tables.table import Table, align
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.kind import peak_in_flight
 from passes.ir.comm.microbatch import microbatch_sizes
-from passes.ir.mesh import mesh_words
+from passes.ir.mesh import SEQUENCE, mesh_words
 from passes.ir.plan import Plan
 
 __all__ = ["explanation", "notes_of", "sections", "summary"]
@@ -76,6 +76,7 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("schedule", _schedule_words(explained)),
         ("batch", _batch_words(plan)),
         ("tiles", f"{' x '.join(map(str, plan.tiles))}, sequential" if plan.tiles else ""),
+        ("attention", _ATTENTION[plan.attention] if any(name == SEQUENCE for name, _ in plan.mesh) else ""),
         ("recompute", _recompute_words(plan) if explained.schedule is not None else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("idle", _idle(plan, simulation)),
@@ -86,6 +87,14 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("axes", axes_proof(plan)),
     ]
     return [(name, text) for name, text in pairs if text]
+
+
+_ATTENTION = {
+    "gather": "gather: each rank has its queries, and gathers keys and values",
+    "ulysses": "ulysses: ranks exchange their part of the sequence for a part of the heads, and back",
+    "ring": "ring: keys and values go round the ranks",
+}
+"""``Plan.attention`` in words."""
 
 
 def _schedule_words(explained: Explained) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import partition
+from partitioner import Constraints, partition
 from partitioner.tracing.trace import trace
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter
 from passes.normalize.loss_alone import graph_of_step, own_loss
@@ -109,7 +109,7 @@ def test_tensor_parallel_sends_what_megatron_does() -> None:
 def test_context_parallel_sends_keys_values_and_gradients() -> None:
     """Nothing else: no logits, no positions, no masks."""
     model, batch = made(gpt2)
-    pm = partition(copy.deepcopy(model), 4, "sequence", example_kwargs=batch)
+    pm = partition(copy.deepcopy(model), 4, "sequence", example_kwargs=batch, constraints=Constraints(attention="gather"))
     pm.train_step(**batch)
     activation, parameters = ROWS * LENGTH * WIDTH * 8, sum(parameter.numel() for parameter in model.parameters()) * 8
     by_kind = {kind: sum(size for each, size in messages(pm) if each is kind) for kind in {kind for kind, _ in messages(pm)}}

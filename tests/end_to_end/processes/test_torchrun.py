@@ -74,6 +74,11 @@ def test_training_over_tiles(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(meshes.mesh_training_difference, "segmentation_of_volumes", "tile", timeout=170) == [None] * 2
 
 
+@pytest.mark.parametrize("attention", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
+def test_attention_shared_over_the_sequence(workers: Callable[[int], Workers], attention: str) -> None:
+    assert workers(2).values(meshes.attention_training_difference, attention, timeout=170) == [None] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

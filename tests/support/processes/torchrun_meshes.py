@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from partitioner import Constraints, PartitionedModel
 from tests.support.models.attention.experts import ROUTED
+from tests.support.models.attention.gpt import Gpt
 from tests.support.models.case import Case, Instance
 from tests.support.models.vision.space import SPACE
 from tests.support.models.zoo import ZOO
@@ -28,7 +30,13 @@ from tests.support.running.transparency import (
     make_partitioned,
 )
 
-__all__ = ["checkpoint_difference", "expert_training_difference", "mesh_call_difference", "mesh_training_difference"]
+__all__ = [
+    "attention_training_difference",
+    "checkpoint_difference",
+    "expert_training_difference",
+    "mesh_call_difference",
+    "mesh_training_difference",
+]
 
 Mode = str | Mapping[str, int | tuple[int, ...]]
 CASES = {case.name: case for case in (*ZOO, *SPACE)}
@@ -68,6 +76,14 @@ def expert_training_difference(way: str, mode: Mode, dimension: str) -> str | No
     devices = int(os.environ["WORLD_SIZE"])
     constraints = Constraints(axes={"experts": dimension})
     difference = first_difference(ROUTED[way], devices=devices, mode=mode, n_microbatches=n_microbatches(mode), constraints=constraints)
+    return None if difference is None else str(difference)
+
+
+def attention_training_difference(attention: str) -> str | None:
+    """As ``mesh_training_difference``, of a transformer over its sequence, with attention shared in this way."""
+    case = dataclasses.replace(CASES["gpt"], model=lambda: Gpt(width=16, heads=4))
+    devices, constraints = int(os.environ["WORLD_SIZE"]), Constraints(attention=attention)
+    difference = first_difference(case, devices=devices, mode="sequence", n_microbatches=1, constraints=constraints)
     return None if difference is None else str(difference)
 
 
