@@ -22,13 +22,13 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from passes.graph.schemas import bound_arguments, draws, node_leaves
+from passes.graph.schemas import draws, tensor_operands
 from passes.graph.symbolic_sizes import size_of
 from passes.rules.loops import Loops, Size
 from passes.rules.registry import loops_of
 from passes.rules.window import Window
 
-__all__ = ["Axes", "TensorAxes", "find_axes", "is_item", "returned_values", "tensor_operands"]
+__all__ = ["Axes", "TensorAxes", "find_axes", "is_item", "returned_values"]
 
 TensorAxes = tuple[tuple[int, ...], ...]
 """For each dimension of a tensor its axes, outermost first."""
@@ -45,7 +45,7 @@ class Axes:
         factors: node -> for each factor of its loops, the axes, outermost first.
         roles: for each axis the names that rules give the factors that run over it, with how often.
         unruled: operations without a rule, by name of the node.
-        operands: call -> the tensors among its arguments; see ``tensor_operands``.
+        operands: call -> the tensors among its arguments; see ``passes.graph.schemas.tensor_operands``.
     """
 
     sizes: tuple[Size, ...]
@@ -211,12 +211,6 @@ def find_axes(graph: fx.Graph, alike: Iterable[tuple[fx.Node, fx.Node]] = ()) ->
         loops[node.name], factors[node.name] = rule, axes
     _unify_dimensions(tensors, alike)
     return _number_axes(tensors, loops, factors, unruled)
-
-
-def tensor_operands(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors among a call's arguments, in the order of the operator's schema, lists flattened."""
-    leaves = [leaf for value in bound_arguments(node).values() for leaf in node_leaves(value)]
-    return [leaf for leaf in leaves if isinstance(leaf.meta.get("val"), Tensor)]
 
 
 def returned_values(output: fx.Node) -> list[fx.Node]:

@@ -15,12 +15,11 @@ import sympy
 import torch
 from torch import fx
 
-from passes.analysis.axes import tensor_operands
 from passes.analysis.batch_roles import Mixed, Role, Roles, RowNumbers, Rows, Same, Total, batch_dimension, roles_by_rule
 from passes.analysis.batch_sizes import Sizes, depends_on
 from passes.analysis.row_statistics import takes_row_statistics
 from passes.graph.provenance import module_path, place_of
-from passes.graph.schemas import MEAN, SUM, bound_arguments, functional, packet
+from passes.graph.schemas import MEAN, SUM, bound_arguments, functional, packet, tensor_operands
 from passes.ir.graph import Combine, RowMixing
 from passes.ir.torch_private import OpOverload
 from passes.rules.call import Call, Operand

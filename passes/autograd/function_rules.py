@@ -24,12 +24,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from passes.analysis.axes import Axes, TensorAxes, find_axes, is_item, tensor_operands
+from passes.analysis.axes import Axes, TensorAxes, find_axes, is_item
 from passes.autograd.function_operators import operator_of
 from passes.autograd.trace_joint import Joint, differentiate
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.lazy_graph_module import LazyGraphModule
-from passes.graph.schemas import argument_form, bound_arguments, draws
+from passes.graph.schemas import argument_form, bound_arguments, draws, tensor_operands
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import FakeTensorMode, OpOverload
 from passes.rules.call import Call

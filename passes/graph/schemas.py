@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes.ir.torch_private import OpOverload
 
@@ -32,6 +32,7 @@ __all__ = [
     "out_parameters",
     "packet",
     "returns_argument",
+    "tensor_operands",
     "tensor_parameters",
     "viewed_arguments",
     "views_its_arguments",
@@ -245,6 +246,12 @@ def node_leaves(argument: Any) -> list[fx.Node]:
     if isinstance(argument, dict):
         return [leaf for part in argument.values() for leaf in node_leaves(part)]
     return []
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the tensors among a call's arguments, in the order of the operator's schema, lists flattened."""
+    leaves = [leaf for value in bound_arguments(node).values() for leaf in node_leaves(value)]
+    return [leaf for leaf in leaves if isinstance(leaf.meta.get("val"), Tensor)]
 
 
 def _aliased_nodes(node: fx.Node, *, only_written: bool) -> list[fx.Node]:

@@ -16,8 +16,8 @@ from passes.ir.phase import Phase, PhaseRunner
 from passes.normalize.autocast.casts import write_casts
 from passes.normalize.autocast.operation_lists import traced_in
 from passes.normalize.functionalize import functionalize
-from passes.normalize.inline_subgraphs import inline_subgraphs
-from passes.normalize.inline_vmap import inline_vmap
+from passes.normalize.inline.subgraphs import inline_subgraphs
+from passes.normalize.inline.vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
 from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
 from passes.normalize.symbolic_batch import number_paddings, pin_squeezes, read_sizes_from_batch

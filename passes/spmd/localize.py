@@ -25,12 +25,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from passes.analysis.axes import Axes, is_item, returned_values, tensor_operands
+from passes.analysis.axes import Axes, is_item, returned_values
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.fake_tensors import FakeTensorCache, fake_mode
 from passes.graph.lazy_graph_module import rewritten
 from passes.graph.provenance import place_of
-from passes.graph.schemas import bound_arguments, call_with, packet
+from passes.graph.schemas import bound_arguments, call_with, packet, tensor_operands
 from passes.graph.symbolic_sizes import emit_size, size_of
 from passes.ir.comm.functional import halo_exchange
 from passes.ir.errors import PartitionError
