@@ -105,9 +105,12 @@ def _attention_products(call: Call, *products: tuple[str, str, str]) -> Products
 
 
 def _terms(call: Call, loops: Loops, names: Sequence[str], *, windowed: bool) -> tuple[list[frozenset[int]], Sequence[Size]]:
-    """The loops of operands and result, and how often each runs."""
+    """The loops of operands and result, and how often each runs; none over matrices of which each row picks one."""
     operands = [_factors(loops.operands[index]) for name in names for index in call.operand_indices(name)]
     terms, sizes = [*operands, _factors(loops.results[0])], _sizes(loops)
+    if not windowed:
+        picked = {place for place, factor in enumerate(loops.factors) if factor.reduction == "whole"}
+        terms = [term - {place for place in picked if sum(place in other for other in terms) == 1} for term in terms]
     return _unfolded(call, loops, names[0], *terms) if windowed else (terms, sizes)
 
 

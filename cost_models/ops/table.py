@@ -23,6 +23,7 @@ from cost_models.ops.contractions import Products, attention, attention_gradient
 from cost_models.ops.work import Family
 from passes.ir.tensor_spec import Size, numel
 from passes.rules.call import Call
+from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 
 __all__ = ["OPERATIONS", "Operation"]
 
@@ -164,6 +165,8 @@ CONTRACTIONS: Mapping[Any, Operation] = {
     **_lines(_product("batch1", "batch2"), aten.addbmm, aten.baddbmm),
     aten.addmv: _product("mat", "vec"),
     aten.einsum: _product("tensors"),
+    grouped_mm: replace(_product("input", "weight"), saves=("input:weight", "weight:input", "group"), launches=4),
+    grouped_outer: replace(_product("input", "other"), saves=("input:other", "other:input", "group"), launches=4),
     aten.bilinear: _product("input1", "weight", "input2"),
     **_lines(_product("input", "weight", family="convolution"), aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution),
     **_lines(_product("input", "weight", family="convolution"), aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d),

@@ -13,6 +13,7 @@ import torch
 from passes.rules.call import Call
 from passes.rules.ops import conv_pool as spatial
 from passes.rules.ops import einsum as contractions
+from passes.rules.ops import grouped_mm as grouped
 from passes.rules.ops import indexing
 from passes.rules.ops import nn_layers as layers
 from passes.rules.ops import shape as views
@@ -49,6 +50,8 @@ CONTRACTIONS: Mapping[Any, list[Any]] = {
     contractions.inner: [aten.inner],
     contractions.tensordot: [aten.tensordot],
     contractions.einsum: [aten.einsum],
+    grouped.product: [grouped.grouped_mm],
+    "rows in, rows out, rows -> experts! in out; experts = n_groups; linear input | other": [grouped.grouped_outer],
     contractions.attention: [aten.scaled_dot_product_attention],
     spatial.convolution(1): [aten.conv1d],
     spatial.convolution(2): [aten.conv2d],

@@ -1,6 +1,7 @@
-"""Decompose lookup, softmax, cross entropy and causal attention whose classes, words or queries are sharded.
+"""Decompose lookup, products with experts, softmax, cross entropy and causal attention whose classes, words or queries are sharded.
 
 embedding       each rank looks up the rows that it stores, zeros for others; the partial results are summed
+grouped_mm      each rank multiplies the rows of the experts that it stores, zeros for others; the partial results are summed
 softmax         the maximum and the sum of exponentials are all_reduced; each rank keeps its own scores
 cross entropy   the same, and the score of the target comes from the rank that has it: three numbers for each row instead of logits
 
@@ -19,9 +20,10 @@ import torch
 from torch import fx
 
 from passes.graph.schemas import MEAN, NO_REDUCTION
+from passes.rules.ops.grouped_mm import grouped_mm
 from passes.spmd.decompose.builder import ReductionWriter
 
-__all__ = ["causal_attention", "cross_entropy", "embedding", "log_softmax", "softmax"]
+__all__ = ["causal_attention", "cross_entropy", "embedding", "grouped_product", "log_softmax", "softmax"]
 
 aten = torch.ops.aten
 
@@ -35,6 +37,12 @@ def embedding(write: ReductionWriter) -> fx.Node:
         is_padding = write.call(aten.unsqueeze.default, write.call(aten.eq.Scalar, write["indices"], padding), -1)
         rows = write.call(aten.where.self, is_padding, write.call(aten.detach.default, rows), rows)
     return write.call(aten.mul.Tensor, rows, write.call(aten.unsqueeze.default, inside, -1))
+
+
+def grouped_product(write: ReductionWriter) -> fx.Node:
+    """Multiply the rows of the experts that this rank stores; other rows are zeros, and the result is a partial sum."""
+    own = write.from_own_start(write["group"])
+    return write.call(grouped_mm, write["input"], write["weight"], own, write.arguments.get("transposed", False))
 
 
 def _exponentials(write: ReductionWriter, x: fx.Node, dim: int) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -18,6 +18,7 @@ from cost_models.ops.cost import operation_cost
 from cost_models.ops.table import OPERATIONS
 from passes.graph.schemas import bound_arguments, packet
 from passes.ir.tensor_spec import TensorSpec
+from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 
 aten = torch.ops.aten
 Arguments = tuple[Any, ...]
@@ -93,6 +94,9 @@ def contractions() -> list[tuple[OpOverload, Arguments]]:
         (aten.addmv.default, (real(6), real(6, 7), real(7))),
         (aten.tensordot.default, (real(6, 7), real(7, 5), [1], [0])),
         (aten.einsum.default, ("bij,bjk->bik", [real(3, 6, 7), real(3, 7, 5)])),
+        (grouped_mm, (real(40, 6), real(3, 6, 5), torch.arange(40) % 3)),
+        (grouped_mm, (real(40, 6), real(3, 5, 6), torch.arange(40) % 3, True)),
+        (grouped_outer, (real(40, 6), real(40, 5), torch.arange(40) % 3, 3)),
         (aten.bilinear.default, (real(30, 4), real(30, 5), real(6, 4, 5))),
         (aten.conv1d.default, (real(2, 4, 8), real(6, 4, 3))),
         (aten.conv2d.default, (image(), real(6, 2, 3, 3), real(6), [1, 1], [1, 1], [1, 1], 2)),

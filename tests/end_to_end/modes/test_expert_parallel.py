@@ -14,7 +14,7 @@ from partitioner import ConfigError, Constraints, PartitionedModel
 from partitioner.reports.communication.collectives import sent_by_kind
 from passes.ir.comm.primitives import COLLECTIVES, all_reduce, all_to_all
 from tests.passes.emit.test_communication_counts import collectives_of
-from tests.support.models.attention.experts import CAPACITY, EXPERTS, ROUTED, WIDTH
+from tests.support.models.attention.experts import CAPACITY, DROPLESS, EXPERTS, ROUTED, WIDTH
 from tests.support.models.case import BATCH_SIZE
 from tests.support.running.transparency import (
     Difference,
@@ -160,6 +160,50 @@ def test_a_plan_with_experts_is_read_back() -> None:
     again = make_partitioned(second, mode="data", devices=2, plan=type(pm.plan).from_json(pm.plan.to_json()))
     with torch.no_grad():
         assert compare_values(pm(*first.args), again(*first.args), 0.0) is None
+
+
+# -- routing without capacity: as many tokens for each expert as chose it ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "axes"),
+    [
+        ({"data": 2, "tensor": 2}, 4, {}),
+        ("pipeline", 2, {}),
+        *(
+            pytest.param(mode, devices, axes, marks=pytest.mark.slow)
+            for mode, devices, axes in (
+                ("data", 2, {}),
+                ("fsdp", 2, {}),
+                ("tensor", 3, {"ffn": "tensor"}),
+                ("tensor", 2, {"experts": "tensor"}),
+                ({"pipeline": 2, "tensor": 2}, 4, {}),
+            )
+        ),
+    ],
+)
+def test_dropless(mode: str | Mapping[str, int], devices: int, axes: Mapping[str, str]) -> None:
+    constraints = Constraints(axes=axes) if axes else None
+    assert first_difference(DROPLESS, mode=mode, devices=devices, constraints=constraints) is None
+
+
+def test_a_pipeline_cuts_the_batch_of_dropless_experts() -> None:
+    pm = make_partitioned(DROPLESS.build(), mode="pipeline", devices=2, n_microbatches=4, schedule="1F1B")
+    assert pm.plan.n_microbatches == 4
+    assert not any("rows of the batch meet" in note for note in pm.plan.notes)
+
+
+def test_dropless_experts_are_cut_like_a_feed_forward_layer() -> None:
+    """Columns, then rows: of the activations, one sum forward, and backward those of the tokens and of their weights."""
+    instance = DROPLESS.build()
+    pm = make_partitioned(instance, mode="tensor", devices=2, constraints=Constraints(axes={"ffn": "tensor"}))
+    pm.train_step(*instance.args, target=instance.target, loss_fn=DROPLESS.loss_fn)
+    found = list(collectives_of(pm.graph(0).graph))
+    assert {each.kind for each in found} == {all_reduce}
+    assert sum(not each.backward for each in found) == 2
+    held = {name: tuple(parameter.shape) for name, parameter in pm.named_parts(0)}
+    assert held["mixtures.0.up"] == (EXPERTS, 10, WIDTH)
+    assert held["mixtures.0.down"] == (EXPERTS, 5, WIDTH)
 
 
 def test_other_axes_are_not_cut_over_replicas() -> None:

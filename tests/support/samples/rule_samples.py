@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 from tests.support.samples.rule_samples_shapes import along, indexing, pieces, views
 from tests.support.samples.rule_samples_values import Sample, flags, positive, real, whole
 
@@ -83,6 +84,10 @@ def products() -> Iterator[Sample]:
     yield Sample(aten.einsum.default, "bhid,bhjd->bhij", [real(2, 3, 4, 5), real(2, 3, 6, 5)])
     yield Sample(aten.einsum.default, "bii,i->b", [real(3, 4, 4), real(4)])
     yield Sample(aten.einsum.default, "i,j,k->ijk", [real(3), real(4), real(5)])
+    for group in (whole(3, 7), whole(9, 7) - 2):  # also of groups without a matrix
+        yield Sample(grouped_mm, real(7, 6), real(3, 6, 5), group)
+        yield Sample(grouped_mm, real(7, 6), real(3, 5, 6), group, transposed=True)
+        yield Sample(grouped_outer, real(7, 6), real(7, 5), group, 3)
 
 
 def attention() -> Iterator[Sample]:

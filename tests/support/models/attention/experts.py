@@ -11,13 +11,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from importlib.metadata import version
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, mean_squared_error, real
 
-__all__ = ["CAPACITY", "CASES", "EXPERTS", "LENGTH", "ROUTED", "WIDTH", "Mixture"]
+__all__ = [
+    "CAPACITY", "CASES", "DROPLESS", "EXPERTS", "LENGTH", "ROUTED", "WIDTH", "Dropless", "Mixture", "back_by_inverse", "ends_by_histogram",
+]  # fmt: skip
+
+if int(version("transformers").partition(".")[0]) >= 5:
+    import transformers.integrations.moe  # noqa: F401  it defines the operator
+else:
+    from tests.support.models.attention import grouped_mm_fallback  # noqa: F401  it does, too
+
+grouped_mm = torch.ops.transformers.grouped_mm_fallback
+"""The product of transformers 5 for sorted rows, where torch's own (bfloat16 alone, when it is traced) does not fit."""
+
+WayBack = Callable[[Tensor, Tensor, int], Tensor]
+"""(order, sorted rows, rows of a token) -> the sum of the rows of each token."""
 
 WIDTH = 6
 LENGTH = 5
@@ -90,6 +105,50 @@ class RoutedByIndex(Routed):
         return nn.functional.pad(given, (0, 0, 0, 1)).gather(1, slot)
 
 
+class Dropless(nn.Module):
+    """Each token goes to its two best experts, however many tokens they have: sorted by expert, in two products of groups, and back.
+
+    As transformers 5 and torchtitan write it.
+    """
+
+    def __init__(self, width: int = WIDTH, *, back: WayBack | None = None, ends: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.best, self.back, self.ends, inside = 2, back or back_by_inverse, ends or ends_by_histogram, 10
+        self.gate = nn.Linear(width, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * inside, width) / width**0.5)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * inside))
+        self.down = nn.Parameter(torch.randn(EXPERTS, inside, width) / inside**0.5)
+
+    def sort(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts in the order of the rows, and that order."""
+        return chosen.sort()
+
+    def hidden(self, y: Tensor) -> Tensor:
+        """What becomes of the sorted rows between the two products."""
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        scores, chosen = self.gate(tokens).softmax(dim=-1).topk(self.best, dim=-1)
+        keys, order = self.sort(chosen.flatten())
+        ends = self.ends(keys)
+        gate, up = (grouped_mm(tokens[order // self.best], self.up.transpose(1, 2), ends) + self.up_bias[keys]).chunk(2, dim=-1)
+        y = grouped_mm(self.hidden(F.silu(gate) * up), self.down, ends) * scores.flatten()[order].unsqueeze(-1)
+        return self.back(order, y, self.best).view_as(x)
+
+
+def back_by_inverse(order: Tensor, y: Tensor, best: int) -> Tensor:
+    """As transformers writes it."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0])
+    return y[inverse].unflatten(0, (-1, best)).sum(1)
+
+
+def ends_by_histogram(keys: Tensor) -> Tensor:
+    """Where the tokens of each expert end, as transformers counts them."""
+    return torch.histc(keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
+
+
 class Residual(nn.Module):
     """Two mixtures, each behind a normalisation and beside what it reads."""
 
@@ -114,6 +173,8 @@ def _target(generator: Generator, batch_size: int) -> Tensor:
 
 
 CASES = (Case("mixture_of_experts", Residual, _tokens, _target, mean_squared_error),)
+
+DROPLESS = Case("dropless", lambda: Residual(Dropless), _tokens, _target, mean_squared_error)
 
 ROUTED = {
     "products": Case("routed_by_products", lambda: Residual(RoutedByProducts), _tokens, _target, mean_squared_error),
