@@ -91,6 +91,11 @@ _KINDS = (
     ),
 )
 
+_EXPERTS_REMEDY = (
+    "visit all experts, not only those that some token chose: sort the tokens by expert and multiply them with "
+    "torch.nn.functional.grouped_mm (in bfloat16), as transformers does in every dtype from version 5 on (pip install 'transformers>=5'); "
+    "or let every expert compute every token, and multiply what a token did not choose by zero (examples/mixtral_experts.py)"
+)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SIZE_REMEDY = (
     "keep all elements and choose among them: torch.where(mask, x, 0), or a product with the mask, in the place of x[mask], nonzero, "
@@ -114,12 +119,23 @@ def trace_error(model: nn.Module, error: Exception) -> TraceError:
     message = _first_line(error)
     for kind in _KINDS:
         if kind.matches(error):
-            return TraceError(f"{name} cannot be traced: it {kind.problem.format(error=message)}", place=place, remedy=kind.remedy)
+            remedy = _EXPERTS_REMEDY if kind in _KINDS[1:3] and _has_experts(model, place) else kind.remedy
+            return TraceError(f"{name} cannot be traced: it {kind.problem.format(error=message)}", place=place, remedy=remedy)
     return TraceError(
         f"{name} cannot be traced with the example inputs: {type(error).__name__}: {message}",
         place=place,
         remedy="call the model itself with the example inputs; if that works, that line does what torch.export does not support",
     )
+
+
+def _has_experts(model: nn.Module, place: Place) -> bool:
+    """Return whether a module is one of experts, or has some, by its name and the names of what it has."""
+    if place.module is None:
+        return False
+    module = model.get_submodule(place.module)
+    own = (name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False)))
+    names = (type(module).__name__, place.module.rpartition(".")[2], *own)
+    return any(word in name.lower() for name in names for word in ("expert", "moe"))
 
 
 def why_fixed(error: Exception | None) -> str:
