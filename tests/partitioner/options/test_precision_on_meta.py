@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -214,3 +215,23 @@ def test_memory_counts_the_bytes_of_the_precision() -> None:
     whole, mixed = (planned(precision).simulate().memory[0] for precision in (None, "bf16-mixed"))
     assert mixed.parameters == whole.parameters
     assert mixed.activations < 0.9 * whole.activations
+
+
+# -- a model of transformers, as it comes --------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_llama_405b_with_the_default_cache() -> None:
+    """Two of its 126 blocks, with its vocabulary: 10 billion parameters."""
+    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=128256, num_hidden_layers=2))
+        tokens = torch.zeros(16, 4096, dtype=torch.int64)
+    assert model.config.use_cache
+    mode = {"pipeline": 2, "tensor": 2}
+    pm = partition(model, 4, mode, example_kwargs={"input_ids": tokens}, precision="bf16-mixed", cluster="h200:1x4", progress=False)
+    simulation = pm.simulate()
+    flops = 3 * 2 * tokens.numel() * 2 * 16384 * (2 * 16384 + 2 * 1024 + 3 * 53248)  # of the blocks' projections, forward and backward
+    assert flops / 4 / 1e15 < simulation.step_time < 10 * flops / 4 / 1e15
+    assert len(simulation.peak_memory) == 4
+    with pytest.raises(ConfigError, match="meta device"):
+        pm(input_ids=tokens)
