@@ -46,7 +46,7 @@ from passes.ir.schedule import Schedule
 from passes.normalize.loss_alone import return_alone
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.mean_to_sum import with_totals
-from passes.spmd.shard_stages import StagedCut, cut_by_plan
+from passes.spmd.shard_stages import StagedCut, StoredLayouts, cut_by_plan
 from passes.stages.boundary_layouts import mark_boundaries
 from passes.stages.split import StageGraph
 from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
@@ -108,7 +108,7 @@ class Lowered:
     Attributes:
         plan: the plan to lower.
         graph: the whole model.
-        stored_like: another sharding by the same plan, whose layouts of parameters, buffers and constants ``shard`` uses; None: it chooses.
+        stored: layouts of parameters, buffers and constants that ranks store already; ``shard`` chooses those that are missing.
         cut: the sharded model.
         stages: (pipeline, replica) -> the stages for the ranks with that index in round-robin stages; equal ones are one object.
         programs: (pipeline, program) of each rank: a rank of its pipeline, or after ``place``, a rank of the mesh.
@@ -117,7 +117,7 @@ class Lowered:
 
     plan: Plan
     graph: ModelGraph
-    stored_like: StagedCut | None = None
+    stored: StoredLayouts | None = None
     cut: StagedCut | None = None
     stages: Mapping[tuple[int, int], LoweredStages] = field(default_factory=dict)
     programs: tuple[tuple[int, Program], ...] = ()
@@ -175,7 +175,7 @@ def boundary_layouts(lowered: Lowered, _: Target) -> Lowered:
 
 def shard(lowered: Lowered, target: Target) -> Lowered:
     """Shard the model over the mesh."""
-    return replace(lowered, cut=cut_by_plan(lowered.graph, lowered.plan, target.results, rows=target.rows, like=lowered.stored_like))
+    return replace(lowered, cut=cut_by_plan(lowered.graph, lowered.plan, target.results, rows=target.rows, stored=lowered.stored))
 
 
 def split(lowered: Lowered, target: Target) -> Lowered:

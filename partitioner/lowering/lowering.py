@@ -78,6 +78,11 @@ class Lowering:
         """The model in front of sharding."""
         return self._sharded.graph
 
+    def part(self, rank: int) -> ModelGraph:
+        """Return the sharded graph that a rank's stages are split from."""
+        number = next(number for number, ranks in enumerate(self._sharded.pipelines) if rank in ranks)
+        return self._sharded.parts[number][self._sharded.pipelines[number].index(rank)]
+
     @property
     def n_stage_ranks(self) -> int:
         """How many ranks a pipeline has."""

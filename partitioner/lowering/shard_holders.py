@@ -17,7 +17,7 @@ from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 from passes.normalize.loss_alone import own_loss
 from passes.pipeline import Lowered, Lowerer, Target
-from passes.spmd.shard_stages import StagedCut
+from passes.spmd.shard_stages import StagedCut, StoredLayouts
 from passes.spmd.shards import Block
 
 __all__ = ["PlanCuts"]
@@ -30,15 +30,15 @@ class PlanCuts:
         graph: the model.
         plan: by which it is cut.
         traced_for: traces the model for a number of rows, used if its graph is fixed to one batch size; for None, as it was traced.
-        stored_like: the cut of another trace, whose layouts of parameters, buffers and constants are used; None: choose them.
+        stored: layouts of tensors that ranks store already; None: choose them.
     """
 
     def __init__(
-        self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int | None], ModelGraph], stored_like: StagedCut | None = None
+        self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int | None], ModelGraph], stored: StoredLayouts | None = None
     ) -> None:
         self._graph, self._plan = graph, plan
         self.traced_for = functools.cache(traced_for)
-        lowerer = Lowerer(Lowered(plan, graph, stored_like=stored_like))
+        lowerer = Lowerer(Lowered(plan, graph, stored=stored))
         self.plan_cut = self._cut(lowerer, Target(loss_output=own_loss(graph) if graph.training else None))
         self._lowerers: dict[int | None, Lowerer] = {}
 
@@ -53,7 +53,7 @@ class PlanCuts:
         """Return the lowerer and the target of one variant of the model."""
         size = variant.batch_size
         if size not in self._lowerers:
-            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), stored_like=self.plan_cut))
+            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), stored=self.plan_cut.stored))
         if size is not None and variant.whole_batch not in (None, size):
             self._check_microbatches(size, variant.whole_batch)
         return self._lowerers[size], Target(variant.loss_output, variant.in_parts, variant.results, variant.rows)

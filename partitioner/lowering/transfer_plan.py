@@ -13,16 +13,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from passes.analysis.axes import TensorAxes
 from passes.analysis.merge_axes import find_axes_to_cut
 from passes.graph.fingerprint import target_name
 from passes.graph.provenance import module_path
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.layout import Layout, Placement, Replicate, Shard
 from passes.ir.plan import Plan, Stage
-from passes.spmd.shard_graph import CutModel
-from passes.spmd.shard_stages import StagedCut
+from passes.spmd.shard_stages import StagedCut, StoredLayouts, StoredShards
 
 __all__ = ["stored_as_in", "transferred_plan"]
 
@@ -66,38 +63,32 @@ def transferred_plan(plan: Plan, before: ModelGraph, after: ModelGraph, *, fixed
     return moved.predicted(notes=(*plan.notes, note))
 
 
-def stored_as_in(like: StagedCut, before: ModelGraph, after: ModelGraph) -> StagedCut:
-    """Return ``like`` with the layouts of parameters and buffers in terms of another trace; its constants are replicated.
+def stored_as_in(like: StagedCut, before: ModelGraph, after: ModelGraph) -> StoredLayouts:
+    """Return the layouts of parameters and buffers of ``like`` by their names in another trace; its constants are replicated.
 
     Raises:
         ConfigError: a sharded parameter has other axes in the other trace.
     """
     old = {name: placeholder for placeholder, name in (*before.parameters.items(), *before.buffers.items())}
+    same = {placeholder: old[name] for placeholder, name in (*after.parameters.items(), *after.buffers.items())}
     axes = find_axes_to_cut(after, like.mesh)
+    moved: list[dict[str, StoredShards]] = []
+    for cut, shards in zip(like.of_places, like.stored.of_places, strict=True):
+        whole: StoredShards = (None,) * len(cut.cut.mesh.names)
+        moved.append({placeholder: shards[each] for placeholder, each in same.items() if each in shards})
+        for placeholder, stored in moved[-1].items():
+            for dimension, _ in filter(None, stored):
+                if len(cut.axes.of(same[placeholder])[dimension]) != len(axes.of(placeholder)[dimension]):
+                    raise _lacks_axis({**after.parameters, **after.buffers}[placeholder])
+        moved[-1].update(dict.fromkeys(after.constants, whole))
+    return StoredLayouts(tuple(moved))
 
-    def moved(cut: CutModel) -> CutModel:
-        stored: dict[str, Layout] = dict.fromkeys(after.constants, (Replicate(),) * len(cut.cut.mesh.names))
-        for placeholder, name in (*after.parameters.items(), *after.buffers.items()):
-            if old[name] in cut.layouts.stored:
-                dimensions = cut.axes.of(old[name]), axes.of(placeholder)
-                stored[placeholder] = tuple(_moved(place, *dimensions, name) for place in cut.layouts.stored[old[name]])
-        return dataclasses.replace(cut, layouts=dataclasses.replace(cut.layouts, stored=stored))
 
-    cuts = {id(cut): moved(cut) for cut in like.of_places}
-    return dataclasses.replace(like, of_places=tuple(cuts[id(cut)] for cut in like.of_places))
-
-
-def _moved(place: Placement, before: TensorAxes, after: TensorAxes, name: str) -> Placement:
-    """Return a placement of a tensor in terms of the axes of another trace, which has an axis at the same place."""
-    if not isinstance(place, Shard):
-        return place
-    own, others = before[place.dimension], after[place.dimension]
-    if len(own) != len(others):
-        raise ConfigError(
-            f"{name} is sharded along an axis that it does not have in these modes",
-            remedy="partition the model in these modes, and load pm.full_state_dict() into it",
-        )
-    return Shard(others[own.index(place.axis)], place.dimension)
+def _lacks_axis(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} is sharded along an axis that it does not have in these modes",
+        remedy="partition the model in these modes, and load pm.full_state_dict() into it",
+    )
 
 
 def _with_what_is_new(first: str, keys: Sequence[tuple[str, _Key]], known: Container[_Key]) -> str:

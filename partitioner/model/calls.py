@@ -117,7 +117,7 @@ class Calls:
         """Run the program of every rank of this process; return rank -> result.
 
         Args:
-            extra: rank -> arguments of its program besides inputs of the model.
+            extra: rank -> arguments of its program besides inputs of the model, and its parts of resident inputs.
 
         Raises:
             ConfigError: the call lacks an input that a rank reads.
@@ -125,7 +125,8 @@ class Calls:
         arguments: dict[int, dict[str, Any]] = {}
         for rank in self._runtime.local_ranks:
             names = programs.programs[rank].placeholders
-            lacking = [leaf.name for leaf in self._graph.inputs if leaf.placeholder in names and leaf.placeholder not in inputs.tensors]
+            needed = (leaf for leaf in self._graph.inputs if leaf.placeholder in names and not leaf.resident)
+            lacking = [leaf.name for leaf in needed if leaf.placeholder not in inputs.tensors]
             if lacking:
                 with self._runtime.failing_together():
                     raise missing_inputs(lacking)

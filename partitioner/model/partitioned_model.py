@@ -20,6 +20,8 @@ from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.autograd import tracked_forward
 from partitioner.model.calls import Calls
+from partitioner.model.generation.decoder import Decoder
+from partitioner.model.generation.generate import generate
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
@@ -27,7 +29,6 @@ from partitioner.model.module.copies import Pickled, copied_form, copied_session
 from partitioner.model.module.modes import Form, modes_of, session_in_modes
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, build_structure, refuse_replaced, registered_tensors
-from partitioner.model.record import Recording, record
 from partitioner.model.replan import Replanned, replan
 from partitioner.model.session import Session
 from partitioner.model.simulate import simulate
@@ -46,6 +47,7 @@ from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.compiled.numbered_models import number_of
+from partitioner.runtime.record import Recording, record
 from partitioner.runtime.state.checkpoint.dtensors import DTensorState
 from partitioner.runtime.state.clip_grad_norm import gradient_norm, scale_gradients
 from partitioner.runtime.state.gather import GatheredState, separated
@@ -87,6 +89,7 @@ class PartitionedModel(ModuleInPlan):
         self._gathered = GatheredState(session.state, session.runtime)
         self._dtensors = DTensorState(session.state, session.runtime, self._gathered, session.plan.grid)
         self._optimizer_states = OptimizerStates(session.state, session.runtime)
+        self._decoders: list[Decoder] = []  # none before the first generate()
         self._prices: tuple[Pinned, ...] | None = None
         self.calls = self._forms[session.tracing.modes].calls
         """Of the modes that it was partitioned in: compiled code expects results like these."""
@@ -171,6 +174,24 @@ class PartitionedModel(ModuleInPlan):
         _backward_of_inputs(inputs.tensors, self._calls.input_gradient_names(differentiation.inputs), gradients)
         assert isinstance(loss, Tensor)
         return loss
+
+    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        """Return what ``model.generate(input_ids, **kwargs)`` of transformers returns, computed by the ranks.
+
+        Each rank caches the keys and values of its own heads, layers and rows. Prompts of any length and batches of any size are served,
+        up to the number of positions of the model. Programs are lowered for lengths that are powers of two, when first needed.
+
+        Args:
+            input_ids: (batch, tokens), the same on every rank.
+            kwargs: those of ``model.generate``: ``max_new_tokens``, ``attention_mask`` (0 for padding, in front), ``eos_token_id``,
+                ``pad_token_id``, ``do_sample``, ``num_beams``, ``streamer``, ``generation_config``, ...
+
+        Raises:
+            AttributeError: the model has no ``generate``.
+            ConfigError: an argument is not supported, or there are more tokens than positions.
+        """
+        is_training = any(part.training for part in self._parts)
+        return generate(self._first, self._decoders, is_training, input_ids, kwargs)
 
     @property
     def _form(self) -> Form:

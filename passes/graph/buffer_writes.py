@@ -1,7 +1,8 @@
-"""Declared writes: the only calls of a graph that write memory are those that give a buffer its new value.
+"""Declared writes: the only calls of a graph that write memory are those that give a buffer, or a resident input, its new value.
 
-    y, n = ...                         forward(batch, x)       the last forward of a step, or the only one
-    copy_ = aten.copy_(buffer, n)      a declared write
+    y, n = ...                                                     forward(batch, x)     the last forward of a step, or the only one
+    copy_ = aten.copy_(buffer, n)                                  a declared write
+    keys_1 = aten.index_copy_(keys, 2, position, new_keys)         a declared write of a part of a resident input: a cache
 
 With microbatches each forward returns the new value after its outputs instead, and one write at the end of the step combines them
 (``ModelGraph.updates``): the buffer is then as after one forward of the whole batch.
@@ -23,6 +24,8 @@ from passes.ir.errors import VerificationError
 __all__ = ["declared_writes", "returning_writes", "verify_writes", "writing_module"]
 
 aten = torch.ops.aten
+
+_WRITES = frozenset({aten.copy_.default, aten.index_copy_.default})
 
 
 def declared_writes(graph: fx.Graph, names: Collection[str] | None = None) -> dict[str, fx.Node]:
@@ -51,7 +54,7 @@ def verify_writes(graph: fx.Graph, phase: str, *, owns_memory: bool = False) -> 
         if node.op != "call_function":
             continue
         written = mutated_arguments(node)
-        may_write_buffers = node.target is aten.copy_.default or writes_statistics(node)
+        may_write_buffers = node.target in _WRITES or writes_statistics(node)
         if not written or (may_write_buffers and all(map(_is_placeholder, written))):
             continue
         if owns_memory:

@@ -38,6 +38,8 @@ class Input:
         dtype: None for a constant.
         batch_dim: the dimension that holds the batch; None when it has none.
         memory_order: its dimensions, outermost in memory first, in a graph that draws random numbers; None in others.
+        resident: whether ranks keep it from call to call, sharded as its readers prefer, and forward writes it in place (a key-value
+            cache): a program takes the rank's own part.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Input:
     dtype: torch.dtype | None
     batch_dim: int | None
     memory_order: tuple[int, ...] | None = None
+    resident: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,11 @@ class ModelGraph:
     @property
     def graph(self) -> fx.Graph:
         return self.module.graph
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """The placeholders of resident inputs."""
+        return tuple(leaf.placeholder for leaf in self.inputs if leaf.resident and leaf.placeholder is not None)
 
     @property
     def returned(self) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def assign_layouts(
         assigned: mesh dimension -> the axes that it cuts, the most expensive first.
         rows: mesh dimensions over which inputs and results with a batch are sharded by rows; every other result is returned whole.
         results: the form of results: ``"whole"`` replicates all; for ``"loss"``, results without rows are Varying.
-        stored: the layouts of parameters, buffers and constants; None: their readers decide.
+        stored: the layouts of parameters, buffers and constants; their readers decide those that are missing. None: all of them.
         value_bytes: those of the graph, if it is walked often.
         attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
     """
@@ -166,10 +166,14 @@ class LayoutWalk:
     # -- inputs and results of the graph -------------------------------------------------------------------------------------------
 
     def placeholder(self, node: fx.Node) -> None:
-        """Shard an input by rows or replicate it; leave the layout of a weight to its readers, unless it is stored or updated."""
+        """Shard an input by rows or replicate it; leave the layout of a weight to its readers, unless it is stored or updated.
+
+        That of a resident input is treated likewise over the mesh dimensions that do not shard rows.
+        """
+        stored = None if self.stored is None else self.stored.get(node.name)
         if node.name in self.weights:
             undecided: list[Placement | None] = [_WHOLE if node.name in self.graph.updates else None] * len(self.mesh)
-            self.current[node.name, 0] = undecided if self.stored is None else list(self.stored[node.name])
+            self.current[node.name, 0] = undecided if stored is None else list(stored)
             return
         if not isinstance(node.meta.get("val"), Tensor):
             return
@@ -177,6 +181,10 @@ class LayoutWalk:
         layout = self._row_layout(node.name, None if leaf is None else leaf.batch_dim, Replicate())
         self.results[node.name] = (layout,)
         self.current[node.name, 0] = list(layout)
+        if leaf is not None and leaf.resident:
+            decided = stored or (None,) * len(self.mesh)
+            by_dimension = zip(self.mesh, layout, decided, strict=True)
+            self.current[node.name, 0] = [by_rows if name in self.rows else place for (name, _), by_rows, place in by_dimension]
 
     def output(self, node: fx.Node) -> None:
         """Read each result of the model in the layout in which it is returned: sharded by rows, varying (for a loss) or replicated."""
@@ -303,7 +311,7 @@ class LayoutWalk:
         """Return whether a call can run on partial sums: it is linear in them, reads them alone, and its result is no larger."""
         partial = {position for position, placement in enumerate(call.current) if placement == Partial()}
         value = call.node.meta["val"]
-        if not partial or call.loops is None or not isinstance(value, Tensor):
+        if not partial or call.loops is None or not isinstance(value, Tensor) or mutated_arguments(call.node):
             return False
         if partial not in [set(linear) for linear in call.loops.linear]:
             return False
@@ -486,9 +494,12 @@ class LayoutWalk:
 
     def layouts(self) -> Layouts:
         """Return the layouts of all values, those of parameters and buffers decided by their uses."""
-        stored = {name: self._stored(name, uses) for name, uses in self.uses.items()} if self.stored is None else dict(self.stored)
+        given = self.stored or {}
+        stored = {name: given[name] if name in given else self._stored(name, uses) for name, uses in self.uses.items()}
         varying = {name: self._varying(stored[name], uses) for name, uses in self.uses.items() if name in self.graph.parameters}
         self.results.update({name: (layout,) for name, layout in stored.items()})
+        for name in self.graph.resident:
+            self.results[name] = (tuple(place or Replicate() for place in self.current[name, 0]),)
         return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying, rings=dict(self._rings))
 
     def _varying(self, stored: Layout, uses: Sequence[Layout]) -> frozenset[int]:

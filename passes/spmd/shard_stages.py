@@ -12,18 +12,55 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
+from passes.analysis.axes import Axes
 from passes.analysis.axis_names import axes_named, axis_names
 from passes.analysis.merge_axes import find_axes_to_cut
 from passes.ir.comm.halo_strategy import ends_of
+from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.layout import BATCH
+from passes.ir.layout import BATCH, Layout, Placement, Replicate, Shard
 from passes.ir.mesh import ROWS, STORED, Mesh, pipelines
 from passes.ir.plan import Plan
 from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from passes.spmd.shards import Block
 
-__all__ = ["StagedCut", "cut_by_plan"]
+__all__ = ["StagedCut", "StoredLayouts", "StoredShards", "cut_by_plan"]
+
+StoredShards: TypeAlias = tuple[tuple[int, int] | None, ...]
+"""For each mesh dimension, the dimension of a stored tensor that it shards, and the index of the axis in it; None: it shards none."""
+
+
+@dataclass(frozen=True)
+class StoredLayouts:
+    """Layouts of stored tensors in terms of their dimensions: graphs number axes differently, the tensors are the same.
+
+    Attributes:
+        of_places: for each pipeline position, parameter, buffer, constant or resident input -> how it is sharded, rows excepted.
+    """
+
+    of_places: tuple[Mapping[str, StoredShards], ...]
+
+    def at(self, place: int, graph: ModelGraph, axes: Axes) -> dict[str, Layout]:
+        """Return the layouts at a pipeline position of those stored tensors that a graph has."""
+        shards = self.of_places[place]
+        names = (*graph.parameters, *graph.buffers, *graph.constants, *graph.resident)
+        return {name: tuple(_placement(axes, name, each) for each in shards[name]) for name in names if name in shards}
+
+
+def _placement(axes: Axes, name: str, shard: tuple[int, int] | None) -> Placement:
+    """Return the placement of a stored tensor that is sharded along one axis of one dimension."""
+    if shard is None:
+        return Replicate()
+    dimension, index = shard
+    of_dimension = axes.of(name)[dimension]
+    if index >= len(of_dimension):
+        raise PartitionError(
+            f"{name} is stored sharded along axis {index} of its dimension {dimension}, where this graph has {len(of_dimension)}",
+            remedy="this is a defect of the axes analysis; please report it with the model",
+        )
+    return Shard(of_dimension[index], dimension)
 
 
 @dataclass(frozen=True)
@@ -49,6 +86,11 @@ class StagedCut:
         return self.mesh.cutting.size > 1
 
     @cached_property
+    def stored(self) -> StoredLayouts:
+        """Return how parameters, buffers, constants and resident inputs are sharded in storage."""
+        return StoredLayouts(tuple(map(_stored_shards, self.of_places)))
+
+    @cached_property
     def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
         """Return for each pipeline (``passes.ir.mesh.pipelines``) the sharded graphs of its ranks, by pipeline position."""
         return tuple(
@@ -65,13 +107,30 @@ class StagedCut:
         return self.mesh.cutting_at(place).rank(self.mesh.coordinate(rank))
 
 
-def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True, like: StagedCut | None = None) -> StagedCut:
+def _stored_shards(model: CutModel) -> dict[str, StoredShards]:
+    """Return how each stored tensor of a sharded model is sharded; the shards of a resident input by rows are left out."""
+    graph, axes, layouts = model.graph, model.axes, model.layouts
+    names = (*graph.parameters, *graph.buffers, *graph.constants)
+    stored = {name: layouts.stored[name] for name in names if name in layouts.stored}
+    for name in graph.resident if layouts.mesh else ():
+        pairs = zip(layouts.mesh, layouts.results[name][0], strict=True)
+        stored[name] = tuple(Replicate() if dimension in model.cut.rows else place for (dimension, _), place in pairs)
+
+    def shard(name: str, place: Placement) -> tuple[int, int] | None:
+        return (place.dimension, axes.of(name)[place.dimension].index(place.axis)) if isinstance(place, Shard) else None
+
+    return {name: tuple(shard(name, place) for place in layout) for name, layout in stored.items()}
+
+
+def cut_by_plan(
+    graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True, stored: StoredLayouts | None = None
+) -> StagedCut:
     """Shard a model for the stages of a plan.
 
     Args:
         results: whether ranks return whole results or those of their own rows.
         rows: False replicates the batch, if the mesh does not divide it.
-        like: the result for another graph of the same plan, whose layouts of parameters, buffers and constants are used; None: choose them.
+        stored: layouts of tensors that ranks store already; those that are missing are chosen. None: all are.
     """
     mesh = plan.grid
     axes = find_axes_to_cut(graph, mesh)
@@ -86,8 +145,8 @@ def cut_by_plan(graph: ModelGraph, plan: Plan, results: Results = "rows", *, row
             if dimension in assigned and (rows or dimension not in ROWS or not name.startswith(BATCH)):
                 assigned[dimension] += axes_named(name, names)
         cut_rows = tuple(name for name in over.names if name in ROWS) if rows else ()
-        stored = tuple(name for name in over.names if name in STORED)
-        cut = AxisCut(over, assigned, cut_rows, stored, plan.batchnorm == "local", wide, overlapped, plan.attention)
-        stored_layouts = like.of_places[place].layouts.stored if like is not None and over.size > 1 else None
+        stored_over = tuple(name for name in over.names if name in STORED)
+        cut = AxisCut(over, assigned, cut_rows, stored_over, plan.batchnorm == "local", wide, overlapped, plan.attention)
+        stored_layouts = stored.at(place, graph, axes) if stored is not None and over.size > 1 else None
         models[over] = cut_axes(graph, axes, cut, results, stored_layouts)
     return StagedCut(mesh, tuple(models[over] for over in submeshes))

@@ -34,7 +34,7 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
-from passes.spmd.shard_stages import StagedCut
+from passes.spmd.shard_stages import StoredLayouts
 
 __all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_in_modes", "session_of_trace", "traced"]
 
@@ -151,14 +151,14 @@ def session_of_trace(first: Session, graph: ModelGraph, plan: Plan, tracing: Tra
     return _session(first.original, graph, plan, runtime, state, cuts, first.assumed, tracing)
 
 
-def _cuts(model: nn.Module, graph: ModelGraph, plan: Plan, tracing: Tracing, stored_like: StagedCut | None = None) -> PlanCuts:
+def _cuts(model: nn.Module, graph: ModelGraph, plan: Plan, tracing: Tracing, stored: StoredLayouts | None = None) -> PlanCuts:
     """Return the cuts of a trace by a plan; a batch size that the trace does not serve is traced in the same modes."""
 
     def trace_again(rows: int | None) -> ModelGraph:
         graph = traced(model, tracing, rows)
         return fixed_for(graph, plan) if rows is None else graph
 
-    return PlanCuts(graph, plan, trace_again, stored_like)
+    return PlanCuts(graph, plan, trace_again, stored)
 
 
 def _session(

@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from partitioner import partition
+from partitioner import ConfigError, Constraints, partition
+from tests.support.models.language import causal_model
 from tests.support.models.switched import switched
 
-__all__ = ["copy_differences", "mode_differences"]
+__all__ = ["copy_differences", "generated", "mode_differences"]
 
 
 def mode_differences() -> str:
@@ -66,3 +69,19 @@ def copy_differences() -> str:
             results = [module.eval()(x) for module in (expected, average, copy.deepcopy(average.module), restored)]
         found += "" if all(torch.allclose(each, results[0]) for each in results) else f"{mode} differs; "
     return found
+
+
+def generated(mode: Any) -> tuple[bool, str]:
+    """Return whether the tokens of this rank are the model's, and the refusal of sampling."""
+    model = causal_model("gpt2")
+    constraints = Constraints(split_spec={"transformer.h.1": "beginning"}) if "pipeline" in mode else None
+    example = (torch.zeros(4, 8, dtype=torch.long),)
+    pm = partition(model, int(os.environ["WORLD_SIZE"]), mode, example_inputs=example, constraints=constraints)
+    ids = torch.randint(1, 64, (2, 5), generator=torch.Generator().manual_seed(1))
+    arguments: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+    equal = torch.equal(pm.generate(ids, **arguments), model.generate(ids, **arguments))
+    try:
+        pm.generate(ids, **{**arguments, "do_sample": True})
+    except ConfigError as error:
+        return equal, error.problem
+    return equal, ""

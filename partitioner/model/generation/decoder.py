@@ -1,0 +1,208 @@
+"""Decode with a partitioned model: programs of a chunk of tokens, and the cache of keys and values that they extend.
+
+    prompt of 11 tokens          chunk 0..15 (5 of them unused)        cache of 64 positions
+    each further token           chunk of one
+
+One program serves all chunks of one size for caches of one length. Sizes and lengths are powers of two, so that few programs serve all
+prompts; a cache that is full is copied into a longer one. Each rank holds its own part of the cache: the heads of its attention, the
+layers of its stages, the rows of its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from partitioner.lowering.lowering import Lowering
+from partitioner.lowering.same_weights import lower_with_weights, plan_with_weights
+from partitioner.lowering.transfer_plan import stored_as_in
+from partitioner.lowering.variants import Lowerings
+from partitioner.model.calls import Calls
+from partitioner.model.session import Session
+from partitioner.runtime.arguments import BoundInputs
+from partitioner.runtime.state.parameters import check_values
+from partitioner.tracing.cached_forward import cached_tensors, trace_cached_forward
+from passes.graph.symbolic_sizes import size_of
+from passes.ir.graph import ModelGraph
+from passes.ir.plan import Plan
+from passes.ir.program import at_batch
+from passes.spmd.shard_stages import StoredLayouts
+
+__all__ = ["Decoder", "Decoding"]
+
+_SHORTEST_CACHE = 64
+_LONGEST_CHUNK = 512
+_LENGTH_DIMENSION = 2
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """The programs of one chunk size and one cache length."""
+
+    graph: ModelGraph
+    plan: Plan
+    lowerings: Lowerings
+    calls: Calls
+
+
+@dataclass
+class Decoding:
+    """One batch of sequences that are decoded together.
+
+    Attributes:
+        length: positions of the cache.
+        caches: rank of this process -> placeholder -> its part of keys or values.
+        used: positions that hold a token, or padding in front of one.
+    """
+
+    length: int
+    caches: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    used: int = 0
+
+
+class Decoder:
+    """Lowers and runs the forwards that decode.
+
+    Args:
+        session: of the partitioned model, whose tensors the programs read.
+        limit: the most positions that the model takes; None: any number.
+    """
+
+    def __init__(self, session: Session, limit: int | None) -> None:
+        self._session = session
+        self.limit = limit
+        self._layers = cached_tensors(session.original, session.graph.autocast)
+        self._programs: dict[tuple[int, int], _Programs] = {}
+        self._stored: StoredLayouts | None = None
+
+    @property
+    def n_row_parts(self) -> int:
+        """Into how many parts the mesh cuts the batch."""
+        return self._session.lowerings.rows.count
+
+    def begin(self, length: int) -> Decoding:
+        """Return an empty cache for sequences of so many tokens; one that is too short grows."""
+        check_values(self._session.state)
+        self._session.state.refresh()
+        return Decoding(self._cache_length(length))
+
+    def _cache_length(self, length: int) -> int:
+        """Return a power of two that is long enough, or the most positions of the model."""
+        padded = max(_SHORTEST_CACHE, 1 << (length - 1).bit_length())
+        return padded if self.limit is None else min(padded, self.limit)
+
+    def extend(self, decoding: Decoding, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """Run the forward of further tokens; return the logits of the last one, (batch, 1, vocabulary), on every rank.
+
+        Args:
+            input_ids: (batch, tokens).
+            attention_mask: (batch, tokens up to here), 0 for padding.
+            position_ids: (batch, tokens).
+        """
+        end = decoding.used + input_ids.shape[1]
+        if end > decoding.length:
+            self._grow(decoding, end)
+        logits: Tensor | None = None
+        first = decoding.used
+        for start, count, size in _chunks(first, end, decoding.length):
+            columns = slice(start - first, start - first + count)
+            ids, positions = (_padded(tensor[:, columns], size) for tensor in (input_ids, position_ids))
+            logits = self._run(decoding, ids, attention_mask, positions, start, count)
+            decoding.used = start + count
+        assert logits is not None
+        return logits
+
+    def _run(self, decoding: Decoding, ids: Tensor, attention_mask: Tensor, positions: Tensor, start: int, count: int) -> Tensor:
+        """Run one chunk, of which ``count`` tokens count."""
+        batch, size = ids.shape
+        programs = self._programs_for(size, decoding.length)
+        mask = attention_mask.new_ones(batch, decoding.length)  # of later positions: the model leaves them out, as they are in the future
+        mask[:, : min(attention_mask.shape[1], start + count)] = attention_mask[:, : start + count]
+        places = torch.arange(start, start + size, device=ids.device)
+        last = torch.tensor([count - 1], device=ids.device)
+        leaves = (leaf.placeholder for leaf in programs.graph.inputs if not leaf.resident)
+        tensors = dict(zip(leaves, (ids, mask, positions, places, last), strict=True))
+        n_microbatches, lowering = programs.lowerings.for_batch(batch)
+        if not decoding.caches:
+            decoding.caches = {rank: dict(self._empty(lowering, rank, batch)) for rank in self._session.runtime.local_ranks}
+        inputs = BoundInputs({name: tensor for name, tensor in tensors.items() if name is not None}, batch, frozenset())
+        results = programs.calls.run(lowering, lowering.forward(n_microbatches), inputs, decoding.caches)
+        (logits,) = results[self._session.runtime.local_ranks[0]]
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def _empty(self, lowering: Lowering, rank: int, batch: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield a rank's part of each tensor of the cache that its stages extend, all zeros."""
+        device = self._session.runtime.devices[rank]
+        graph, read = lowering.part(rank), lowering.forward(1).programs[rank].placeholders
+        values = {node.name: node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"}
+        for name in graph.resident:
+            if name in read:
+                shape = [at_batch(size_of(size), batch // lowering.rows.count) for size in values[name].shape]
+                yield name, torch.zeros(shape, dtype=values[name].dtype, device=device)
+
+    def _grow(self, decoding: Decoding, length: int) -> None:
+        """Copy the cache into a longer one."""
+        decoding.length = self._cache_length(length)
+        for tensors in decoding.caches.values():
+            for name, tensor in tensors.items():
+                shape = list(tensor.shape)
+                shape[_LENGTH_DIMENSION] = decoding.length
+                tensors[name] = tensor.new_zeros(shape)
+                tensors[name].narrow(_LENGTH_DIMENSION, 0, tensor.shape[_LENGTH_DIMENSION]).copy_(tensor)
+
+    def reorder(self, decoding: Decoding, rows: Tensor) -> None:
+        """Let row ``i`` of the cache become the present row ``rows[i]``."""
+        for tensors in decoding.caches.values():
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.index_select(0, rows.to(tensor.device))
+
+    # -- programs ------------------------------------------------------------------------------------------------------------------
+
+    def _programs_for(self, size: int, length: int) -> _Programs:
+        """Return the programs of a chunk size and a cache length, lowered when first used."""
+        if (size, length) not in self._programs:
+            self._programs[size, length] = self._lower(size, length)
+        return self._programs[size, length]
+
+    def _lower(self, size: int, length: int) -> _Programs:
+        session = self._session
+        inputs = session.lowerings.rows.inputs
+        batch = 3 * self.n_row_parts  # no power of two, as chunks and caches are
+
+        def trace(rows: int | None) -> ModelGraph:
+            return trace_cached_forward(session.original, self._layers, batch, size, length, session.graph.autocast, rows)
+
+        graph = trace(None)
+        first = session.lowerings.for_batch(session.plan.batch_size)[1]
+        plan = plan_with_weights(graph, first, session.plan)
+        stored = stored_as_in(session.cuts.plan_cut, session.graph, graph) if self._stored is None else self._stored
+        lowerings = lower_with_weights(graph, plan, stored, session.state, trace, inputs, session.runtime.local_ranks)
+        if self._stored is None:  # all programs then keep the cache in the layout of the first
+            self._stored = lowerings.for_batch(batch)[1].cut.stored
+        calls = Calls(session.original, graph, session.runtime, session.state, lowerings.rows, session.dtype)
+        return _Programs(graph, plan, lowerings, calls)
+
+
+def _chunks(start: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first position, tokens and size of the chunks of some positions; sizes are powers of two, and end in the cache.
+
+    >>> list(_chunks(0, 11, 64)), list(_chunks(0, 11, 11))
+    ([(0, 11, 16)], [(0, 8, 8), (8, 2, 2), (10, 1, 1)])
+    """
+    while start < end:
+        size = min(_LONGEST_CHUNK, 1 << (end - start - 1).bit_length())
+        while start + size > length:
+            size //= 2
+        count = min(size, end - start)
+        yield start, count, size
+        start += count
+
+
+def _padded(tensor: Tensor, size: int) -> Tensor:
+    """Return (batch, tokens) with the last token repeated up to a number of tokens."""
+    missing = size - tensor.shape[1]
+    return torch.cat([tensor, tensor[:, -1:].expand(-1, missing)], 1) if missing > 0 else tensor
