@@ -35,7 +35,7 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
 from partitioner.tracing.inputs.example import find_example_inputs
-from partitioner.tracing.trace import trace
+from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError
@@ -244,7 +244,7 @@ def _convert_source(model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapp
 def _trace_source(source: _Source, training: bool | None, autocast: Autocast | None, steps: Progress) -> ModelGraph:
     """Trace the model; warn of side effects of its hooks, and note them in the graph."""
     with steps.step("tracing"):
-        graph = trace(source.model, source.args, source.kwargs, training, autocast=autocast)
+        graph = trace_model(source.model, source.args, source.kwargs, training, autocast).graph
     note = side_effect_note(source.model)
     if note is None:
         return graph

@@ -31,15 +31,22 @@ class PlanCuts:
         plan: by which it is cut.
         traced_for: traces the model for a number of rows, used if its graph is fixed to one batch size; for None, as it was traced.
         stored: layouts of tensors that ranks store already; None: choose them.
+        plan_cut: the cut of the planned graph, where this graph is for other sizes of the inputs; None: this is the planned one.
     """
 
     def __init__(
-        self, graph: ModelGraph, plan: Plan, traced_for: Callable[[int | None], ModelGraph], stored: StoredLayouts | None = None
+        self,
+        graph: ModelGraph,
+        plan: Plan,
+        traced_for: Callable[[int | None], ModelGraph],
+        stored: StoredLayouts | None = None,
+        plan_cut: StagedCut | None = None,
     ) -> None:
         self._graph, self._plan = graph, plan
         self.traced_for = functools.cache(traced_for)
         lowerer = Lowerer(Lowered(plan, graph, stored=stored))
-        self.plan_cut = self._cut(lowerer, Target(loss_output=own_loss(graph) if graph.training else None))
+        target = Target(loss_output=own_loss(graph) if graph.training else None)
+        self.plan_cut = plan_cut or self._cut(lowerer, target)
         self._lowerers: dict[int | None, Lowerer] = {}
 
     @staticmethod

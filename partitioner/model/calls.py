@@ -102,7 +102,12 @@ class Calls:
             raise missing_inputs(given.lacking)
         if is_unsure and agreed not in (None, _NONE):
             requiring = frozenset(str(agreed).split(", "))
-        return BoundInputs(given.tensors, self._rows.batch_size(int(rows_passed)), requiring)
+        return BoundInputs(given.tensors, self._rows.batch_size(int(rows_passed)), requiring, self._agreed_sizes(given.sizes))
+
+    def _agreed_sizes(self, given: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the sizes of the inputs besides the batch; a process that lacks inputs learns them from the others."""
+        agreed = {name: self._runtime.agree(f"{name} of the inputs", given.get(name), in_step=True) for name in self._graph.open_sizes}
+        return {name: size if agreed[name] is None else int(str(agreed[name])) for name, size in self._graph.open_sizes.items()}
 
     def rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | torch.SymInt:
         """Return the rows that a call passes; symbolic where the sizes of its tensors are. Nothing is checked or agreed on."""

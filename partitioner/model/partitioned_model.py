@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -45,7 +46,7 @@ from partitioner.reports.explain.step_memory import warn_of_memory
 from partitioner.reports.page.build import page_html
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
-from partitioner.runtime.arguments import BoundInputs
+from partitioner.runtime.arguments import BoundInputs, bind_inputs, check_shapes
 from partitioner.runtime.compiled.numbered_models import number_of
 from partitioner.runtime.record import Recording, record
 from partitioner.runtime.state.checkpoint.dtensors import DTensorState
@@ -113,14 +114,15 @@ class PartitionedModel(ModuleInPlan):
 
             return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
         inputs = self._bind(args, kwargs)
-        count, lowering = self.lowering_for(inputs.batch)
+        calls = self._form_for(inputs).calls
+        count, lowering = self.lowering_for(inputs.batch, sizes=inputs.sizes)
         differentiation = lowering.everything(inputs.requiring_gradient)
         if not (torch.is_grad_enabled() and differentiation.outputs):
-            results = self._calls.run(lowering, lowering.forward(count), inputs)
-            return self._calls.result(results[self._here], inputs.batch)
+            results = calls.run(lowering, lowering.forward(count), inputs)
+            return calls.result(results[self._here], inputs.batch)
         self._check_parameters()
-        outputs = tracked_forward(self._calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
-        return self._calls.result(outputs, inputs.batch)
+        outputs = tracked_forward(calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
+        return calls.result(outputs, inputs.batch)
 
     def train_step(
         self,
@@ -160,7 +162,8 @@ class PartitionedModel(ModuleInPlan):
         form_of_modes = self._form
         self._check_parameters()
         inputs = self._bind(args, kwargs)
-        prepared = form_of_modes.losses.prepare(inputs, target, loss_fn, loss_reduction, self.lowering_for)
+        form_of_sizes, lowering_for = self._form_for(inputs), functools.partial(self.lowering_for, sizes=inputs.sizes)
+        prepared = form_of_sizes.losses.prepare(inputs, target, loss_fn, loss_reduction, lowering_for)
         lowering, form = prepared.lowering, prepared.form
         differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
         programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
@@ -170,8 +173,8 @@ class PartitionedModel(ModuleInPlan):
             schedule = lowering.schedule(self._session.plan.n_microbatches, form)
             warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
         form_of_modes.last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
-        loss, gradients = self._calls.run(lowering, programs, inputs, prepared.extra)[self._here]
-        _backward_of_inputs(inputs.tensors, self._calls.input_gradient_names(differentiation.inputs), gradients)
+        loss, gradients = form_of_sizes.calls.run(lowering, programs, inputs, prepared.extra)[self._here]
+        _backward_of_inputs(inputs.tensors, form_of_sizes.calls.input_gradient_names(differentiation.inputs), gradients)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -228,11 +231,28 @@ class PartitionedModel(ModuleInPlan):
         self._session.state.refresh()
         return self._calls.bind(args, kwargs)
 
+    def _form_for(self, inputs: BoundInputs) -> Form:
+        """Return the form that runs a call; raise ConfigError if the model does not take inputs of these sizes."""
+        form = self._form.at(inputs.sizes)
+        if form is not self._form:
+            check_shapes(form.session.graph, inputs.tensors)
+        return form
+
     def lowering_for(
-        self, batch: int, *, in_parts: bool = True, results: Results = "rows", loss_output: int | None = None
+        self,
+        batch: int,
+        *,
+        in_parts: bool = True,
+        results: Results = "rows",
+        loss_output: int | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> tuple[int, Lowering]:
-        """Return the number of microbatches of a batch of this size, and the programs for it; see ``Lowerings.for_batch``."""
-        return self._session.lowerings.for_batch(batch, in_parts=in_parts, results=results, loss_output=loss_output)
+        """Return the number of microbatches of a batch of this size, and the programs for it; see ``Lowerings.for_batch``.
+
+        ``sizes``: those of the inputs besides the batch, by name; None: as planned.
+        """
+        form = self._form if sizes is None else self._form.at(sizes)
+        return form.session.lowerings.for_batch(batch, in_parts=in_parts, results=results, loss_output=loss_output)
 
     @property
     def is_traced(self) -> bool:
@@ -319,9 +339,12 @@ class PartitionedModel(ModuleInPlan):
         Pass the whole batch on every rank, also with ``inputs="local"``. Gradients, buffers and random states are restored afterwards.
         ``bool(report)`` says whether all is equal.
         """
-        session = self._session
-        subject = Subject(session.original, session.graph, session.runtime, session.state, self._with_microbatches)
-        return check(subject, *converted_inputs((args, kwargs), session.dtype))
+        planned = self._session
+        args, kwargs = converted_inputs((args, kwargs), planned.dtype)
+        given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
+        session = self._form_for(given).session
+        with_microbatches = functools.partial(self._with_microbatches, session)
+        return check(Subject(session.original, session.graph, session.runtime, session.state, with_microbatches), args, kwargs)
 
     @checked_arguments()
     def explain(self, *, prices: bool = False) -> str:
@@ -416,9 +439,12 @@ class PartitionedModel(ModuleInPlan):
     def _repr_html_(self) -> str:
         return self.device_table().html()
 
-    def _with_microbatches(self, count: int | None) -> PartitionedModel:
-        """Return a model that shares tensors and programs, without a last step; with ``count`` microbatches unless that is None."""
-        sharing = PartitionedModel(self._session.with_microbatches(count))
+    def _with_microbatches(self, session: Session, count: int | None) -> PartitionedModel:
+        """Return a model that shares tensors and programs, without a last step; with ``count`` microbatches unless that is None.
+
+        ``session``: for the sizes of the inputs that it is called with.
+        """
+        sharing = PartitionedModel(session.with_microbatches(count))
         sharing._freezing = self._freezing
         return sharing
 
@@ -606,7 +632,7 @@ class PartitionedModel(ModuleInPlan):
 
     def __copy__(self) -> PartitionedModel:
         """Return a model that shares parameters, buffers and programs."""
-        copied = self._with_microbatches(None)
+        copied = self._with_microbatches(self._session, None)
         copied.set_own(modes_of(self), self.own_attributes())
         return copied
 

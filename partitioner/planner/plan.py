@@ -52,5 +52,7 @@ class PlanProblem:
         graph = graph_of_step(self.graph)
         problem = (graph, self.cluster, self.request, self.cost_model)
         if self.sequential_tiles is not None:
-            return plan_stream(graph, self.sequential_tiles, *problem[1:])
-        return plan_auto(*problem, tell) if self.mesh is None else plan_mesh(*problem, self.mesh)
+            plan = plan_stream(graph, self.sequential_tiles, *problem[1:])
+        else:
+            plan = plan_auto(*problem, tell) if self.mesh is None else plan_mesh(*problem, self.mesh)
+        return plan.predicted(sizes=tuple(self.graph.open_sizes.items()))

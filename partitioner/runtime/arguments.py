@@ -26,6 +26,7 @@ __all__ = [
     "GivenInputs",
     "as_traced",
     "bind_inputs",
+    "check_shapes",
     "check_target",
     "first_rows",
     "given_inputs",
@@ -45,11 +46,13 @@ class BoundInputs:
         tensors: placeholder -> tensor, without those that this process was not given.
         batch: rows of the batch.
         requiring_gradient: the placeholders whose gradients are wanted on any process.
+        sizes: the sizes of the inputs besides the batch, by name (``ModelGraph.open_sizes``).
     """
 
     tensors: Mapping[str, Tensor]
     batch: int
     requiring_gradient: frozenset[str]
+    sizes: Mapping[str, int]
 
     def at(self, batch: int) -> BoundInputs:
         """Return the same tensors as part of a whole batch of this many rows."""
@@ -64,11 +67,13 @@ class GivenInputs:
         tensors: placeholder -> tensor.
         batch: rows of the given tensors; None if only inputs that were not given have a batch dimension.
         lacking: names of inputs that were not given.
+        sizes: the open sizes of the given tensors, by name.
     """
 
     tensors: Mapping[str, Tensor]
     batch: int | None
     lacking: tuple[str, ...]
+    sizes: Mapping[str, int]
 
     @property
     def requiring_gradient(self) -> frozenset[str]:
@@ -86,7 +91,7 @@ def bind_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, A
     if given.lacking:
         raise missing_inputs(given.lacking)
     assert given.batch is not None
-    return BoundInputs(given.tensors, given.batch, given.requiring_gradient)
+    return BoundInputs(given.tensors, given.batch, given.requiring_gradient, given.sizes)
 
 
 def missing_inputs(names: Sequence[str]) -> ConfigError:
@@ -107,7 +112,7 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
     """
     leaves = [leaf for leaf in graph.inputs if leaf.dtype is not None]
     if not args and not kwargs and leaves:
-        return GivenInputs({}, _batch_of(graph, {}, leaves), tuple(leaf.name for leaf in leaves))
+        return GivenInputs({}, _batch_of(graph, {}, leaves), tuple(leaf.name for leaf in leaves), {})
     given, tree = pytree.tree_flatten((args, reorder_keywords(graph, dict(kwargs))))
     if tree != graph.input_tree:
         names = ", ".join(leaf.name for leaf in graph.inputs)
@@ -117,6 +122,7 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
         )
     tensors: dict[str, Tensor] = {}
     batches: dict[str, int] = {}
+    sizes: dict[str, dict[str, int]] = {}  # name of a size -> input -> its size
     lacking: list[Input] = []
     for leaf, value in zip(graph.inputs, given, strict=True):
         if leaf.dtype is None:
@@ -128,11 +134,32 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
         _check_tensor(leaf, value)
         if leaf.batch_dim is not None:
             batches[leaf.name] = _rows_of(graph, leaf, value)
-        _check_sizes(graph, leaf, value, any_batch)
+        for dim, name in leaf.open_sizes:
+            sizes.setdefault(name, {}).setdefault(leaf.name, value.shape[dim])
+        _check_sizes(graph, leaf, value, any_batch, any_size=True)
         _warn_of_memory_order(leaf, value)
         if leaf.placeholder is not None:
             tensors[leaf.placeholder] = value
-    return GivenInputs(tensors, _batch_of(graph, batches, lacking), tuple(leaf.name for leaf in lacking))
+    of_names = {name: _one_size(name, of_inputs) for name, of_inputs in sizes.items()}
+    return GivenInputs(tensors, _batch_of(graph, batches, lacking), tuple(leaf.name for leaf in lacking), of_names)
+
+
+def check_shapes(graph: ModelGraph, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError if a given tensor has not the sizes of the graph, but for its batch; ``tensors``: placeholder -> tensor."""
+    for leaf in graph.inputs:
+        if leaf.placeholder is not None and leaf.placeholder in tensors:
+            _check_sizes(graph, leaf, tensors[leaf.placeholder], any_batch=True)
+
+
+def _one_size(name: str, of_inputs: Mapping[str, int]) -> int:
+    """Return the size that all inputs have; raise ConfigError if they differ."""
+    if len(set(of_inputs.values())) > 1:
+        sizes = ", ".join(f"{each} has {size}" for each, size in of_inputs.items())
+        raise ConfigError(f"the inputs differ in {name}: {sizes}", remedy=f"give every input the same {name}")
+    size = next(iter(of_inputs.values()))
+    if size < 1:
+        raise ConfigError(f"{next(iter(of_inputs))} is empty: its {name} is 0", remedy="give at least one element")
+    return size
 
 
 def _batch_of(graph: ModelGraph, batches: Mapping[str, int], lacking: Sequence[Input]) -> int | None:
@@ -281,11 +308,12 @@ def _rows_of(graph: ModelGraph, leaf: Input, value: Tensor) -> int:
     return size // max(per_row, 1)
 
 
-def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool) -> None:
-    """Raise ConfigError if a dimension differs from the traced size; with ``any_batch``, the batch dimension may."""
+def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool, any_size: bool = False) -> None:
+    """Raise ConfigError if a dimension differs from the traced size; with ``any_batch`` the batch may, with ``any_size`` open sizes."""
     batch = _rows_of(graph, leaf, value) if leaf.batch_dim is not None else graph.batch_size
+    open_dims = {dim for dim, _ in leaf.open_sizes} if any_size else set[int]()
     for dim, traced in enumerate(leaf.shape):
-        if dim == leaf.batch_dim and any_batch:
+        if (dim == leaf.batch_dim and any_batch) or dim in open_dims:
             continue
         expected = at_batch(traced, batch)
         if value.shape[dim] != expected:
@@ -296,8 +324,9 @@ def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool)
 
 
 def shape_text(leaf: Input) -> str:
-    """Return the traced shape of an input as text: ``(batch, 3, 32, 32)``."""
-    sizes = ["batch" if isinstance(size, sympy.Symbol) else str(size) for size in leaf.shape]
+    """Return the traced shape of an input as text: ``(batch, 3, height, width)``."""
+    names = dict(leaf.open_sizes)
+    sizes = ["batch" if isinstance(size, sympy.Symbol) else names.get(dim, str(size)) for dim, size in enumerate(leaf.shape)]
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 

@@ -83,7 +83,7 @@ class Executable:
         return self._recorded(transport, *values, recorder)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProgramSet:
     """The programs of all ranks, and those of this process ready to run.
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -86,7 +87,7 @@ class TorchrunRuntime:
         self._rank = rank
         self._connection = _connect(self.devices[rank], timeout)
         self._number = self._connection.number_model()
-        self._prepared: dict[int, tuple[ProgramSet, PreparedTraffic]] = {}
+        self._prepared: WeakKeyDictionary[ProgramSet, PreparedTraffic] = WeakKeyDictionary()
 
     def run(
         self,
@@ -158,10 +159,10 @@ class TorchrunRuntime:
             return reduced
 
     def _prepare(self, programs: ProgramSet) -> PreparedTraffic:
-        """Return what the programs communicate, read when they first run. The programs are kept, so that their ``id`` stays theirs."""
-        if id(programs) not in self._prepared:
-            self._prepared[id(programs)] = programs, prepare_traffic(programs.programs, self._rank)
-        return self._prepared[id(programs)][1]
+        """Return what the programs communicate, read when they first run, and forgotten with them."""
+        if programs not in self._prepared:
+            self._prepared[programs] = prepare_traffic(programs.programs, self._rank)
+        return self._prepared[programs]
 
 
 def _result_of(run: Run) -> Any:

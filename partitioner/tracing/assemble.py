@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
@@ -20,45 +21,67 @@ from passes.ir.errors import TraceError
 from passes.ir.graph import SPLITS, Input, ModelGraph
 from passes.ir.program import PROGRAM_ARGUMENTS
 from passes.ir.torch_private import OpOverload
-from passes.normalize.order import ExportedGraph, normalize
+from passes.normalize.order import ExportedGraph, Normalizer
 from passes.normalize.randomness.draw_order import draws, memory_order
 
-__all__ = ["Lifted", "assemble", "read_signature", "refuse_learned_constants"]
+__all__ = ["Assembly", "Lifted", "assemble", "read_signature", "refuse_learned_constants"]
 
 
 def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph:
     """Return the normal form of an exported program as a ``ModelGraph``; ``add_outputs`` fills in ``outputs`` and ``updates``."""
-    refuse_sparse(model, exported.program.graph)
-    refuse_data_dependent(model, exported.program.graph)
-    lifted = read_signature(exported.program)
-    first = first_names(model)
-    tied = _tied_placeholders(lifted, first)
-    graph, renamed = _ordered_graph(exported, lifted)
-    module = LazyGraphModule(exported.program.graph_module, graph)
-    batch = next(iter(graph.nodes)) if exported.batch is not None else None
-    input_names = {renamed[name] for name in lifted.inputs if name is not None}
-    exported_graph = ExportedGraph(
-        module, module.graph, batch, exported.batch, tied, input_names, lifted.buffers, lifted.without_gradient, exported.inputs.autocast
-    )
-    normal = normalize(exported_graph)
-    refuse_learned_constants(lifted)
-    return ModelGraph(
-        module=LazyGraphModule(nn.Module(), normal.graph, type(model).__name__),
-        parameters={name: first[target] for name, target in lifted.parameters.items() if name not in tied},
-        buffers={name: first[target] for name, target in lifted.buffers.items() if name not in tied},
-        constants=lifted.constants,
-        aliases={name: other for name, other in first.items() if name != other},
-        inputs=_inputs(exported, lifted, renamed, with_memory_order=draws(normal.graph)),
-        input_tree=exported.inputs.tree,
-        outputs=(),
-        output_tree=exported.program.call_spec.out_spec,
-        batch=exported.batch,
-        batch_size=exported.layout.size,
-        batch_limit=exported.limit,
-        training=training,
-        autocast=exported.inputs.autocast,
-        notes=(*exported.notes, *merged_parameters(model), *normal.notes),
-    )
+    return Assembly(model, exported, training).at(exported.sizes)
+
+
+class Assembly:
+    """Puts a ``ModelGraph`` together from an exported program, for several choices of its open sizes.
+
+    Args:
+        model: the traced model.
+        exported: the result of its trace.
+        training: the mode that it was traced in.
+    """
+
+    def __init__(self, model: nn.Module, exported: Exported, training: bool) -> None:
+        refuse_sparse(model, exported.program.graph)
+        refuse_data_dependent(model, exported.program.graph)
+        self._exported, self._training, self._name = exported, training, type(model).__name__
+        self._lifted = lifted = read_signature(exported.program)
+        self._first = first_names(model)
+        self._tied = tied = _tied_placeholders(lifted, self._first)
+        self._merged = merged_parameters(model)
+        graph, self._renamed = _ordered_graph(exported, lifted)
+        module = LazyGraphModule(exported.program.graph_module, graph)
+        batch = next(iter(graph.nodes)) if exported.batch is not None else None
+        names = {self._renamed[name] for name in lifted.inputs if name is not None}
+        others = (tied, names, lifted.buffers, lifted.without_gradient, exported.inputs.autocast)
+        self._normalizer = Normalizer(ExportedGraph(module, module.graph, batch, exported.batch, *others))
+
+    def at(self, sizes: Mapping[sympy.Symbol, int]) -> ModelGraph:
+        """Return the normal form for these numbers of the open sizes; without open sizes it can be asked for once.
+
+        Raises:
+            TraceError: a tensor that is no parameter requires a gradient; or a size follows from no size of the inputs.
+        """
+        exported, lifted, tied, first = self._exported, self._lifted, self._tied, self._first
+        normal = self._normalizer.normalize(sizes)
+        refuse_learned_constants(lifted)
+        return ModelGraph(
+            module=LazyGraphModule(nn.Module(), normal.graph, self._name),
+            parameters={name: first[target] for name, target in lifted.parameters.items() if name not in tied},
+            buffers={name: first[target] for name, target in lifted.buffers.items() if name not in tied},
+            constants=lifted.constants,
+            aliases={name: other for name, other in first.items() if name != other},
+            inputs=_inputs(exported, lifted, self._renamed, normal.graph),
+            input_tree=exported.inputs.tree,
+            outputs=(),
+            output_tree=exported.program.call_spec.out_spec,
+            batch=exported.batch,
+            batch_size=exported.layout.size,
+            batch_limit=exported.limit,
+            training=self._training,
+            autocast=exported.inputs.autocast,
+            notes=(*exported.notes, *self._merged, *normal.notes),
+        )
 
 
 def _tied_placeholders(lifted: Lifted, first: Mapping[str, str]) -> dict[str, str]:
@@ -108,18 +131,18 @@ def _batch_value(exported: Exported, copies: Mapping[fx.Node, fx.Node]) -> torch
     return value
 
 
-def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], *, with_memory_order: bool) -> tuple[Input, ...]:
-    """Return the description of each leaf of the inputs; placeholders have their names in ``renamed``."""
-    values = {node.name: node.meta.get("val") for node in exported.program.graph.nodes if node.op == "placeholder"}
-    batch_dims = dict(exported.layout.dimensions)
+def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], graph: fx.Graph) -> tuple[Input, ...]:
+    """Return the description of each leaf of the inputs, from its placeholder in the graph; ``renamed`` has the names of placeholders."""
+    values = {node.name: node.meta.get("val") for node in graph.nodes if node.op == "placeholder"}
+    batch_dims, has_draws = dict(exported.layout.dimensions), draws(graph)
     inputs = []
     for index, (name, placeholder) in enumerate(zip(exported.inputs.names, lifted.inputs, strict=True)):
         if placeholder is None:
             inputs.append(Input(name, None, exported.inputs.leaves[index], (), None, None))
             continue
-        value = values[placeholder]
+        value = values[renamed[placeholder]]
         shape = tuple(size_of(size) for size in value.shape)
-        order = tuple(memory_order(value)) if with_memory_order else None
+        order = tuple(memory_order(value)) if has_draws else None
         inputs.append(Input(name, renamed[placeholder], None, shape, value.dtype, batch_dims.get(index), order))
     return tuple(inputs)
 

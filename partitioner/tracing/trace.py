@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sympy
 from torch import nn
 
-from partitioner.tracing.assemble import assemble
+from partitioner.tracing.assemble import Assembly, assemble
 from partitioner.tracing.errors import refuse_unplaceable
-from partitioner.tracing.export.dynamic_batch import export_fixed, export_open
+from partitioner.tracing.export.dynamic_batch import Exported, export_fixed, export_open
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs, flatten_inputs
@@ -22,10 +22,41 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import TraceError
 from passes.ir.graph import Autocast, ModelGraph
 
-__all__ = ["trace"]
+__all__ = ["Opened", "Source", "open_trace", "source_of", "trace", "trace_source"]
 
 
-@gc_paused()
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is traced: a model in a mode, and the inputs of one call.
+
+    Attributes:
+        model: never changed.
+        inputs: of the call.
+        training: the mode.
+        is_found: whether the inputs were found with the model, not passed.
+    """
+
+    model: nn.Module
+    inputs: ModelInputs
+    training: bool
+    is_found: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A trace whose sizes are open, and the graph made of it for the sizes of the inputs.
+
+    Attributes:
+        graph: for these sizes.
+        exported: the trace.
+        assembly: gives the graph for other sizes than the batch.
+    """
+
+    graph: ModelGraph
+    exported: Exported
+    assembly: Assembly
+
+
 def trace(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | None = None,
@@ -47,19 +78,42 @@ def trace(
         TraceError: the model cannot be made one graph.
         ConfigError: the inputs do not fit, or there are none and none can be found.
     """
+    return trace_source(source_of(model, example_inputs, example_kwargs, training, autocast), batch_size)[0]
+
+
+def source_of(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    training: bool | None,
+    autocast: Autocast | None,
+) -> Source:
+    """Check a model and the inputs of a call before they are traced; see ``trace``."""
     refuse_unplaceable(model)
     refuse_overlaps(model)
     is_found = example_inputs is None and example_kwargs is None
     if is_found:
         example_inputs, example_kwargs = find_example_inputs(model)
     inputs = flatten_inputs(model, example_inputs or (), example_kwargs or {}).on_device_of(model)
-    inputs = dataclasses.replace(inputs, autocast=autocast)
-    training = model.training if training is None else training
+    return Source(model, dataclasses.replace(inputs, autocast=autocast), model.training if training is None else training, is_found)
+
+
+@gc_paused()
+def trace_source(source: Source, batch_size: int | None = None, *, open_sizes: Collection[str] = ()) -> tuple[ModelGraph, Opened | None]:
+    """Trace a model; see ``trace``.
+
+    Args:
+        open_sizes: kinds of sizes besides the batch that are left open, as far as the model allows it (``ModelInputs.other_sizes``).
+
+    Returns:
+        The graph, and the trace that it was made of if its batch is open.
+    """
+    model, inputs, training = source.model, source.inputs, source.training
     with TRACING:
         if batch_size is not None:
-            return _trace_fixed(model, inputs, training, inputs.batch_layout(0), batch_size)
-        graph = _trace_open(model, inputs, training)
-    return _add_batch_note(graph) if is_found else graph
+            return _trace_fixed(model, inputs, training, inputs.batch_layout(0), batch_size), None
+        graph, opened = _trace_open(source, open_sizes)
+    return (_add_batch_note(graph) if source.is_found else graph), opened
 
 
 def _add_batch_note(graph: ModelGraph) -> ModelGraph:
@@ -69,31 +123,43 @@ def _add_batch_note(graph: ModelGraph) -> ModelGraph:
     return dataclasses.replace(graph, notes=(note, *graph.notes))
 
 
-def _trace_open(model: nn.Module, inputs: ModelInputs, training: bool) -> ModelGraph:
+def _trace_open(source: Source, open_sizes: Collection[str]) -> tuple[ModelGraph, Opened | None]:
     """Trace with an open batch size if possible, else with that of the inputs. Layers with ``batch_first=False`` have it in dimension 1."""
-    layout = inputs.batch_layout(0)
-    batch_first = _try_open(model, inputs, training, layout)
-    if isinstance(batch_first, ModelGraph) and _has_splittable_outputs(batch_first):
-        return batch_first
+    model, layout = source.model, source.inputs.batch_layout(0)
+    batch_first = open_trace(source, layout, open_sizes=open_sizes)
+    if isinstance(batch_first, Opened) and _has_splittable_outputs(batch_first.graph):
+        return batch_first.graph, batch_first
     if any(getattr(module, "batch_first", None) is False for module in model.modules()):
-        batch_second = _try_open(model, inputs, training, inputs.batch_layout(1))
-        if isinstance(batch_second, ModelGraph) and _has_splittable_outputs(batch_second):
-            return batch_second
-    if isinstance(batch_first, ModelGraph):
-        return batch_first
-    fixed = _trace_fixed(model, inputs, training, layout, layout.size)
+        batch_second = open_trace(source, source.inputs.batch_layout(1), open_sizes=open_sizes)
+        if isinstance(batch_second, Opened) and _has_splittable_outputs(batch_second.graph):
+            return batch_second.graph, batch_second
+    if isinstance(batch_first, Opened):
+        return batch_first.graph, batch_first
+    fixed = _trace_fixed(model, source.inputs, source.training, layout, layout.size)
     note = f"the batch is fixed at {layout.size}, and the model is traced again for another size: {batch_first}"
-    return dataclasses.replace(fixed, notes=(note, *fixed.notes))
+    return dataclasses.replace(fixed, notes=(note, *fixed.notes)), None
 
 
-def _try_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> ModelGraph | str:
-    """Trace with an open batch size; return the reason, as a clause, if that is impossible."""
-    exported = export_open(model, inputs, training, layout)
+def open_trace(source: Source, layout: BatchLayout, *, open_sizes: Collection[str]) -> Opened | str:
+    """Trace with an open batch size; return the reason, as a clause, if that is impossible.
+
+    Args:
+        layout: where the inputs hold the batch.
+        open_sizes: kinds of other sizes that are left open, as far as the model allows it.
+    """
+    others = tuple(pair for pair, kind in source.inputs.other_sizes(layout).items() if kind in open_sizes)
+    exported = export_open(source.model, source.inputs, source.training, layout, others)
     if isinstance(exported, str):
         return exported
-    graph = assemble(model, exported, training)
+    assembly = Assembly(source.model, exported, source.training)
+    try:
+        graph = assembly.at(exported.sizes)
+    except TraceError:
+        if not exported.sizes:
+            raise
+        return open_trace(source, layout, open_sizes=())
     assert graph.batch is not None
-    return add_outputs(graph, OpenSizes(graph.batch))
+    return Opened(add_outputs(graph, OpenSizes(graph.batch)), exported, assembly)
 
 
 def _has_splittable_outputs(graph: ModelGraph) -> bool:

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 
 from passes.ir.errors import TraceError
 from passes.ir.graph import ModelGraph
-from passes.ir.torch_private import FloorDiv, Mod, ModularIndexing
+from passes.ir.torch_private import FloorDiv, Max, Min, Mod, ModularIndexing
 
-__all__ = ["SIZE_OPERATORS", "ValueBytes", "apply_to_sizes", "bytes_of", "canonical_size", "emit_size", "size_at", "size_of"]
+__all__ = ["SIZE_OPERATORS", "ValueBytes", "apply_to_sizes", "bytes_of", "canonical_size", "emit_size", "evaluated", "size_at", "size_of"]
 
 
 SIZE_OPERATORS: Mapping[Callable[[Any, Any], Any], Any] = {
@@ -101,17 +101,61 @@ def emit_size(graph: fx.Graph, size: int | sympy.Expr, symbol: sympy.Symbol | No
     if isinstance(size, ModularIndexing):
         base, divisor, modulus = size.args
         return emit_size(graph, Mod(FloorDiv(base, divisor), modulus), symbol, batch)
-    function = _OPERATORS.get(type(size))
-    if function is None:
-        raise TraceError(
-            f"a size of the graph, {size}, does not follow from the batch size",
-            remedy="sizes that depend on values (nonzero, boolean indexing) cannot cross between ranks; cut elsewhere",
-        )
+    function = _operator_of(size)
     parts = [emit_size(graph, part, symbol, batch) for part in size.args]
     result = parts[0]
     for part in parts[1:]:
         result = _with_traced_value(graph.call_function(function, (result, part)))
     return result
+
+
+def evaluated(size: int | sympy.Expr, symbol: sympy.Symbol | None, batch: int | torch.SymInt) -> int | torch.SymInt:
+    """Return a size for a batch, which may be symbolic itself: ``emit_size`` without a graph.
+
+    Raises:
+        TraceError: the size depends on anything but the batch, or on it through an unknown function.
+    """
+    if isinstance(size, int) or size.is_Integer:
+        return int(size)
+    if size == symbol:
+        return batch
+    if isinstance(size, ModularIndexing):
+        base, divisor, modulus = size.args
+        return evaluated(Mod(FloorDiv(base, divisor), modulus), symbol, batch)
+    if isinstance(size, Min | Max):
+        return evaluated(_extreme(size, symbol), symbol, batch)
+    parts = [evaluated(part, symbol, batch) for part in size.args]
+    result: int | torch.SymInt = functools.reduce(_operator_of(size), parts)
+    return result
+
+
+def _extreme(size: Min | Max, symbol: sympy.Symbol | None) -> sympy.Expr:
+    """Return the argument that is the least, or the largest, for all batches of two rows or more, as traces assume; else raise TraceError.
+
+    Strides have them: ``min(32, 32 * batch)`` is 32.
+    """
+    compare = operator.le if isinstance(size, Min) else operator.ge
+    for candidate in size.args:
+        differences = [sympy.expand(candidate - other) for other in size.args]
+        is_linear = all(difference.diff(symbol).is_number for difference in differences)
+        if is_linear and all(compare(difference.subs(symbol, rows), 0) for difference in differences for rows in (2, 2**20)):
+            return candidate
+    raise _unknown_function(size)
+
+
+def _operator_of(size: sympy.Expr) -> Callable[[Any, Any], Any]:
+    """Return the Python function of the outermost operator of a size."""
+    function = _OPERATORS.get(type(size))
+    if function is None:
+        raise _unknown_function(size)
+    return function
+
+
+def _unknown_function(size: sympy.Expr) -> TraceError:
+    return TraceError(
+        f"a size of the graph, {size}, does not follow from the batch size",
+        remedy="sizes that depend on values (nonzero, boolean indexing) cannot cross between ranks; cut elsewhere",
+    )
 
 
 def _with_traced_value(node: fx.Node) -> fx.Node:

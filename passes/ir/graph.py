@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import sympy
 import torch
@@ -13,7 +13,20 @@ from torch import fx
 
 from passes.ir.torch_private import TreeSpec
 
-__all__ = ["SPLITS", "Autocast", "Combine", "Input", "ModelGraph", "Output", "Part", "Results", "RowMixing", "Total", "without_autocast"]
+__all__ = [
+    "SPLITS",
+    "Autocast",
+    "Combine",
+    "Input",
+    "ModelGraph",
+    "Output",
+    "Part",
+    "Results",
+    "RowMixing",
+    "SizedGraphs",
+    "Total",
+    "without_autocast",
+]
 
 SPLITS = "pipe_splits"
 """Where in ``meta`` a node has how many calls of ``torch.distributed.pipelining.pipe_split`` are in front of it, if a model has some."""
@@ -40,6 +53,8 @@ class Input:
         memory_order: its dimensions, outermost in memory first, in a graph that draws random numbers; None in others.
         resident: whether ranks keep it from call to call, sharded as its readers prefer, and forward writes it in place (a key-value
             cache): a program takes the rank's own part.
+        open_sizes: the dimensions besides the batch whose size calls may change, each with the name of the size. Dimensions with one name
+            have one size. The graph is for the sizes in ``shape``; the model's graphs for others are ``partitioner.tracing``'s.
     """
 
     name: str
@@ -50,6 +65,7 @@ class Input:
     batch_dim: int | None
     memory_order: tuple[int, ...] | None = None
     resident: bool = False
+    open_sizes: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,16 @@ class Part:
     reduced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+class SizedGraphs(Protocol):
+    """The graphs of one model, one for each choice of the sizes of its inputs besides the batch (``ModelGraph.open_sizes``)."""
+
+    def at(self, sizes: Mapping[str, int]) -> ModelGraph:
+        """Return the graph for these sizes; raise ConfigError if the model does not take them."""
+
+    def call_of(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return args and kwargs of these sizes, to trace the model with."""
+
+
 @dataclass(frozen=True)
 class ModelGraph:
     """A model as one graph, ready to be planned and lowered.
@@ -164,6 +190,7 @@ class ModelGraph:
             statistics of batch normalisation are not among them.
         autocast: the mixed precision that the loss is computed in; casts inside of the model are nodes of the graph.
         part: which part of the model this is, for a graph that ``passes.spmd.localize`` wrote.
+        for_sizes: gives the graphs of the model for other sizes of its inputs; None: it serves these sizes alone.
     """
 
     module: fx.GraphModule
@@ -186,10 +213,16 @@ class ModelGraph:
     part: Part = Part()
     digest: str | None = None
     batch_limit: int | None = None
+    for_sizes: SizedGraphs | None = field(default=None, compare=False, repr=False)
 
     def serves(self, batch: int) -> bool:
         """Return whether it is the model for batches of so many rows, though traced for another size."""
         return self.batch is not None and (self.batch_limit is None or batch <= self.batch_limit)
+
+    @property
+    def open_sizes(self) -> dict[str, int]:
+        """The sizes besides the batch that calls may change, by name, as this graph has them: ``{"length": 128}``."""
+        return {name: int(leaf.shape[dimension]) for leaf in self.inputs for dimension, name in leaf.open_sizes}
 
     @property
     def graph(self) -> fx.Graph:

@@ -93,6 +93,7 @@ class Prediction:
             None if there was no such choice.
         searched: how many plans were evaluated, and what is proved of all others, in words; empty if ``gap`` is None.
         contenders: the best plan of each evaluated mesh (of each schedule, if the mesh was given): the chosen one and the next few.
+        sizes: the sizes of the inputs, besides the batch, that it was priced for, where calls may have others: ``(("length", 128),)``.
     """
 
     step_time: float
@@ -104,6 +105,7 @@ class Prediction:
     axes_gap: float | None = None
     searched: str = ""
     contenders: tuple[Contender, ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

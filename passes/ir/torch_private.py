@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree  # the structure of arguments and resu
 from torch.utils._python_dispatch import TorchDispatchMode  # sees what operations cast below autocast, and every storage they make
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes  # a trace within a trace
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from torch.utils._sympy.functions import FloorDiv, Mod, ModularIndexing  # how symbolic sizes spell floor division and modulo
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing  # how symbolic sizes spell these functions
 
 __all__ = [
     "DisableTorchFunction",
@@ -29,6 +29,8 @@ __all__ = [
     "FakeTensorMode",
     "FloorDiv",
     "HigherOrderOperator",
+    "Max",
+    "Min",
     "Mod",
     "ModularIndexing",
     "OpOverload",

@@ -10,6 +10,7 @@ from torch import fx
 
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.canonicalize import remove_noise
+from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.provenance import complete_provenance, place_of
 from passes.ir.graph import Autocast
 from passes.ir.phase import Phase, PhaseRunner
@@ -21,11 +22,11 @@ from passes.normalize.inline.vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
 from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
 from passes.normalize.row_orders import keep_rows_in_order
-from passes.normalize.symbolic_batch import number_paddings, pin_squeezes, read_sizes_from_batch
+from passes.normalize.symbolic_batch import fix_sizes, number_paddings, pin_squeezes, read_sizes_from_batch
 from passes.normalize.tidy import assign_by_mask, compute_outputs, name_nodes, place_getitems
 from passes.normalize.tied_parameters import tie_parameters
 
-__all__ = ["NORMALIZE", "ExportedGraph", "normalize"]
+__all__ = ["NORMALIZE", "ExportedGraph", "Normalizer", "Sizes"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,21 @@ class ExportedGraph:
     notes: tuple[str, ...] = ()
 
 
-def _rewriting(rewrite: Callable[[ExportedGraph], None]) -> Callable[[ExportedGraph, None], ExportedGraph]:
+@dataclass(frozen=True)
+class Sizes:
+    """Which sizes a graph is normalized for.
+
+    Attributes:
+        numbers: symbol of an open size, other than the batch -> its number. None of them is left open.
+    """
+
+    numbers: Mapping[sympy.Symbol, int]
+
+
+def _rewriting(rewrite: Callable[[ExportedGraph], None]) -> Callable[[ExportedGraph, Sizes], ExportedGraph]:
     """Return a phase from a function that rewrites the graph in place and adds no notes."""
 
-    def step(exported: ExportedGraph, _: None) -> ExportedGraph:
+    def step(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
         rewrite(exported)
         return replace(exported)
 
@@ -72,7 +84,16 @@ def _inline_vmap(exported: ExportedGraph) -> None:
         inline_vmap(exported.module)
 
 
-def _symbolic_batch(exported: ExportedGraph, _: None) -> ExportedGraph:
+def _fix_sizes(exported: ExportedGraph, sizes: Sizes) -> ExportedGraph:
+    """Return the state with a copy of the graph, so that the state can be fixed to other sizes later."""
+    if not sizes.numbers or exported.batch is None or exported.symbol is None:
+        return exported
+    graph = fix_sizes(exported.graph, exported.batch, exported.symbol, sizes.numbers)
+    batch = next(node for node in graph.nodes if node.name == exported.batch.name)
+    return replace(exported, module=LazyGraphModule(exported.module, graph), graph=graph, batch=batch)
+
+
+def _symbolic_batch(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     if exported.batch is None or exported.symbol is None:
         return exported
     read_sizes_from_batch(exported.graph, exported.batch, exported.symbol)
@@ -84,7 +105,7 @@ def _note_of_squeeze(node: fx.Node) -> str:
     return f"the model squeezes the result of {place_of(node)}, which has a batch; partitioned, a batch of one row keeps its dimension"
 
 
-def _functionalize(exported: ExportedGraph, _: None) -> ExportedGraph:
+def _functionalize(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     unwritten = functionalize(exported.graph, exported.inputs, exported.buffers, exported.without_gradient)
     return replace(exported, notes=(*map(_note_of_input, unwritten), *exported.notes))
 
@@ -93,7 +114,7 @@ def _note_of_input(name: str) -> str:
     return f"the model writes into its input {name}; partitioned, it leaves the caller's tensor as it is"
 
 
-def _draw_order(exported: ExportedGraph, _: None) -> ExportedGraph:
+def _draw_order(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     place_getitems(exported.graph)
     call_layer_by_layer(exported.graph)
     ambiguous = draw_in_memory_order(exported.graph)
@@ -107,7 +128,7 @@ def _note_of_draw(node: fx.Node) -> str:
     )
 
 
-def _tidy(exported: ExportedGraph, _: None) -> ExportedGraph:
+def _tidy(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     assign_by_mask(exported.graph)
     compute_outputs(exported.graph)
     complete_provenance(exported.graph)
@@ -117,11 +138,12 @@ def _tidy(exported: ExportedGraph, _: None) -> ExportedGraph:
 FUNCTIONAL = ("functionalize", "remove_noise", "row_orders", "draw_order", "tidy")
 """The steps after which no call writes memory, except the declared writes of buffers."""
 
-NORMALIZE: tuple[Phase[ExportedGraph, None], ...] = (
+NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("tie_parameters", _rewriting(lambda exported: tie_parameters(exported.graph, exported.tied))),
     Phase("inline_vmap", _rewriting(_inline_vmap)),
     Phase("write_casts", _rewriting(lambda exported: write_casts(exported.module, exported.autocast))),
     Phase("inline", _rewriting(lambda exported: inline_subgraphs(exported.module, exported.without_gradient))),
+    Phase("fix_sizes", _fix_sizes),
     Phase("symbolic_batch", _symbolic_batch),
     Phase("functionalize", _functionalize),
     Phase("remove_noise", _rewriting(lambda exported: remove_noise(exported.graph, exported.without_gradient))),
@@ -129,13 +151,28 @@ NORMALIZE: tuple[Phase[ExportedGraph, None], ...] = (
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )
-"""The order: one name for each tensor, ``vmap`` inlined, casts as calls, subgraphs inlined, sizes read from the batch, no writes, no
-no-ops, rows in their own order, draws in the order of memory, names."""
+"""The order: one name for each tensor, ``vmap`` inlined, casts as calls, subgraphs inlined, lengths numbers, sizes read from the batch, no
+writes, no no-ops, rows in their own order, draws in the order of memory, names."""
+
+_N_FOR_ALL_SIZES = [phase.name for phase in NORMALIZE].index("fix_sizes")
+"""The steps in front of ``fix_sizes`` are the same for all sizes."""
 
 
-def normalize(exported: ExportedGraph) -> ExportedGraph:
-    """Run the steps; returns the graph in normal form, with notes of what the user should know."""
-    return PhaseRunner(NORMALIZE, exported, _check).after(NORMALIZE[-1].name, None)
+class Normalizer:
+    """Normalizes one exported graph for several sizes of its inputs: the steps that are the same for all sizes run once.
+
+    Args:
+        exported: the graph; it is rewritten. Without open sizes it can be normalized once.
+    """
+
+    def __init__(self, exported: ExportedGraph) -> None:
+        self._common = PhaseRunner(NORMALIZE[:_N_FOR_ALL_SIZES], exported, _check)
+
+    def normalize(self, numbers: Mapping[sympy.Symbol, int]) -> ExportedGraph:
+        """Run the steps; return the graph in normal form for these sizes, with notes of what the user should know."""
+        sizes = Sizes(numbers)
+        start = self._common.after(NORMALIZE[_N_FOR_ALL_SIZES - 1].name, sizes)
+        return PhaseRunner(NORMALIZE[_N_FOR_ALL_SIZES:], start, _check).after(NORMALIZE[-1].name, sizes)
 
 
 def _check(exported: ExportedGraph, phase: str) -> None:

@@ -1,4 +1,15 @@
-"""Read every size that depends on the batch from one placeholder.
+"""Give every open size of the inputs but the batch its number.
+
+Before (any length):                             After (length 12):
+
+    x                (batch, length, 8)              x            (batch, 12, 8)
+    sym_size = aten.sym_size.int(x, 1)
+    add = sym_size + 1
+    y = aten.arange.default(add)                     y = aten.arange.default(13)
+
+Nothing is run again: shapes and strides of the trace are expressions, in which the numbers are put.
+
+Read every size that depends on the batch from one placeholder.
 
 Before:                                          After:
 
@@ -27,22 +38,122 @@ Before:                                                       After:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from passes.graph.schemas import bound_arguments
-from passes.graph.symbolic_sizes import emit_size, size_of
+from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_keys, mutated_arguments
+from passes.graph.fake_tensors import fake_mode
+from passes.graph.schemas import bound_arguments, packet
+from passes.graph.symbolic_sizes import emit_size, evaluated, size_of
 
-__all__ = ["READS", "number_paddings", "pin_squeezes", "read_sizes_from_batch"]
+__all__ = ["READS", "fix_sizes", "number_paddings", "pin_squeezes", "read_sizes_from_batch"]
 
 aten = torch.ops.aten
 
 READS = frozenset({aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default})
 """Operators that read a size of a tensor."""
+
+
+_CHECKS = frozenset({aten._assert_scalar, aten.sym_constrain_range, aten.sym_constrain_range_for_size})  # noqa: SLF001
+"""Operators that check a number, and compute nothing."""
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+# -- give every open size of the inputs but the batch its number -------------------------------------------------------------------
+
+
+def fix_sizes(graph: fx.Graph, batch: fx.Node, symbol: sympy.Symbol, sizes: Mapping[sympy.Symbol, int]) -> fx.Graph:
+    """Return a copy of a graph with numbers for all symbols of sizes but that of the batch.
+
+    Args:
+        batch: the placeholder of the batch size.
+        symbol: its symbol.
+        sizes: symbol -> number.
+    """
+    target, copies = fx.Graph(), dict[fx.Node, Any]()
+    # In-place writes change ``requires_grad`` of fake tensors: then each value has its own.
+    shared = not any(node.op == "call_function" and mutated_arguments(node) for node in graph.nodes)
+    values = _FixedValues(symbol, batch.meta["val"], sizes, shared=shared)
+    with fake_mode(graph):
+        for node in graph.nodes:
+            arguments, keywords = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            value = node.meta.get("val")
+            if node.op == "call_function" and isinstance(value, _NUMBERS):
+                number = values.number(value) if node.target in READS else node.target(*map(_value_of, arguments))
+                if isinstance(number, int | float):
+                    copies[node] = number
+                    continue
+                value = number
+            elif packet(node.target) in _CHECKS and not isinstance(arguments[0], fx.Node):
+                continue
+            elif node.target is aten.slice.Tensor and any(isinstance(part, fx.Node) for part in node.args[2:]):
+                arguments = _with_ends(arguments, values.number(node.args[0].meta["val"].shape[node.args[1]]))
+            copies[node] = target.create_node(node.op, node.target, arguments, keywords, name=node.name)
+            copies[node].meta = dict(node.meta)
+            if value is not None:
+                copies[node].meta["val"] = fixed = values.of(value)
+                copies[node].meta[OWN_MEMORY] = MemoryOf(fixed, tuple(key for _, key in memory_keys(node)))
+    return target
+
+
+def _with_ends(arguments: tuple[Any, ...], size: int | torch.SymInt) -> tuple[Any, ...]:
+    """Return the arguments of a slice of a dimension of this size with numbers for its ends, as a trace writes them that knows the size."""
+    source, dimension, start, end, *step = (*arguments, None)[: max(len(arguments), 4)]
+    is_last = end is None or (start in (None, 0) and isinstance(end, int) and isinstance(size, int) and end >= size)
+    return source, dimension, 0 if start is None else start, sys.maxsize if is_last else end, *step
+
+
+def _value_of(argument: Any) -> Any:
+    """Return the traced value of an argument: a node's, or the argument itself."""
+    return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+class _FixedValues:
+    """Traced values with numbers for symbols. To be used inside the fake mode of the graph."""
+
+    def __init__(self, symbol: sympy.Symbol, batch: torch.SymInt, sizes: Mapping[sympy.Symbol, int], *, shared: bool) -> None:
+        self._symbol, self._batch, self._shared = symbol, batch, shared
+        self._tensors: dict[Hashable, Tensor] = {}
+        self._numbers = {each: sympy.Integer(size) for each, size in sizes.items()}
+        self._known: dict[sympy.Expr, int | torch.SymInt] = {}
+
+    def number(self, value: Any) -> int | torch.SymInt:
+        """Return a size with the numbers put in."""
+        size = size_of(value)
+        if isinstance(size, int):
+            return size
+        if size not in self._known:
+            self._known[size] = evaluated(size.xreplace(self._numbers), self._symbol, self._batch)
+        return self._known[size]
+
+    def of(self, value: Any) -> Any:
+        """Return a value, a tensor or a list of some, with the numbers put in; the value itself where nothing changes."""
+        if isinstance(value, tuple | list):
+            parts = [self.of(part) for part in value]
+            return value if all(part is old for part, old in zip(parts, value, strict=True)) else type(value)(parts)
+        if isinstance(value, torch.SymInt):
+            return self.number(value)
+        if not isinstance(value, Tensor) or not any(self._is_open(size) for size in (*value.shape, *value.stride())):
+            return value
+        shape, strides = ([self.number(size) for size in sizes] for sizes in (value.shape, value.stride()))
+        key = (*map(size_of, (*shape, *strides)), value.dtype, value.device, value.requires_grad)
+        if not self._shared or key not in self._tensors:
+            fixed = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+            self._tensors[key] = fixed.requires_grad_(value.requires_grad)
+        return self._tensors[key]
+
+    def _is_open(self, size: int | torch.SymInt) -> bool:
+        expression = size_of(size)
+        return not isinstance(expression, int) and not expression.free_symbols.isdisjoint(self._numbers)
+
+
+# -- read every size that depends on the batch from one placeholder ----------------------------------------------------------------
 
 
 def read_sizes_from_batch(graph: fx.Graph, batch: fx.Node, symbol: sympy.Symbol) -> None:

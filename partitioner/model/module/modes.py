@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -29,6 +30,7 @@ from partitioner.runtime.state.parameters import State, materialize, state_of_tr
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.restore import preserve
 from partitioner.tracing.trace import trace
+from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.graph import ModelGraph
@@ -37,6 +39,10 @@ from passes.normalize.specialize_batch import fixed_for
 from passes.spmd.shard_stages import StoredLayouts
 
 __all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_in_modes", "session_of_trace", "traced"]
+
+
+_SIZES_KEPT = 32
+"""Sizes of inputs, besides the planned ones, whose programs are kept."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,18 +54,37 @@ class Form:
         calls: runs its programs.
         losses: what was proved of loss functions.
         last_step: the last training step in these modes; None: there was none.
+        of_sizes: the forms for sizes of the inputs that were not planned, least recently used first.
     """
 
     session: Session
     calls: Calls
     losses: Losses
     last_step: LastStep | None = None
+    of_sizes: OrderedDict[tuple[int, ...], Form] = dataclasses.field(default_factory=OrderedDict)
 
     @classmethod
     def of(cls, session: Session) -> Form:
         """Return the form of a session."""
         calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.dtype)
         return cls(session, calls, Losses(session.runtime, session.graph))
+
+    def at(self, sizes: Mapping[str, int]) -> Form:
+        """Return the form for sizes of the inputs besides the batch, by name, made when they first come; the last ones are kept.
+
+        Raises:
+            ConfigError: the model does not take inputs of these sizes.
+        """
+        if sizes == self.session.graph.open_sizes:
+            return self
+        key = tuple(sizes.values())
+        if key not in self.of_sizes:
+            with self.session.runtime.failing_together():
+                self.of_sizes[key] = Form.of(session_of_sizes(self.session, sizes))
+            if len(self.of_sizes) > _SIZES_KEPT:
+                self.of_sizes.popitem(last=False)
+        self.of_sizes.move_to_end(key)
+        return self.of_sizes[key]
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:
@@ -103,6 +128,8 @@ def _in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
 def traced(model: nn.Module, tracing: Tracing, rows: int | None = None) -> ModelGraph:
     """Trace a model in given modes, for a number of rows or as the example has them."""
     with _in_modes(model, tracing.modes):
+        if rows is None:
+            return trace_model(model, tracing.args, tracing.kwargs, None, tracing.autocast).graph
         return trace(model, tracing.args, tracing.kwargs, None, rows, tracing.autocast)
 
 
@@ -151,14 +178,37 @@ def session_of_trace(first: Session, graph: ModelGraph, plan: Plan, tracing: Tra
     return _session(first.original, graph, plan, runtime, state, cuts, first.assumed, tracing)
 
 
-def _cuts(model: nn.Module, graph: ModelGraph, plan: Plan, tracing: Tracing, stored: StoredLayouts | None = None) -> PlanCuts:
+@gc_paused()
+def session_of_sizes(planned: Session, sizes: Mapping[str, int]) -> Session:
+    """Return the session for other sizes of the inputs: the same plan and tensors, and programs for these sizes.
+
+    Raises:
+        ConfigError: the model does not take them.
+    """
+    assert planned.graph.for_sizes is not None
+    with _in_modes(planned.original, planned.tracing.modes):
+        graph = fixed_for(planned.graph.for_sizes.at(sizes), planned.plan)
+    args, kwargs = planned.graph.for_sizes.call_of(sizes)
+    tracing = dataclasses.replace(planned.tracing, args=args, kwargs=kwargs)
+    cuts = _cuts(planned.original, graph, planned.plan, tracing, plan_cut=planned.cuts.plan_cut)
+    return _session(planned.original, graph, planned.plan, planned.runtime, planned.state, cuts, planned.assumed, tracing)
+
+
+def _cuts(
+    model: nn.Module,
+    graph: ModelGraph,
+    plan: Plan,
+    tracing: Tracing,
+    stored: StoredLayouts | None = None,
+    plan_cut: StagedCut | None = None,
+) -> PlanCuts:
     """Return the cuts of a trace by a plan; a batch size that the trace does not serve is traced in the same modes."""
 
     def trace_again(rows: int | None) -> ModelGraph:
         graph = traced(model, tracing, rows)
         return fixed_for(graph, plan) if rows is None else graph
 
-    return PlanCuts(graph, plan, trace_again, stored)
+    return PlanCuts(graph, plan, trace_again, stored, plan_cut)
 
 
 def _session(

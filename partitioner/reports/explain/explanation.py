@@ -75,6 +75,7 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices, explained.planned_for)}"),
         ("schedule", _schedule_words(explained)),
         ("batch", _batch_words(plan)),
+        ("sizes", _size_words(plan)),
         ("tiles", f"{' x '.join(map(str, plan.tiles))}, sequential" if plan.tiles else ""),
         ("attention", _ATTENTION[plan.attention] if any(name == SEQUENCE for name, _ in plan.mesh) else ""),
         ("recompute", _recompute_words(plan) if explained.schedule is not None else ""),
@@ -107,6 +108,14 @@ def _schedule_words(explained: Explained) -> str:
     if plan.replicas:
         stages = f"stages on {' + '.join(map(str, plan.replicas))} ranks, which share microbatches round-robin"
     return f"{plan.schedule} ({find_schedule(plan.schedule).source.partition(',')[0]}), {stages}"
+
+
+def _size_words(plan: Plan) -> str:
+    """``"priced for length 128; inputs of other sizes run by the same plan"``; empty if no size is open."""
+    if not plan.prediction.sizes:
+        return ""
+    sizes = ", ".join(f"{name} {size}" for name, size in plan.prediction.sizes)
+    return f"priced for {sizes}; inputs of other sizes run by the same plan"
 
 
 def _batch_words(plan: Plan) -> str:

@@ -8,11 +8,15 @@
 
 A candidate is a tensor that has the batch size of the example as a size. The size that is traced is no other size of the inputs, so
 that a mask of (sequence, sequence) is told from one of (batch, sequence).
+
+Other sizes (lengths) are traced open together with the batch, each with the size of the example, if the caller asks for it. A model that
+cannot be traced so is traced with the batch alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import Tensor, nn
@@ -20,7 +24,7 @@ from torch.export import ExportedProgram
 
 from partitioner.tracing.errors import depends_on_sizes, trace_error, why_fixed
 from partitioner.tracing.export.export import export
-from partitioner.tracing.export.guards import sizes_that_hold, symbol_of
+from partitioner.tracing.export.guards import Assumptions, assumptions_of, symbol_of
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 
 __all__ = ["Exported", "export_fixed", "export_open"]
@@ -37,6 +41,9 @@ class Exported:
         batch: the symbol of the batch size; None when every size is fixed.
         notes: for the user, one sentence each.
         limit: the largest batch that a program with an open size is the model for; None: any.
+        open_sizes: the other open sizes: (leaf, dimension) -> its symbol.
+        sizes: each of these symbols -> its size in the inputs.
+        assumed: what the program assumes of open sizes; None without any.
     """
 
     program: ExportedProgram
@@ -45,16 +52,28 @@ class Exported:
     batch: sympy.Symbol | None
     notes: tuple[str, ...]
     limit: int | None = None
+    open_sizes: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
+    assumed: Assumptions | None = None
 
 
-def export_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> Exported | str:
+def export_open(
+    model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, others: Sequence[tuple[int, int]] = ()
+) -> Exported | str:
     """Export with the batch size open; return the reason, as a clause, when the model does not allow it.
+
+    Args:
+        others: further dimensions, pairs (leaf, dimension), that are left open if the model allows it.
 
     Raises:
         TraceError: the model cannot be traced, whatever its batch size.
     """
     if not layout.dimensions:
         return "no input is a tensor with dimensions"
+    if others:
+        result = _try_layout(model, inputs, training, layout, _unique_size(inputs, layout), others=others, may_fail=True)
+        if isinstance(result, Exported):
+            return _checked(result)
     result = _try_layout(model, inputs, training, layout, _unique_size(inputs, layout))
     if isinstance(result, Exported):
         return _checked(result)
@@ -72,7 +91,8 @@ def export_open(model: nn.Module, inputs: ModelInputs, training: bool, layout: B
 
 def _checked(exported: Exported) -> Exported | str:
     """Return the export with its limit; the reason to fix the batch, if what it assumes does not hold for all smaller batches."""
-    limit, assumption = sizes_that_hold(exported.program, exported.layout)
+    assert exported.assumed is not None
+    limit, assumption = exported.assumed.largest_batch(exported.sizes)
     if limit is None:
         return exported
     if limit >= exported.layout.size:
@@ -82,27 +102,43 @@ def _checked(exported: Exported) -> Exported | str:
 
 
 def _try_layout(
-    model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int, *, one_size: bool = True
+    model: nn.Module,
+    inputs: ModelInputs,
+    training: bool,
+    layout: BatchLayout,
+    size: int,
+    *,
+    one_size: bool = True,
+    others: Sequence[tuple[int, int]] = (),
+    may_fail: bool = False,
 ) -> Exported | Exception | None:
     """Export with the sizes of a layout open; return an error that other sizes may avoid, and None if all sizes are constants.
 
     Args:
         size: the batch size to trace with.
         one_size: whether all leaves have the same size: if one of them is constant, all are.
+        others: further dimensions to leave open.
+        may_fail: return every error.
 
     Returns:
         The program, with the leaves that stayed open as its layout.
     """
     try:
-        program, notes = export(model, inputs.with_batch(size, layout), training, layout, one_size=one_size)
+        program, notes = export(model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others)
     except Exception as error:
-        if not depends_on_sizes(error):
+        if not may_fail and not depends_on_sizes(error):
             raise trace_error(model, error) from error
         return error
     still_open = tuple(pair for pair in layout.dimensions if symbol_of(program, *pair) is not None)
     if not still_open:
         return None
-    return Exported(program, inputs, BatchLayout(layout.size, still_open), symbol_of(program, *still_open[0]), notes)
+    open_layout, batch = BatchLayout(layout.size, still_open), symbol_of(program, *still_open[0])
+    found = {pair: symbol for pair in others if (symbol := symbol_of(program, *pair)) is not None}
+    sizes = {symbol: inputs.leaves[leaf].shape[dimension] for (leaf, dimension), symbol in found.items() if symbol != batch}
+    open_sizes = {pair: symbol for pair, symbol in found.items() if symbol in sizes}
+    return Exported(
+        program, inputs, open_layout, batch, notes, open_sizes=open_sizes, sizes=sizes, assumed=assumptions_of(program, open_layout)
+    )
 
 
 def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> Exported:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
@@ -26,7 +27,7 @@ from partitioner.tracing.carried_attributes import (
     refuse_read_tensors,
     set_numbers,
 )
-from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one
+from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one, symbol_of
 from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
@@ -43,15 +44,22 @@ TRACING = threading.RLock()
 
 
 def export(
-    model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout | None = None, *, one_size: bool = True
+    model: nn.Module,
+    inputs: ModelInputs,
+    training: bool,
+    layout: BatchLayout | None = None,
+    *,
+    one_size: bool = True,
+    others: Sequence[tuple[int, int]] = (),
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Export a model in training IR: composite operations, parameters lifted to placeholders.
 
     Args:
         training: the mode to trace in; a model that is in it keeps the flag of every module.
         layout: the dimensions of the inputs whose size is left open, as far as the model allows it; what it assumes of such a size is
-            read by ``sizes_that_hold``. None makes every size static.
+            read by ``assumptions_of``. None makes every size static.
         one_size: whether they are the same size.
+        others: further dimensions, pairs (leaf, dimension), whose sizes are left open, each by itself.
 
     Returns:
         The program, and notes for the user, one sentence each.
@@ -62,8 +70,8 @@ def export(
         Exception: whatever ``torch.export`` raises.
     """
     shapes: Any = ShapesCollection()
-    for index, dimension in () if layout is None else layout.dimensions:
-        shapes[inputs.leaves[index]] = {dimension: Dim.AUTO}
+    for index, dimensions in _by_leaf((*(() if layout is None else layout.dimensions), *others)).items():
+        shapes[inputs.leaves[index]] = dict.fromkeys(dimensions, Dim.AUTO)
     register_caches()
     with contextlib.ExitStack() as stack:
         comparisons = stack.enter_context(record_comparisons_with_one())
@@ -95,7 +103,7 @@ def export(
             set_numbers(model, changed)
             second_program = _export(model, inputs, shapes or None)
             refuse_read_numbers(model, tuple(changed), program, second_program)
-    return program, _notes(assigned, comparisons)
+    return program, _notes(assigned, _lines_about_batch(comparisons, program, layout))
 
 
 def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> ExportedProgram:
@@ -114,6 +122,22 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> ExportedProgr
     except Exception:  # noqa: BLE001  an error of the model itself is raised again by run()
         return run()
     return program
+
+
+def _by_leaf(dimensions: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """Return leaf -> its dimensions among pairs (leaf, dimension)."""
+    by_leaf: dict[int, list[int]] = {}
+    for index, dimension in dimensions:
+        by_leaf.setdefault(index, []).append(dimension)
+    return by_leaf
+
+
+def _lines_about_batch(
+    comparisons: Sequence[tuple[sympy.Symbol, str]], program: ExportedProgram, layout: BatchLayout | None
+) -> tuple[str, ...]:
+    """Return the lines that compare the batch size with one; a length of one is traced by itself."""
+    symbols = {symbol_of(program, *pair) for pair in layout.dimensions} if layout is not None else set()
+    return tuple(dict.fromkeys(line for symbol, line in comparisons if symbol in symbols))
 
 
 def _equate_sizes(model: nn.Module, layout: BatchLayout) -> None:

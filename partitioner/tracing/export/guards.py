@@ -15,6 +15,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from partitioner.tracing.inputs.flatten import BatchLayout
 from passes.graph.symbolic_sizes import size_of
 
-__all__ = ["ConstantRandomComparisons", "record_comparisons_with_one", "sizes_that_hold", "symbol_of"]
+__all__ = ["Assumptions", "ConstantRandomComparisons", "assumptions_of", "record_comparisons_with_one", "symbol_of"]
 
 _TESTED_SIZES = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
 """Batch sizes that assumptions are tested with. torch.export assumes that a symbolic size is not 0 or 1."""
@@ -39,23 +40,62 @@ def symbol_of(program: ExportedProgram, leaf: int, dimension: int) -> sympy.Symb
     return size if isinstance(size, sympy.Symbol) else None
 
 
-def sizes_that_hold(program: ExportedProgram, layout: BatchLayout) -> tuple[int | None, str]:
-    """Return the largest batch size up to which all assumptions of a trace hold, and the assumption that fails for the next.
+@dataclass(frozen=True)
+class Assumptions:
+    """What a trace assumes of the sizes of its inputs.
 
-    None: they hold for every tested size, up to a million. PyTorch assumes what it cannot prove, even if it is true:
-    ``min(6, 6 * batch) == 6`` holds because a batch is never empty.
+    Attributes:
+        batch: the symbol of the batch size.
+        conditions: on symbols of sizes.
     """
+
+    batch: sympy.Symbol
+    conditions: tuple[sympy.Basic, ...]
+
+    def largest_batch(self, sizes: Mapping[sympy.Symbol, int]) -> tuple[int | None, str]:
+        """Return the largest batch size up to which all assumptions hold for given other sizes, and the one that fails for the next.
+
+        None: they hold for every tested size, up to a million; 0: for none. PyTorch assumes what it cannot prove, even if it is true:
+        ``min(6, 6 * batch) == 6`` holds because a batch is never empty.
+        """
+        numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
+        limit, failing = None, ""
+        for expression in dict.fromkeys(_at(condition, numbers) for condition in self.conditions):
+            found = _largest_that_holds(expression, self.batch)
+            if found is not None and (limit is None or found < limit):
+                limit, failing = found, _text(expression.xreplace({self.batch: sympy.Symbol("batch")}))
+        return limit, failing
+
+    def failing(self, names: Mapping[sympy.Symbol, str], sizes: Mapping[sympy.Symbol, int]) -> str:
+        """Return the first assumption that fails for these sizes, whatever the batch; empty: there is none.
+
+        Args:
+            names: symbol -> what the text calls it.
+            sizes: symbol -> number.
+        """
+        numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
+        for condition in self.conditions:
+            if _at(condition, numbers) == sympy.false:
+                return _text(condition.xreplace({symbol: sympy.Symbol(name) for symbol, name in names.items()}))
+        return ""
+
+
+def assumptions_of(program: ExportedProgram, layout: BatchLayout) -> Assumptions:
+    """Return what a trace with an open batch size assumes of that and of all other open sizes."""
     size = _size(program, *layout.dimensions[0])
     assert isinstance(size, torch.SymInt)
     symbol, environment = size.node.expr, size.node.shape_env
     assumed = [guard.expr for guard in environment.guards]
     assumed += [deferred.expr for asserts in environment.deferred_runtime_asserts.values() for deferred in asserts]
-    limit, failing = None, ""
-    for expression in dict.fromkeys(map(environment.replace, assumed)):
-        found = _largest_that_holds(expression, symbol)
-        if found is not None and (limit is None or found < limit):
-            limit, failing = found, _text(expression.xreplace({symbol: sympy.Symbol("batch")}))
-    return limit, failing
+    return Assumptions(symbol, tuple(dict.fromkeys(map(environment.replace, assumed))))
+
+
+def _at(condition: sympy.Basic, numbers: Mapping[sympy.Symbol, sympy.Integer]) -> sympy.Basic:
+    """Return a condition with numbers for symbols; false where it cannot be computed."""
+    try:
+        return condition.xreplace(numbers)
+    except (ZeroDivisionError, AssertionError):  # torch has no remainder for a divisor of zero, or of a negative number
+        return sympy.false
 
 
 def _text(condition: sympy.Basic) -> str:
@@ -72,10 +112,7 @@ def _largest_that_holds(expression: sympy.Basic, symbol: sympy.Symbol) -> int | 
         return 0
 
     def holds(size: int) -> bool:
-        try:
-            return bool(expression.xreplace({symbol: sympy.Integer(size)}) == sympy.true)
-        except (ZeroDivisionError, AssertionError):  # torch has no remainder for a divisor of zero, or of a negative number
-            return False
+        return bool(_at(expression, {symbol: sympy.Integer(size)}) == sympy.true)
 
     failing = next((size for size in _TESTED_SIZES if not holds(size)), None)
     if failing is None:
@@ -100,13 +137,13 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
-def record_comparisons_with_one() -> Iterator[list[str]]:
-    """While active, record comparisons of symbolic sizes whose results would differ for a batch of one.
+def record_comparisons_with_one() -> Iterator[list[tuple[sympy.Symbol, str]]]:
+    """While active, record comparisons of symbolic sizes whose results would differ for a size of one.
 
     Yields:
-        A list that grows by their source lines, ``file.py:12``.
+        A list that grows by their symbols and source lines, ``file.py:12``.
     """
-    lines: list[str] = []
+    lines: list[tuple[sympy.Symbol, str]] = []
     originals = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
 
     def recording(name: str) -> Callable[[Any, Any], Any]:
@@ -115,7 +152,8 @@ def record_comparisons_with_one() -> Iterator[list[str]]:
         def compare(self: torch.SymInt, other: Any) -> Any:
             frame = sys._getframe(1)  # noqa: SLF001  the line that compares; inspect.stack() would read source files
             if not frame.f_code.co_filename.startswith(_TORCH) and _differs_for_one(self, other, _COMPARISONS[name]):
-                line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                (symbol,) = self.node.expr.free_symbols
+                line = symbol, f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 if line not in lines:
                     lines.append(line)
             return originals[name](self, other)
@@ -132,7 +170,7 @@ def record_comparisons_with_one() -> Iterator[list[str]]:
 
 
 def _differs_for_one(size: torch.SymInt, other: Any, compare: Callable[[Any, Any], Any]) -> bool:
-    """Return whether comparing a symbolic size with an integer gives another result for a batch of one than for a batch of two."""
+    """Return whether comparing a symbolic size with an integer gives another result for a size of one than for a size of two."""
     expression = size.node.expr
     if not isinstance(other, int) or len(expression.free_symbols) != 1:
         return False

@@ -76,6 +76,28 @@ class ModelInputs:
                     break
         return BatchLayout(size, tuple(batch_dims))
 
+    def other_sizes(self, layout: BatchLayout) -> dict[tuple[int, int], str]:
+        """Return the dimensions besides the batch that a model may take in any size, pairs (leaf, dimension) -> what the size is called.
+
+        Those of indices and masks, the steps of sequences of vectors, and the dimensions of space of images. Sizes of zero and one are
+        never left open.
+        """
+        batch_dims, names = dict(layout.dimensions), dict[tuple[int, int], str]()
+        for index, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                for dimension, name in _open_dimensions(leaf, batch_dims.get(index)):
+                    if leaf.shape[dimension] > 1:
+                        names[index, dimension] = name
+        return names
+
+    def with_sizes(self, sizes: Mapping[tuple[int, int], int]) -> ModelInputs:
+        """Return the inputs with other sizes, given by (leaf, dimension); the values of resized tensors are undefined."""
+        resized = list(self.leaves)
+        for (index, dimension), size in sizes.items():
+            if resized[index].shape[dimension] != size:
+                resized[index] = _resized(resized[index], dimension, size)
+        return replace(self, leaves=tuple(resized))
+
     def with_batch(self, size: int, layout: BatchLayout) -> ModelInputs:
         """Return the inputs with another batch size; the values of resized tensors are undefined."""
         resized = list(self.leaves)
@@ -84,6 +106,21 @@ class ModelInputs:
             if leaf.shape[dimension] != size:
                 resized[index] = _resized(leaf, dimension, size)
         return replace(self, leaves=tuple(resized))
+
+
+_SPACE = {4: ("height", "width"), 5: ("depth", "height", "width")}
+
+
+def _open_dimensions(leaf: Tensor, batch_dim: int | None) -> Iterator[tuple[int, str]]:
+    """Yield the dimensions of an input that may have any size, with their names; see ``ModelInputs.other_sizes``."""
+    if not leaf.is_floating_point() and not leaf.is_complex():
+        yield from ((dimension, "length") for dimension in range(leaf.ndim) if dimension != batch_dim)
+    elif leaf.ndim == 3 and batch_dim in (0, 1):
+        yield 1 - batch_dim, "length"
+    elif leaf.ndim == 2 and batch_dim is None and leaf.shape[0] == leaf.shape[1]:  # a mask of attention
+        yield from ((dimension, "length") for dimension in range(2))
+    elif leaf.ndim in _SPACE and batch_dim in (0, None):
+        yield from enumerate(_SPACE[leaf.ndim], start=2)
 
 
 def _resized(leaf: Tensor, dimension: int, size: int) -> Tensor:

@@ -282,6 +282,24 @@ def test_ranks_with_different_batches(workers: Callable[[int], Workers]) -> None
         assert "rank 2 has batch size 6, the others 8" in str(answer.error)
 
 
+@pytest.mark.parametrize(
+    ("mode", "inputs"),
+    [
+        pytest.param("pipeline", "global"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("data", "local"), ("sequence", "global"), ("tensor", "global"))),
+    ],
+)
+def test_lengths_that_were_not_planned(workers: Callable[[int], Workers], mode: str, inputs: str) -> None:
+    for differences in workers(2).values(cases.length_differences, mode, inputs, timeout=150):
+        assert max(differences) < 1e-12
+
+
+def test_ranks_with_different_lengths(workers: Callable[[int], Workers]) -> None:
+    for answer in workers(2).call(cases.different_lengths, timeout=150):
+        assert isinstance(answer.error, ConfigError)
+        assert "length of the inputs" in str(answer.error)
+
+
 @pytest.mark.parametrize(("difference", "measured"), [("weights", True), ("operation", True), ("operation", False), ("batch", True)])
 def test_ranks_with_different_models(workers: Callable[[int], Workers], difference: str, measured: bool) -> None:
     """Before anything is planned, on every rank at once."""

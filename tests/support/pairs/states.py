@@ -18,14 +18,14 @@ from partitioner import partition
 from partitioner.lowering.dump_passes import _graphs_of
 from partitioner.schedules.catalog import make_schedule
 from partitioner.tracing import assemble
-from partitioner.tracing.trace import trace
+from partitioner.tracing.trace import source_of, trace_source
 from passes.autograd.staged_model import Differentiation
 from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import STAGES
 from passes.ir.phase import observing_phases
 from passes.ir.plan import Plan, Prediction, Stage
-from passes.normalize.order import NORMALIZE, ExportedGraph, normalize
+from passes.normalize.order import NORMALIZE, ExportedGraph, Normalizer
 from passes.normalize.specialize_batch import fixed_for
 from passes.pipeline import PHASES, Lowered, Lowerer, Target
 from tests.support.pairs.runs import Subject, run_state
@@ -132,15 +132,16 @@ def _lower(subject: Subject, options: Mapping[str, Any], seen: _Seen) -> None:
 
     def traced() -> ModelGraph:
         with torch.random.fork_rng():
-            return trace(copy.deepcopy(subject.model), subject.args, {}, autocast=autocast)
+            source = source_of(copy.deepcopy(subject.model), subject.args, {}, None, autocast)
+            return trace_source(source, open_sizes=("length",) if options["phase"] == "fix_sizes" else ())[0]
 
     if options["phase"] in ORDERS[0]:
 
-        def shown(exported: ExportedGraph) -> ExportedGraph:
+        def shown(exported: ExportedGraph) -> Normalizer:
             seen("export", exported)
-            return normalize(exported)
+            return Normalizer(exported)
 
-        with observing_phases(seen), mock.patch.object(assemble, "normalize", shown):
+        with observing_phases(seen), mock.patch.object(assemble, "Normalizer", shown):
             traced()
         return
     graph = traced()

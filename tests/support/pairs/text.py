@@ -85,7 +85,9 @@ def graph_text(graph: fx.Graph) -> str:
     _, _, calls = program_text(graph).partition("def forward")
     lines = [line.removeprefix("    ") if not line.startswith("    ") else line for line in calls.splitlines()[1:]]
     arguments = ", ".join(_argument(node) for node in graph.nodes if node.op == "placeholder")
-    return re.sub(r"\bs\d+\b", "batch", "\n".join([f"forward({arguments}):", *lines]).rstrip())
+    batch = next((str(node.meta["val"]) for node in graph.nodes if node.op == "placeholder" and node.name == "batch"), "")
+    text = "\n".join([f"forward({arguments}):", *lines]).rstrip()
+    return re.sub(r"\bs\d+\b", lambda symbol: "length" if batch and symbol[0] != batch else "batch", text)
 
 
 def _argument(node: fx.Node) -> str:

@@ -71,6 +71,53 @@ def step(case: Case, instance: Instance, pm: PartitionedModel) -> Tensor:
 # -- equal numbers -----------------------------------------------------------------------------------------------------------------
 
 
+def sequences(length: int) -> tuple[Tensor, Tensor]:
+    """Vectors for each step of four sequences, and their targets."""
+    generator = torch.Generator().manual_seed(length)
+    return real(generator, 4, length, 8), real(generator, 4, length, 8)
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(torch.float64)
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2).to(torch.float64)
+
+
+def length_differences(mode: Any, inputs: str) -> list[float]:
+    """The largest differences of losses and gradients to those of one device, for lengths that were not planned."""
+    model = perceptron() if mode == "pipeline" else encoder()
+    pm = partition(model, int(os.environ["WORLD_SIZE"]), mode, example_inputs=(sequences(6)[0],), inputs=inputs, progress=False)
+    differences = []
+    for length in (5, 9):
+        pm.zero_grad()
+        model.zero_grad()
+        x, target = sequences(length)
+        n_rows = 4 // pm.data_parallel_size
+        own = slice(n_rows * pm.data_parallel_rank, n_rows * (pm.data_parallel_rank + 1)) if inputs == "local" else slice(4)
+        arguments = () if mode == "pipeline" and rank() > 0 else (x[own],)  # the last stage reads no input, and learns the length
+        loss = pm.train_step(*arguments, target=target[own], loss_fn=nn.functional.mse_loss)
+        expected = nn.functional.mse_loss(model(x), target)
+        expected.backward()
+        differences.append(float((loss - expected).abs()))
+        for name, gradient in pm.full_gradients().items():
+            of_model = model.get_parameter(name).grad
+            assert gradient is not None
+            assert of_model is not None
+            differences.append(float((gradient - of_model).abs().max()))
+    return differences
+
+
+def different_lengths() -> None:
+    """Rank 1 has its rows padded to another length."""
+    pm = partition(encoder(), 2, "data", example_inputs=(sequences(6)[0],), inputs="local", progress=False)
+    x, target = sequences(7 if rank() == 1 else 5)
+    pm.train_step(x[:2], target=target[:2], loss_fn=nn.functional.mse_loss)
+
+
 def training_difference(name: str, schedule: str, batch_size: int = BATCH_SIZE) -> str | None:
     """Loss, gradients and weights of three AdamW steps, on this rank, against the model in one piece."""
     devices = int(os.environ["WORLD_SIZE"])

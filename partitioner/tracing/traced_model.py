@@ -1,0 +1,202 @@
+"""A traced model: its graph for the sizes of the example, and for every other size that a call may have.
+
+    trace, with open lengths ──> graph for length 128, which is planned
+                            └──> graph for length 7, when a call has it: no new trace, and the names of the planned graph
+
+Only the batch stays open in a graph. For a length that the trace does not serve (the model makes it a constant, or the length is one) the
+model is traced again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from partitioner.tracing.inputs.flatten import BatchLayout
+from partitioner.tracing.outputs import add_outputs
+from partitioner.tracing.table_lookups import lookup_beyond_table
+from partitioner.tracing.trace import Opened, Source, open_trace, source_of, trace_source
+from passes.analysis.batch_sizes import OpenSizes
+from passes.graph.lazy_graph_module import gc_paused, rewritten
+from passes.ir.errors import ConfigError, TraceError
+from passes.ir.graph import Autocast, ModelGraph
+
+__all__ = ["TracedModel", "trace_model"]
+
+_OPEN_AT_FIRST, _ALL = ("length",), ("length", "depth", "height", "width")
+"""Kinds of sizes that the first trace leaves open, and all. Each takes time to trace: images of another size get a second trace."""
+
+
+def trace_model(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    training: bool | None = None,
+    autocast: Autocast | None = None,
+) -> TracedModel:
+    """Trace a model with all sizes open that it may take in any number; the arguments are those of ``trace``."""
+    source = source_of(model, example_inputs, example_kwargs, training, autocast)
+    return TracedModel(source, *trace_source(source, open_sizes=_OPEN_AT_FIRST))
+
+
+class TracedModel:
+    """The graphs of a model, one for each choice of the sizes of its inputs besides the batch.
+
+    Args:
+        source: what was traced.
+        graph: for the sizes of the inputs.
+        opened: the trace of the graph, if its batch is open.
+    """
+
+    def __init__(self, source: Source, graph: ModelGraph, opened: Opened | None) -> None:
+        self._source = source
+        self._opened, self._is_all_open = opened, False
+        layout = source.inputs.batch_layout(0) if opened is None else opened.exported.layout
+        symbols = {} if opened is None else opened.exported.open_sizes
+        self._names = _unique_names(source.inputs.other_sizes(layout), symbols)
+        self.graph = self._with_names(graph)
+
+    def at(self, sizes: Mapping[str, int]) -> ModelGraph:
+        """Return the graph for other sizes, with the names of the first graph.
+
+        Args:
+            sizes: name of a size, as in ``ModelGraph.open_sizes`` -> size.
+
+        Raises:
+            ConfigError: the model does not take these sizes, or computes with other operations for them.
+        """
+        if sizes == self.graph.open_sizes:
+            return self.graph
+        graph, assumption = self._from_trace(sizes)
+        if graph is None:
+            graph = self._traced_again(sizes, assumption)
+        lookup = lookup_beyond_table(graph, self._source.model)
+        if lookup is not None:
+            raise ConfigError(
+                f"the model does not take {_words(sizes)}: it looks up row {lookup.row} of a table that has {lookup.rows}",
+                place=lookup.place,
+                remedy=f"pass inputs that need at most {lookup.rows} rows of it, or build the model with a larger table",
+            )
+        renamed = _renamed_like(graph, self.graph)
+        if renamed is None or not _has_constants_of(graph, self.graph):
+            raise ConfigError(
+                f"the model computes with other operations for {_words(sizes)} than for {_words(self.graph.open_sizes)}, which was planned",
+                remedy="partition it again with example inputs of these sizes",
+            )
+        return self._with_names(renamed)
+
+    @gc_paused()
+    def _from_trace(self, sizes: Mapping[str, int]) -> tuple[ModelGraph | None, str]:
+        """Return the graph for sizes that the open trace serves; else None and the assumption of the trace that does not hold."""
+        if self._opened is None:
+            return None, ""
+        exported, planned = self._opened.exported, self.graph.open_sizes
+        fixed = [name for pair, name in self._names.items() if pair not in exported.open_sizes and sizes[name] != planned[name]]
+        if fixed and not self._is_all_open:
+            self._open_all(exported.layout)
+            return self._from_trace(sizes)
+        numbers = {symbol: sizes[self._names[pair]] for pair, symbol in exported.open_sizes.items()}
+        differ = any(sizes[self._names[pair]] != numbers[symbol] for pair, symbol in exported.open_sizes.items())
+        if fixed or differ or min(numbers.values(), default=2) < 2 or exported.assumed is None:
+            return None, ""
+        names = {symbol: self._names[pair] for pair, symbol in exported.open_sizes.items()}
+        if failing := exported.assumed.failing(names, numbers):
+            return None, failing
+        limit, failing = exported.assumed.largest_batch(numbers)
+        if limit is not None and limit < max(exported.layout.size, 2):
+            return None, failing
+        graph = self._opened.assembly.at(numbers)
+        assert graph.batch is not None
+        return add_outputs(dataclasses.replace(graph, batch_limit=limit), OpenSizes(graph.batch)), ""
+
+    def _open_all(self, layout: BatchLayout) -> None:
+        """Trace once more with all sizes open; keep the first trace if the model does not allow that."""
+        self._is_all_open = True
+        opened = open_trace(self._source, layout, open_sizes=_ALL)
+        if isinstance(opened, Opened):
+            self._opened = opened
+
+    def _traced_again(self, sizes: Mapping[str, int], assumption: str) -> ModelGraph:
+        """Trace the model for these sizes alone.
+
+        Raises:
+            ConfigError: the model does not take them.
+        """
+        try:
+            return trace_source(self.source_for(sizes))[0]
+        except TraceError as error:
+            reason = f"it assumes that {assumption}" if assumption else error.problem
+            raise ConfigError(
+                f"the model does not take {_words(sizes)}: {reason}", remedy="pass sizes for which the model itself can be called"
+            ) from error
+
+    def source_for(self, sizes: Mapping[str, int]) -> Source:
+        """Return what to trace for these sizes."""
+        inputs = self._source.inputs.with_sizes({pair: sizes[name] for pair, name in self._names.items()})
+        return dataclasses.replace(self._source, inputs=inputs, is_found=False)
+
+    def _with_names(self, graph: ModelGraph) -> ModelGraph:
+        """Return a graph whose inputs say which of their sizes are open."""
+        named = tuple(
+            dataclasses.replace(leaf, open_sizes=tuple((dim, name) for (each, dim), name in self._names.items() if each == index))
+            for index, leaf in enumerate(graph.inputs)
+        )
+        return dataclasses.replace(graph, inputs=named, for_sizes=self if any(leaf.open_sizes for leaf in named) else None)
+
+    def call_of(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return args and kwargs of these sizes, to trace the model with."""
+        inputs = self.source_for(sizes).inputs
+        return inputs.args, inputs.kwargs
+
+
+def _renamed_like(graph: ModelGraph, like: ModelGraph) -> ModelGraph | None:
+    """Return a graph with the names of another one that makes the same calls for other sizes; None if it makes other calls.
+
+    Arithmetic on sizes may differ, and with it the numbers in names: ``batch * 7`` is written twice where ``batch * 12`` was once.
+    """
+    own, others = ([node for node in each.graph.nodes if not _is_number(node)] for each in (graph, like))
+    if [(node.op, node.target) for node in own] != [(node.op, node.target) for node in others]:
+        return None
+    names = {node: other.name for node, other in zip(own, others, strict=True)}
+    if all(node.name == name for node, name in names.items()):
+        return graph
+    taken, target, copies = set(names.values()), fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.graph.nodes:
+        name = names.get(node) or (f"{node.name}_of_sizes" if node.name in taken else node.name)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = target.create_node(node.op, node.target, args, kwargs, name=name)
+        copies[node].meta = dict(node.meta)
+    return rewritten(graph, target, {node.name: name for node, name in names.items()})
+
+
+def _has_constants_of(graph: ModelGraph, other: ModelGraph) -> bool:
+    """Return whether a graph computes with the constants of another one, whose values ranks hold."""
+    pairs = [(value, other.constants.get(name)) for name, value in graph.constants.items()]
+    return all(value is held or (held is not None and not value.is_meta and torch.equal(value, held)) for value, held in pairs)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Return whether a node computes a number from sizes."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _unique_names(names: Mapping[tuple[int, int], str], symbols: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
+    """Return a name for each size: one for all dimensions of one symbol; ``length``, ``length_2``, ... for several of a name."""
+    unique: dict[tuple[int, int], str] = {}
+    by_symbol: dict[object, str] = {}
+    for pair, name in names.items():
+        key = symbols.get(pair, pair)
+        if key not in by_symbol:
+            taken = sum(other.partition("_")[0] == name for other in by_symbol.values())
+            by_symbol[key] = f"{name}_{taken + 1}" if taken else name
+        unique[pair] = by_symbol[key]
+    return unique
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    """Return sizes as text: ``length 7, width 64``."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())

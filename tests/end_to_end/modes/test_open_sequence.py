@@ -1,0 +1,187 @@
+"""One partition serves every length of its sequences, and every size of its images, as far as the model does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partitioner import Plan, partition
+from partitioner.tracing.export import export
+from passes.ir.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(300)
+
+ROWS, VOCABULARY, LONGEST = 4, 23, 160
+
+
+class Decoder(nn.Module):
+    """A small GPT with learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(LONGEST, 16)
+        self.block = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        hidden = self.token(tokens) + self.position(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device, dtype=hidden.dtype)
+        logits: Tensor = self.head(self.block(hidden, src_mask=mask, is_causal=True))
+        return logits
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose trace is for one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layer(x)[0])
+        return logits
+
+
+class Translator(nn.Module):
+    """Two sequences, each with a length of its own, and a mask for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.attention = nn.Embedding(VOCABULARY, 16), nn.MultiheadAttention(16, 4, batch_first=True)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        memory = self.token(source)
+        mixed, _ = self.attention(self.token(target), memory, memory, key_padding_mask=mask == 0, need_weights=False)
+        logits: Tensor = self.head(mixed)
+        return logits
+
+
+def tokens(length: int, rows: int = ROWS) -> Tensor:
+    return torch.randint(VOCABULARY, (rows, length))
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(kept)
+
+
+def untraced() -> Any:
+    """While active, a trace of a model fails; losses are traced for each length."""
+    original = export.export
+
+    def only_losses(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert type(model).__name__ == "_Loss", "a model is traced again"
+        return original(model, *args, **kwargs)
+
+    return mock.patch("partitioner.tracing.export.dynamic_batch.export", only_losses)
+
+
+def assert_trains_alike(model: nn.Module, pm: Any, inputs: tuple[Tensor, ...], target: Tensor, loss: Callable[..., Tensor]) -> None:
+    """Compare outputs, loss and gradients of a call and of a step with the model's."""
+    reference = copy.deepcopy(model)
+    expected = reference(*inputs)
+    value = loss(expected, target)
+    value.backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for in_step in (False, True):
+        pm.zero_grad()
+        found = pm.train_step(*inputs, target=target, loss_fn=loss) if in_step else loss(pm(*inputs), target)
+        if not in_step:
+            found.backward()
+        torch.testing.assert_close(found.detach(), value.detach(), atol=1e-9, rtol=0)
+        for name, gradient in pm.full_gradients().items():
+            torch.testing.assert_close(gradient, gradients[name], atol=1e-9, rtol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(pm(*inputs), expected.detach(), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices"),
+    [
+        pytest.param("pipeline", 2),
+        pytest.param("sequence", 3, id="uneven_sequence", marks=pytest.mark.slow),
+        *(pytest.param(mode, 2, marks=pytest.mark.slow) for mode in ("model", "tensor", "data", "fsdp")),
+        pytest.param({"data": 2, "tensor": 2}, 4, id="data_tensor", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2, "sequence": 2}, 4, id="pipeline_sequence", marks=pytest.mark.slow),
+    ],
+)
+def test_lengths(mode: str | Mapping[str, int], devices: int) -> None:
+    model = Decoder()
+    pm = partition(model, devices, mode, example_inputs=(tokens(12),))
+    with untraced():
+        for length in (7, 64, 129):
+            assert_trains_alike(model, pm, (tokens(length),), tokens(length), token_loss)
+        assert pm.check(tokens(9))
+    assert pm.plan.prediction.sizes == (("length", 12),)
+    assert "priced for length 12" in pm.explain()
+
+
+def test_a_length_beyond_the_table_of_positions_is_refused() -> None:
+    pm = partition(Decoder(), 2, "pipeline", example_inputs=(tokens(12),))
+    with pytest.raises(ConfigError, match=rf"does not take length 161: it looks up row 160 of a table that has {LONGEST}"):
+        pm(tokens(LONGEST + 1))
+    with pytest.raises(ConfigError, match="its length is 0"):
+        pm(tokens(0))
+
+
+def test_a_saved_plan_serves_a_model_traced_with_another_length() -> None:
+    model = Decoder()
+    plan = Plan.from_json(partition(model, 2, "pipeline", example_inputs=(tokens(12),)).plan.to_json())
+    pm = partition(model, 2, example_inputs=(tokens(20),), plan=plan)
+    assert pm.plan.prediction.sizes == (("length", 12),)
+    inputs = tokens(5)
+    torch.testing.assert_close(pm(inputs), model(inputs))
+
+
+def test_two_sequences_have_two_lengths() -> None:
+    model = Translator()
+    pm = partition(model, 2, "pipeline", example_inputs=(tokens(8), torch.ones(ROWS, 8, dtype=torch.long), tokens(8)))
+    mask = torch.ones(ROWS, 11, dtype=torch.long)
+    mask[0, 9:] = 0
+    with untraced():
+        assert_trains_alike(model, pm, (tokens(11), mask, tokens(5)), tokens(5), token_loss)
+    with pytest.raises(ConfigError, match="differ in length: source has 11, mask has 10"):
+        pm(tokens(11), mask[:, :10], tokens(5))
+
+
+@pytest.mark.slow
+def test_a_length_that_the_model_makes_a_constant_is_traced_anew() -> None:
+    model = Recurrent()
+    pm = partition(model, 2, "pipeline", example_inputs=(torch.randn(ROWS, 12, 6),))
+    assert_trains_alike(model, pm, (torch.randn(ROWS, 5, 6),), torch.randn(ROWS, 5, 3), F.mse_loss)
+
+
+@pytest.mark.slow
+def test_a_length_of_one_is_traced_by_itself() -> None:
+    model = Decoder()
+    pm = partition(model, 2, "tensor", example_inputs=(tokens(12),))
+    assert_trains_alike(model, pm, (tokens(1),), tokens(1), token_loss)
+
+
+@pytest.mark.slow
+def test_heights_and_widths() -> None:
+    layers = (nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(*layers, nn.Linear(4, 2))
+    pm = partition(model, 2, "data", example_inputs=(torch.randn(ROWS, 3, 16, 16),))
+    assert_trains_alike(model, pm, (torch.randn(ROWS, 3, 16, 24),), torch.randn(ROWS, 2), F.mse_loss)
+    with untraced():
+        assert_trains_alike(model, pm, (torch.randn(ROWS, 3, 20, 10),), torch.randn(ROWS, 2), F.mse_loss)
+    with pytest.raises(ConfigError, match=r"args\[0\]|input has shape"):
+        pm(torch.randn(ROWS, 5, 16, 16))
