@@ -128,7 +128,7 @@ class Decoder:
         n_microbatches, lowering = programs.lowerings.for_batch(batch)
         if not decoding.caches:
             decoding.caches = {rank: dict(self._empty(lowering, rank, batch)) for rank in self._session.runtime.local_ranks}
-        inputs = BoundInputs({name: tensor for name, tensor in tensors.items() if name is not None}, batch, frozenset())
+        inputs = BoundInputs({name: tensor for name, tensor in tensors.items() if name is not None}, batch, frozenset(), {})
         results = programs.calls.run(lowering, lowering.forward(n_microbatches), inputs, decoding.caches)
         (logits,) = results[self._session.runtime.local_ranks[0]]
         assert isinstance(logits, Tensor)

@@ -36,7 +36,7 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
-from passes.spmd.shard_stages import StoredLayouts
+from passes.spmd.shard_stages import StagedCut, StoredLayouts
 
 __all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_in_modes", "session_of_trace", "traced"]
 
