@@ -21,10 +21,10 @@ from partitioner.lowering.same_weights import lower_with_weights, plan_with_weig
 from partitioner.lowering.transfer_plan import stored_as_in
 from partitioner.lowering.variants import Lowerings
 from partitioner.model.calls import Calls
+from partitioner.model.generation.cached_forward import cached_tensors, trace_cached_forward
 from partitioner.model.session import Session
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.state.parameters import check_values
-from partitioner.tracing.cached_forward import cached_tensors, trace_cached_forward
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
