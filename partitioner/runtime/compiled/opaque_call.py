@@ -129,8 +129,10 @@ def _forward(
     expected = model.calls.result_shapes(model.calls.rows_of(args, kwargs))
     if [(list(result.shape), result.dtype) for result in results] != expected:
         raise ConfigError(
-            "the model returns results of other sizes or types in these modes than in those that it was partitioned in",
-            remedy="compile a model that is partitioned in these modes: torch.compile(partition(model.eval(), ...))",
+            "compiled code expects results of the sizes and types that the model was partitioned for, and this call gives others: it is in "
+            "other modes (train, eval), or its inputs have another length",
+            remedy="compile a model that is partitioned in these modes, torch.compile(partition(model.eval(), ...)); "
+            "call pm without torch.compile for inputs of other lengths, or pad them",
         )
     if any(result.requires_grad for result in results):
         saved.results, saved.inputs = tuple(results), tuple(tensor for tensor in tensors if tensor.requires_grad)
