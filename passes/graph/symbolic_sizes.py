@@ -66,6 +66,8 @@ def size_at(size: int | torch.SymInt, symbol: sympy.Symbol | None, batch: int) -
     """Return a traced size for a batch size; a size with other symbols is that of the trace."""
     if isinstance(size, int):
         return size
+    if size.node.expr.is_number:  # of a size that was open in the trace
+        return int(size.node.expr)
     return int(size.node.expr.subs(symbol, batch) if _depends_on_batch_alone(size, symbol) else size.node.hint)
 
 

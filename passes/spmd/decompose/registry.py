@@ -122,7 +122,7 @@ _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
     aten.group_norm: Decomposition(norms.group_norm, ("channels", "space"), single=True, kernels=_OF_GROUPS),
     aten.instance_norm: Decomposition(norms.instance_norm, ("space",), allows=takes_own_statistics, single=True, kernels=_OF_IMAGES),
     aten.embedding: Decomposition(embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True, sends=(), returns=()),
-    grouped_mm: Decomposition(grouped_product, ("experts",), gives="sum", by_place=True, sends=(), returns=()),
+    packet(grouped_mm): Decomposition(grouped_product, ("experts",), gives="sum", by_place=True, sends=(), returns=()),
     aten.softmax: Decomposition(softmax, ("dim",), single=True, returns=(1,)),
     aten.log_softmax: Decomposition(log_softmax, ("dim",), single=True, returns=(1,)),
     aten._softmax: Decomposition(softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
@@ -139,7 +139,7 @@ _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
 
 def decomposition_of(node: fx.Node, factor: str) -> Decomposition | None:
     """Return the decomposition of a call over a factor; None if the factor cannot be sharded."""
-    decomposition = _DECOMPOSITIONS.get(packet(node.target)) or _DECOMPOSITIONS.get(node.target)
+    decomposition = _DECOMPOSITIONS.get(packet(node.target))
     if decomposition is None or not factor.startswith(decomposition.factors) or not decomposition.allows(bound_arguments(node)):
         return None
     return decomposition

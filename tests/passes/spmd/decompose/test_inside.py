@@ -20,6 +20,7 @@ from passes.analysis.axes import find_axes
 from passes.graph.schemas import packet
 from passes.ir.comm import functional as collectives
 from passes.ir.mesh import Mesh
+from passes.rules.ops.grouped_mm import grouped_mm
 from passes.spmd.decompose.registry import _DECOMPOSITIONS
 from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from tests.support.running.lockstep import run_cut
@@ -125,6 +126,11 @@ def _causal_scaled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
 
 
+def _grouped_mm(rows: Tensor, weight: Tensor, group: Tensor) -> Tensor:
+    result: Tensor = grouped_mm(rows, weight, group)
+    return result
+
+
 _QUERIES = {"query": (2, 4, 7, 3), "key": (2, 4, 7, 3), "value": (2, 4, 7, 5)}
 _LONGER_KEYS = {"query": (2, 4, 6, 3), "key": (2, 2, 9, 3), "value": (2, 2, 9, 5)}
 
@@ -154,6 +160,7 @@ EXAMPLES = (
     Example("group_norm_plain", "channels", _group_norm, {"x": (3, 8, 5)}),
     Example("embedding", "vocab", _embedding, _TABLE, _TOKENS),
     Example("embedding_with_padding", "vocab", _embedding_with_padding, _TABLE, _TOKENS),
+    Example("grouped_mm", "experts", _grouped_mm, {"rows": (7, 3), "weight": (6, 3, 5)}, {"group": torch.tensor([5, 0, 3, 3, 1, 5, 0])}),
     Example("softmax", "dim1", _over(torch.softmax, dim=1), {"x": (3, 7, 2)}),
     Example("softmax_last", "dim1", _over(torch.softmax, dim=-1), {"x": (3, 6)}),
     Example("log_softmax", "dim1", _over(torch.log_softmax, dim=1), {"x": (3, 7, 2)}),
@@ -246,7 +253,7 @@ def test_places_are_counted_in_runs(part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "example", [each for each in EXAMPLES if not each.name.startswith(("embedding", "causal"))], ids=lambda example: example.name
+    "example", [each for each in EXAMPLES if not each.name.startswith(("embedding", "causal", "grouped"))], ids=lambda example: example.name
 )
 def test_it_never_gathers_what_is_cut(example: Example) -> None:
     """Statistics and scores of rows are reduced; the only pieces that come together are those of the model's own result."""
