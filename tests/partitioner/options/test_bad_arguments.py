@@ -156,7 +156,7 @@ def test_every_parameter_of_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same of ``partition``; a value of a type that the signature does not name is refused before the model is traced."""
     parameters = inspect.signature(partition).parameters
     hints = typing.get_type_hints(partition)
-    monkeypatch.setattr("partitioner.api.trace", stop)
+    monkeypatch.setattr("partitioner.api.trace_model", stop)
     raw = []
     for parameter, (kind, value) in itertools.product(parameters, WRONG.items()):
         try:

@@ -89,7 +89,8 @@ def pair() -> tuple[nn.Module, PartitionedModel]:
 
 
 def test_every_method_is_in_one_table() -> None:
-    methods = {name for name in dir(nn.Module) if not name.startswith("_") and callable(getattr(nn.Module, name))}
+    public = {name: getattr(nn.Module, name) for name in dir(nn.Module) if not name.startswith("_")}
+    methods = [name for name, value in public.items() if callable(value) and value.__module__.startswith("torch.")]  # transformers adds one
     decided = [*SAME, *REFUSED, *ELSEWHERE]
     assert sorted(decided) == sorted(methods)
 
