@@ -3,7 +3,7 @@
     python -m benchmarks.accelerator                  # three models in two precisions; half a minute on an H100 or H200
     python -m benchmarks.accelerator --rounds 30
 
-The model and its program take turns, and each figure is a median. `ratio` is the program's time by the model's. Memory is that of a step
+The model and its program alternate, and each figure is a median. `ratio` is the program's time by the model's. Memory is that of a step
 after gradients are cleared: planned, and the most that PyTorch's allocator gave out, workspaces of kernels included.
 """
 

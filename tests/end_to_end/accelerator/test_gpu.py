@@ -38,6 +38,14 @@ MESHES: Mapping[str, Mapping[str, int]] = {
 }
 
 
+UNFIT = (
+    "no space that tiles could cut",
+    "no axis 'sequence'",
+    "hx and cx should also be 3-D",  # of an LSTM on an accelerator: the fake kernel of PyTorch 2.11 gives its state four dimensions
+)
+"""What a refusal says where a mode does not fit a model, or this version of PyTorch cannot trace it."""
+
+
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
     """Convolutions and products of float32 in full precision, and the same algorithm for the same sizes."""
@@ -54,7 +62,10 @@ def test_training_is_that_of_the_model(name: str, mesh: str) -> None:
     try:
         found = first_difference(case, n_microbatches=count, device=GPU, devices=[GPU] * math.prod(mode.values()), mode=mode)
     except PartitionError as refusal:
-        pytest.skip(f"refused: {str(refusal).splitlines()[0]}")
+        reason = str(refusal).splitlines()[0]
+        if not any(each in reason for each in UNFIT):  # any other refusal is a failure
+            raise
+        pytest.skip(reason)
     assert found is None
 
 
