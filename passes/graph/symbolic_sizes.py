@@ -96,18 +96,11 @@ def emit_size(graph: fx.Graph, size: int | sympy.Expr, symbol: sympy.Symbol | No
     Raises:
         TraceError: the size depends on anything but the batch, or on it through an unknown function.
     """
-    if isinstance(size, int) or size.is_Integer:
-        return int(size)
-    if size == symbol:
-        return batch
-    if isinstance(size, ModularIndexing):
-        base, divisor, modulus = size.args
-        return emit_size(graph, Mod(FloorDiv(base, divisor), modulus), symbol, batch)
-    function = _operator_of(size)
-    parts = [emit_size(graph, part, symbol, batch) for part in size.args]
-    result = parts[0]
-    for part in parts[1:]:
-        result = _with_traced_value(graph.call_function(function, (result, part)))
+
+    def emit(function: Callable[[Any, Any], Any], left: Any, right: Any) -> fx.Node:
+        return _with_traced_value(graph.call_function(function, (left, right)))
+
+    result: fx.Node | int = _computed(size, symbol, batch, emit)
     return result
 
 
@@ -117,18 +110,23 @@ def evaluated(size: int | sympy.Expr, symbol: sympy.Symbol | None, batch: int | 
     Raises:
         TraceError: the size depends on anything but the batch, or on it through an unknown function.
     """
+    if not isinstance(size, int):
+        size = size.replace(lambda part: isinstance(part, Min | Max), lambda part: _extreme(part, symbol))
+    result: int | torch.SymInt = _computed(size, symbol, batch, lambda function, left, right: function(left, right))
+    return result
+
+
+def _computed(size: int | sympy.Expr, symbol: sympy.Symbol | None, batch: Any, apply: Callable[[Any, Any, Any], Any]) -> Any:
+    """Compute a size from ``batch``; ``apply`` takes an operator and its two operands."""
     if isinstance(size, int) or size.is_Integer:
         return int(size)
     if size == symbol:
         return batch
     if isinstance(size, ModularIndexing):
         base, divisor, modulus = size.args
-        return evaluated(Mod(FloorDiv(base, divisor), modulus), symbol, batch)
-    if isinstance(size, Min | Max):
-        return evaluated(_extreme(size, symbol), symbol, batch)
-    parts = [evaluated(part, symbol, batch) for part in size.args]
-    result: int | torch.SymInt = functools.reduce(_operator_of(size), parts)
-    return result
+        return _computed(Mod(FloorDiv(base, divisor), modulus), symbol, batch, apply)
+    parts = [_computed(part, symbol, batch, apply) for part in size.args]
+    return functools.reduce(functools.partial(apply, _operator_of(size)), parts)
 
 
 def _extreme(size: Min | Max, symbol: sympy.Symbol | None) -> sympy.Expr:
