@@ -123,7 +123,7 @@ def test_ranks_in_different_calls_do_not_wait_for_each_other(workers: Callable[[
     """One has skipped a step whose batch does not tell, and gathers the weights where the other trains on."""
     for answer in workers(2).call(cases.end_a_step_early, mode, timeout=PROMPTLY):
         assert isinstance(answer.error, ConfigError)
-        assert "call 4 is not the same on all ranks" in str(answer.error)
+        assert re.search(r"call \d+ is not the same on all ranks", str(answer.error))
         assert "rank 1 runs a gathering of what all ranks hold" in str(answer.error)
 
 
