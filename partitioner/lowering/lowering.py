@@ -84,11 +84,6 @@ class Lowering:
         return self._sharded.parts[number][self._sharded.pipelines[number].index(rank)]
 
     @property
-    def n_stage_ranks(self) -> int:
-        """How many ranks a pipeline has."""
-        return len(self._sharded.pipelines[0])
-
-    @property
     def collectors(self) -> frozenset[int]:
         """The ranks that have the model's results, and compute the loss: of each pipeline those of the last stage."""
         return frozenset(pipeline[place] for pipeline in self._sharded.pipelines for place in self.plan.stage_ranks[-1])

@@ -63,7 +63,7 @@ def tracked_forward(
     inputs: BoundInputs,
     accumulation: Accumulation,
 ) -> tuple[Tensor, ...]:
-    """Run the forward of one call; ``.backward()`` on its outputs runs the backward, or raises ConfigError where it cannot.
+    """Run the forward of one call; ``.backward()`` on its outputs runs the backward, with one rank a process in each of them.
 
     Args:
         count: number of microbatches.
@@ -103,17 +103,7 @@ def tracked_forward(
     # Autograd runs a function's backward only if one of its inputs requires grad: parameters do not appear among ours.
     anchor = torch.empty(0, requires_grad=True)
     accumulate = torch.autograd.graph.get_gradient_edge(anchor).node
-    reaches_all_ranks = runtime.backward_anywhere or lowering.n_stage_ranks == 1
     leaves = [inputs.tensors[name] for name in names if name in inputs.tensors]
     tracked = tuple(name in differentiated for name in training.returned)
-    run_backward = backward if reaches_all_ranks else _refuse_backward
-    outputs: tuple[Tensor, ...] = _PartitionedCall.apply(forward, run_backward, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _PartitionedCall.apply(forward, backward, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
     return outputs
-
-
-def _refuse_backward(_saved: Any, _gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Raise ConfigError: the stages of a pipeline are in several processes, and ``.backward()`` runs in one."""
-    raise ConfigError(
-        ".backward() on the result cannot reach the other processes of a pipeline",
-        remedy="loss = pm.train_step(*inputs, target=target, loss_fn=loss_fn) runs forward and backward on all ranks",
-    )

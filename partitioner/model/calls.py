@@ -161,8 +161,10 @@ class Calls:
         names = {leaf.placeholder: leaf.name for leaf in self._graph.inputs}
         suffix = of_rows if self._rows.inputs == "local" else ""
         tensors = {f"{names[placeholder]}{suffix}": tensor for placeholder, tensor in inputs.tensors.items()}
-        target_leaves = pytree.tree_leaves(extra[rank].get("target")) if extra else []
-        return tensors | {f"target{of_rows}": leaf for leaf in target_leaves[:1] if isinstance(leaf, Tensor)}
+        for argument, name in (("target", "target"), ("output_gradients", "gradient of the result")):
+            leaves = pytree.tree_leaves(extra[rank].get(argument)) if extra else []
+            tensors |= {f"{name}{of_rows}": leaf for leaf in leaves[:1] if isinstance(leaf, Tensor)}
+        return tensors
 
     def _check_autocast(self) -> None:
         """Raise ConfigError for a call inside an autocast that the programs were not traced in."""

@@ -20,8 +20,6 @@ class Runtime(Protocol):
     n_ranks: int
     local_ranks: tuple[int, ...]
     devices: tuple[torch.device, ...]
-    backward_anywhere: bool
-    """Whether ``.backward()`` on a result can reach every rank: all of them are here."""
 
     def run(
         self,

@@ -177,7 +177,6 @@ class EmbeddedRuntime:
         self.devices = tuple(devices)
         self.n_ranks = len(self.devices)
         self.local_ranks = tuple(range(self.n_ranks))
-        self.backward_anywhere = True
 
     def run(
         self,

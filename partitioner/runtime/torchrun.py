@@ -82,7 +82,6 @@ class TorchrunRuntime:
         rank = _own_rank()
         self.n_ranks = len(devices)
         self.local_ranks: tuple[int, ...] = (rank,)
-        self.backward_anywhere = False
         self.devices = (*devices[:rank], _with_local_index(devices[rank]), *devices[rank + 1 :])
         self._rank = rank
         self._connection = _connect(self.devices[rank], timeout)

@@ -88,7 +88,7 @@ def check(subject: Subject, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     notes = differences_by_definition(subject.graph, n_microbatches)
     if notes:
         partitioned, n_microbatches = subject.with_microbatches(1), 1
-    in_processes = not subject.runtime.backward_anywhere
+    in_processes = len(subject.runtime.local_ranks) < subject.runtime.n_ranks
     title = _title(partitioned.plan, inputs.batch, n_microbatches)
     if in_processes and draws_anything(subject.graph):
         reason = "each process draws its own random numbers: nothing can be compared; check in one process, or with training=False"
@@ -184,9 +184,8 @@ class _Check:
         objective, gradients, own_gradients = self.reference.objective, self.reference.gradients, self.reference.own_gradients
         if objective is None or gradients is None:
             return
-        if self.subject.runtime.backward_anywhere:
-            objective(result, objective.target).backward()
-            self._compare_gradients("backward()", gradients, call)
+        objective(result, objective.target).backward()
+        self._compare_gradients("backward()", gradients, call)
         call = self._restart()
         loss_fn, target = (objective, objective.target) if own_gradients is None else (None, None)
         loss = self.partitioned.train_step(*call.args, target=target, loss_fn=loss_fn, **call.kwargs)

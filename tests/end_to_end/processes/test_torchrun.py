@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -195,10 +196,34 @@ def test_check_compares_what_a_process_sees(workers: Callable[[int], Workers]) -
         assert "values of nodes are compared where all ranks are in one process" in text
 
 
-def test_backward_is_refused(workers: Callable[[int], Workers]) -> None:
-    for answer in workers(2).call(cases.backward_is_refused):
+@pytest.mark.parametrize(
+    ("name", "mode", "size"),
+    [
+        ("gpt", "pipeline", 2),
+        pytest.param("branches", "pipeline", 4, marks=pytest.mark.slow),
+        pytest.param("nested_outputs", "pipeline", 2, marks=pytest.mark.slow),
+        pytest.param("shared_layer", "pipeline", 2, marks=pytest.mark.slow),
+        pytest.param("t5", "pipeline", 4, marks=pytest.mark.slow),
+        pytest.param("unet", "pipeline", 4, marks=pytest.mark.slow),
+        pytest.param("gpt", {"data": 2, "pipeline": 2}, 4, marks=pytest.mark.slow),
+        pytest.param("gpt", {"pipeline": 2, "tensor": 2}, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_calls_over_stages(workers: Callable[[int], Workers], name: str, mode: Any, size: int) -> None:
+    """Each process calls ``backward()`` on its copy of the results."""
+    assert workers(size).values(meshes.mesh_call_difference, name, mode, timeout=170) == [None] * size
+
+
+def test_processes_with_unlike_losses_are_refused(workers: Callable[[int], Workers]) -> None:
+    for answer in workers(2).call(cases.backward_of_unlike_losses, timeout=60):
         assert isinstance(answer.error, ConfigError)
-        assert "train_step" in str(answer.error)
+        assert "gradient of the result" in str(answer.error)
+
+
+def test_a_process_that_leaves_out_backward_is_named(workers: Callable[[int], Workers]) -> None:
+    for answer in workers(2).call(cases.backward_on_one_rank, timeout=60):
+        assert isinstance(answer.error, ConfigError)
+        assert re.search(r"rank 0 has program forward \w+ of model \d+, rank 1 has backward", str(answer.error))
 
 
 @pytest.mark.parametrize("tagged", [True, False], ids=["one_group", "group_a_channel"])

@@ -157,6 +157,6 @@ def train_in_processes(mode: str) -> None:
     compare_training(torch.compile(model, backend="partitioner", options=options), expected, model, [(6, WIDTH), (8, WIDTH)])
     torch._dynamo.reset()
     torch.manual_seed(int(os.environ["RANK"]))
-    unlike = torch.compile(nn.Linear(WIDTH, WIDTH), backend="partitioner", options=options)
+    unlike = torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), backend="partitioner", options=options)
     with pytest.raises(ConfigError, match="values of parameters and buffers"):
         unlike(torch.ones(4, WIDTH))

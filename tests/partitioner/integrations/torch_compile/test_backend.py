@@ -187,7 +187,7 @@ def test_many_sizes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", ["fsdp", "tensor"])
+@pytest.mark.parametrize("mode", ["fsdp", "tensor", "pipeline"])
 def test_processes(workers: Callable[[int], Workers], mode: str) -> None:
     assert workers(2).values(networks.train_in_processes, mode, timeout=180) == [None, None]
 
