@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.calls import Calls
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.base import Runtime
+from partitioner.runtime.state.hooks import has_hooks
 from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
@@ -29,11 +30,15 @@ Backward = Callable[[Any, tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
 """(saved tensors, gradients of the outputs or None) -> gradients of the inputs that autograd tracks."""
 
 
+_FIRST_INPUT = 4
+"""The place of the first of the model's inputs among the arguments of ``_PartitionedCall.forward``."""
+
+
 class _PartitionedCall(torch.autograd.Function):
     """One forward of all ranks as one node of the autograd graph. The backward programs add parameter gradients to ``.grad``."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Forward, backward: Backward, tracked: Sequence[bool], anchor: Tensor, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, forward: Forward, backward: Backward, tracked: Sequence[bool], anchor: Tensor, *leaves: Tensor) -> Any:
         outputs, saved = forward()
         ctx.saved = saved
         ctx.run = backward
@@ -51,7 +56,9 @@ class _PartitionedCall(torch.autograd.Function):
         saved, ctx.saved = ctx.saved, None
         if saved is None:
             raise RuntimeError("the backward of this call has run already: a partitioned forward keeps nothing for a second one")
-        return None, None, None, None, *ctx.run(saved, gradients)
+        of_inputs = ctx.run(saved, gradients)
+        n_parameters = len(ctx.needs_input_grad) - _FIRST_INPUT - len(of_inputs)
+        return *(None,) * _FIRST_INPUT, *of_inputs, *(None,) * n_parameters  # programs have added the gradients of parameters
 
 
 def tracked_forward(
@@ -93,17 +100,34 @@ def tracked_forward(
             rank: {"saved": saved[rank], "output_gradients": rows.output_gradients(graph, differentiated, filled, rank)}
             for rank in runtime.local_ranks
         }
-        wants_parameters = will_run(accumulate)
+        wants_parameters = will_run(accumulate) or _named_as_inputs(calls.parameters)
         mode: Gradients = "keep" if in_no_sync or not wants_parameters else accumulation.gradients
         programs = lowering.backward(differentiation, count, frozenset(present), mode)
         with contextlib.nullcontext() if wants_parameters else calls.discarding_gradients():
             input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, inputs, extra)[here])
         return tuple(gradient for name, gradient in zip(names, input_gradients, strict=True) if name in inputs.tensors)
 
-    # Autograd runs a function's backward only if one of its inputs requires grad: parameters do not appear among ours.
+    # Autograd runs a function's backward only if one of its inputs requires grad, and backward(inputs=...) if one of these is among them.
+    # Autograd would call hooks of parameters without a gradient: the programs call them.
     anchor = torch.empty(0, requires_grad=True)
     accumulate = torch.autograd.graph.get_gradient_edge(anchor).node
     leaves = [inputs.tensors[name] for name in names if name in inputs.tensors]
+    leaves += [parameter for parameter in calls.parameters if parameter.requires_grad and not has_hooks(parameter)]
     tracked = tuple(name in differentiated for name in training.returned)
     outputs: tuple[Tensor, ...] = _PartitionedCall.apply(forward, backward, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _named_as_inputs(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether the backward that runs now is ``backward(inputs=[...])`` with these parameters among the inputs.
+
+    Raises:
+        ConfigError: it names some of them: the backward programs add the gradients of all.
+    """
+    named = [will_run(torch.autograd.graph.get_gradient_edge(parameter).node) for parameter in parameters if parameter.requires_grad]
+    if any(named) and not all(named):
+        raise ConfigError(
+            f"backward(inputs=...) names {sum(named)} of {len(named)} parameters, and programs compute the gradients of all",
+            remedy="name all parameters, or none; parameters with requires_grad_(False) are left out",
+        )
+    return any(named)

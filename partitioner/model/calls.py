@@ -150,6 +150,11 @@ class Calls:
             self._state.finish()
         return results
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of this process, each part of one that is cut."""
+        return [parameter for _, parameter in self._state.named_parameters()]
+
     def discarding_gradients(self) -> AbstractContextManager[None]:
         """Return a context in which programs add no gradients to parameters."""
         return self._state.gradients.discarding()

@@ -139,6 +139,22 @@ def test_gradients_of_inputs_alone(pair: tuple[nn.Module, PartitionedModel]) -> 
     torch.testing.assert_close(*gradients)
 
 
+def test_backward_with_parameters_as_inputs(pair: tuple[nn.Module, PartitionedModel]) -> None:
+    """``loss.backward(inputs=...)`` adds the gradients of all parameters; programs cannot compute those of a few."""
+    model, pm = pair
+    x = torch.randn(8, 6).double()
+    for module in pair:
+        module.zero_grad()
+        torch.manual_seed(0)
+        module(x).square().sum().backward(inputs=list(module.parameters()))
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, expected[name])
+    some = [parameter for parameter in pm.parameters() if parameter.requires_grad][:1]
+    with pytest.raises(ConfigError, match=r"backward\(inputs=\.\.\.\) names 1 of \d+ parameters"):
+        pm(x).sum().backward(inputs=some)
+
+
 def test_gradients_are_cleared_as_on_the_model() -> None:
     model, x = switched()
     pm = partition(copy.deepcopy(model), 2, "data", example_inputs=(x,), progress=False)
