@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import ConfigError, PartitionedModel, partition
+from tests.support.running.slow_values import slow
 
 LARGE = 64
 
@@ -57,7 +58,7 @@ MODES: Mapping[str, tuple[str | Mapping[str, int], int]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_constant", [False, True])
 @pytest.mark.parametrize("between", [_another_call, _another_number, _mixed_rows])
-@pytest.mark.parametrize("traced", [8, 32, 64])
+@pytest.mark.parametrize("traced", [8, *slow(32, 64)])
 def test_every_batch_size_gives_the_numbers_of_the_model(between: Callable[..., Tensor], is_constant: bool, traced: int, mode: str) -> None:
     torch.manual_seed(0)
     module = _Branching(between, is_constant=is_constant).double()

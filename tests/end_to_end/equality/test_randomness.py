@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import PartitionWarning, Plan, partition
+from tests.support.running.slow_values import slow
 
 X = torch.randn(6, 8, dtype=torch.float64)
 
@@ -121,7 +122,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["model", "data", "tensor"])
+@pytest.mark.parametrize("mode", ["tensor", *slow("model", "data")])
 @pytest.mark.parametrize("draw", DRAWS)
 def test_numbers_lie_as_the_memory_of_a_transposed_value_does(draw: str, mode: str) -> None:
     class Transposed(nn.Module):
@@ -168,7 +169,7 @@ KERNELS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["model", "data"])
+@pytest.mark.parametrize("mode", ["data", *slow("model")])
 @pytest.mark.parametrize("kind", KERNELS)
 def test_numbers_lie_as_kernels_lay_values_out(kind: str, mode: str) -> None:
     """These lay results out otherwise than their fake results say, and what follows keeps the order."""
@@ -222,14 +223,14 @@ RECURRENT: dict[str, Callable[[], tuple[nn.RNNBase, int]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["model", "data", "fsdp", "tensor"])
+@pytest.mark.parametrize("mode", ["tensor", *slow("model", "data", "fsdp")])
 @pytest.mark.parametrize("kind", [kind for kind in RECURRENT if "time first" not in kind])
 def test_recurrent_layers_drop_what_they_drop_in_the_model(kind: str, mode: str) -> None:
     """The draws are inside of one operator, which autograd decomposes into others that draw other numbers."""
     trained_with_the_same_draws(kind, mode)
 
 
-@pytest.mark.parametrize("mode", ["model", "tensor"])  # the batch is the second dimension
+@pytest.mark.parametrize("mode", ["model", *slow("tensor")])  # the batch is the second dimension
 def test_recurrent_layers_that_take_time_first(mode: str) -> None:
     trained_with_the_same_draws("RNN, time first", mode)
 
@@ -314,7 +315,7 @@ def test_an_unread_draw_on_another_rank_comes_first() -> None:
     torch.testing.assert_close(pm(X), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("with_gradients", [True, *slow(False)])
 @pytest.mark.parametrize(("devices", "mode"), [(1, "model"), (2, "model"), (2, "pipeline"), (2, "data")])
 @pytest.mark.parametrize("is_turned", [False, True], ids=["turned_inside", "turned_input"])
 def test_what_turns_back_to_rows_is_drawn_in_rows(devices: int, mode: str, *, is_turned: bool, with_gradients: bool) -> None:
@@ -340,7 +341,7 @@ def test_what_turns_back_to_rows_is_drawn_in_rows(devices: int, mode: str, *, is
         torch.testing.assert_close(pm(x), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [2, *slow(1)])
 @pytest.mark.parametrize("is_turned_back", [False, True])
 @pytest.mark.parametrize("write", ["index_add", "through_view", "windows", "copy", "mask"])
 def test_what_is_written_in_place_is_drawn_in_its_memory(write: str, devices: int, *, is_turned_back: bool) -> None:

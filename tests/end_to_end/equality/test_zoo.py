@@ -11,17 +11,21 @@ from torch import Tensor
 
 from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO, case_named
+from tests.support.running.slow_values import all_but
 from tests.support.running.transparency import compare, compare_gradients, compare_values, loss_of, microbatch_sizes, reference_steps
 
 PER_CASE = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
 """Every case of the zoo."""
+
+SOME_CASES = pytest.mark.parametrize("case", all_but(ZOO[::3], ZOO), ids=lambda case: case.name)
+"""Every third is quick."""
 
 
 def test_names_are_unique() -> None:
     assert len({case.name for case in ZOO}) == len(ZOO) >= 29
 
 
-@PER_CASE
+@SOME_CASES
 def test_equal_seeds_give_equal_instances(case: Case) -> None:
     first, second = case.build(seed=3), case.build(seed=3)
     torch.testing.assert_close(dict(first.model.state_dict()), dict(second.model.state_dict()), rtol=0, atol=0)
@@ -43,7 +47,7 @@ def test_is_small_float64_and_trains(case: Case) -> None:
     assert any(gradient.abs().max() > 1e-3 for gradient in gradients)
 
 
-@PER_CASE
+@SOME_CASES
 def test_microbatching_changes_training_exactly_where_the_case_says_so(case: Case) -> None:
     """The harness finds a difference where there is one, and none where there is none."""
     difference = compare(reference_steps(case), reference_steps(case, microbatch_sizes=microbatch_sizes(8, 4)), case.tolerance)

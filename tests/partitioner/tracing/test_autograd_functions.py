@@ -15,6 +15,7 @@ from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.analysis.axes import find_axes
 from passes.rules.loops import Loops
+from tests.support.running.slow_values import slow
 
 
 class Swish(Function):
@@ -251,7 +252,7 @@ def _assert_equal(model: nn.Module, pm: Any, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("n_rows", [4, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", ["model", "data", "fsdp", "tensor", {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize("mode", ["data", "tensor", *slow("model", "fsdp", {"data": 2, "tensor": 2})])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_gradients_are_those_of_the_function(function: Callable[..., Any], mode: Any, n_rows: int) -> None:
     torch.manual_seed(0)
@@ -331,7 +332,7 @@ def without_gradients(model: Model, x: Tensor) -> Any:
     return x + rounded
 
 
-@pytest.mark.parametrize("mode", ["data", "tensor", "pipeline", "fsdp"])
+@pytest.mark.parametrize("mode", ["tensor", "pipeline", *slow("data", "fsdp")])
 @pytest.mark.parametrize("function", [nested, sized, twice, without_gradients], ids=lambda function: function.__name__)
 def test_unusual_calls(function: Callable[..., Any], mode: str) -> None:
     torch.manual_seed(0)
