@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["CODES", "FORMATS", "SHELLS", "STANDARD_OUTPUT", "Commands", "add_command", "add_json"]
+__all__ = ["CODES", "FORMATS", "SHELLS", "STANDARD_OUTPUT", "Commands", "add_command", "add_json", "numbers"]
 
 Commands = Any
 """The private type of the result of ``argparse.ArgumentParser.add_subparsers``."""
@@ -42,6 +42,11 @@ def add_command(commands: Commands, name: str, run: str, text: str, example: str
     command.set_defaults(run=run)
     command.add_argument("--debug", action="store_true", help="show where in the code an error came from")
     return command
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read numbers that commas separate: ``1,8,64``."""
+    return tuple(int(each) for each in text.split(","))
 
 
 def add_json(command: argparse.ArgumentParser, what: str) -> None:

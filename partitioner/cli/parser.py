@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from partitioner.cli.options import CODES, FORMATS, SHELLS, Commands, add_command, add_json
+from partitioner.cli.options import CODES, FORMATS, SHELLS, Commands, add_command, add_json, numbers
 
 __all__ = ["command_parser"]
 
@@ -45,6 +45,11 @@ def _add_partition_commands(commands: Commands) -> None:
     )
     timeline = "also write the timeline: .svg a picture, .json for\nhttps://ui.perfetto.dev"
     simulate.add_argument("--timeline", metavar="FILE", help=timeline)
+    inference = "latency and throughput in evaluation mode, in the place of\na step; a model that generates continues prompts"
+    simulate.add_argument("--inference", action="store_true", help=inference)
+    simulate.add_argument("--batches", type=numbers, metavar="N,N", help="with --inference: rows of each batch (default: 1,8,64)")
+    simulate.add_argument("--prompt", type=int, metavar="N", help="with --inference: tokens that are given (default: 128)")
+    simulate.add_argument("--new-tokens", type=int, metavar="N", help="with --inference: tokens that are generated (default: 128)")
     add_json(simulate, "the numbers")
     codes = "exit code: 0 equal, 1 not everything is equal, 2 the request was wrong or cannot be met"
     text = "compare the partitioned model with the original"

@@ -81,7 +81,12 @@ def _heading(plan: Plan, rank: int) -> str:
 
 
 def simulate(arguments: argparse.Namespace) -> int:
-    """Run a step on a clock."""
+    """Run a step, or inference, on a clock."""
+    if arguments.inference:
+        return _simulate_inference(arguments)
+    needless = [name for name in ("batches", "prompt", "new_tokens") if getattr(arguments, name) is not None]
+    if needless:
+        raise ConfigError(f"--{needless[0].replace('_', '-')} is for inference", remedy="add --inference")
     pm = _partition(call_factory(arguments.factory), arguments)
     simulation = pm.simulate()
     say(arguments, str(simulation))
@@ -101,6 +106,31 @@ def simulate(arguments: argparse.Namespace) -> int:
         "communication": messages,
     }
     write_json(arguments, "simulation", numbers)
+    return 0
+
+
+def _simulate_inference(arguments: argparse.Namespace) -> int:
+    """Simulate batches of several sizes in evaluation mode."""
+    if arguments.timeline is not None:
+        raise ConfigError("--timeline is of a step", remedy="leave out --inference, or --timeline")
+    made = call_factory(arguments.factory)
+    made.model.eval()
+    pm = _partition(made, arguments)
+    batches = {} if arguments.batches is None else {"batches": arguments.batches}
+    table = pm.simulate_inference(prompt=arguments.prompt, new_tokens=arguments.new_tokens, **batches)
+    say(arguments, str(table))
+    numbers = [
+        {
+            "batch": each.rows,
+            "first_token": each.first_token,
+            "per_token": each.per_token,
+            "latency": each.latency,
+            "throughput": each.throughput,
+            "peak_memory": list(each.peak_memory),
+        }
+        for each in table.batches
+    ]
+    write_json(arguments, "simulation", {"plan": pm.plan.hash, "prompt": table.prompt, "batches": numbers})
     return 0
 
 

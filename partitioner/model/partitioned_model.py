@@ -23,6 +23,7 @@ from partitioner.model.autograd import tracked_forward
 from partitioner.model.calls import Calls
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
+from partitioner.model.generation.simulate_inference import InferenceTable, simulate_inference
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
@@ -389,6 +390,33 @@ class PartitionedModel(ModuleInPlan):
         It runs on ``cluster``; None: the hardware that the model was planned for.
         """
         return simulate(self._session, self.inspected(), cluster)
+
+    @checked_arguments(VALUES, EXAMPLES)
+    def simulate_inference(
+        self,
+        batches: Sequence[int] = (1, 8, 64),
+        prompt: int | None = None,
+        new_tokens: int | None = None,
+        cluster: Cluster | str | None = None,
+    ) -> InferenceTable:
+        """Simulate inference: latency and throughput of batches of several sizes, as a table.
+
+        Of a causal language model of transformers the programs of ``generate`` are simulated: the prompt in chunks, then one token after
+        the other. Of any other model the forward is. One batch is in flight at a time.
+
+        Args:
+            batches: rows of each batch, over all devices.
+            prompt: tokens of each row that are given; None: 128, for a model that generates.
+            new_tokens: tokens of each row that are generated; None: 128, for a model that generates.
+            cluster: the hardware; None: that which the model was planned for.
+
+        Raises:
+            ConfigError: the model is in training mode, ranks cannot share the rows of a batch evenly, or there are more tokens than
+                positions.
+        """
+        if any(part.training for part in self._parts):
+            raise ConfigError("inference is simulated of a model in evaluation mode", remedy="pm.eval()")
+        return simulate_inference(self._session, self._decoders, batches, prompt, new_tokens, cluster)
 
     @checked_arguments(VALUES, EXAMPLES)
     def replan(

@@ -13,7 +13,7 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
-__all__ = ["is_inlined", "simulate"]
+__all__ = ["is_inlined", "machine_of", "simulate"]
 
 _MOST_NODES = 100_000
 """Programs with more nodes are simulated by representatives, whose stages stay calls."""
@@ -32,12 +32,7 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
         ConfigError: the cluster has fewer devices than the plan has ranks.
     """
     plan, assumed = session.plan, session.assumed
-    machine = read_cluster(cluster) or assumed.cluster
-    if len(machine.devices) < plan.n_ranks:
-        raise ConfigError(
-            f"the plan has {plan.n_ranks} ranks and the cluster {len(machine.devices)} devices",
-            remedy=f"pass a cluster of {plan.n_ranks} devices or more",
-        )
+    machine = machine_of(session, cluster)
     lowering, count, mesh = inspected.lowering, inspected.n_microbatches, plan.grid
     n_nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
     if is_inlined(plan, n_nodes, count):
@@ -53,6 +48,21 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
         n_row_parts=lowering.rows.count,
         representatives=Representatives(mesh, representative_of),
     )
+
+
+def machine_of(session: Session, cluster: Cluster | str | None) -> Cluster:
+    """Return the hardware to simulate on.
+
+    Raises:
+        ConfigError: it has fewer devices than the plan has ranks.
+    """
+    machine = read_cluster(cluster) or session.assumed.cluster
+    if len(machine.devices) < session.plan.n_ranks:
+        raise ConfigError(
+            f"the plan has {session.plan.n_ranks} ranks and the cluster {len(machine.devices)} devices",
+            remedy=f"pass a cluster of {session.plan.n_ranks} devices or more",
+        )
+    return machine
 
 
 def is_inlined(plan: Plan, n_forward_nodes: int, n_microbatches: int) -> bool:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.tracing.export.export import TRACING
+from partitioner.tracing.export.meta_models import autocast_as_cpu
 from partitioner.tracing.restore import preserve
 from partitioner.tracing.trace import trace
 from passes.graph.buffer_writes import verify_writes
@@ -68,7 +69,7 @@ def cached_tensors(model: nn.Module, autocast: Autocast | None) -> tuple[Layer, 
         TraceError: the model does not cache keys and values of (batch, heads, positions, width), or its forward fails.
     """
     device = _device_of(model)
-    with TRACING, preserve(model), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with TRACING, preserve(model), autocast_as_cpu(autocast), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         if model.training:
             model.train(mode=False)
         cache = _cache_type()(torch.arange(2, device=device), {})

@@ -24,6 +24,7 @@ from partitioner.model.calls import Calls
 from partitioner.model.generation.cached_forward import cached_tensors, trace_cached_forward
 from partitioner.model.session import Session
 from partitioner.runtime.arguments import BoundInputs
+from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.parameters import check_values
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
@@ -161,6 +162,13 @@ class Decoder:
                 tensors[name] = tensor.index_select(0, rows.to(tensor.device))
 
     # -- programs ------------------------------------------------------------------------------------------------------------------
+
+    def forwards(self, start: int, end: int, length: int, batch: int) -> Iterator[ProgramSet]:
+        """Yield the programs that extend caches for ``length`` tokens from ``start`` to ``end`` tokens, in the order in which they run."""
+        positions = self._cache_length(length)
+        for _, _, size in _chunks(start, end, positions):
+            n_microbatches, lowering = self._programs_for(size, positions).lowerings.for_batch(batch)
+            yield lowering.forward(n_microbatches)
 
     def _programs_for(self, size: int, length: int) -> _Programs:
         """Return the programs of a chunk size and a cache length, lowered when first used."""

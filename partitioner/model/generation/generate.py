@@ -25,7 +25,7 @@ from partitioner.model.session import Session
 from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError, PartitionError
 
-__all__ = ["generate"]
+__all__ = ["generate", "most_positions"]
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 """Generation modes of transformers that need no more than the logits of the last token."""
@@ -59,7 +59,7 @@ def generate(session: Session, decoders: list[Decoder], training: bool, input_id
         raise AttributeError(f"{session.name} has no generate(): it is for causal language models of transformers")
     if training:
         raise ConfigError("generate() is for a model in evaluation mode", remedy="pm.eval()")
-    limit = _most_positions(model)
+    limit = most_positions(model)
     input_ids = _checked_ids(input_ids if input_ids is not None else kwargs.get("inputs"))
     rest = {name: value for name, value in kwargs.items() if name not in ("inputs", "cache_implementation")}
     config = _resolved_config(session, rest, kwargs)
@@ -97,7 +97,7 @@ def _checked_ids(input_ids: Any) -> Tensor:
     return input_ids
 
 
-def _most_positions(model: Any) -> int | None:
+def most_positions(model: Any) -> int | None:
     """Return the most positions that a causal model takes, by its config; None: any number.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -105,6 +106,16 @@ def test_simulate_tells_what_the_model_tells(folder: Path, capsys: pytest.Captur
     assert json.loads((folder / "step.json").read_text())["traceEvents"]
     assert json.loads((folder / "numbers.json").read_text()) == found
     assert told.endswith("timeline written to step.json\n\nsimulation written to numbers.json\n")
+
+
+def test_inference_is_simulated_for_batches_of_several_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "simulate net.py:factory --devices 2 --mode data --cluster h100:1x2 --inference --batches 2,8"
+    found = json.loads(printed(f"{line} --json", capsys))
+    assert [each["batch"] for each in found["batches"]] == [2, 8]
+    assert all(each["throughput"] == pytest.approx(each["batch"] / each["latency"]) for each in found["batches"])
+    text = printed(line, capsys)
+    assert "one forward a batch" in text
+    assert re.search(r"^ +2 +\S+ .s +[\d,.]+ rows/s", text, re.MULTILINE)
 
 
 def test_a_plan_is_simulated_on_another_cluster(capsys: pytest.CaptureFixture[str]) -> None:

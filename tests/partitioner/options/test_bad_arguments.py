@@ -108,6 +108,7 @@ def calls(pm: PartitionedModel, folder: Path) -> Iterator[tuple[str, Callable[..
     yield "graph", pm.graph, {"rank": 0}
     yield "train", pm.train, {}
     yield "simulate", pm.simulate, {}
+    yield "simulate_inference", pm.simulate_inference, {"batches": (2,)}
     yield "explain", pm.explain, {}
     yield "save_report", pm.save_report, {"path": folder / "report.html"}
     yield "replan", pm.replan, {}
