@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
@@ -22,6 +23,7 @@ from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel, warn_of_microbatches
 from partitioner.options.checked_costs import checked_costs
 from partitioner.options.constraints import Constraints
+from partitioner.options.device_mesh import check_plan_on, mode_on, processes_of
 from partitioner.options.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.options.given_plan import check_fits, plan_on
 from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode, sequential_tiles
@@ -74,7 +76,8 @@ def partition(
 
     Args:
         model: any module that ``torch.export`` traces.
-        devices: the number of ranks, or the device of each; None takes all visible accelerators.
+        devices: the number of ranks, or the device of each; None takes all visible accelerators. A ``DeviceMesh`` says which process has
+            which rank, and the names of its dimensions (those of modes, or ``"dp"``, ``"pp"``, ``"tp"``, ``"cp"``) are the mode.
         mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
             ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``, ``"tile"`` (height, width, depth); a mesh of
             several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``, a
@@ -115,6 +118,8 @@ def partition(
         ConfigError: an argument, or a combination, does not fit.
         InfeasiblePlanError: nothing fits the memory; says what would.
     """
+    if isinstance(devices, DeviceMesh) and plan is None:
+        mode = mode_on(devices, mode)
     target = _resolve_target(devices, mode, cluster, inputs, plan)
     request = None
     if plan is None:
@@ -153,7 +158,8 @@ class _Target:
 
     Attributes:
         devices: one for each rank.
-        world_size: the number of processes; None: this is the only one.
+        world_size: the number of processes of the model; None: this is the only one.
+        processes: the number of the process of each rank; None: all processes in order.
         hardware: to plan for.
         mesh: of the ranks; None: the planner chooses it.
         sequential_tiles: number or grid of the tiles that one device computes one after the other; None in any other mode.
@@ -163,6 +169,7 @@ class _Target:
 
     devices: tuple[torch.device, ...]
     world_size: int | None
+    processes: tuple[int, ...] | None
     hardware: Cluster
     mesh: Mesh | None
     sequential_tiles: int | tuple[int, ...] | None
@@ -192,7 +199,7 @@ def _resolve_target(
     devices: DevicesArgument, mode: str | Mapping[str, int | Sequence[int]], cluster: Cluster | str | None, inputs: str, plan: Plan | None
 ) -> _Target:
     """Find the ranks and their mesh: those of the plan, if the caller passes one."""
-    world_size, local_world_size = _join_processes()  # first: a process that dies later is reported
+    world_size, local_world_size = _join_processes(devices)  # first: a process that dies later is reported
     placement = resolve_devices(devices, world_size, local_world_size)
     hardware = _hardware(cluster, placement, plan)
     n_ranks = len(placement.devices)
@@ -202,15 +209,21 @@ def _resolve_target(
     else:
         plan = plan_on(plan, placement.devices)
         tiles, mesh = None, plan.grid
-    return _Target(placement.devices, world_size, hardware, mesh, tiles, _checked_inputs(inputs, world_size), plan)
+        if isinstance(devices, DeviceMesh):
+            check_plan_on(devices, plan)
+    return _Target(placement.devices, world_size, placement.processes, hardware, mesh, tiles, _checked_inputs(inputs, world_size), plan)
 
 
-def _join_processes() -> tuple[int | None, int | None]:
-    """Announce this process to the others; return their number, in all and on this machine. ``(None, None)`` without torchrun."""
+def _join_processes(devices: DevicesArgument) -> tuple[int | None, int | None]:
+    """Announce this process to the others of the model; return their number, and that of the processes on this machine.
+
+    ``(None, None)`` if it is the only one.
+    """
     if not torchrun.is_launched():
         return None, None
-    torchrun.arrive()
-    return torchrun.world_size(), torchrun.local_world_size()
+    processes = processes_of(devices) if isinstance(devices, DeviceMesh) else None
+    session = torchrun.arrive(processes)
+    return (None, None) if session.members.size == 1 else (session.members.size, torchrun.local_world_size())
 
 
 def _hardware(cluster: Cluster | str | None, placement: Placement, plan: Plan | None) -> Cluster:
@@ -254,7 +267,11 @@ def _trace_source(source: _Source, training: bool | None, autocast: Autocast | N
 
 def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runtime:
     """Start the runtime of the target; raise ConfigError in all processes if their models or batches differ."""
-    runtime: Runtime = (EmbeddedRuntime if target.world_size is None else torchrun.TorchrunRuntime)(target.devices)
+    runtime: Runtime
+    if target.world_size is None:
+        runtime = EmbeddedRuntime(target.devices)
+    else:
+        runtime = torchrun.TorchrunRuntime(target.devices, processes=target.processes)
     if len(runtime.local_ranks) < runtime.n_ranks:
         runtime.agree("model", f"{type(source.model).__name__} for {graph.batch_size} rows (graph {graph_digest(graph)})")
     return runtime

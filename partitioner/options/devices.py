@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.devices import check_count, parse_device
+from partitioner.options.device_mesh import processes_of
 from passes.ir.errors import ConfigError
 
 __all__ = ["DevicesArgument", "Placement", "hardware_of", "resolve_devices"]
@@ -25,10 +26,12 @@ class Placement:
     Attributes:
         devices: one for each rank.
         cluster: the hardware, if the caller passed a ``Cluster``.
+        processes: the number of the process of each rank, if the caller passed a ``DeviceMesh``; None: all processes in order.
     """
 
     devices: tuple[torch.device, ...]
     cluster: Cluster | None
+    processes: tuple[int, ...] | None = None
 
 
 Devices = tuple[torch.device, ...]
@@ -42,7 +45,7 @@ def resolve_devices(devices: DevicesArgument, world_size: int | None, local_worl
     clusters where each process sees a single accelerator, name it: ``devices=["cuda:0"] * n``.
 
     Args:
-        world_size: number of processes under torchrun, each of them a rank; None: all ranks are in this process.
+        world_size: number of processes of the model, each of them a rank; None: all ranks are in this process.
         local_world_size: number of processes on this machine; None: all.
 
     Raises:
@@ -60,7 +63,7 @@ def resolve_devices(devices: DevicesArgument, world_size: int | None, local_worl
     elif isinstance(devices, Cluster):
         of_ranks = _first_devices(len(devices.devices), world_size, n_local)
     elif isinstance(devices, DeviceMesh):
-        of_ranks = _first_devices(devices.size(), world_size, n_local, devices.device_type)
+        of_ranks = _devices_of_mesh(devices, world_size)
     else:
         of_ranks = tuple(_device(name, world_size) for name in devices)
     if not of_ranks:
@@ -68,9 +71,12 @@ def resolve_devices(devices: DevicesArgument, world_size: int | None, local_worl
     if world_size is not None and len(of_ranks) != world_size:
         raise ConfigError(
             f"{len(of_ranks)} devices were asked for and there are {world_size} processes",
-            remedy=f"pass devices={world_size}, or start torchrun with --nproc-per-node {len(of_ranks)}",
+            remedy=f"pass devices={world_size}, or start torchrun with --nproc-per-node {len(of_ranks)},\n"
+            f"or pass a DeviceMesh over {len(of_ranks)} of the processes"
+            if len(of_ranks) < world_size
+            else f"pass devices={world_size}, or start torchrun with --nproc-per-node {len(of_ranks)}",
         )
-    return Placement(of_ranks, cluster)
+    return Placement(of_ranks, cluster, processes_of(devices) if isinstance(devices, DeviceMesh) else None)
 
 
 def hardware_of(devices: Sequence[torch.device]) -> Cluster:
@@ -106,10 +112,24 @@ def _all_accelerators(world_size: int | None, n_local: int | None) -> Devices:
     return tuple(torch.device("cuda", index) for index in range(count))
 
 
-def _first_devices(count: int, world_size: int | None, n_local: int | None, kind: str | None = None) -> Devices:
-    """Return the first accelerators, or the CPU for all ranks if this machine has too few, or if ``kind`` is ``"cpu"``."""
+def _devices_of_mesh(mesh: DeviceMesh, world_size: int | None) -> Devices:
+    """Return the device of each rank of a mesh: in one process, the accelerators with the numbers in the mesh."""
+    if mesh.device_type != "cuda":
+        return (_device(mesh.device_type, world_size),) * mesh.size()
+    if torch.cuda.device_count() == 0:
+        raise ConfigError(
+            "the device mesh is one of cuda devices, and there are none",
+            remedy='make it of another kind, DeviceMesh("cpu", ...), and pass cluster= to plan for the hardware that it stands for',
+        )
+    if world_size is not None:
+        return (torch.device("cuda"),) * mesh.size()
+    return tuple(_device(f"cuda:{number}", None) for number in processes_of(mesh))
+
+
+def _first_devices(count: int, world_size: int | None, n_local: int | None) -> Devices:
+    """Return the first accelerators, or the CPU for all ranks if this machine has too few."""
     needed = count if n_local is None else n_local
-    if kind == "cpu" or torch.cuda.device_count() < needed:
+    if torch.cuda.device_count() < needed:
         return (torch.device("cpu"),) * count
     return tuple(torch.device("cuda", index) if world_size is None else torch.device("cuda") for index in range(count))
 

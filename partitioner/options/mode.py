@@ -20,7 +20,9 @@ from passes.ir.mesh import DIMENSIONS, STAGES, STORED, TILE, TILES, WIDTH, Mesh
 
 __all__ = [
     "REST",
+    "SHORT_NAMES",
     "dimension_named",
+    "dimension_sizes",
     "dimensions_of_one",
     "mode_text",
     "parse_mode",
@@ -31,7 +33,16 @@ __all__ = [
     "without_rest",
 ]
 
-_SHORT_NAMES = {"dp": "data", "pp": "pipeline", "tp": "tensor", "sp": "sequence"}
+SHORT_NAMES = {
+    "dp": "data",
+    "pp": "pipeline",
+    "tp": "tensor",
+    "sp": "sequence",
+    "cp": "sequence",
+    "dp_replicate": "data",
+    "dp_shard": "fsdp",
+}
+"""Other names of mesh dimensions, the last three as torchtitan and accelerate have them."""
 
 
 def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) -> Mesh | None:
@@ -46,7 +57,7 @@ def resolve_mode(mode: str | Mapping[str, int | Sequence[int]], n_devices: int) 
         name = _full_name(mode)
         return None if name == "auto" else Mesh(((name, n_devices),))
     _check_names(mode)
-    sizes = _sizes_by_name(mode)
+    sizes = dimension_sizes(mode)
     widths = _widths(mode, sizes)
     n_ranks = ranks_of_mesh(mode)
     if n_ranks != n_devices:
@@ -84,7 +95,7 @@ def ranks_of_mesh(mode: Mapping[str, int | Sequence[int]]) -> int:
     >>> ranks_of_mesh({"data": 2, "pipeline": (2, 1)}), ranks_of_mesh({"data": 2, "pipeline": 2, "tensor": (2, 1)})
     (6, 6)
     """
-    sizes = _sizes_by_name(mode)
+    sizes = dimension_sizes(mode)
     widths = _widths(mode, sizes)
     if not widths:
         return math.prod(_ranks_along(name, size) for name, size in sizes.items())
@@ -110,14 +121,14 @@ def dimensions_of_one(mode: str | Mapping[str, int | Sequence[int]]) -> frozense
     """Return the dimensions of size 1, which a mesh leaves out: ``{"tensor"}`` for ``{"data": 2, "tensor": 1}``."""
     if isinstance(mode, str):
         return frozenset()
-    return frozenset(name for name, size in _sizes_by_name(mode).items() if _ranks_along(name, size) == 1)
+    return frozenset(name for name, size in dimension_sizes(mode).items() if _ranks_along(name, size) == 1)
 
 
 def ranks_of_stages(mode: str | Mapping[str, int | Sequence[int]]) -> tuple[int, ...]:
     """Return how many ranks share each stage round-robin: ``(2, 1)`` for ``{"pipeline": (2, 1)}``; empty if no stage is shared."""
     if isinstance(mode, str):
         return ()
-    counts = _sizes_by_name(mode).get("pipeline", ())
+    counts = dimension_sizes(mode).get("pipeline", ())
     return counts if len(counts) > 1 and max(counts) > 1 else ()
 
 
@@ -128,7 +139,7 @@ def sequential_tiles(mode: str | Mapping[str, int | Sequence[int]], n_devices: i
     """
     if isinstance(mode, str) or n_devices != 1 or TILE not in map(_full_name, mode):
         return None
-    sizes = _sizes_by_name(mode)
+    sizes = dimension_sizes(mode)
     if any(_ranks_along(name, size) > 1 for name, size in sizes.items() if name != TILE):
         raise ConfigError(
             f"the mesh {dict(mode)} needs more than one device", remedy="one device computes tiles one after the other, and nothing else"
@@ -139,7 +150,7 @@ def sequential_tiles(mode: str | Mapping[str, int | Sequence[int]], n_devices: i
     return tiles[0] if len(tiles) == 1 else tiles
 
 
-def _sizes_by_name(mode: Mapping[str, int | Sequence[int]]) -> dict[str, tuple[int, ...]]:
+def dimension_sizes(mode: Mapping[str, int | Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Return full name of a dimension -> its size, as ``_size`` does."""
     return {_full_name(name): _size(_full_name(name), size) for name, size in mode.items()}
 
@@ -177,7 +188,7 @@ def _full_name(name: str) -> str:
 
 def dimension_named(name: str) -> str:
     """Return the full name of a mesh dimension: ``"tensor"`` for ``"tp"``."""
-    return _SHORT_NAMES.get(name, name)
+    return SHORT_NAMES.get(name, name)
 
 
 # -- a mode as text, for the command line ------------------------------------------------------------------------------------------

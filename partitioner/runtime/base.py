@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from partitioner.runtime.executor import ProgramSet
+from partitioner.runtime.process.groups import Members
 
 __all__ = ["Runtime"]
 
@@ -20,6 +21,10 @@ class Runtime(Protocol):
     n_ranks: int
     local_ranks: tuple[int, ...]
     devices: tuple[torch.device, ...]
+
+    @property
+    def members(self) -> Members | None:
+        """Return the process of each rank; None: all ranks are in this one."""
 
     def run(
         self,

@@ -173,6 +173,8 @@ class EmbeddedRuntime:
         devices: for each rank, where it runs.
     """
 
+    members = None
+
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self.n_ranks = len(self.devices)

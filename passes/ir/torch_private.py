@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher  # runs composite operations on fake tensors without fixing symbolic sizes
 from torch._ops import HigherOrderOperator, OpOverload  # types of the operations of a traced graph; torch.ops holds their instances only
 from torch._subclasses.fake_tensor import FakeTensorMode  # runs a loss, a graph or a call on shapes alone
+from torch.distributed import Store  # type: ignore[attr-defined]  # its stub lacks what it has
 from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule  # writes its Python when it is called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx  # records what autograd and vmap dispatch as a graph
@@ -48,6 +51,7 @@ __all__ = [
     "make_fx",
     "no_dispatch_modes",
     "nonstrict_trace",
+    "process_group",
     "pytree",
     "registered_operators",
     "set_grad_mode",
@@ -124,3 +128,21 @@ def is_resumed(module: fx.GraphModule) -> bool:
 def is_view(tensor: Tensor) -> bool:
     """Return whether a tensor is a view of another one."""
     return tensor._is_view()
+
+
+def process_group(backend: str, store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a process group of the processes that make it with the same store, in the order of their ranks in it.
+
+    ``dist.new_group`` waits for every process, or names the group by how many groups a process has, which need not be alike; torch before
+    2.13 sorts ranks. ``dist.destroy_process_group`` does not know this group: it ends when nothing refers to it.
+    """
+    group = dist.ProcessGroup(store, rank, size)
+    kind = getattr(dist.ProcessGroup.BackendType, backend.upper())
+    group._set_default_backend(kind)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        group._register_backend(torch.device("cuda"), kind, dist.ProcessGroupNCCL(store, rank, size, options))
+    else:
+        group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+    return group

@@ -39,14 +39,18 @@ __all__ = ["Pickled", "copied_form", "copied_session", "copy_tensors", "fill", "
 
 def copied_session(session: Session) -> Session:
     """Return a session of the same trace and plan with tensors of its own, which have the values of the model. Every rank must call it."""
-    is_alone = len(session.runtime.local_ranks) == session.runtime.n_ranks
-    runtime = _new_runtime(session.runtime.devices, is_alone=is_alone)
+    runtime = _new_runtime(session.runtime.devices, _processes(session.runtime))
     return first_session(session.original, session.graph, session.plan, runtime, session.assumed, session.tracing, {})
 
 
-def _new_runtime(devices: Sequence[torch.device], *, is_alone: bool) -> Runtime:
-    """Return a runtime of all ranks in this process, or of one of them."""
-    return EmbeddedRuntime(devices) if is_alone else torchrun.TorchrunRuntime(devices)
+def _new_runtime(devices: Sequence[torch.device], processes: Sequence[int] | None) -> Runtime:
+    """Return a runtime of all ranks in this process, ``processes`` is None, or of one of them."""
+    return EmbeddedRuntime(devices) if processes is None else torchrun.TorchrunRuntime(devices, processes=processes)
+
+
+def _processes(runtime: Runtime) -> tuple[int, ...] | None:
+    """Return the number of the process of each rank; None if all ranks are in this one."""
+    return None if runtime.members is None else runtime.members.processes
 
 
 def copied_form(first: Session, other: Session) -> Session:
@@ -87,6 +91,7 @@ class Pickled:
         cluster, cost_model, optimizer: what it was planned for; see ``Assumptions``.
         request: to the planner, with the mesh and sequential tiles; None: the caller passed the plan.
         ranks: of the process.
+        processes: the number of the process of each rank, if they are not all processes in order; else None.
         tensors: parameters and buffers of the process in order, if the model does not have their values.
         frozen: for each parameter of the process, in order, whether it is frozen.
     """
@@ -99,6 +104,7 @@ class Pickled:
     optimizer: str
     request: tuple[PlanRequest, Mesh | None, int | tuple[int, ...] | None] | None
     ranks: tuple[int, ...]
+    processes: tuple[int, ...] | None
     tensors: tuple[Tensor, ...] | None
     frozen: tuple[bool, ...]
 
@@ -108,7 +114,7 @@ def pickled(session: Session) -> Pickled:
     state, assumed, problem = session.state, session.assumed, session.assumed.problem
     has_values = not any(tensor.is_meta for tensor in _tensors(session.original))
     is_alone = len(session.runtime.local_ranks) == session.runtime.n_ranks
-    puts_into_model = is_alone and has_values
+    puts_into_model, processes = is_alone and has_values, _processes(session.runtime)
     return Pickled(
         _with_values(session) if puts_into_model else session.original,
         session.tracing,
@@ -118,6 +124,7 @@ def pickled(session: Session) -> Pickled:
         assumed.optimizer,
         None if problem is None else (problem.request, problem.mesh, problem.sequential_tiles),
         tuple(session.runtime.local_ranks),
+        processes if processes is not None and processes != tuple(range(torchrun.world_size())) else None,
         None if puts_into_model else tuple(old.detach() for old, _ in _pairs(state, state)),
         tuple(not stored.parameter.requires_grad for stored in state.stored_parameters()),
     )
@@ -147,12 +154,10 @@ def restored_session(saved: Pickled) -> Session:
     Raises:
         ConfigError: the devices are not those of the plan, or the pickle is that of another rank.
     """
-    if torchrun.is_launched():
-        torchrun.arrive()
-    n_processes = torchrun.world_size() if torchrun.is_launched() else None
-    devices = resolve_devices(list(saved.plan.devices), n_processes).devices
+    members = torchrun.arrive(saved.processes).members if torchrun.is_launched() else None
+    devices = resolve_devices(list(saved.plan.devices), None if members is None else members.size).devices
     plan = plan_on(saved.plan, devices)
-    runtime = _new_runtime(devices, is_alone=n_processes is None)
+    runtime = _new_runtime(devices, None if members is None else members.processes)
     if saved.tensors is not None and tuple(runtime.local_ranks) != saved.ranks:
         raise ConfigError(
             f"this is the pickle of rank {', '.join(map(str, saved.ranks))} of {plan.n_ranks}, which has its own part of the model, and "

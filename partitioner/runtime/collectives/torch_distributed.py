@@ -33,7 +33,7 @@ from partitioner.runtime.collectives.transport import Collective
 from passes.ir.comm.backends import GATHERED_BYTES
 from passes.ir.comm.primitives import Operation
 
-__all__ = ["GLOO", "NCCL", "Calls", "Started", "as_bytes", "start_collective"]
+__all__ = ["GLOO", "NCCL", "Calls", "Started", "all_gather_single", "as_bytes", "start_collective", "wait_for"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ _REDUCED_BY_BACKENDS = frozenset(
 _OPERATIONS: Mapping[Operation, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 has renamed them, and warns under the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -182,7 +182,7 @@ class _Starter:
         if len(set(counts)) > 1 or sum(counts) * flat.itemsize <= self.calls.small_gather:
             return self._exchange(torch.cat([flat] * self.n_ranks), [flat.numel()] * self.n_ranks, counts)
         gathered = flat.new_empty(sum(counts))
-        work = _all_gather_single(gathered.view(torch.uint8), flat.view(torch.uint8), group=self.process_group, async_op=True)
+        work = all_gather_single(gathered.view(torch.uint8), flat.view(torch.uint8), group=self.process_group, async_op=True)
         return _work(work), gathered
 
     def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[dist.Work, Tensor]:
@@ -261,6 +261,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def _real(flat: Tensor) -> Tensor:
     """View complex numbers as pairs of real ones, which backends can add."""
     return torch.view_as_real(flat) if flat.is_complex() else flat
+
+
+def wait_for(work: dist.Work | None) -> None:
+    """Wait for a call with ``async_op=True``: torch's log hides errors of synchronous ones in groups of few processes."""
+    _work(work).wait()
 
 
 def _work(work: dist.Work | None) -> dist.Work:

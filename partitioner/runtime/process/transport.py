@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partitioner.runtime.collectives.exchange import Exchange
-from partitioner.runtime.collectives.torch_distributed import GLOO, NCCL, Started, as_bytes, start_collective
+from partitioner.runtime.collectives.torch_distributed import GLOO, NCCL, Started, as_bytes, start_collective, wait_for
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport
 from partitioner.runtime.process.call_order import rank_list
 from partitioner.runtime.process.groups import Connection, Route
@@ -120,7 +120,7 @@ class DistributedTransport(CollectiveTransport):
         for index, state in enumerate(states):
             message = state.to(self.device)
             try:
-                dist.broadcast(message, group[0], self._connection.group(group))
+                wait_for(dist.broadcast(message, group=self._connection.group(group), async_op=True, group_src=0))
             except RuntimeError as error:
                 raise self._collective_failed("all_gather", group) from error
             states[index] = message.cpu()

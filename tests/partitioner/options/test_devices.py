@@ -11,6 +11,7 @@ from torch import nn
 from partitioner import partition
 from partitioner.options.devices import DevicesArgument, resolve_devices
 from partitioner.runtime import torchrun
+from partitioner.runtime.process.session import members_of
 from partitioner.runtime.state.stored_parameters import owners
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block
@@ -25,6 +26,7 @@ def accelerators(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 def processes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     """So many, in all and on this machine, as torchrun says it."""
     everywhere, here = request.param
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(everywhere))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     return int(everywhere)
@@ -94,19 +96,20 @@ def test_the_device_of_a_process_is_the_one_that_torchrun_means(rank: int, local
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     devices = resolve_devices(8, torchrun.world_size(), torchrun.local_world_size()).devices
-    assert torchrun._with_local_index(devices[rank]) == torch.device("cuda", local_rank)
-    assert torchrun._with_local_index(torch.device("cuda", 5)) == torch.device("cuda", 5)
-    assert torchrun._with_local_index(torch.device("cpu")) == torch.device("cpu")
+    assert torchrun._with_local_index(devices[rank], members_of()) == torch.device("cuda", local_rank)
+    assert torchrun._with_local_index(torch.device("cuda", 5), members_of()) == torch.device("cuda", 5)
+    assert torchrun._with_local_index(torch.device("cpu"), members_of()) == torch.device("cpu")
 
 
 def test_without_local_rank_the_device_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(ConfigError, match="LOCAL_RANK is not set"):
-        torchrun._with_local_index(torch.device("cuda"))
-    assert torchrun._with_local_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
+        torchrun._with_local_index(torch.device("cuda"), members_of())
+    assert torchrun._with_local_index(torch.device("cuda", 1), members_of()) == torch.device("cuda", 1)
 
 
 def test_processes_are_all_here_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert torchrun.local_world_size() == 4

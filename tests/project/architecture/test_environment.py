@@ -1,16 +1,23 @@
-"""No behaviour comes from environment variables, torchrun's own aside."""
+"""No behaviour comes from environment variables, those of torchrun and other launchers aside."""
 
 from __future__ import annotations
 
 import ast
 import re
 
+from partitioner.runtime.process.launcher import VARIABLES
 from tests.project.architecture.imports import imports_of
 from tests.project.architecture.source_tree import package_sources, report, sources
 
-TORCHRUN = "partitioner/runtime/torchrun.py"
+LAUNCHER = "partitioner/runtime/process/launcher.py"
 SCRIPTS = ("examples/", "benchmarks/")
 TORCHRUN_VARIABLES = re.compile("WORLD_SIZE|RANK|LOCAL_WORLD_SIZE|LOCAL_RANK|MASTER_[A-Z]+|TORCHELASTIC_[A-Z_]+")
+OTHER_LAUNCHERS = {
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    *("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"),
+}
 
 ACCESS = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -19,19 +26,20 @@ def test_the_packages_read_the_environment_in_one_file() -> None:
     offences = [
         f"{source.at(node)}: {ast.unparse(node)}"
         for source in package_sources()
-        if source.path != TORCHRUN
+        if source.path != LAUNCHER
         for node in ast.walk(source.tree)
         if is_access(node)
     ]
-    assert not offences, report(offences, f"make it an argument; what torchrun sets is read in {TORCHRUN}")
+    assert not offences, report(offences, f"make it an argument; what launchers set is read in {LAUNCHER}")
 
 
-def test_what_is_read_is_what_torchrun_sets() -> None:
-    """Holds for that file and for scripts, which are started by torchrun themselves."""
+def test_what_is_read_is_what_launchers_set() -> None:
+    """Holds for that file, which reads the names of its tables, and for scripts, which are started by torchrun themselves."""
+    assert {name for name in VARIABLES if not TORCHRUN_VARIABLES.fullmatch(name)} == OTHER_LAUNCHERS
     offences = [
         f"{source.at(node)}: {ast.unparse(node)}"
         for source in sources()
-        if source.path == TORCHRUN or source.path.startswith(SCRIPTS)
+        if source.path.startswith(SCRIPTS)
         for node in ast.walk(source.tree)
         if (key := variable(node)) is not None and not TORCHRUN_VARIABLES.fullmatch(key)
     ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 
 from passes.ir import torch_private
 from tests.project.architecture.imports import dotted_names, imports_of
@@ -63,6 +65,15 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     assert torch_private.Mod(7, 2) == 1
     with torch_private.DisableTorchFunctionSubclass():
         assert x.sum() == 12
+
+
+def test_process_groups_beside_those_of_new_group() -> None:
+    group = torch_private.process_group("gloo", dist.HashStore(), 0, 1, timedelta(seconds=20))  # type: ignore[attr-defined]
+    x = torch.ones(2)
+    for work in (dist.all_reduce(x, group=group, async_op=True), dist.broadcast(x, group_src=0, group=group, async_op=True)):
+        assert work is not None
+        work.wait()
+    assert (x.tolist(), group.rank(), group.size()) == ([1.0, 1.0], 0, 1)
 
 
 def test_graphs_of_dynamo_say_where_they_come_from() -> None:

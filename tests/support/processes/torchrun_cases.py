@@ -304,9 +304,10 @@ def use_channels(runtime: Runtime) -> None:
 
 def connect_anew(runtime: Runtime, seconds: int, *, tagged: bool = True) -> Connection:
     assert isinstance(runtime, TorchrunRuntime)
-    session, number = torchrun.arrive(), next(torchrun._connection_numbers)
-    limit = timedelta(seconds=seconds)
-    runtime._connection = Connection(torch.device("cpu"), limit, number, session.watch, session.store, tagged=tagged)
+    session, limit = torchrun.arrive(), timedelta(seconds=seconds)
+    runtime._connection = Connection(
+        torch.device("cpu"), limit, session.next_connection(), session.watch, session.store, tagged=tagged, members=session.members
+    )
     return runtime._connection
 
 

@@ -21,6 +21,7 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.checkpoint.dtensor_regions import Placements, Submesh, dtensor_region, find_placements, submesh_of
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.parameters import State, check_values
+from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.spmd.shards import Block
 
@@ -74,7 +75,14 @@ class DTensorState:
 
     def _create_meshes(self, submeshes: Sequence[Submesh]) -> None:
         """Create the device meshes that do not exist yet; all ranks create the same ones in the same order."""
-        rank = self._runtime.local_ranks[0]
+        rank, members = self._runtime.local_ranks[0], self._runtime.members
+        assert members is not None
+        if not members.is_whole:
+            raise ConfigError(
+                f"dtensor_state_dict() makes process groups of all processes in their order, and this model has the processes {members}, "
+                "those of its device mesh",
+                remedy="take pm.sharded_state_dict() for torch.distributed.checkpoint, or pm.state_dict(), which is whole on every rank",
+            )
         missing = {submesh for submesh in submeshes if submesh not in self._device_meshes}
         if not missing:
             return
@@ -105,7 +113,10 @@ class DTensorState:
         mesh = next((mesh for mesh in self._device_meshes.values() if mesh is not None and mesh.device_type == device_type), None)
         if mesh is None:
             submesh = Submesh(((device_type, 1),), (rank,))
-            mesh = self._device_meshes[submesh] = DeviceMesh(device_type, [rank], mesh_dim_names=("ranks",))
+            # DeviceMesh itself would count a group that the other processes, if there are any, do not make.
+            group = dist.new_group([rank], use_local_synchronization=True)
+            mesh = DeviceMesh.from_group(group, device_type, mesh=torch.tensor([rank]), mesh_dim_names=("ranks",))
+            self._device_meshes[submesh] = mesh
         return _dtensor(whole, mesh, (None,), whole.shape)
 
 
