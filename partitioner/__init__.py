@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from partitioner.model.draw import Drawing, WeightDrawing, diff, draw, draw_weight
     from partitioner.model.partitioned_model import PartitionedModel
     from partitioner.options.constraints import Constraints
+    from partitioner.runtime.state.optimizers.owner_optimizer import OwnerOptimizer
     from partitioner.runtime.state.optimizers.update_check import register_optimizer
     from passes.ir.errors import (
         CommunicationError,
@@ -41,6 +42,7 @@ __all__ = [
     "Drawing",
     "InfeasiblePlanError",
     "Link",
+    "OwnerOptimizer",
     "PartitionError",
     "PartitionWarning",
     "PartitionedModel",
@@ -62,6 +64,7 @@ _NAMES = {
     "partitioner.model.draw": ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"],
     "partitioner.model.partitioned_model": ["PartitionedModel"],
     "partitioner.options.constraints": ["Constraints"],
+    "partitioner.runtime.state.optimizers.owner_optimizer": ["OwnerOptimizer"],
     "partitioner.runtime.state.optimizers.update_check": ["register_optimizer"],
     "passes.ir.errors": [
         "CommunicationError",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,7 +14,35 @@ from torch import Tensor
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.process.groups import Members
 
-__all__ = ["Runtime"]
+__all__ = ["Exchanged", "Runtime", "Transfer"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor that one rank sends to another."""
+
+    source: int
+    destination: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The result of an exchange in one process.
+
+    Attributes:
+        received: number of a transfer -> its tensor, for the transfers to ranks of this process.
+        sent: (source, destination) -> bytes that ranks of this process have sent, counted as they were sent.
+    """
+
+    received: Mapping[int, Tensor]
+    sent: Mapping[tuple[int, int], int]
 
 
 class Runtime(Protocol):
@@ -62,3 +92,11 @@ class Runtime(Protocol):
 
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
         """Reduce a number over all processes."""
+
+    def exchange(self, transfers: Sequence[Transfer], tensors: Mapping[int, Tensor]) -> Exchanged:
+        """Carry out transfers between ranks; every process must call it with the same transfers.
+
+        Args:
+            transfers: from one rank to another, in an order that is the same everywhere.
+            tensors: number of a transfer -> what it sends, for the transfers from ranks of this process.
+        """

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from partitioner.runtime.base import Exchanged, Transfer
 from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.executor import ProgramSet, Run
@@ -221,6 +222,15 @@ class EmbeddedRuntime:
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
         """Return the value: this process has all ranks."""
         return value
+
+    def exchange(self, transfers: Sequence[Transfer], tensors: Mapping[int, Tensor]) -> Exchanged:
+        """Copy each tensor to the device of the rank that receives it."""
+        received: dict[int, Tensor] = {}
+        sent: Counter[tuple[int, int]] = Counter()
+        for number, transfer in enumerate(transfers):
+            received[number] = tensors[number].detach().to(self.devices[transfer.destination], non_blocking=True)
+            sent[transfer.source, transfer.destination] += received[number].nbytes
+        return Exchanged(received, sent)
 
 
 def _advance(rank: int, running: dict[int, Run], waiting: dict[int, Any], results: dict[int, Any]) -> None:

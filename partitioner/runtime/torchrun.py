@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partitioner.runtime.base import Exchanged, Transfer
 from partitioner.runtime.collectives.torch_distributed import all_gather_single, as_bytes, wait_for
 from partitioner.runtime.executor import ProgramSet, Run
 from partitioner.runtime.process import launcher
 from partitioner.runtime.process.call_order import sample_of
 from partitioner.runtime.process.groups import Connection, Members
 from partitioner.runtime.process.session import arrive, connect, world_size
+from partitioner.runtime.process.transfers import exchange
 from partitioner.runtime.process.transport import DistributedTransport, PreparedTraffic, prepare_traffic
 from passes.ir.errors import ConfigError, PartitionError
 
@@ -141,6 +143,12 @@ class TorchrunRuntime:
             operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
             wait_for(dist.all_reduce(reduced, operations[operation], connection.group(connection.everyone), async_op=True))
             return reduced
+
+    def exchange(self, transfers: Sequence[Transfer], tensors: Mapping[int, Tensor]) -> Exchanged:
+        """Carry out transfers between ranks."""
+        with self.failing_together() as connection, torch.no_grad(), connection.communicating("an exchange of parts of parameters"):
+            connection.agreement.go_on()
+            return exchange(connection, transfers, tensors)
 
     def _prepare(self, programs: ProgramSet) -> PreparedTraffic:
         """Return what the programs communicate, read when they first run, and forgotten with them."""

@@ -116,6 +116,14 @@ class State:
         """Return rank -> the block that its process stores of a parameter or buffer, for all ranks."""
         return self._stored_blocks(self._placeholder(name))
 
+    def blocks_in_processes(self, name: str) -> Mapping[int, Block]:
+        """Return rank -> the block that a process of its own would store of a parameter or buffer, for all ranks."""
+        return self.blocks[self._placeholder(name)]
+
+    def rank_of(self, name: str, parameter: Tensor) -> int:
+        """Return the lowest rank that holds a parameter of this process."""
+        return next(rank for rank, tensor in self._tensors(self._placeholder(name)).items() if tensor is parameter)
+
     def knows(self, name: str) -> bool:
         """Whether the graph has a parameter or buffer of this name."""
         return self.graph.aliases.get(name, name) in self._placeholders

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from partitioner.runtime.state.optimizers.whole_states import updating_class
 from passes.ir.errors import ConfigError
 
 __all__ = ["check_entries", "check_options"]
@@ -68,7 +69,7 @@ def _expected_shapes(optimizer: Optimizer, options: Mapping[str, Any], shape: tu
 
     They are found by a step of another instance, on a small parameter; on one of ``shape`` if entries have shapes other than its own.
     """
-    kind: Any = type(optimizer)
+    kind: Any = updating_class(optimizer)
     if kind.__module__.partition(".")[0] != "torch":
         return None
     accepted = inspect.signature(kind).parameters.keys() - _HOW_IT_RUNS
@@ -105,6 +106,6 @@ def _shapes_after_step(kind: Any, options: tuple[tuple[str, Any], ...], shape: t
 
 def _other_kind(optimizer: Optimizer, problem: str) -> ConfigError:
     return ConfigError(
-        f"the state is not that of an optimizer of class {type(optimizer).__name__}: {problem}",
+        f"the state is not that of an optimizer of class {updating_class(optimizer).__name__}: {problem}",
         remedy="load it into an optimizer of the class, and with the options, that it was saved from",
     )

@@ -9,6 +9,8 @@ The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_stat
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -20,12 +22,14 @@ from torch.optim import Optimizer
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.checkpoint.from_dtensor import check_source, without_dtensor
 from partitioner.runtime.state.optimizers.saved_kind import check_entries, check_options
+from partitioner.runtime.state.optimizers.whole_states import WholeStateOptimizer
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.sharded_tensor import BlockTensor
 from partitioner.runtime.state.stored_parameters import membership
 from passes.ir.errors import ConfigError
+from passes.spmd.shards import whole_block
 
-__all__ = ["full_optimizer_state_dict", "gathered_entries", "load_optimizer_state_dict", "local_part", "sharded_optimizer_state_dict"]
+__all__ = ["full_optimizer_state_dict", "gathered_entries", "load_optimizer_state_dict", "local_entries", "sharded_optimizer_state_dict"]
 
 
 def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer) -> dict[str, Any]:
@@ -35,14 +39,15 @@ def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimiz
     return {"state": entries, "param_groups": _named_groups(state, optimizer)}
 
 
-def gathered_entries(state: State, runtime: Runtime, optimizer: Optimizer, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+def gathered_entries(state: State, runtime: Runtime, optimizer: Optimizer, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return parameter -> the whole state of it, for the named ones that have a state; collective, with the same names on all ranks."""
     owned: dict[str, Tensor | None] = {}
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name in names:
-        for key, parameter in state.owned(name):
-            entries = {f"{key}{_SEPARATOR}{what}": tensor for what, tensor in _state_entries(optimizer, name, parameter)}
-            owned.update(entries)
+        for key, parameter in _parts_with_state(state, optimizer, name):
+            entries = {f"{key}{_SEPARATOR}{what}": value for what, value in _state_entries(optimizer, name, parameter)}
+            owned.update({key: value if isinstance(value, Tensor) else _as_bytes(value) for key, value in entries.items()})
+            owned.update({f"{key}{_SEPARATOR}": None for key, value in entries.items() if not isinstance(value, Tensor)})
             if not entries and id(parameter) in optimized:
                 owned[f"{key}{_SEPARATOR}"] = None  # marks an empty state
     blocks_of: dict[str, dict[str, Tensor | None]] = {}  # entry -> key of a block -> tensor
@@ -50,29 +55,58 @@ def gathered_entries(state: State, runtime: Runtime, optimizer: Optimizer, names
         key, _, what = block_and_entry.partition(_SEPARATOR)
         blocks_of.setdefault(what, {})[key] = tensor
     empty = blocks_of.pop("", {})
-    whole: dict[str, dict[str, Tensor]] = {name: {} for name in names if blocks_of and name in empty}
+    encoded = {what: blocks_of.pop(f"{what}{_SEPARATOR}", {}) for what in list(blocks_of) if not what.endswith(_SEPARATOR)}
+    whole: dict[str, dict[str, Any]] = {name: {} for name in names if blocks_of and name in empty}
     for what, blocks in blocks_of.items():
         for name in names:
             first = blocks.get(name)
-            value = state.whole(name, blocks) if first is not None and first.dim() else first
+            if first is None:
+                continue
+            is_in_blocks = first.dim() and not _has_whole_states(state, optimizer, name)
+            value = _from_bytes(first) if name in encoded[what] else state.whole(name, blocks) if is_in_blocks else first
             if value is not None:
                 whole.setdefault(name, {})[what] = value
     return whole
 
 
+def _parts_with_state(state: State, optimizer: Optimizer, name: str) -> list[tuple[str, Tensor]]:
+    """Return the parameters of this process whose states are gathered for a parameter, with a key for each."""
+    if not _has_whole_states(state, optimizer, name):
+        return state.owned(name)
+    held = [parameter for _, parameter in state.held(name)]
+    return [(name, next((parameter for parameter in held if optimizer.state.get(parameter)), held[0]))] if held else []
+
+
+def _has_whole_states(state: State, optimizer: Optimizer, name: str) -> bool:
+    """Whether the owner of a sharded parameter has the state of the whole; the same on all ranks."""
+    return isinstance(optimizer, WholeStateOptimizer) and state.is_cut(name)
+
+
+def _as_bytes(value: Any) -> Tensor:
+    """Encode a state entry that is no tensor, a list of tensors for instance."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def _from_bytes(encoded: Tensor) -> Any:
+    return torch.load(io.BytesIO(encoded.cpu().numpy().tobytes()), weights_only=True)
+
+
 def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of an optimizer in blocks; see ``PartitionedModel.sharded_optimizer_state_dict``."""
     _check_parameters(state, optimizer)
-    if not optimizer.state:
+    if not (optimizer.has_state if isinstance(optimizer, WholeStateOptimizer) else optimizer.state):
         _initialize_state(optimizer)
     entries_of: dict[str, dict[str, Any]] = {}
     for name in _parameter_names(state):
         blocks: dict[str, list[Any]] = {}
-        for block, parameter in reversed(state.held(name)):
-            for what, tensor in _state_entries(optimizer, name, parameter):
-                blocks.setdefault(what, []).append((block, tensor))
+        for held, parameter in reversed(state.held(name)):
+            block = whole_block(held.shape) if _has_whole_states(state, optimizer, name) else held
+            for what, value in _state_entries(optimizer, name, parameter):
+                blocks.setdefault(what, []).append((block, value))
         for what, pairs in blocks.items():
-            is_by_element = pairs[0][1].dim() > 0 and all(tensor.shape == torch.Size(block.part) for block, tensor in pairs)
+            is_by_element = all(isinstance(value, Tensor) and value.dim() > 0 and value.shape == block.part for block, value in pairs)
             entries_of.setdefault(name, {})[what] = BlockTensor(list(dict(pairs).items())) if is_by_element else pairs[-1][1]
     return {"state": entries_of, "param_groups": _named_groups(state, optimizer)}
 
@@ -102,7 +136,8 @@ def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Ma
         numbers = list(range(first, first + len(names)))
         groups.append({**options, "params": numbers})
         for number, name, parameter in zip(numbers, names, group["params"], strict=True):
-            if given and name is not None and name not in given and parameter.requires_grad:
+            is_elsewhere = isinstance(optimizer, WholeStateOptimizer) and optimizer.is_sharded(parameter) and not optimizer.keeps(parameter)
+            if given and name is not None and name not in given and parameter.requires_grad and not is_elsewhere:
                 raise ConfigError(
                     f"the optimizer's state lacks {name}",
                     remedy=f'a parameter that has had no gradient has an empty state: state_dict["state"]["{name}"] = {{}}',
@@ -112,7 +147,7 @@ def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Ma
                 for value in given[name].values():
                     check_source(name, value)
                 check_entries(optimizer, name, given[name], groups[-1], block.shape, parameter.dtype)
-                entries[number] = {what: local_part(state, name, what, parameter, value) for what, value in given[name].items()}
+                entries[number] = local_entries(state, optimizer, name, parameter, given[name])
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
@@ -162,12 +197,19 @@ def _parameter_names(state: State) -> list[str]:
     return [name for name in dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names) if state.knows(name)]
 
 
-def _state_entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each entry of the state of a parameter; raise ConfigError for one that cannot be split into shards."""
+def _state_entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each entry of the state of a parameter; raise ConfigError for one that cannot be split into shards.
+
+    Numbers are yielded as tensors. Values of other kinds are those of a whole parameter.
+    """
     member = membership(parameter)
-    is_part = member is None or member.is_part
+    has_whole_state = isinstance(optimizer, WholeStateOptimizer) and optimizer.is_sharded(parameter)
+    is_part = (member is None or member.is_part) and not has_whole_state
     for what, value in optimizer.state.get(parameter, {}).items():
         if value is None:
+            continue
+        if not isinstance(value, Tensor | Number) and not is_part:
+            yield what, value
             continue
         if not isinstance(value, Tensor | Number):
             raise ConfigError(
@@ -199,10 +241,33 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def local_part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> Any:
+def local_entries(state: State, optimizer: Optimizer, name: str, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what belongs to this process's parameter of the entries of a whole parameter's state."""
+    if not (isinstance(optimizer, WholeStateOptimizer) and optimizer.is_sharded(parameter)):
+        return {what: _local_part(state, name, what, parameter, value) for what, value in entries.items()}
+    whole = {what: _whole_value(state, name, what, value) for what, value in entries.items()}  # all ranks gather DTensors
+    return copy.deepcopy(whole) if optimizer.keeps(parameter) else {}
+
+
+def _whole_value(state: State, name: str, what: str, value: Any) -> Any:
+    """Return an entry of the state of a whole parameter, put together if it is a DTensor."""
+    block = whole_block(next(iter(state.blocks_of_ranks(name).values())).shape)
+    value = without_dtensor(value, dict.fromkeys(state.by_rank, block), tuple(state.by_rank))
+    if isinstance(value, BlockTensor):
+        blocks = dict(value.blocks)
+        if block not in blocks:
+            raise ConfigError(
+                f"{what} of {name} is in parts, and the optimizer keeps it whole",
+                remedy="load into pm.sharded_optimizer_state_dict(optimizer) of this model",
+            )
+        return blocks[block]
+    return value
+
+
+def _local_part(state: State, name: str, what: str, parameter: Tensor, value: Any) -> Any:
     """Return the part of a state entry of the whole parameter that belongs to this process's shard of it."""
     if not isinstance(value, Tensor) or not value.dim():
-        return value.clone() if isinstance(value, Tensor) else value
+        return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
     value = without_dtensor(value, state.blocks_of_ranks(name), tuple(state.by_rank))
     block = next(block for block, held in state.held(name) if held is parameter)
     if tuple(value.shape) != block.shape:

@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partitioner.runtime.base import Runtime
-from partitioner.runtime.state.optimizers.state import gathered_entries, local_part
+from partitioner.runtime.state.optimizers.state import gathered_entries, local_entries
+from partitioner.runtime.state.optimizers.whole_states import WholeStateOptimizer
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError
 
-__all__ = ["OptimizerStates", "attach_hooks"]
+__all__ = ["OptimizerStates", "attach_hooks", "model_of"]
 
 _models: WeakSet[OptimizerStates] = WeakSet()
 
@@ -41,35 +42,49 @@ _ELEMENTS_AT_ONCE = 2**24
 
 
 class OptimizerStates:
-    """Registers hooks on the optimizers of one model's parameters, of which this process has a part."""
+    """Registers hooks on the optimizers of one model's parameters, if this process has a part of them."""
 
     def __init__(self, state: State, runtime: Runtime) -> None:
         self._state = state
         self._runtime = runtime
         self._name_of = {id(stored.parameter): stored.name for stored in state.stored_parameters()}
         has_all = bool(self._name_of) and all(stored.membership.has_all for stored in state.stored_parameters())
-        if state.parameter_names and not has_all:
-            _models.add(self)
+        self._needs_hooks = bool(state.parameter_names) and not has_all
+        _models.add(self)
+        if self._needs_hooks:
             _watch_steps()
+
+    @property
+    def state(self) -> State:
+        """The tensors of the model."""
+        return self._state
+
+    @property
+    def runtime(self) -> Runtime:
+        """Runs the model."""
+        return self._runtime
 
     def attach(self, optimizer: Optimizer) -> None:
         """Register the hooks on an optimizer of this model, once, and take this process's parts of a state that it has loaded before."""
         hooked = _hooked.setdefault(optimizer, [])
-        if any(state is self._state for state in hooked) or not any(map(self._owns, _parameters(optimizer))):
+        if not self._needs_hooks or any(state is self._state for state in hooked):
+            return
+        if not any(map(self.owns, _parameters(optimizer))):
             return
         hooked.append(self._state)
         for parameter in _parameters(optimizer):
             if id(parameter) in self._name_of and parameter in optimizer.state:
-                optimizer.state[parameter] = self._local(parameter, optimizer.state[parameter])
+                optimizer.state[parameter] = self._local(optimizer, parameter, optimizer.state[parameter])
         optimizer.register_state_dict_post_hook(self._whole_state)
         optimizer.register_load_state_dict_pre_hook(self._local_state)
 
-    def _owns(self, parameter: Tensor) -> bool:
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether a parameter is one of this model."""
         return id(parameter) in self._name_of or self._is_stand_in(parameter)
 
     def _is_stand_in(self, parameter: Tensor) -> bool:
         """Whether a parameter stands in for those that this process does not have."""
-        return not self._name_of and any(parameter is stand_in for stand_in in self._state.stand_in)
+        return any(parameter is stand_in for stand_in in self._state.stand_in)
 
     def _whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the state with that of whole parameters in place of that of parts. All ranks take part, also those without any."""
@@ -78,8 +93,8 @@ class OptimizerStates:
         states = dict(state_dict["state"])
         for names in self._names_gathered_at_once():
             for name, gathered in gathered_entries(self._state, self._runtime, optimizer, names).items():
-                entries = {what: value if value.dim() else value.clone() for what, value in gathered.items()}  # all copies: of one step
                 for _, parameter in self._state.held(name):
+                    entries = {what: _separate(value) for what, value in gathered.items()}
                     number = numbers.get(id(parameter), -1)
                     if number in states:
                         states[number] = {**states[number], **entries}
@@ -120,7 +135,7 @@ class OptimizerStates:
         for number, (key, parameter) in enumerate(zip(keys, _parameters(optimizer), strict=True)):
             entries = state_dict["state"].get(key)
             if entries is not None:
-                states[number] = self._local(parameter, entries) if id(parameter) in self._name_of else entries
+                states[number] = self._local(optimizer, parameter, entries) if id(parameter) in self._name_of else entries
         return {**state_dict, "state": states, "param_groups": groups}
 
     def _check_group(self, index: int, saved: Mapping[str, Any], keys: Sequence[Any], parameters: Sequence[Tensor]) -> None:
@@ -140,18 +155,34 @@ class OptimizerStates:
         aliases = self._state.graph.aliases
         return aliases.get(key, key) == aliases.get(name, name)
 
-    def _local(self, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def _local(self, optimizer: Optimizer, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of each entry that belongs to a parameter of this process; entries of parts stay as they are.
 
         Step counts are copied: parts of one parameter must not count on the same tensor.
         """
         name = self._name_of[id(parameter)]
-        local = dict(entries)
-        for what, value in entries.items():
-            is_plain_part = type(value) is Tensor and value.shape == parameter.shape
-            if isinstance(value, Tensor) and (value.dim() == 0 or not is_plain_part):
-                local[what] = local_part(self._state, name, what, parameter, value)
-        return local
+        has_whole_state = isinstance(optimizer, WholeStateOptimizer) and optimizer.is_sharded(parameter)
+        taken = {
+            what: value
+            for what, value in entries.items()
+            if has_whole_state
+            or (isinstance(value, Tensor) and (value.dim() == 0 or type(value) is not Tensor or value.shape != parameter.shape))
+        }
+        rest = {} if has_whole_state else dict(entries)
+        return rest | local_entries(self._state, optimizer, name, parameter, taken)
+
+
+def _separate(value: Any) -> Any:
+    """Return a step count as a copy: parts of one parameter must not count on the same tensor."""
+    return value.clone() if isinstance(value, Tensor) and not value.dim() else value
+
+
+def model_of(parameters: Sequence[Tensor]) -> OptimizerStates | None:
+    """Return the partitioned model that has one of the parameters; without parameters, the only one of this process; else None."""
+    if not parameters:
+        distinct = {id(model.state.gradients): model for model in list(_models)}  # copies with other microbatches share their tensors
+        return next(iter(distinct.values())) if len(distinct) == 1 else None
+    return next((model for model in list(_models) if any(map(model.owns, parameters))), None)
 
 
 def attach_hooks(optimizer: Optimizer) -> None:

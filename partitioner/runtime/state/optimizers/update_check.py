@@ -24,7 +24,7 @@ from partitioner.runtime.state.gradient_slots import is_unsummed
 from partitioner.runtime.state.stored_parameters import Membership, membership
 from passes.ir.errors import ConfigError
 
-__all__ = ["check_optimizers", "register_optimizer"]
+__all__ = ["check_optimizers", "reads_of", "register_optimizer"]
 
 Reads = Literal["elements", "parameters", "model"]
 """What an optimizer reads for the update of one element of a parameter."""
@@ -54,6 +54,11 @@ def register_optimizer(kind: Kind, reads: Reads) -> Kind:
         raise ConfigError(f"there is no reads={reads!r}", remedy='choose "elements", "parameters" or "model"')
     _READS[_step(kind)] = reads
     return kind
+
+
+def reads_of(kind: type[Optimizer]) -> Reads | None:
+    """Return what a class of optimizers reads; None if nobody has declared it."""
+    return _READS.get(_step(kind))
 
 
 def _step(kind: type[Optimizer]) -> Callable[..., Any]:
@@ -98,18 +103,22 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 def _check_kind(optimizer: Optimizer, member: Membership) -> None:
     """Raise ConfigError if the optimizer reads more than this process has, so that its update would not be that of the model."""
     kind = type(optimizer)
-    reads = _READS.get(_step(kind))
+    reads = reads_of(kind)
     if reads == "elements" or member.has_all or (reads == "parameters" and not member.is_part):
         return
-    remedy = 'run all ranks in one process (without torchrun), where parameters are whole; or use mode="data"'
+    here = 'run all ranks in one process (without torchrun), where parameters are whole; or use mode="data"'
     if reads == "parameters":
         problem = f"{kind.__name__} reads whole parameters, and this process has a part of {member.name}"
-        remedy += ' or "pipeline", which keep them whole; or an optimizer that works element by element, as AdamW does'
+        remedy = (
+            f"partitioner.OwnerOptimizer(parameters, {kind.__name__}, lr=...) updates each parameter whole, on a rank that owns it; "
+            f'or {here} or "pipeline", which keep them whole; or take an optimizer that works element by element, as AdamW does'
+        )
     elif reads == "model":
-        problem = f"{kind.__name__} reads all parameters at once, and this process has a part of the model"
+        problem, remedy = f"{kind.__name__} reads all parameters at once, and this process has a part of the model", here
     else:
         problem = f"{kind.__name__} may read several elements or parameters at once, and this process has a part of the model"
-        remedy += f'; or, if it reads less, say so: partitioner.register_optimizer({kind.__name__}, "elements"), or "parameters"'
+        remedy = f'{here}; or, if it reads less, say so: partitioner.register_optimizer({kind.__name__}, "elements"), or "parameters" '
+        remedy += f"for partitioner.OwnerOptimizer(parameters, {kind.__name__}, ...), which updates each parameter whole"
     raise ConfigError(f"{problem}: its update would not be that of the model", remedy=remedy)
 
 
