@@ -17,14 +17,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partitioner.runtime.base import Runtime
-from partitioner.runtime.state.optimizers.owner_plan import OwnerMessage, OwnerPlan, Sharded, choose_owners, update_cost
+from partitioner.runtime.state.optimizers.owner_plan import OwnedParameter, OwnerPlan, Sharded, choose_owners, update_cost
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, model_of
 from partitioner.runtime.state.optimizers.update_check import reads_of, register_optimizer
 from partitioner.runtime.state.optimizers.whole_states import WholeStateOptimizer
@@ -158,7 +158,8 @@ class OwnerOptimizer(WholeStateOptimizer):
                 shard = shards.by_rank[planned.owner]
                 shards.whole = nn.Parameter(torch.empty(planned.shape, dtype=shard.dtype, device=shard.device), shard.requires_grad)
                 self._whole_of[id(shard)] = shards.whole
-        self._exchange(added.gathered("value"), added, lambda whole: whole.detach())
+        with torch.no_grad():
+            self._gather("value", added)
         groups = [self._inner_group(number) for number in numbers]
         if self._inner is None:
             self._inner = self.optimizer_class(groups, **self._arguments)
@@ -253,8 +254,7 @@ class OwnerOptimizer(WholeStateOptimizer):
         present, flag_bytes = self._with_gradients()
         with self._runtime.failing_together():
             plan = self._plan.restricted_to(present)
-            sent = self._exchange(plan.gathered("gradient"), plan, _new_gradient)
-            sent += self._exchange(plan.gathered("value"), plan, lambda whole: whole.detach())
+            sent = self._gather("gradient", plan) + self._gather("value", plan)
             self._inner.step()
             sent += self._scatter(plan)
         _copy_options(self._inner, self)
@@ -281,50 +281,49 @@ class OwnerOptimizer(WholeStateOptimizer):
             )
         return tuple(parameter.name for parameter, found in zip(planned, has.tolist(), strict=True) if found), flags.nbytes
 
-    def _exchange(
-        self, messages: Sequence[OwnerMessage], plan: OwnerPlan, target: Callable[[nn.Parameter], Tensor]
-    ) -> Counter[tuple[int, int]]:
-        """Gather gradients or values to the owners, all of one kind; ``target`` returns where they go, for a whole parameter."""
+    def _gather(self, what: Literal["gradient", "value"], plan: OwnerPlan) -> _Sent:
+        """Send the parts of gradients, or of values, to the owners, and put them together there."""
         if not self._plan.parameters:
             return Counter()
-        takes_gradients = target is _new_gradient
-        local = self._runtime.local_ranks
 
         def part(name: str, rank: int) -> Tensor:
             shard = self._shards[name].by_rank[rank]
-            if not takes_gradients:
-                return shard.detach()
-            assert shard.grad is not None
-            return plain(shard.grad)
+            return shard.detach() if what == "value" or shard.grad is None else plain(shard.grad)
 
-        outgoing = {number: part(each.name, each.source) for number, each in enumerate(messages) if each.source in local}
+        messages = plan.gathered(what)
+        outgoing = {
+            number: part(each.name, each.source) for number, each in enumerate(messages) if each.source in self._runtime.local_ranks
+        }
         exchanged = self._runtime.exchange(messages, outgoing)
         targets: dict[str, Tensor] = {}
-        for parameter in plan.parameters:
-            whole = self._shards[parameter.name].whole if parameter.name in self._shards else None
-            if whole is not None:
-                targets[parameter.name] = target(whole)
-                own = parameter.holders[parameter.owner]
-                own.put(targets[parameter.name], part(parameter.name, parameter.owner))
+        for parameter, _, whole in self._owned(plan):
+            targets[parameter.name] = whole.detach()
+            if what == "gradient":
+                targets[parameter.name] = whole.grad = torch.empty_like(whole)
+            parameter.holders[parameter.owner].put(targets[parameter.name], part(parameter.name, parameter.owner))
         for number, value in exchanged.received.items():
             messages[number].block.put(targets[messages[number].name], value)
         return Counter(exchanged.sent)
+
+    def _owned(self, plan: OwnerPlan) -> Iterator[tuple[OwnedParameter, _Shards, nn.Parameter]]:
+        """Yield each parameter of a plan that this process owns, with its shards here and the whole."""
+        for parameter in plan.parameters:
+            shards = self._shards.get(parameter.name)
+            if shards is not None and shards.whole is not None:
+                yield parameter, shards, shards.whole
 
     def _scatter(self, plan: OwnerPlan) -> _Sent:
         """Send the new values from the owners to all ranks that hold a part."""
         if not self._plan.parameters:
             return Counter()
         messages = plan.scattered()
-        outgoing: dict[int, Tensor] = {}
-        for number, message in enumerate(messages):
-            whole = self._shards[message.name].whole if message.source in self._runtime.local_ranks else None
-            if whole is not None:
-                outgoing[number] = message.block.take(whole.detach())
-        for parameter in plan.parameters:
-            whole = self._shards[parameter.name].whole if parameter.name in self._shards else None
-            if whole is not None:
-                self._shards[parameter.name].by_rank[parameter.owner].copy_(parameter.holders[parameter.owner].take(whole.detach()))
-                whole.grad = None
+        wholes: dict[str, Tensor] = {}
+        for parameter, shards, whole in self._owned(plan):
+            wholes[parameter.name] = whole.detach()
+            whole.grad = None
+            shards.by_rank[parameter.owner].copy_(parameter.holders[parameter.owner].take(whole.detach()))
+        local = self._runtime.local_ranks
+        outgoing = {number: each.block.take(wholes[each.name]) for number, each in enumerate(messages) if each.source in local}
         exchanged = self._runtime.exchange(messages, outgoing)
         for number, value in exchanged.received.items():
             self._shards[messages[number].name].by_rank[messages[number].destination].copy_(value)
@@ -391,12 +390,6 @@ class OwnerOptimizer(WholeStateOptimizer):
 
 
 register_optimizer(OwnerOptimizer, "elements")
-
-
-def _new_gradient(whole: nn.Parameter) -> Tensor:
-    """Give a whole parameter a gradient to be filled."""
-    whole.grad = torch.empty_like(whole)
-    return whole.grad
 
 
 def _checked_class(kind: Any) -> type[Optimizer]:
