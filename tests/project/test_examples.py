@@ -28,6 +28,7 @@ QUICK = {
     "llama_tensor": ("--steps", "2", "--sequence"),
     "mixed_cluster": ("--layers", "8", "--width", "1024"),
     "mixtral_experts": (),
+    "muon_by_owners": ("--steps", "3"),
     "one_weird_trick": ("--devices", "2", "--batch-size", "16"),
     "replicas_of_pipelines": ("--steps", "3"),
     "streamed_decoder": ("--size", "16", "--tiles", "4", "--memory", "0.6"),
