@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -58,7 +58,6 @@ from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_t
 from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, attach_hooks
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
-from partitioner.runtime.state.optimizers.whole_states import WholeStateOptimizer
 from partitioner.runtime.state.parameters import Freezing, check_values
 from passes.emit.programs import LossReduction
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
@@ -600,10 +599,7 @@ class PartitionedModel(ModuleInPlan):
                 parameter; or parameters of one group come from groups with different options. Nothing is loaded then.
         """
         attach_hooks(optimizer)
-        # Ranks have states of different parameters then, and communicate.
-        is_collective = isinstance(optimizer, WholeStateOptimizer)
-        with self._session.runtime.failing_together() if is_collective else nullcontext():
-            load_optimizer_state_dict(self._session.state, optimizer, state_dict)
+        load_optimizer_state_dict(self._session.state, self._session.runtime, optimizer, state_dict)
 
     @checked_arguments()
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_stat
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,8 +112,15 @@ def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str
     return {"state": entries_of, "param_groups": _named_groups(state, optimizer)}
 
 
-def load_optimizer_state_dict(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def load_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load the state of another optimizer; see ``PartitionedModel.load_optimizer_state_dict``."""
+    # Ranks with states of different parameters communicate, so that an error on one must end the waiting of the others.
+    with runtime.failing_together() if isinstance(optimizer, WholeStateOptimizer) else contextlib.nullcontext():
+        _load(state, optimizer, state_dict)
+
+
+def _load(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Take this process's part of a state."""
     given, saved_groups = _check_state_dict(state, state_dict)
     _check_parameters(state, optimizer)
     name_of = {id(parameter): name for name in _parameter_names(state) for _, parameter in state.held(name)}
