@@ -51,7 +51,7 @@ from partitioner.runtime.arguments import BoundInputs, bind_inputs, check_shapes
 from partitioner.runtime.compiled.numbered_models import number_of
 from partitioner.runtime.record import Recording, record
 from partitioner.runtime.state.checkpoint.dtensors import DTensorState
-from partitioner.runtime.state.clip_grad_norm import gradient_norm, scale_gradients
+from partitioner.runtime.state.clip_grad_norm import ModelNorm, scale_gradients
 from partitioner.runtime.state.gather import GatheredState, separated
 from partitioner.runtime.state.hooks import refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
 from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_text
@@ -88,6 +88,7 @@ class PartitionedModel(ModuleInPlan):
         self._forms = {session.tracing.modes: Form.of(session)}
         self._freezing = Freezing(session.state.named_parameters())
         self._accumulation = Accumulation(session.state.named_parameters())
+        self._norm = ModelNorm(session.original, session.state, session.runtime)
         self._gathered = GatheredState(session.state, session.runtime)
         self._dtensors = DTensorState(session.state, session.runtime, self._gathered, session.plan.grid)
         self._optimizer_states = OptimizerStates(session.state, session.runtime)
@@ -629,7 +630,7 @@ class PartitionedModel(ModuleInPlan):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over the model, each parameter counted once, is at most ``max_norm``; return the old norm."""
         self._accumulation.check("clip_grad_norm_()")
-        norm = gradient_norm(self._session.original, self._session.state, self._session.runtime, norm_type)
+        norm = self._norm.of_gradients(norm_type)
         scale_gradients(self.parameters(), norm, max_norm)
         return norm
 

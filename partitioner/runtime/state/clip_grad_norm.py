@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
-from partitioner.runtime.state.part_gradient import plain
+from partitioner.runtime.state.part_gradient import NormShare, plain
 
-__all__ = ["gradient_norm", "scale_gradients"]
+__all__ = ["ModelNorm", "scale_gradients"]
 
 
-def gradient_norm(original: nn.Module, state: State, runtime: Runtime, norm_type: float) -> Tensor:
-    """Return the gradient norm of the whole model; each block of a parameter is counted once, by the rank that owns it.
+class ModelNorm:
+    """The gradient norm of a whole model, also for ``torch.nn.utils.clip_grad_norm_``, which asks each gradient (``part_gradient``).
 
     Args:
         original: the model; the norm has the promoted dtype of its parameters, also on a rank that owns none.
     """
-    names = dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names)
-    owned = [plain(tensor.grad) for name in names for _, tensor in state.owned(name) if tensor.grad is not None]
-    dtypes = [parameter.dtype for parameter in original.parameters()] or [torch.get_default_dtype()]
-    dtype = functools.reduce(torch.promote_types, dtypes).to_real()
-    zero = torch.zeros((), dtype=dtype, device=runtime.devices[runtime.local_ranks[0]])
-    norms = torch.stack([zero, *(torch.linalg.vector_norm(gradient, norm_type).to(zero) for gradient in owned)])
-    if norm_type == float("inf"):
-        return runtime.reduce(norms.max(), "max")
-    return runtime.reduce((norms**norm_type).sum(), "sum") ** (1.0 / norm_type)
+
+    def __init__(self, original: nn.Module, state: State, runtime: Runtime) -> None:
+        dtypes = [parameter.dtype for parameter in original.parameters()] or [torch.get_default_dtype()]
+        self._dtype = functools.reduce(torch.promote_types, dtypes).to_real()
+        self._state = state
+        self._runtime = runtime
+        owned = {id(tensor) for name in self._names() for _, tensor in state.owned(name)}
+        for stored in state.stored_parameters():
+            stored.share = NormShare(self, id(stored.parameter) in owned)
+
+    def of_gradients(self, norm_type: float) -> Tensor:
+        """Return the norm of all gradients; each block of a parameter is counted once, by the rank that owns it."""
+        owned = [plain(tensor.grad) for name in self._names() for _, tensor in self._state.owned(name) if tensor.grad is not None]
+        return self.of([torch.linalg.vector_norm(gradient, norm_type) for gradient in owned], norm_type)
+
+    def of(self, norms: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Return the norm over all processes, from the norms of the gradients that this one counts. All ranks must call it."""
+        zero = torch.zeros((), dtype=self._dtype, device=self._runtime.devices[self._runtime.local_ranks[0]])
+        stacked = torch.stack([zero, *(norm.to(zero) for norm in norms)])
+        if norm_type == float("inf"):
+            return self._runtime.reduce(stacked.max(), "max")
+        return self._runtime.reduce((stacked**norm_type).sum(), "sum") ** (1.0 / norm_type)
+
+    def _names(self) -> Iterable[str]:
+        return dict.fromkeys(self._state.graph.aliases.get(name, name) for name in self._state.parameter_names)
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:

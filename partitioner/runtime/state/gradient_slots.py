@@ -131,6 +131,8 @@ def set_gradient(stored: StoredParameter, gradient: Tensor | None, *, is_sum: bo
     kind = _class_of(stored.membership, is_sum=is_sum)
     if gradient is not None and type(gradient) is not kind:
         gradient = plain(gradient) if kind is Tensor else plain(gradient).as_subclass(kind)
+    if isinstance(gradient, PartGradient):
+        gradient.share = stored.share if is_sum else None
     if stored.parameter.grad is not gradient:
         stored.parameter.grad = gradient
 

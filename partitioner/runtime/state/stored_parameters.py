@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from partitioner.runtime.state.part_gradient import NormShare
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block, whole_block
 
@@ -60,6 +61,7 @@ class StoredParameter:
         block: its block of the model's parameter.
         parameter: the one that ``pm.parameters()`` yields.
         membership: of the parameter.
+        share: what its gradient is of the norm over all processes; None until the model is complete.
         address: of its values at the last refresh of the programs' tensors.
         kind: its shape, dtype and device.
     """
@@ -69,6 +71,7 @@ class StoredParameter:
     block: Block
     parameter: nn.Parameter
     membership: Membership
+    share: NormShare | None = field(default=None, init=False)
     address: int = field(init=False)
     kind: tuple[torch.Size, torch.dtype, torch.device] = field(init=False)
 

@@ -173,8 +173,10 @@ def optimizers_of_parts(mode: Mode) -> dict[str, str]:
         "Undeclared": refused(Undeclared(parameters, lr=0.0).step),
         "AdamW": refused(torch.optim.AdamW(parameters, lr=0.0).step),
         "clip_grad_norm_": refused(lambda: nn.utils.clip_grad_norm_(pm.parameters(), 1.0)),
+        "the norms of blocks": refused(lambda: torch.stack([gradient.norm(2.0) for gradient in gradients]).sum()),
+        "of unlike orders": refused(lambda: torch.stack([gradient.norm(2.0) for gradient in gradients]).norm(1.0)),
         "clip_grad_value_": refused(lambda: nn.utils.clip_grad_value_(pm.parameters(), 1.0)),
-        "one norm": refused(matrices[0].grad.norm if matrices[0].grad is not None else lambda: None),
+        "one norm": refused(lambda: float(gradients[0].norm())),
         "pm.clip_grad_norm_": refused(lambda: pm.clip_grad_norm_(1.0)),
         **{name: refused(functools.partial(total, gradients)) for name, total in TOTALS.items()},
     }
@@ -184,6 +186,18 @@ def optimizers_of_parts(mode: Mode) -> dict[str, str]:
         assert {type(value) for state in optimizer.state.values() for value in state.values()} == {Tensor}
     assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
     return found
+
+
+def clipped(mode: Mode) -> float:
+    """How far torch's own clipping, of several orders, is from that of the model: its norms, and the weights after clipped steps."""
+    pm, reference = after_a_step(mode), model()
+    x, target = batches(1)[0]
+    square(reference(x), target).backward()
+    norms = [
+        float(nn.utils.clip_grad_norm_(pm.parameters(), 0.1, order) - nn.utils.clip_grad_norm_(reference.parameters(), 0.1, order))
+        for order in (2.0, 1.0, float("inf"))
+    ]
+    return max(*map(abs, norms), difference_after(made(mode, world_size()), steps=2, max_norm=0.01))
 
 
 def whole_replicas() -> dict[str, float]:
