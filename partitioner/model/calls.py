@@ -83,13 +83,25 @@ class Calls:
         self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
         self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.outputs)
 
+    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False) -> bool:
+        """Whether a call passes the arguments that were traced, by name and structure, and tensors where there were tensors.
+
+        Args:
+            with_lacking: whether None may stand for a tensor: a rank may leave out what its stages do not read.
+        """
+        args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
+        given, tree = pytree.tree_flatten((args, reorder_keywords(self._graph, dict(kwargs))))
+        return tree == self._graph.input_tree and all(
+            isinstance(value, Tensor) == (leaf.dtype is not None) or (with_lacking and value is None)
+            for leaf, value in zip(self._graph.inputs, given, strict=True)
+        )
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
         """Return the tensors of one call. Ranks agree on the size of the batch and on the inputs that require gradients.
 
         Raises:
             ConfigError: the inputs do not fit the trace, or ranks differ in them.
         """
-        self._check_autocast()
         args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self.dtype))
         given = given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
         question = "local batch size" if self._rows.inputs == "local" else "batch size"
@@ -170,17 +182,6 @@ class Calls:
             leaves = pytree.tree_leaves(extra[rank].get(argument)) if extra else []
             tensors |= {f"{name}{of_rows}": leaf for leaf in leaves[:1] if isinstance(leaf, Tensor)}
         return tensors
-
-    def _check_autocast(self) -> None:
-        """Raise ConfigError for a call inside an autocast that the programs were not traced in."""
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
-                dtype = torch.get_autocast_dtype(device_type)
-                if self._graph.autocast is None or self._graph.autocast.dtype != dtype:
-                    raise ConfigError(
-                        f"the call is inside torch.autocast({device_type!r}, {dtype}), which the model was not traced in",
-                        remedy='partition(model, ..., precision="bf16-mixed" or "16-mixed") computes as inside of one',
-                    )
 
     def input_gradient_names(self, wanted: frozenset[str]) -> list[str]:
         """Return the inputs whose gradients are wanted, in the order in which programs return the gradients."""

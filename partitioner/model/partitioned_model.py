@@ -20,15 +20,15 @@ from cost_models.text_files import write_text
 from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.autograd import tracked_forward
-from partitioner.model.calls import Calls
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import InferenceTable, simulate_inference
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
-from partitioner.model.module.copies import Pickled, copied_form, copied_session, copy_tensors, fill, pickled, restored_session
-from partitioner.model.module.modes import Form, modes_of, session_in_modes
+from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session
+from partitioner.model.module.forms import Forms
+from partitioner.model.module.modes import Form, modes_of
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, build_structure, refuse_replaced, registered_tensors
 from partitioner.model.replan import Replanned, replan
@@ -85,7 +85,7 @@ class PartitionedModel(ModuleInPlan):
         super().__init__()
         check_optimizers()
         self._first = session
-        self._forms = {session.tracing.modes: Form.of(session)}
+        self._forms = Forms(session)
         self._freezing = Freezing(session.state.named_parameters())
         self._accumulation = Accumulation(session.state.named_parameters())
         self._norm = ModelNorm(session.original, session.state, session.runtime)
@@ -94,7 +94,7 @@ class PartitionedModel(ModuleInPlan):
         self._optimizer_states = OptimizerStates(session.state, session.runtime)
         self._decoders: list[Decoder] = []  # none before the first generate()
         self._prices: tuple[Pinned, ...] | None = None
-        self.calls = self._forms[session.tracing.modes].calls
+        self.calls = self._forms.first.calls
         """Of the modes that it was partitioned in: compiled code expects results like these."""
         self._number = number_of(self)
         self._anchor = torch.empty(0, requires_grad=any(parameter.requires_grad for _, parameter in session.state.named_parameters()))
@@ -115,9 +115,10 @@ class PartitionedModel(ModuleInPlan):
             from partitioner.runtime.compiled.opaque_call import opaque_call  # noqa: PLC0415  it imports Dynamo, which only a compiler needs
 
             return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
-        inputs = self._bind(args, kwargs)
-        calls = self._form_for(inputs).calls
-        count, lowering = self.lowering_for(inputs.batch, sizes=inputs.sizes)
+        form_of_call, inputs = self._bind(args, kwargs)
+        form = _at_sizes(form_of_call, inputs)
+        calls = form.calls
+        count, lowering = form.session.lowerings.for_batch(inputs.batch)
         differentiation = lowering.everything(inputs.requiring_gradient)
         if not (torch.is_grad_enabled() and differentiation.outputs):
             results = calls.run(lowering, lowering.forward(count), inputs)
@@ -161,20 +162,20 @@ class PartitionedModel(ModuleInPlan):
         """
         refuse_hooks(self, "train_step()")
         check_loss(loss_fn, loss_reduction)
-        form_of_modes = self._form
         self._check_parameters()
-        inputs = self._bind(args, kwargs)
-        form_of_sizes, lowering_for = self._form_for(inputs), functools.partial(self.lowering_for, sizes=inputs.sizes)
+        form_of_call, inputs = self._bind(args, kwargs)
+        form_of_sizes = _at_sizes(form_of_call, inputs)
+        lowering_for = form_of_sizes.session.lowerings.for_batch
         prepared = form_of_sizes.losses.prepare(inputs, target, loss_fn, loss_reduction, lowering_for)
         lowering, form = prepared.lowering, prepared.form
         differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
         programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
-        last_step = form_of_modes.last_step
+        last_step = form_of_call.last_step
         is_form_of_last_step = last_step is not None and last_step[-1] == form
         if form.reduction == "batch" and not is_form_of_last_step:
             schedule = lowering.schedule(self._session.plan.n_microbatches, form)
             warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
-        form_of_modes.last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
+        form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
         loss, gradients = form_of_sizes.calls.run(lowering, programs, inputs, prepared.extra)[self._here]
         _backward_of_inputs(inputs.tensors, form_of_sizes.calls.input_gradient_names(differentiation.inputs), gradients)
         assert isinstance(loss, Tensor)
@@ -200,20 +201,17 @@ class PartitionedModel(ModuleInPlan):
 
     @property
     def _form(self) -> Form:
-        """The model in the modes that its modules have now; traced when it is first used."""
-        modes = tuple(part.training for part in self._parts)
-        form = self._forms.get(modes)
-        if form is None:
-            form = self._forms[modes] = Form.of(session_in_modes(self._first, modes))
-        return form
+        """The model in the modes that its modules have now, called as in the example; traced when it is first used."""
+        return self._forms.in_modes(self._modes)
+
+    @property
+    def _modes(self) -> tuple[bool, ...]:
+        """The flag ``training`` of every module."""
+        return tuple(part.training for part in self._parts)
 
     @property
     def _session(self) -> Session:
         return self._form.session
-
-    @property
-    def _calls(self) -> Calls:
-        return self._form.calls
 
     @property
     def _here(self) -> int:
@@ -225,20 +223,14 @@ class PartitionedModel(ModuleInPlan):
         self._freezing.check()
         refuse_parameter_hooks(self._session.state.stored_parameters(), in_no_sync=self._accumulation.holds)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
-        """Match a call with the traced inputs, after bringing the parameters up to date."""
-        check_values(self._session.state)
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Form, BoundInputs]:
+        """Return the form that serves a call, and its inputs, after bringing the parameters up to date."""
+        check_values(self._first.state)
         refuse_global_hooks()
         refuse_replaced(self._tensor_places)
-        self._session.state.refresh()
-        return self._calls.bind(args, kwargs)
-
-    def _form_for(self, inputs: BoundInputs) -> Form:
-        """Return the form that runs a call; raise ConfigError if the model does not take inputs of these sizes."""
-        form = self._form.at(inputs.sizes)
-        if form is not self._form:
-            check_shapes(form.session.graph, inputs.tensors)
-        return form
+        form = self._forms.of_call(self._modes, args, kwargs)
+        form.session.state.refresh()
+        return form, form.calls.bind(args, kwargs)
 
     def lowering_for(
         self,
@@ -259,7 +251,7 @@ class PartitionedModel(ModuleInPlan):
     @property
     def is_traced(self) -> bool:
         """Whether it has been traced in the modes that its modules have now."""
-        return tuple(part.training for part in self._parts) in self._forms
+        return self._forms.has_traced(self._modes)
 
     @property
     def result_device(self) -> torch.device:
@@ -344,7 +336,7 @@ class PartitionedModel(ModuleInPlan):
         planned = self._session
         args, kwargs = converted_inputs((args, kwargs), planned.dtype)
         given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
-        session = self._form_for(given).session
+        session = _at_sizes(self._form, given).session
         with_microbatches = functools.partial(self._with_microbatches, session)
         return check(Subject(session.original, session.graph, session.runtime, session.state, with_microbatches), args, kwargs)
 
@@ -649,9 +641,7 @@ class PartitionedModel(ModuleInPlan):
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModel:
         """Return a model of the same plan with parameters, buffers and gradients of its own. Every rank must call it."""
         copied = PartitionedModel(copied_session(self._first))
-        copied._forms |= {
-            modes: Form.of(copied_form(copied._first, form.session)) for modes, form in self._forms.items() if modes not in copied._forms
-        }
+        self._forms.copy_into(copied._forms)
         copy_tensors(self._first.state, copied._first.state)
         memo[id(self)] = copied
         memo.update({id(part): other for part, other in zip(self._parts, copied._parts, strict=True)})
@@ -684,6 +674,14 @@ class PartitionedModel(ModuleInPlan):
         for part, is_training in zip(self._parts, modes, strict=True):
             part.training = is_training
         vars(self).update(own)
+
+
+def _at_sizes(form: Form, inputs: BoundInputs) -> Form:
+    """Return the form for inputs of these sizes; raise ConfigError if the model does not take them."""
+    of_sizes = form.at(inputs.sizes)
+    if of_sizes is not form:
+        check_shapes(of_sizes.session.graph, inputs.tensors)
+    return of_sizes
 
 
 def _restored(saved: Pickled, modes: Sequence[bool], own: Mapping[str, Any]) -> PartitionedModel:

@@ -1,4 +1,4 @@
-"""The forms of a partitioned model: one for each combination of training and evaluation modes that its modules were called in.
+"""A form of a partitioned model: its trace in given modes, with programs that share the tensors of all forms.
 
 pm.train(); pm(x)      traced in training mode        first.state: parameters, buffers ──┐  the same tensors
 pm.eval();  pm(x)      traced when first called       a plan for the same shards       ──┘
@@ -38,7 +38,7 @@ from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
 from passes.spmd.shard_stages import StagedCut, StoredLayouts
 
-__all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_in_modes", "session_of_trace", "traced"]
+__all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_of_trace", "session_of_tracing", "traced"]
 
 
 _SIZES_KEPT = 32
@@ -47,7 +47,7 @@ _SIZES_KEPT = 32
 
 @dataclasses.dataclass(eq=False)
 class Form:
-    """A partitioned model in given modes.
+    """A partitioned model in given modes, for given arguments.
 
     Attributes:
         session: its parts.
@@ -149,14 +149,16 @@ def first_session(
 
 
 @gc_paused()
-def session_in_modes(first: Session, modes: tuple[bool, ...]) -> Session:
-    """Trace the model in other modes, and lower it by the same plan, with the same parameters and buffers. Every rank must call it.
+def session_of_tracing(first: Session, tracing: Tracing) -> Session:
+    """Trace the model in other modes, in another autocast or with other arguments, and lower it by the same plan, with the same tensors.
+
+    Every rank must call it.
 
     Raises:
-        TraceError: the model cannot be made one graph in these modes.
-        ConfigError: processes ask for other modes; or the plan does not fit, or needs parameters where the first form has none.
+        TraceError: the model cannot be made one graph so.
+        ConfigError: processes ask for another trace; or the plan does not fit, or needs parameters where the first form has none.
     """
-    runtime, tracing = first.runtime, dataclasses.replace(first.tracing, modes=modes)
+    runtime = first.runtime
     graph = traced(first.original, tracing)
     if len(runtime.local_ranks) < runtime.n_ranks:
         runtime.agree("modes", f"{'training' if graph.training else 'evaluation'} (graph {graph_digest(graph)})")

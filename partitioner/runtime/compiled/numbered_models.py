@@ -16,6 +16,9 @@ __all__ = ["NumberedModel", "ResultsOfCalls", "number_of", "numbered_model"]
 class ResultsOfCalls(Protocol):
     """What compiled code knows of the results of a model; see ``partitioner.model.calls``."""
 
+    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False) -> bool:
+        """Whether a call passes the arguments that were traced; ``with_lacking``: None may stand for a tensor."""
+
     def rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | torch.SymInt:
         """Return the rows that a call passes."""
 

@@ -125,6 +125,11 @@ def _forward(
     with autograd_dispatch(), torch.set_grad_enabled(is_tracked):
         tensors = [tensor.detach().requires_grad_(each) for tensor, each in zip(inputs, wanted, strict=True)]
         args, kwargs = _forms[form].arguments(tensors)
+        if not model.calls.takes(args, kwargs, with_lacking=True):
+            raise ConfigError(
+                "compiled code calls the model with other arguments than it was partitioned with, and expects the results for those",
+                remedy="partition it with these arguments, partition(model, ..., example_kwargs=...), and compile that",
+            )
         results = model.calls.values_of(model.forward(*args, **kwargs))
     expected = model.calls.result_shapes(model.calls.rows_of(args, kwargs))
     if [(list(result.shape), result.dtype) for result in results] != expected:

@@ -119,7 +119,27 @@ def test_arguments_may_be_passed_by_place_or_by_name() -> None:
     for result in (pm(x, scale), pm(x, scale=scale), pm(x=x, scale=scale), pm(scale=scale, x=x)):
         torch.testing.assert_close(result, model(x, scale))
     with pytest.raises(ConfigError, match="not those that the model was traced with"):
-        pm(x, scale, x)
+        pm(x)
+    with pytest.raises(ConfigError, match="not those that the model was traced with"):
+        pm(x, scale, size=x)
+
+
+@pytest.mark.parametrize("mode", ["pipeline", "tensor", "fsdp"])
+def test_other_arguments_than_the_examples_are_traced_when_they_come(mode: str) -> None:
+    """The same plan and the same tensors: both kinds of call train them."""
+    model, x, scale, shift = Named(), torch.rand(6, 4), torch.rand(4), torch.rand(6, 4)
+    pm = partition(model, devices=2, mode=mode, example_inputs=(x,), example_kwargs={"scale": scale})
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, pm)]
+    for keywords in ({}, {"shift": None}, {"shift": shift}, {}):
+        for module, optimizer in zip((model, pm), optimizers, strict=True):
+            module(x, scale, **keywords).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(pm(x, scale, **keywords), model(x, scale, **keywords))
+    square = nn.functional.mse_loss
+    torch.testing.assert_close(pm.train_step(x, scale, shift, target=x, loss_fn=square), square(model(x, scale, shift), x))
+    copied = copy.deepcopy(pm)
+    torch.testing.assert_close(copied(x, scale, shift), model(x, scale, shift))
 
 
 @pytest.mark.parametrize("n_microbatches", [1, 2])

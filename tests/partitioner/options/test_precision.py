@@ -216,10 +216,11 @@ def test_what_does_not_fit_is_refused() -> None:
         perceptron("half")
 
 
-def test_a_call_inside_another_autocast_is_refused() -> None:
-    _, pm, x = perceptron()
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ConfigError, match="which the model was not traced in"):
-        pm(x)
+def test_a_call_inside_another_autocast_computes_in_it() -> None:
+    model, pm, x = perceptron()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert close(pm(x), model(x), torch.bfloat16)
+    assert close(pm(x), model(x), pm(x).dtype)
 
 
 def test_scalers_that_would_disagree_are_refused() -> None:

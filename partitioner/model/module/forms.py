@@ -1,0 +1,136 @@
+"""All forms of a partitioned model: by modes, by the autocast around a call, and by the arguments that a call passes.
+
+pm(input_ids)                                    as in the example
+pm.eval(); pm(input_ids)                         in other modes
+pm(input_ids, labels=labels)                     with other arguments       traced when first called so; same plan, same tensors
+with torch.autocast("cpu", torch.bfloat16): ...  in mixed precision
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partitioner.model.module.copies import copied_form
+from partitioner.model.module.modes import Form, session_of_tracing
+from partitioner.model.session import Session, Tracing
+from partitioner.options.precision import check_scaler
+from passes.ir.graph import Autocast
+from passes.ir.torch_private import pytree
+
+__all__ = ["Forms"]
+
+_Modes = tuple[bool, ...]
+
+
+class Forms:
+    """Finds the form for a call, and traces the model for the first call of its kind.
+
+    Args:
+        first: the session of the model as it was partitioned.
+    """
+
+    def __init__(self, first: Session) -> None:
+        self._first = first
+        self._signature = inspect.signature(first.original.forward)
+        self._is_alone = len(first.runtime.local_ranks) == first.runtime.n_ranks
+        device_type = next((each.device.type for each in first.original.parameters()), "cpu")
+        self._is_meta = device_type == "meta"  # then it is traced on the CPU, with the casts of the device that runs it
+        self._device_type = first.runtime.devices[first.runtime.local_ranks[0]].type if self._is_meta else device_type
+        self.first = Form.of(first)
+        """As it was partitioned."""
+        self._forms: dict[tuple[_Modes, Autocast | None], list[Form]] = {self._key(first.tracing): [self.first]}
+
+    def in_modes(self, modes: _Modes) -> Form:
+        """Return the form in these modes for a call as in the example."""
+        return self._form(dataclasses.replace(self._first.tracing, modes=modes))
+
+    def of_call(self, modes: _Modes, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form:
+        """Return the form for a call in these modes, inside of the present autocast. Every rank must call it.
+
+        With one rank a process, None may stand for a tensor that the rank does not read.
+        """
+        tracing = dataclasses.replace(self._first.tracing, modes=modes, autocast=self._autocast())
+        form = self._taking(tracing, args, kwargs, with_lacking=False)
+        if form is None and not (self._is_alone and self._fits_signature(args, kwargs)):
+            form = self._taking(tracing, args, kwargs, with_lacking=True)
+        if form is not None:
+            return form
+        if self._fits_signature(args, kwargs):
+            return self._traced(dataclasses.replace(tracing, args=_shapes(args), kwargs=_shapes(dict(kwargs))))
+        return self._form(tracing)
+
+    def has_traced(self, modes: _Modes) -> bool:
+        """Whether the model was traced in these modes for a call as in the example."""
+        return self._find(dataclasses.replace(self._first.tracing, modes=modes)) is not None
+
+    def copy_into(self, other: Forms) -> None:
+        """Give a copy of the model, with tensors of its own, the same forms."""
+        for forms in self._forms.values():
+            for form in forms:
+                if form is not self.first:
+                    other._add(Form.of(copied_form(other._first, form.session)))
+
+    def _taking(self, tracing: Tracing, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool) -> Form | None:
+        """Return a form that takes a call, among those that were traced and that of the example; see ``Calls.takes``."""
+        known = self._forms.get(self._key(tracing), ())
+        form = next((form for form in known if form.calls.takes(args, kwargs, with_lacking=with_lacking)), None)
+        if form is None and self.first.calls.takes(args, kwargs, with_lacking=with_lacking):
+            return self._form(tracing)
+        return form
+
+    def _autocast(self) -> Autocast | None:
+        """Return the autocast around the call, else that in which the model was partitioned."""
+        own, runtime = self._first.tracing.autocast, self._first.runtime
+        if not torch.is_autocast_enabled(self._device_type):
+            return own
+        dtype = torch.get_autocast_dtype(self._device_type)
+        if own is not None and own.dtype == dtype:
+            return own
+        if dtype == torch.float16:
+            check_scaler("16-mixed", self._first.plan.grid, None if self._is_alone else runtime.n_ranks)
+        return Autocast("cpu", dtype, planned_for=self._device_type) if self._is_meta else Autocast(self._device_type, dtype)
+
+    def _form(self, tracing: Tracing) -> Form:
+        """Return the form for a call as in the example."""
+        return self._find(tracing) or self._traced(tracing)
+
+    def _find(self, tracing: Tracing) -> Form | None:
+        """Return the form that was traced with the arguments of ``tracing``."""
+        forms = self._forms.get(self._key(tracing), ())
+        return next(
+            (each for each in forms if each.session.tracing.args is tracing.args and each.session.tracing.kwargs is tracing.kwargs), None
+        )
+
+    def _traced(self, tracing: Tracing) -> Form:
+        return self._add(Form.of(session_of_tracing(self._first, tracing)))
+
+    def _add(self, form: Form) -> Form:
+        self._forms.setdefault(self._key(form.session.tracing), []).append(form)
+        return form
+
+    def _fits_signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the model could be called so; None fits where it is the default, or in ``**kwargs``.
+
+        A call without arguments is that of a rank whose stages read none.
+        """
+        try:
+            bound = self._signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return False
+        parameters = self._signature.parameters
+        return bool(args or kwargs) and all(value is not None or parameters[name].default is None for name, value in bound.items())
+
+    @staticmethod
+    def _key(tracing: Tracing) -> tuple[_Modes, Autocast | None]:
+        return tracing.modes, tracing.autocast
+
+
+def _shapes(values: Any) -> Any:
+    """Return nested values with zeros in place of tensors: a trace reads their sizes and types, and is kept for long."""
+    return pytree.tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, requires_grad=leaf.requires_grad), values)
