@@ -11,7 +11,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from partitioner.integrations.asked import prepare_libraries
 from partitioner.integrations.entry_point import declare_backend
+from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP
 
 if TYPE_CHECKING:
     from cost_models.hardware.clusters import Cluster, Device, Link
@@ -94,3 +96,4 @@ def __dir__() -> list[str]:
 
 
 declare_backend()
+WHEN_ASKED_FOR_DEVICE_MAP.append(prepare_libraries)

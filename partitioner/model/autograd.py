@@ -86,7 +86,8 @@ def tracked_forward(
     def forward() -> tuple[tuple[Tensor, ...], Any]:
         """Run the training forward; return the model's outputs, and the saved tensors of each rank of this process."""
         results = calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
-        outputs = results[here][0]
+        # Autograd forbids in-place operations on views that a function returns, and Trainer scales a loss in place.
+        outputs = tuple(output.clone() if output.dim() == 0 else output for output in results[here][0])
         shapes.update({name: output.shape for name, output in zip(training.returned, outputs, strict=True)})
         return outputs, {rank: result[1] for rank, result in results.items()}
 

@@ -29,6 +29,8 @@ from partitioner.model.losses.losses import check_loss
 from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session
 from partitioner.model.module.forms import Forms
 from partitioner.model.module.modes import Form, modes_of
+from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP
+from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, build_structure, refuse_replaced, registered_tensors
 from partitioner.model.replan import Replanned, replan
@@ -453,6 +455,35 @@ class PartitionedModel(ModuleInPlan):
     def device_table(self) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank."""
         return self._session.device_table(self.inspected())
+
+    # -- questions of frameworks ---------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or module, else an attribute of the model; see ``attributes.read_attribute``."""
+        if name == "hf_device_map":
+            return self._device_map()
+        if name == "save_pretrained":
+            return save_pretrained(self._first, self)
+        return super().__getattr__(name)
+
+    def _device_map(self) -> Mapping[str, torch.device]:
+        """Return where the ranks of this process are, if on several devices: accelerate and Trainer do not move or copy such a model."""
+        for prepare in WHEN_ASKED_FOR_DEVICE_MAP:
+            prepare(self._first)
+        runtime = self._first.runtime
+        devices = {f"rank {rank}": runtime.devices[rank] for rank in runtime.local_ranks}
+        if len(set(devices.values())) == 1:
+            raise AttributeError("a partitioned model on one device of this process has no 'hf_device_map'")
+        return devices
+
+    @property
+    def has_all_ranks(self) -> bool:
+        """Whether all ranks are in this process."""
+        return len(self._first.runtime.local_ranks) == self._first.runtime.n_ranks
+
+    def _get_name(self) -> str:
+        """Return the name of the model's class, by which transformers' Trainer knows how a loss aligns labels."""
+        return self._first.name
 
     def __repr__(self) -> str:
         return self.device_table().text()

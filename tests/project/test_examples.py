@@ -16,6 +16,7 @@ from tests import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 QUICK = {
+    "accelerate_training": ("--steps", "4"),
     "clip_contrastive": (),
     "convolution_channels": (),
     "distributed_sampler": ("--epochs", "2"),
@@ -35,6 +36,7 @@ QUICK = {
     "tiled_unet": ("--steps", "2"),
     "tiled_volumes": ("--steps", "2", "--grid", "2"),
     "torchrun_training": ("--steps", "3"),
+    "trainer_gpt2": ("--steps", "2"),
     "transformers_from_config": ("--only", "t5", "bert", "--devices", "2"),
     "two_block_convolution": ("--steps", "3"),
     "unet_skips": ("--steps", "3"),
@@ -42,7 +44,7 @@ QUICK = {
 }
 """Arguments that make each example run in a few seconds."""
 
-EITHER_WAY = ("distributed_sampler", "elastic_training", "torchrun_training")
+EITHER_WAY = ("accelerate_training", "distributed_sampler", "elastic_training", "torchrun_training", "trainer_gpt2")
 """Those that run in one process or in several, and print the losses of their steps."""
 
 PLANNED = {
@@ -64,6 +66,7 @@ LONG = frozenset(
         "streamed_decoder",
         "tiled_unet",
         "tiled_volumes",
+        "trainer_gpt2",
         "transformers_from_config",
         "unet_skips",
         "unet_space_then_batch",
@@ -119,7 +122,7 @@ def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["distributed_sampler", "torchrun_training"])
+@pytest.mark.parametrize("name", ["accelerate_training", "distributed_sampler", "torchrun_training", "trainer_gpt2"])
 def test_torchrun_prints_the_losses_of_one_process(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = next(path for path in EXAMPLES if path.stem == name)
     main_of(path)(QUICK[path.stem])

@@ -10,14 +10,16 @@ from __future__ import annotations
 import enum
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from passes.ir.errors import ConfigError
 
 __all__ = ["is_traced_attribute", "read_attribute"]
 
@@ -47,6 +49,8 @@ def read_attribute(module: nn.Module, name: str, path: str, device: torch.device
         static = inspect.getattr_static(owner, name, None)
         if static is None:
             raise AttributeError(f"neither a partitioned model nor the {owner.__name__} {path or 'itself'} has an attribute {name!r}")
+        if name in _PLANNED and isinstance(static, types.FunctionType):
+            return _planned_instead(name)
         if isinstance(static, types.FunctionType):
             raise _refused(owner, name, path, "is a method, which would compute with the model's own parameters")
         try:
@@ -59,6 +63,23 @@ def read_attribute(module: nn.Module, name: str, path: str, device: torch.device
     if not _is_plain(value, set()):
         raise _refused(owner, name, path, "holds parameters, buffers or layers of the model")
     return value
+
+
+_PLANNED = {
+    "gradient_checkpointing_enable": 'partition(model, ..., recompute="selective" or "full"); in Trainer, no gradient_checkpointing=True',
+    "resize_token_embeddings": "resize the model, and partition it again",
+    "enable_input_require_grads": "leave it out: the gradient of an input that requires one is computed",
+}
+"""Methods of transformers' models that frameworks call -> what to do instead."""
+
+
+def _planned_instead(name: str) -> Callable[..., NoReturn]:
+    """Return a method that says what to do instead."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ConfigError(f"{name}() would change the model, and the programs of a partitioned model are planned", remedy=_PLANNED[name])
+
+    return refuse
 
 
 def is_traced_attribute(module: nn.Module, name: str, value: object) -> bool:

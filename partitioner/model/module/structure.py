@@ -154,7 +154,7 @@ class ModuleInPlan(nn.Module):
                         converted = fn(each)
                 except NotImplementedError:  # a tensor on the meta device has no values to move
                     converted = None
-                if converted is not each:
+                if converted is not each and not _is_on_cpu_already(each, converted):
                     _refuse_conversion(f"{self.__dict__['_source'].prefix}{name}", each, converted)
         return self
 
@@ -165,7 +165,9 @@ class ModuleInPlan(nn.Module):
         source: Source = self.__dict__["_source"]
         destination, prefix, keep_vars = _state_arguments(*args, **kwargs)
         held = source.gathered.state_dict(source.prefix)
-        if keep_vars:
+        if not keep_vars:
+            held = _untied(source.state, held)
+        else:
             held = {name: _variable(source.state, name, tensor) for name, tensor in held.items()}
         destination.update({f"{prefix}{name.removeprefix(source.prefix)}": tensor for name, tensor in held.items()})
         return destination
@@ -374,6 +376,12 @@ def _state_arguments(
     return ({} if destination is None else destination), prefix, keep_vars
 
 
+def _untied(state: State, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, those of further names of a tied parameter in memory of their own: safetensors saves no tensor twice."""
+    aliases = state.graph.aliases
+    return {name: tensor.clone() if aliases.get(name, name) != name else tensor for name, tensor in tensors.items()}
+
+
 def _variable(state: State, name: str, tensor: Tensor) -> Tensor:
     """Return the parameter or buffer of this process itself if it holds it whole, else the tensor."""
     block, held = next(iter(state.held(name)), (None, None))
@@ -386,6 +394,14 @@ def _refuse_structure(source: Source, name: str) -> NoReturn:
         place=Place(module=source.path),
         remedy="change the model before partition(model, ...); or change values in place: pm.load_state_dict(...), parameter.copy_(...)",
     )
+
+
+def _is_on_cpu_already(tensor: Tensor, converted: object) -> bool:
+    """Whether a conversion changes nothing on the CPU: ``to("cpu:0")``, which accelerate asks for, copies tensors that are on ``cpu``."""
+    if not isinstance(converted, Tensor) or not tensor.device.type == converted.device.type == "cpu":
+        return False
+    is_alike = (tensor.dtype, tensor.shape, tensor.stride()) == (converted.dtype, converted.shape, converted.stride())
+    return is_alike and torch.equal(tensor, converted)
 
 
 def _refuse_conversion(name: str, tensor: Tensor, converted: object) -> NoReturn:

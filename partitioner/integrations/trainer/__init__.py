@@ -1,0 +1,1 @@
+"""transformers' Trainer: its checkpoints have the states of all ranks."""

@@ -1,0 +1,145 @@
+"""A training loop as users of accelerate write it, for a model in one piece or partitioned, in one process or in several."""
+
+# A module returns Any when it is called.
+# mypy: no-warn-return-any
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from partitioner import ConfigError, partition
+from tests.partitioner.integrations.loops import ROWS, data_of, model_of, spoil
+
+__all__ = ["Trained", "local_rows", "refusals", "stream", "trained"]
+
+STEPS = 10
+
+
+@dataclass
+class Trained:
+    """What a run gave.
+
+    Attributes:
+        losses: of the steps.
+        norms: of the gradients.
+        resumed: losses of the last steps, of a model that has loaded the state of the step before.
+        predictions: of the first rows, in evaluation mode.
+        rates: the learning rates.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    resumed: list[float]
+    predictions: list[float]
+    rates: list[float]
+
+
+def forget() -> None:
+    """Let the next Accelerator be the first of this process."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+def prepared(kind: str, mode: str | None, model: nn.Module | None = None, inputs: str = "global", **options: Any) -> Any:
+    """The accelerator, and all that it prepares; a model that was partitioned before may be given."""
+    forget()
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True), **options)
+    data = data_of(kind, STEPS)
+    if model is None:
+        model = model_of(kind)
+        if mode is not None:
+            model = partition(model, 2, mode, example_inputs=(data[:ROWS][0],), inputs=inputs, progress=False)
+    torch.manual_seed(3)
+    rows = ROWS if inputs == "global" else ROWS // 2
+    loader = DataLoader(data, rows, shuffle=inputs == "global")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
+
+
+def steps(
+    accelerator: Any, model: Any, optimizer: Any, scheduler: Any, loader: Iterable[Any], folder: str = "", saved_after: int = 0
+) -> Trained:
+    """Train over the loader; save the state after a step."""
+    done = Trained([], [], [], [], [])
+    for number, (inputs, targets) in enumerate(loader, start=1):
+        with accelerator.accumulate(model):
+            outputs = model(inputs)
+            loss = nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                done.norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        done.losses.append(float(accelerator.gather(loss.detach()).mean()))
+        done.rates += scheduler.get_last_lr()
+        if number == saved_after:
+            accelerator.save_state(folder)
+    return done
+
+
+def trained(kind: str, mode: str | None, folder: str, accumulation: int = 1) -> Trained:
+    """Ten steps, and those after the fifth again from the saved state; after the sixth, if gradients of pairs are accumulated."""
+    saved_after = 5 if accumulation == 1 else 6
+    accelerator, model, optimizer, loader, scheduler = prepared(kind, mode, gradient_accumulation_steps=accumulation)
+    done = steps(accelerator, model, optimizer, scheduler, loader, folder, saved_after)
+    model.eval()
+    with torch.no_grad():
+        predictions: Tensor = accelerator.gather_for_metrics(model(data_of(kind, 1)[:][0]))
+    done.predictions = predictions.flatten().tolist()
+    spoil(model.train())
+    accelerator, model, optimizer, loader, scheduler = prepared(kind, mode, model, gradient_accumulation_steps=accumulation)
+    accelerator.load_state(folder)
+    done.resumed = steps(accelerator, model, optimizer, scheduler, accelerator.skip_first_batches(loader, saved_after)).losses
+    return done
+
+
+def local_rows(kind: str) -> Trained:
+    """Each process reads its own rows, as with DistributedDataParallel."""
+    accelerator, model, optimizer, loader, scheduler = prepared(kind, "fsdp", inputs="local")
+    return steps(accelerator, model, optimizer, scheduler, loader)
+
+
+class Stream(IterableDataset[Any]):
+    """Rows one after the other."""
+
+    def __iter__(self) -> Any:
+        data = data_of("gpt", 3)
+        yield from (data[index] for index in range(len(data)))
+
+
+def stream(mode: str | None) -> list[float]:
+    """The losses of a model that is shown rows of a stream."""
+    forget()
+    accelerator = Accelerator(cpu=True)
+    model = model_of("gpt")
+    if mode is not None:
+        model = partition(model, 2, mode, example_inputs=(data_of("gpt", 1)[:][0],), progress=False)
+    model, loader = accelerator.prepare(model, DataLoader(Stream(), ROWS))
+    return [float(nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())) for tokens, targets in loader]
+
+
+def refusals() -> list[str]:
+    """What is said of an Accelerator that shards by itself, or would deal rows to ranks of one replica."""
+    said = []
+    example = (data_of("gpt", 1)[:][0],)
+    for inputs, options in (("local", {}), ("global", {"dispatch_batches": True})):
+        forget()
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+        pm = partition(model_of("gpt"), int(os.environ["WORLD_SIZE"]), "tensor", example_inputs=example, inputs=inputs, progress=False)
+        try:
+            accelerator.prepare(pm, DataLoader(data_of("gpt", 2), ROWS))
+        except ConfigError as error:
+            said.append(str(error))
+    return said

@@ -1,0 +1,57 @@
+"""``Trainer(model=pm, ...)``: the log of Trainer's own run of the model in one piece, also after a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.partitioner.integrations.loops import problems
+from tests.partitioner.integrations.trainer.training import Trained, trained
+from tests.support.processes.processes import Workers
+
+KINDS = ("gpt", "resnet")
+MODES = ("pipeline", "fsdp", "tensor")
+ACCUMULATED: dict[str, Any] = {"gradient_accumulation_steps": 2}
+SMOOTHED: dict[str, Any] = {"label_smoothing_factor": 0.1}
+QUICK = (("gpt", "tensor", ACCUMULATED),)
+SLOW = [(kind, mode, options) for kind in KINDS for mode in MODES for options in ({}, ACCUMULATED)] + [("gpt", "tensor", SMOOTHED)]
+CASES = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in QUICK)]
+
+_whole: dict[str, Trained] = {}
+
+
+def whole(kind: str, options: dict[str, Any], folder: Path) -> Trained:
+    """The run of the model in one piece."""
+    key = json.dumps((kind, options))
+    if key not in _whole:
+        _whole[key] = trained(kind, None, str(folder), options)
+    return _whole[key]
+
+
+def differences(found: Trained, wanted: Trained) -> list[str]:
+    return [
+        *problems(found.logged, wanted.logged, "log", 1e-7),
+        *problems([found.evaluated], [wanted.evaluated], "loss of evaluation"),
+        *problems(found.predictions, wanted.predictions, "predictions"),
+        *problems(found.resumed[-15:], wanted.logged[15:], "log after resuming", 1e-7),
+    ]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "mode", "options"), CASES, ids=str)
+def test_in_one_process(kind: str, mode: str, options: dict[str, Any], tmp_path: Path) -> None:
+    assert not differences(trained(kind, mode, str(tmp_path / "pm"), options), whole(kind, options, tmp_path / "whole"))
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "mode", "options"), SLOW, ids=str)
+def test_in_processes(kind: str, mode: str, options: dict[str, Any], tmp_path: Path, workers: Callable[[int], Workers]) -> None:
+    wanted = whole(kind, options, tmp_path / "whole")
+    for found in workers(2).values(trained, kind, mode, str(tmp_path / "pm"), options, timeout=580):
+        assert not differences(found, wanted)
