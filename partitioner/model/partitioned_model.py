@@ -29,7 +29,7 @@ from partitioner.model.losses.losses import check_loss
 from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session
 from partitioner.model.module.forms import Forms
 from partitioner.model.module.modes import Form, modes_of
-from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP
+from partitioner.model.module.questions import device_map
 from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, build_structure, refuse_replaced, registered_tensors
@@ -232,6 +232,7 @@ class PartitionedModel(ModuleInPlan):
         refuse_replaced(self._tensor_places)
         form = self._forms.of_call(self._modes, args, kwargs)
         form.session.state.refresh()
+        self._forms.agree_on(form)
         return form, form.calls.bind(args, kwargs)
 
     def lowering_for(
@@ -461,20 +462,10 @@ class PartitionedModel(ModuleInPlan):
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module, else an attribute of the model; see ``attributes.read_attribute``."""
         if name == "hf_device_map":
-            return self._device_map()
+            return device_map(self._first)
         if name == "save_pretrained":
             return save_pretrained(self._first, self)
         return super().__getattr__(name)
-
-    def _device_map(self) -> Mapping[str, torch.device]:
-        """Return where the ranks of this process are, if on several devices: accelerate and Trainer do not move or copy such a model."""
-        for prepare in WHEN_ASKED_FOR_DEVICE_MAP:
-            prepare(self._first)
-        runtime = self._first.runtime
-        devices = {f"rank {rank}": runtime.devices[rank] for rank in runtime.local_ranks}
-        if len(set(devices.values())) == 1:
-            raise AttributeError("a partitioned model on one device of this process has no 'hf_device_map'")
-        return devices
 
     @property
     def has_all_ranks(self) -> bool:

@@ -65,6 +65,14 @@ class Forms:
             return self._traced(dataclasses.replace(tracing, args=_shapes(args), kwargs=_shapes(dict(kwargs))))
         return self._form(tracing)
 
+    def agree_on(self, form: Form) -> None:
+        """Raise ConfigError on every rank if others run another form, of other arguments or in another autocast."""
+        first, tracing = self._first.tracing, form.session.tracing
+        if tracing.args is not first.args or tracing.kwargs is not first.kwargs or tracing.autocast != first.autocast:
+            names = ", ".join(leaf.name for leaf in form.session.graph.inputs if leaf.dtype is not None)
+            dtype = "no autocast" if tracing.autocast is None else f"autocast {tracing.autocast.dtype}"
+            self._first.runtime.agree("tensors among the arguments", f"{names}, in {dtype}", in_step=True)
+
     def has_traced(self, modes: _Modes) -> bool:
         """Whether the model was traced in these modes for a call as in the example."""
         return self._find(dataclasses.replace(self._first.tracing, modes=modes)) is not None

@@ -127,7 +127,8 @@ def stream(mode: str | None) -> list[float]:
     if mode is not None:
         model = partition(model, 2, mode, example_inputs=(data_of("gpt", 1)[:][0],), progress=False)
     model, loader = accelerator.prepare(model, DataLoader(Stream(), ROWS))
-    return [float(nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())) for tokens, targets in loader]
+    with torch.no_grad():
+        return [float(nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())) for tokens, targets in loader]
 
 
 def refusals() -> list[str]:
