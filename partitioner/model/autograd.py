@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError
 from passes.ir.torch_private import will_run
 
-__all__ = ["tracked_forward"]
+__all__ = ["backward_of_inputs", "tracked_forward"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 """Returns the outputs, and the saved tensors."""
@@ -132,3 +132,10 @@ def _named_as_inputs(parameters: Sequence[nn.Parameter]) -> bool:
             remedy="name all parameters, or none; parameters with requires_grad_(False) are left out",
         )
     return any(named)
+
+
+def backward_of_inputs(tensors: Mapping[str, Tensor], names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
+    """Continue the backward into the graph that computed the inputs: pass autograd the gradient of each input of this process."""
+    pairs = [(tensors[name], grad) for name, grad in zip(names, gradients, strict=True) if grad is not None and name in tensors]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [grad.to(tensor.device) for tensor, grad in pairs])

@@ -19,7 +19,7 @@ from cost_models.simulator.result import Simulation
 from cost_models.text_files import write_text
 from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
-from partitioner.model.autograd import tracked_forward
+from partitioner.model.autograd import backward_of_inputs, tracked_forward
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import InferenceTable, simulate_inference
@@ -27,7 +27,7 @@ from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
 from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session
-from partitioner.model.module.forms import Forms
+from partitioner.model.module.forms import Forms, at_sizes
 from partitioner.model.module.modes import Form, modes_of
 from partitioner.model.module.questions import device_map
 from partitioner.model.module.save_pretrained import save_pretrained
@@ -49,7 +49,7 @@ from partitioner.reports.explain.step_memory import warn_of_memory
 from partitioner.reports.page.build import page_html
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
-from partitioner.runtime.arguments import BoundInputs, bind_inputs, check_shapes
+from partitioner.runtime.arguments import BoundInputs, bind_inputs
 from partitioner.runtime.compiled.numbered_models import number_of
 from partitioner.runtime.record import Recording, record
 from partitioner.runtime.state.checkpoint.dtensors import DTensorState
@@ -118,7 +118,7 @@ class PartitionedModel(ModuleInPlan):
 
             return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
         form_of_call, inputs = self._bind(args, kwargs)
-        form = _at_sizes(form_of_call, inputs)
+        form = at_sizes(form_of_call, inputs)
         calls = form.calls
         count, lowering = form.session.lowerings.for_batch(inputs.batch)
         differentiation = lowering.everything(inputs.requiring_gradient)
@@ -166,7 +166,7 @@ class PartitionedModel(ModuleInPlan):
         check_loss(loss_fn, loss_reduction)
         self._check_parameters()
         form_of_call, inputs = self._bind(args, kwargs)
-        form_of_sizes = _at_sizes(form_of_call, inputs)
+        form_of_sizes = at_sizes(form_of_call, inputs)
         lowering_for = form_of_sizes.session.lowerings.for_batch
         prepared = form_of_sizes.losses.prepare(inputs, target, loss_fn, loss_reduction, lowering_for)
         lowering, form = prepared.lowering, prepared.form
@@ -179,7 +179,7 @@ class PartitionedModel(ModuleInPlan):
             warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
         form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
         loss, gradients = form_of_sizes.calls.run(lowering, programs, inputs, prepared.extra)[self._here]
-        _backward_of_inputs(inputs.tensors, form_of_sizes.calls.input_gradient_names(differentiation.inputs), gradients)
+        backward_of_inputs(inputs.tensors, form_of_sizes.calls.input_gradient_names(differentiation.inputs), gradients)
         assert isinstance(loss, Tensor)
         return loss
 
@@ -204,12 +204,7 @@ class PartitionedModel(ModuleInPlan):
     @property
     def _form(self) -> Form:
         """The model in the modes that its modules have now, called as in the example; traced when it is first used."""
-        return self._forms.in_modes(self._modes)
-
-    @property
-    def _modes(self) -> tuple[bool, ...]:
-        """The flag ``training`` of every module."""
-        return tuple(part.training for part in self._parts)
+        return self._forms.in_modes(modes_of(self))
 
     @property
     def _session(self) -> Session:
@@ -230,7 +225,7 @@ class PartitionedModel(ModuleInPlan):
         check_values(self._first.state)
         refuse_global_hooks()
         refuse_replaced(self._tensor_places)
-        form = self._forms.of_call(self._modes, args, kwargs)
+        form = self._forms.of_call(modes_of(self), args, kwargs)
         form.session.state.refresh()
         self._forms.agree_on(form)
         return form, form.calls.bind(args, kwargs)
@@ -254,7 +249,7 @@ class PartitionedModel(ModuleInPlan):
     @property
     def is_traced(self) -> bool:
         """Whether it has been traced in the modes that its modules have now."""
-        return self._forms.has_traced(self._modes)
+        return self._forms.has_traced(modes_of(self))
 
     @property
     def result_device(self) -> torch.device:
@@ -339,7 +334,7 @@ class PartitionedModel(ModuleInPlan):
         planned = self._session
         args, kwargs = converted_inputs((args, kwargs), planned.dtype)
         given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
-        session = _at_sizes(self._form, given).session
+        session = at_sizes(self._form, given).session
         with_microbatches = functools.partial(self._with_microbatches, session)
         return check(Subject(session.original, session.graph, session.runtime, session.state, with_microbatches), args, kwargs)
 
@@ -456,8 +451,6 @@ class PartitionedModel(ModuleInPlan):
     def device_table(self) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank."""
         return self._session.device_table(self.inspected())
-
-    # -- questions of frameworks ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module, else an attribute of the model; see ``attributes.read_attribute``."""
@@ -698,24 +691,9 @@ class PartitionedModel(ModuleInPlan):
         vars(self).update(own)
 
 
-def _at_sizes(form: Form, inputs: BoundInputs) -> Form:
-    """Return the form for inputs of these sizes; raise ConfigError if the model does not take them."""
-    of_sizes = form.at(inputs.sizes)
-    if of_sizes is not form:
-        check_shapes(of_sizes.session.graph, inputs.tensors)
-    return of_sizes
-
-
 def _restored(saved: Pickled, modes: Sequence[bool], own: Mapping[str, Any]) -> PartitionedModel:
     """Return the partitioned model of a pickle. With one rank a process, every rank must load its own."""
     pm = PartitionedModel(restored_session(saved))
     fill(pm._first, saved)  # noqa: SLF001  of this module
     pm.set_own(modes, own)
     return pm
-
-
-def _backward_of_inputs(tensors: Mapping[str, Tensor], names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
-    """Continue the backward into the graph that computed the inputs: pass autograd the gradient of each input of this process."""
-    pairs = [(tensors[name], grad) for name, grad in zip(names, gradients, strict=True) if grad is not None and name in tensors]
-    if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [grad.to(tensor.device) for tensor, grad in pairs])

@@ -20,10 +20,11 @@ from partitioner.model.module.copies import copied_form
 from partitioner.model.module.modes import Form, session_of_tracing
 from partitioner.model.session import Session, Tracing
 from partitioner.options.precision import check_scaler
+from partitioner.runtime.arguments import BoundInputs, check_shapes
 from passes.ir.graph import Autocast
 from passes.ir.torch_private import pytree
 
-__all__ = ["Forms"]
+__all__ = ["Forms", "at_sizes"]
 
 _Modes = tuple[bool, ...]
 
@@ -142,3 +143,11 @@ class Forms:
 def _shapes(values: Any) -> Any:
     """Return nested values with zeros in place of tensors: a trace reads their sizes and types, and is kept for long."""
     return pytree.tree_map_only(Tensor, lambda leaf: torch.zeros_like(leaf, requires_grad=leaf.requires_grad), values)
+
+
+def at_sizes(form: Form, inputs: BoundInputs) -> Form:
+    """Return the form for inputs of these sizes; raise ConfigError if the model does not take them."""
+    of_sizes = form.at(inputs.sizes)
+    if of_sizes is not form:
+        check_shapes(of_sizes.session.graph, inputs.tensors)
+    return of_sizes
