@@ -87,17 +87,37 @@ def check_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Check those parameters of an optimizer that belong to a partitioned model."""
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Check those parameters of an optimizer that belong to a partitioned model; its gradients after a closure, which computes them.
+
+    Returns:
+        The arguments of ``step`` with a closure that checks them; None if there is no closure.
+    """
     for number, group in enumerate(optimizer.param_groups):
-        memberships = []
+        memberships = [member for parameter in group["params"] if (member := membership(parameter)) is not None]
+        for member in memberships:
+            _check_kind(optimizer, member)
+        _check_parts(number, memberships)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _check_sums(optimizer)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _check_sums(optimizer)
+        return loss
+
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def _check_sums(optimizer: Optimizer) -> None:
+    """Raise ConfigError if a gradient of an optimizer's parameters is this rank's term of a sum."""
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             member = membership(parameter)
             if member is not None:
-                _check_kind(optimizer, member)
                 _check_sum(parameter, member)
-                memberships.append(member)
-        _check_parts(number, memberships)
 
 
 def _check_kind(optimizer: Optimizer, member: Membership) -> None:
