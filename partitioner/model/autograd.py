@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError
 from passes.ir.torch_private import will_run
 
-__all__ = ["backward_of_inputs", "tracked_forward"]
+__all__ = ["backward_of_inputs", "outside_inference_mode", "tracked_forward"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 """Returns the outputs, and the saved tensors."""
@@ -59,6 +60,22 @@ class _PartitionedCall(torch.autograd.Function):
         of_inputs = ctx.run(saved, gradients)
         n_parameters = len(ctx.needs_input_grad) - _FIRST_INPUT - len(of_inputs)
         return *(None,) * _FIRST_INPUT, *of_inputs, *(None,) * n_parameters  # programs have added the gradients of parameters
+
+
+def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs without gradients, and outside of inference mode, where it is called inside.
+
+    What a call traces, stores or refreshes serves training, too, and autograd refuses tensors that were made in inference mode.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def tracked_forward(

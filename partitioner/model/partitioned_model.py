@@ -19,7 +19,7 @@ from cost_models.simulator.result import Simulation
 from cost_models.text_files import write_text
 from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
-from partitioner.model.autograd import backward_of_inputs, tracked_forward
+from partitioner.model.autograd import backward_of_inputs, outside_inference_mode, tracked_forward
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import InferenceTable, simulate_inference
@@ -107,6 +107,7 @@ class PartitionedModel(ModuleInPlan):
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 
+    @outside_inference_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the original returns: same structure, same values, on every rank.
 
@@ -212,8 +213,7 @@ class PartitionedModel(ModuleInPlan):
 
     @property
     def _here(self) -> int:
-        """The rank whose results this process returns."""
-        return self._session.runtime.local_ranks[0]
+        return self._session.runtime.local_ranks[0]  # the rank whose results this process returns
 
     def _check_parameters(self) -> None:
         """Raise ConfigError if a parameter was unfrozen since, or has hooks that would get another gradient than on the original."""

@@ -131,6 +131,7 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
         if value is None:
             lacking.append(leaf)
             continue
+        value = _at_traced_precision(graph, leaf, value)  # noqa: PLW2901
         _check_tensor(leaf, value)
         if leaf.batch_dim is not None:
             batches[leaf.name] = _rows_of(graph, leaf, value)
@@ -255,6 +256,12 @@ def _is_same(value: Any, constant: Any) -> bool:
         return not isinstance(value, Tensor) and bool(value is constant or value == constant)
     except Exception:  # noqa: BLE001  what a class of the user's raises
         return False
+
+
+def _at_traced_precision(graph: ModelGraph, leaf: Input, value: Any) -> Any:
+    """Return an input in the traced dtype if a framework has rounded it to that of mixed precision, as Fabric does; else as it is."""
+    is_rounded = isinstance(value, Tensor) and graph.autocast is not None and value.dtype == graph.autocast.dtype
+    return value.to(leaf.dtype) if is_rounded and leaf.dtype == torch.float32 else value
 
 
 def _check_tensor(leaf: Input, value: Any) -> None:

@@ -223,6 +223,15 @@ def test_a_call_inside_another_autocast_computes_in_it() -> None:
     assert close(pm(x), model(x), pm(x).dtype)
 
 
+def test_inputs_that_a_framework_has_rounded() -> None:
+    """Fabric converts inputs to the dtype of mixed precision."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 4)
+    pm = partition(model, 2, "tensor", example_inputs=(x,), precision="bf16-mixed", progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert close(pm(x.bfloat16()), model(x.bfloat16()), torch.bfloat16)
+
+
 def test_scalers_that_would_disagree_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a GradScaler in each would leave out different steps"):
         check_scaler("16-mixed", Mesh((("data", 2), ("pipeline", 2))), 4)

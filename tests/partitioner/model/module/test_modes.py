@@ -114,6 +114,16 @@ def test_microbatches_that_would_change_statistics() -> None:
         assert free.train().plan.n_microbatches == 1
 
 
+def test_a_first_call_in_inference_mode() -> None:
+    """What is traced and stored by it serves training."""
+    model, x = switched()
+    pm = partition(copy.deepcopy(model), 2, "tensor", example_inputs=(x,), progress=False)
+    with torch.inference_mode():
+        torch.testing.assert_close(pm.eval()(x), model.eval()(x))
+    for found, expected in zip(train_and_validate(pm, x), train_and_validate(model, x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_processes(workers: Callable[[int], Workers]) -> None:
