@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from partitioner.integrations.asked import prepare_libraries
 from partitioner.integrations.entry_point import declare_backend
+from partitioner.integrations.lightning_registry import declare_strategies
 from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP
 
 if TYPE_CHECKING:
@@ -97,3 +98,4 @@ def __dir__() -> list[str]:
 
 declare_backend()
 WHEN_ASKED_FOR_DEVICE_MAP.append(prepare_libraries)
+declare_strategies()

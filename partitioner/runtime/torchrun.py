@@ -19,12 +19,12 @@ from partitioner.runtime.executor import ProgramSet, Run
 from partitioner.runtime.process import launcher
 from partitioner.runtime.process.call_order import sample_of
 from partitioner.runtime.process.groups import Connection, Members
-from partitioner.runtime.process.session import arrive, connect, world_size
+from partitioner.runtime.process.session import arrive, connect, members_of, world_size
 from partitioner.runtime.process.transfers import exchange
 from partitioner.runtime.process.transport import DistributedTransport, PreparedTraffic, prepare_traffic
 from passes.ir.errors import ConfigError, PartitionError
 
-__all__ = ["TorchrunRuntime", "arrive", "is_launched", "local_world_size", "world_size"]
+__all__ = ["TorchrunRuntime", "arrive", "is_launched", "join_group", "local_rank", "local_world_size", "rank", "world_size"]
 
 
 def is_launched() -> bool:
@@ -35,6 +35,27 @@ def is_launched() -> bool:
 def local_world_size() -> int:
     """How many processes were started on this machine; all, if the environment does not say."""
     return launcher.local_size(world_size()) or world_size()
+
+
+def rank() -> int:
+    """Return the rank of this process; 0 where it is the only one."""
+    return members_of().own
+
+
+def local_rank() -> int:
+    """Return the index of this process among those of its machine; its rank, if the environment does not say."""
+    members = members_of()
+    found = launcher.local_rank(members.own, members.world_size)
+    return members.own if found is None else found
+
+
+def join_group(device: torch.device) -> None:
+    """Make the default process group, unless the script has made one. All processes must call it.
+
+    Args:
+        device: of this process; a GPU uses NCCL.
+    """
+    connect(arrive(), device, None)
 
 
 class TorchrunRuntime:

@@ -8,8 +8,6 @@ partitioned when it is first called, so that errors reach the user as they are; 
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.api import partition
+from partitioner.integrations.options import checked_options
 from partitioner.integrations.torch_compile.functional_model import FunctionalModel
 from partitioner.integrations.torch_compile.graph_model import GraphModel, number_of, read_arguments
 from passes.ir.errors import ConfigError, level_of_caller
@@ -33,8 +32,6 @@ _GIVEN = {
     "inputs": "every process passes the whole batch",
 }
 """Arguments of ``partition`` that are no options, and what takes their place."""
-
-_OPTIONS = tuple(name for name in inspect.signature(partition).parameters if name not in _GIVEN)
 
 _MANY = 8
 """Distinct sizes and numbers after which a warning says that each of them is partitioned anew."""
@@ -129,14 +126,7 @@ def _checked_options(keywords: Mapping[str, Any]) -> dict[str, Any]:
             f"torch.compile(mode={keywords['mode']!r}) is an option of Inductor",
             remedy='pass the mode of the partition among the options: options={"mode": "tensor"}',
         )
-    options = dict(keywords.get("options") or {})
-    for name in options:
-        if name in _GIVEN:
-            raise ConfigError(f"{name} is no option of the backend: {_GIVEN[name]}", remedy="leave it out")
-        if name not in _OPTIONS:
-            near = difflib.get_close_matches(str(name), _OPTIONS, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"the backend has no option {name!r}", remedy=f"{meant}its options are {', '.join(_OPTIONS)}")
+    options = checked_options(keywords.get("options") or {}, _GIVEN, "the backend")
     if str(options.get("precision", "")).endswith("-true"):
         raise ConfigError(
             f"precision={options['precision']!r} would convert parameters that stay the model's own",

@@ -1,0 +1,75 @@
+"""What worker processes do for the tests of Lightning: each function runs on every rank at once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Fabric
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from partitioner import partition
+from tests.partitioner.integrations.lightning.modules import fit, partitioned
+
+__all__ = ["fabric_losses", "trainer_losses", "trainer_with_everything"]
+
+
+def trainer_losses(name: str, mode: str, folder: Path) -> tuple[list[float], list[float]]:
+    """Return the losses of five steps and, from their checkpoint, of five more; and those that validate."""
+    warnings.simplefilter("ignore")
+    first, trainer = fit(name, partitioned(mode), folder, epochs=1)
+    path = folder / f"{name} {mode}.ckpt"
+    trainer.save_checkpoint(path)
+    second, _ = fit(name, partitioned(mode), folder, resumed=path)
+    return first.losses + second.losses, first.validated + second.validated[-2:]
+
+
+def trainer_with_everything(mode: str, folder: Path, **options: Any) -> tuple[list[float], dict[str, Any]]:
+    """Return the losses and the weights of a run that accumulates, clips and averages; seeds differ by rank, and the loader shuffles."""
+    warnings.simplefilter("ignore")
+    rank = int(os.environ["RANK"])
+    averages = [EMAWeightAveraging(decay=0.5)]
+    module, _ = fit(
+        "gpt", partitioned(mode), folder, callbacks=averages, seed=7 + rank, accumulate_grad_batches=2, gradient_clip_val=0.1, **options
+    )
+    return module.losses, module.state_dict()
+
+
+def fabric_losses(strategy: str | None, mode: str, path: Path) -> list[float]:
+    """Return the losses of ten steps of a loop of Fabric, with a checkpoint in the middle that a new model loads."""
+    warnings.simplefilter("ignore")
+    is_launched = "RANK" in os.environ
+    fabric = Fabric(accelerator="cpu", devices=2 if is_launched else 1, precision="64-true", **({"strategy": strategy} if strategy else {}))
+    fabric.launch()
+    torch.manual_seed(4)
+    x = torch.randn(80, 6, dtype=torch.float64)
+    losses: list[float] = []
+    for half in range(2):
+        torch.manual_seed(5 + half)
+        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)).double()
+        model = net if mode == "whole" else partition(net, 2, mode, example_inputs=(x[:8],), progress=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = fabric.setup(model, optimizer)
+        rows = fabric.setup_dataloaders(DataLoader(TensorDataset(x[half * 40 :][:40]), batch_size=8))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        if half:
+            fabric.load(path, state)
+            assert state["step"] == 5
+        for number, (batch,) in enumerate(rows):
+            is_last = number % 2 == 1
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                loss = nn.functional.mse_loss(model(batch), batch)
+                fabric.backward(loss)
+            if is_last:
+                fabric.clip_gradients(model, optimizer, max_norm=0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        optimizer.zero_grad()
+        fabric.save(path, {"model": model, "optimizer": optimizer, "step": 5})
+    return losses

@@ -1,0 +1,56 @@
+"""Lightning Fabric with a partitioned model: a loop of its own, that accumulates, clips, saves and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from partitioner import ConfigError
+from tests.support.processes.processes import Workers
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+lightning = pytest.importorskip("lightning")
+
+from tests.partitioner.integrations.lightning.process_cases import fabric_losses  # noqa: E402
+
+MODES = ("pipeline", "fsdp", "tensor")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return fabric_losses(None, "whole", tmp_path_factory.mktemp("whole") / "whole.ckpt")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loop_is_that_of_one_device(mode: str, expected: list[float], tmp_path: Path) -> None:
+    torch.testing.assert_close(fabric_losses(None, mode, tmp_path / "state.ckpt"), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_by_name_in_one_process(expected: list[float], tmp_path: Path) -> None:
+    torch.testing.assert_close(fabric_losses("partitioner", "fsdp", tmp_path / "state.ckpt"), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [("partitioner", "pipeline"), *(pytest.param(*each, marks=pytest.mark.slow) for each in [("partitioner", "tensor"), (None, "fsdp")])],
+)
+def test_processes_train_as_one_device(
+    strategy: Any, mode: str, expected: list[float], workers: Callable[[int], Workers], tmp_path: Path
+) -> None:
+    for losses in workers(2).values(fabric_losses, strategy, mode, tmp_path / "state.ckpt", timeout=280):
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_model_in_one_piece_is_refused() -> None:
+    fabric = lightning.Fabric(accelerator="cpu", strategy="partitioner")
+    fabric.launch()
+    with pytest.raises(ConfigError, match=r"given a Linear that is not partitioned(.|\n)*fabric\.setup\(pm, optimizer\)"):
+        fabric.setup(nn.Linear(2, 2))
