@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from partitioner.integrations.asked import prepare_libraries
 from partitioner.integrations.entry_point import declare_backend
 from partitioner.integrations.lightning_registry import declare_strategies
+from partitioner.integrations.shadowed_packages import check_shadowed_packages
 from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
+check_shadowed_packages()
 declare_backend()
 WHEN_ASKED_FOR_DEVICE_MAP.append(prepare_libraries)
 declare_strategies()

@@ -24,6 +24,16 @@ def test_every_dependency_is_pinned() -> None:
     assert not offences, report(offences, "pin the version that the tests ran with")
 
 
+def test_the_workflow_runs_every_python_of_the_metadata() -> None:
+    metadata, workflow = PROJECT["project"], (ROOT / ".github/workflows/test.yml").read_text()
+    named = [each for entry in metadata["classifiers"] for each in re.findall(r"^Programming Language :: Python :: (3\.\d+)$", entry)]
+    (matrix,) = re.findall(r"python-version: \[(.*)\]", workflow)
+    assert re.findall(r"3\.\d+", matrix) == named
+    assert metadata["requires-python"] == f">={named[0]}"
+    assert "PYTHON: python${{ matrix.python-version }}" in workflow
+    assert re.search(r"^PYTHON +\?= ", (ROOT / "Makefile").read_text(), re.MULTILINE)  # an environment variable overrides it
+
+
 def test_torch_is_pinned_without_a_build() -> None:
     """``torch==2.13.0`` takes the CPU build and the CUDA build; ``+cpu`` would take one alone."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
