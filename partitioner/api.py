@@ -37,6 +37,7 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
 from partitioner.tracing.inputs.example import find_example_inputs
+from partitioner.tracing.restore import Structure
 from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
 from passes.ir.checked_arguments import checked_arguments
@@ -147,7 +148,8 @@ def partition(
     plan = _agree_on_plan(plan, graph, runtime)
     _check_numbers(graph, plan, runtime, precision)
     with steps.step("lowering"):
-        tracing = Tracing(source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype)
+        structure = Structure(source.model)
+        tracing = Tracing(source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, structure)
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
         return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
 

@@ -24,6 +24,7 @@ from partitioner.reports.tables.devices import DeviceTable, device_table
 from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
+from partitioner.tracing.restore import Structure
 from passes.emit.programs import LossForm
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.plan import Plan
@@ -74,14 +75,16 @@ class Tracing:
         autocast: the mixed precision that it was traced in.
         inputs: what each process passes.
         dtype: floating-point inputs are converted to it; None: they are not converted.
+        structure: the model when it was partitioned.
     """
 
     args: tuple[Any, ...] | None
     kwargs: Mapping[str, Any] | None
     modes: tuple[bool, ...]
-    autocast: Autocast | None = None
-    inputs: Inputs = "global"
-    dtype: torch.dtype | None = None
+    autocast: Autocast | None
+    inputs: Inputs
+    dtype: torch.dtype | None
+    structure: Structure
 
 
 @dataclass(frozen=True, eq=False)

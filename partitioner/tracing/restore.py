@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["preserve"]
+__all__ = ["Structure", "preserve"]
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def preserve(*objects: object) -> Iterator[None]:
             owners.extend(value.modules())
         elif not isinstance(value, list | dict):
             owners.append(value)
-    before = [(owner, {name: (value, _copy(value)) for name, value in vars(owner).items()}) for owner in owners]
+    before = [(owner, _contents(owner)) for owner in owners]
     try:
         yield
     finally:
@@ -29,6 +29,43 @@ def preserve(*objects: object) -> Iterator[None]:
             _restore(owner, contents)
         for value, copy in lists:
             _refill(value, copy)
+
+
+class Structure:
+    """The modules of a model, their attributes, and which parameters are trained, as they were when the model was partitioned.
+
+    The model may be changed later: other adapters of peft may be made active, or merged into the weights. Its other modes, sizes and cached
+    forwards are traced from this structure, so that all programs are of one model. Values of tensors are not part of it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._contents = [(module, _contents(module)) for module in model.modules()]
+        self._is_trained = {name: (each, each.requires_grad) for name, each in model.named_parameters(remove_duplicate=False)}
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter required a gradient."""
+        return self._is_trained[name][1]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """While active, the model is as it was; on exit, as it is now."""
+        now = [(each, each.requires_grad) for each, _ in self._is_trained.values()]
+        with preserve(self._model, *(module for module, _ in self._contents)):
+            try:
+                for module, contents in self._contents:
+                    _restore(module, contents)
+                for each, is_trained in self._is_trained.values():
+                    each.requires_grad_(is_trained)
+                yield
+            finally:
+                for each, is_trained in now:
+                    each.requires_grad_(is_trained)
+
+
+def _contents(owner: object) -> dict[str, tuple[Any, Any]]:
+    """Return attribute -> its value, and a shallow copy of a list or dict."""
+    return {name: (value, _copy(value)) for name, value in vars(owner).items()}
 
 
 def _copy(value: object) -> Any:

@@ -31,11 +31,11 @@ from partitioner.tracing.restore import preserve
 from partitioner.tracing.trace import trace
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import LazyGraphModule
-from passes.ir.errors import TraceError
+from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.torch_private import FakeTensorMode, tree_flatten
 
-__all__ = ["CachedTensor", "cached_tensors", "trace_cached_forward"]
+__all__ = ["CachedTensor", "cached_tensors", "language_model", "trace_cached_forward"]
 
 aten = torch.ops.aten
 
@@ -86,6 +86,29 @@ def cached_tensors(model: nn.Module, autocast: Autocast | None) -> tuple[Layer, 
             remedy="generate() is for causal language models of transformers with attention; model.generate() runs any model on one device",
         )
     return tuple((_described(keys), _described(values)) for keys, values in layers)
+
+
+def language_model(model: nn.Module) -> nn.Module:
+    """Return the model of transformers that generates: the model itself, or the one whose layers a wrapper of peft has adapted.
+
+    Raises:
+        ConfigError: the wrapper computes with prompts of its own in front of the tokens.
+    """
+    if not _is_peft(model):
+        return model
+    wrapper: Any = model
+    if wrapper.active_peft_config.is_prompt_learning:
+        raise ConfigError(
+            f"generate() does not take the prompts that {wrapper.active_peft_config.peft_type.value} of peft puts in front of the tokens",
+            remedy="model.generate(), after model.load_state_dict(pm.full_state_dict()), decodes on one device",
+        )
+    adapted: nn.Module = wrapper.get_base_model()
+    return adapted
+
+
+def _is_peft(model: nn.Module) -> bool:
+    """Whether a model is a wrapper of peft: a model of transformers with adapters of its own has no other model inside."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def _described(tensor: Tensor) -> CachedTensor:
@@ -142,7 +165,7 @@ def _call(
     model: nn.Module, kind: type[nn.Module], ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: Any, last: Tensor | None = None
 ) -> Tensor:
     """Call the forward of a class with those of the arguments that it takes; return the logits at ``last``, or all."""
-    taken = inspect.signature(kind.forward).parameters
+    taken = inspect.signature(type(language_model(model)).forward if _is_peft(model) else kind.forward).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     optional = {"position_ids": positions, "cache_position": cache.position, "logits_to_keep": 0 if last is None else last}
     given = {name: value for name, value in optional.items() if name in taken or (takes_all and name == "cache_position")}

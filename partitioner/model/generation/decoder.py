@@ -75,7 +75,8 @@ class Decoder:
     def __init__(self, session: Session, limit: int | None) -> None:
         self._session = session
         self.limit = limit
-        self._layers = cached_tensors(session.original, session.graph.autocast)
+        with session.tracing.structure.restored():
+            self._layers = cached_tensors(session.original, session.graph.autocast)
         self._programs: dict[tuple[int, int], _Programs] = {}
         self._stored: StoredLayouts | None = None
 
@@ -182,7 +183,8 @@ class Decoder:
         batch = 3 * self.n_row_parts  # no power of two, as chunks and caches are
 
         def trace(rows: int | None) -> ModelGraph:
-            return trace_cached_forward(session.original, self._layers, batch, size, length, session.graph.autocast, rows)
+            with session.tracing.structure.restored():
+                return trace_cached_forward(session.original, self._layers, batch, size, length, session.graph.autocast, rows)
 
         graph = trace(None)
         first = session.lowerings.for_batch(session.plan.batch_size)[1]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partitioner.model.generation.cached_forward import language_model
 from partitioner.model.generation.decoder import Decoder, Decoding
 from partitioner.model.session import Session
 from passes.ir.checked_arguments import described
@@ -55,7 +56,9 @@ def generate(session: Session, decoders: list[Decoder], training: bool, input_id
         kwargs: further arguments of ``model.generate``.
     """
     model: Any = session.original
-    if not hasattr(model, "generate"):
+    if hasattr(model, "generate"):
+        model = language_model(model)
+    else:
         raise AttributeError(f"{session.name} has no generate(): it is for causal language models of transformers")
     if training:
         raise ConfigError("generate() is for a model in evaluation mode", remedy="pm.eval()")
@@ -120,7 +123,7 @@ def _resolved_config(session: Session, rest: Mapping[str, Any], kwargs: Mapping[
     Raises:
         ConfigError: names the argument.
     """
-    model: Any = session.original
+    model: Any = language_model(session.original)
     given = rest.get("generation_config")
     config = copy.deepcopy(model.generation_config if given is None else given)
     with _naming_arguments():

@@ -47,21 +47,27 @@ def read_attribute(module: nn.Module, name: str, path: str, device: torch.device
         value = vars(module)[name]
     else:
         static = inspect.getattr_static(owner, name, None)
-        if static is None:
-            raise AttributeError(f"neither a partitioned model nor the {owner.__name__} {path or 'itself'} has an attribute {name!r}")
+        if static is None and owner.__getattr__ is nn.Module.__getattr__:
+            raise _absent(owner, name, path)
         if name in _PLANNED and isinstance(static, types.FunctionType):
             return _planned_instead(name)
         if isinstance(static, types.FunctionType):
-            raise _refused(owner, name, path, "is a method, which would compute with the model's own parameters")
+            raise _refused(owner, name, path, _METHOD)
         try:
             with _NoValues():
                 value = getattr(module, name)
         except _ReadsValuesError:
-            raise _refused(owner, name, path, "is computed from values of the model's own parameters") from None
+            raise _refused(owner, name, path, "is computed from values of the model's own parameters. Read it from the model") from None
+        except AttributeError:
+            if static is not None:
+                raise
+            raise _absent(owner, name, path) from None  # the class looks further, as wrappers do, and finds none either
     if isinstance(value, torch.device) and device is not None:
         return device
+    if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+        raise _refused(type(value.__self__), name, path, _METHOD)
     if not _is_plain(value, set()):
-        raise _refused(owner, name, path, "holds parameters, buffers or layers of the model")
+        raise _refused(owner, name, path, "holds parameters, buffers or layers of the model. Read it from the model")
     return value
 
 
@@ -82,6 +88,12 @@ def _planned_instead(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
+_METHOD = (
+    "is a method, which would compute with the model's own parameters, or change them. Call it on the model: to read the present values, "
+    "after model.load_state_dict(pm.full_state_dict()); to change the model, before partition(model, ...)"
+)
+
+
 def is_traced_attribute(module: nn.Module, name: str, value: object) -> bool:
     """Whether a module of the model has an attribute of this name, with another value: the trace has computed with that one."""
     if name not in vars(module) or name in _OF_EVERY_MODULE:
@@ -93,9 +105,13 @@ def is_traced_attribute(module: nn.Module, name: str, value: object) -> bool:
         return True
 
 
+def _absent(owner: type, name: str, path: str) -> AttributeError:
+    return AttributeError(f"neither a partitioned model nor the {owner.__name__} {path or 'itself'} has an attribute {name!r}")
+
+
 def _refused(owner: type, name: str, path: str, why: str) -> AttributeError:
     where = f"{path}.{name}" if path else name
-    return AttributeError(f"a partitioned model has no {where!r}: on the {owner.__name__} it {why}. Read it from the model")
+    return AttributeError(f"a partitioned model has no {where!r}: on the {owner.__name__} it {why}")
 
 
 class _ReadsValuesError(Exception):

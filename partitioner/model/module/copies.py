@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.gradient_slots import copy_gradient
 from partitioner.runtime.state.parameters import State
+from partitioner.tracing.restore import Structure
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -40,7 +41,8 @@ __all__ = ["Pickled", "copied_form", "copied_session", "copy_tensors", "fill", "
 def copied_session(session: Session) -> Session:
     """Return a session of the same trace and plan with tensors of its own, which have the values of the model. Every rank must call it."""
     runtime = _new_runtime(session.runtime.devices, _processes(session.runtime))
-    return first_session(session.original, session.graph, session.plan, runtime, session.assumed, session.tracing, {})
+    with session.tracing.structure.restored():
+        return first_session(session.original, session.graph, session.plan, runtime, session.assumed, session.tracing, {})
 
 
 def _new_runtime(devices: Sequence[torch.device], processes: Sequence[int] | None) -> Runtime:
@@ -115,9 +117,15 @@ def pickled(session: Session) -> Pickled:
     has_values = not any(tensor.is_meta for tensor in _tensors(session.original))
     is_alone = len(session.runtime.local_ranks) == session.runtime.n_ranks
     puts_into_model, processes = is_alone and has_values, _processes(session.runtime)
+    with session.tracing.structure.restored():
+        model = (
+            _with_values(session)
+            if puts_into_model
+            else copy.deepcopy(session.original, {id(each): each for each in _tensors(session.original)})
+        )
     return Pickled(
-        _with_values(session) if puts_into_model else session.original,
-        session.tracing,
+        model,
+        replace(session.tracing, structure=Structure(model)),
         session.plan,
         assumed.cluster,
         assumed.cost_model,

@@ -114,9 +114,10 @@ def _set_modes(model: nn.Module, modes: Sequence[bool]) -> None:
 
 
 @contextlib.contextmanager
-def _in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
-    """Hold a model in the given modes while it is traced."""
-    with TRACING:
+def _in_modes(model: nn.Module, tracing: Tracing) -> Iterator[None]:
+    """Hold a model in given modes, with the structure that was partitioned, while it is traced."""
+    modes = tracing.modes
+    with TRACING, tracing.structure.restored():
         before = modes_of(model)
         _set_modes(model, modes)
         try:
@@ -127,7 +128,7 @@ def _in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
 
 def traced(model: nn.Module, tracing: Tracing, rows: int | None = None) -> ModelGraph:
     """Trace a model in given modes, for a number of rows or as the example has them."""
-    with _in_modes(model, tracing.modes):
+    with _in_modes(model, tracing):
         if rows is None:
             return trace_model(model, tracing.args, tracing.kwargs, None, tracing.autocast).graph
         return trace(model, tracing.args, tracing.kwargs, None, rows, tracing.autocast)
@@ -188,7 +189,7 @@ def session_of_sizes(planned: Session, sizes: Mapping[str, int]) -> Session:
         ConfigError: the model does not take them.
     """
     assert planned.graph.for_sizes is not None
-    with _in_modes(planned.original, planned.tracing.modes):
+    with _in_modes(planned.original, planned.tracing):
         graph = fixed_for(planned.graph.for_sizes.at(sizes), planned.plan)
     args, kwargs = planned.graph.for_sizes.call_of(sizes)
     tracing = dataclasses.replace(planned.tracing, args=args, kwargs=kwargs)
@@ -217,7 +218,7 @@ def _session(
     model: nn.Module, graph: ModelGraph, plan: Plan, runtime: Runtime, state: State, cuts: PlanCuts, assumed: Assumptions, tracing: Tracing
 ) -> Session:
     """Return the session of a trace whose tensors are ``state``."""
-    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if model.get_parameter(name).requires_grad)
+    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if tracing.structure.trains(name))
 
     def lower_at(variant: Variant) -> Lowering:
         tensors = (state.by_rank, state.slots)

@@ -24,6 +24,7 @@ from partitioner.runtime.state.checkpoint.load_state import load_state
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import plain
+from partitioner.tracing.restore import Structure
 from passes.ir.errors import ConfigError, Place
 
 __all__ = ["ModuleInPlan", "Source", "build_structure", "refuse_replaced", "registered_tensors"]
@@ -38,12 +39,14 @@ class Source:
         path: of it.
         state: the tensors of this process.
         gathered: assembles those of all processes.
+        structure: the whole model when it was partitioned.
     """
 
     module: nn.Module
     path: str
     state: State
     gathered: GatheredState
+    structure: Structure
 
     @property
     def prefix(self) -> str:
@@ -132,7 +135,9 @@ class ModuleInPlan(nn.Module):
         source: Source | None = self.__dict__.get("_source")
         if source is None:
             return super().train(mode)
-        for part, is_training in zip(self.modules(), modes_after_train(source.module, modes_of(self), mode), strict=True):
+        with source.structure.restored():
+            modes = modes_after_train(source.module, modes_of(self), mode)
+        for part, is_training in zip(self.modules(), modes, strict=True):
             part.__dict__["training"] = is_training
         return self
 
@@ -316,10 +321,13 @@ def registered_tensors(root: nn.Module) -> tuple[tuple[dict[str, Any], str, Any]
     return tuple((table, key, tensor) for table in tables for key, tensor in dict.items(table))
 
 
-def build_structure(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, modes: Sequence[bool]) -> None:
+def build_structure(
+    root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, structure: Structure, modes: Sequence[bool]
+) -> None:
     """Give a module the structure of the model: modules of the same names, with the parameters and buffers of this process.
 
     Args:
+        structure: of the model; it is as it was then.
         modes: the flag ``training`` of every module.
     """
     built: dict[nn.Module, ModuleInPlan] = {model: root}
@@ -342,7 +350,7 @@ def build_structure(root: ModuleInPlan, model: nn.Module, state: State, gathered
         part.__dict__["_non_persistent_buffers_set"] = {*module.__dict__["_non_persistent_buffers_set"], *further}
         for key, child in _own(module, "_modules").items():
             part.__dict__["_modules"][key] = None if child is None else built.setdefault(child, _new_part(child))
-        part.stand_for(Source(module, path, state, gathered))
+        part.stand_for(Source(module, path, state, gathered, structure))
     for each, is_training in zip(root.modules(), modes, strict=True):
         each.__dict__["training"] = is_training
 

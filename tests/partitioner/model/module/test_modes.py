@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any, Self
@@ -136,3 +137,50 @@ def test_a_part_of_a_partitioned_model_is_one_of_its_modules() -> None:
     assert isinstance(pm, PartitionedModel)
     pm.drop.eval()
     assert [name for name, part in pm.named_modules() if not part.training] == ["drop"]
+
+
+class Adapted(nn.Module):
+    """Takes one of two layers by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.active = ["one", "other"]
+        self.base.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.base(x)
+        for name in self.active:
+            hidden = hidden + self.get_submodule(name)(x)
+        return hidden if self.training else hidden.relu()
+
+
+def change(model: Any) -> None:
+    """Switch a layer off, freeze it, train another, and replace the first, as ``set_adapter`` and ``merge_and_unload`` of peft do."""
+    model.active.remove("other")
+    model.other.requires_grad_(requires_grad=False)
+    model.base.requires_grad_()
+    model.base = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double()
+
+
+def test_a_model_that_is_changed_after_it_was_partitioned() -> None:
+    """Other modes are those of the model that was partitioned, and the model stays as it is now."""
+    torch.manual_seed(0)
+    model, x = Adapted().double(), torch.randn(4, 4).double()
+    as_it_was = copy.deepcopy(model)
+    pm = partition(model, 2, "data", example_inputs=(x,), progress=False)
+    change(model)
+    for module in (pm.eval(), as_it_was.eval()):
+        module(x).square().mean().backward()
+    torch.testing.assert_close(pm(x), as_it_was(x))
+    torch.testing.assert_close(pm.full_gradients(), {name: each.grad for name, each in as_it_was.named_parameters()})
+    assert pm.check(x)
+    torch.testing.assert_close(copy.deepcopy(pm)(x), as_it_was(x))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(pm))(x), as_it_was(x))  # noqa: S301  of its own
+    assert model.active == ["one"]
+    assert [name for name, each in model.named_parameters() if each.requires_grad] == [
+        "base.0.weight",
+        "base.0.bias",
+        "one.weight",
+        "one.bias",
+    ]

@@ -199,3 +199,40 @@ def test_a_module_around_it_trains_and_loads(model: nn.Module) -> None:
             module(TOKENS).square().sum().backward()
             optimizer.step()
     torch.testing.assert_close(outer.state_dict(), reference.state_dict())
+
+
+class Wrapper(nn.Module):
+    """Takes what it lacks from the module inside, as wrappers of peft do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+class Inner(nn.Linear):
+    """Has a property and a method."""
+
+    @property
+    def place(self) -> torch.device:
+        return self.weight.device
+
+    def grow(self) -> None:
+        self.weight.data += 1
+
+
+def test_attributes_of_a_wrapped_model() -> None:
+    pm: Any = partition(Wrapper(Inner(3, 3)), 2, "data", example_inputs=(torch.randn(4, 3),), progress=False)
+    assert (pm.in_features, pm.place) == (3, torch.device("cpu"))
+    with pytest.raises(AttributeError, match=r"no 'grow': on the Inner it is a method.*Call it on the model.*full_state_dict"):
+        pm.grow()
+    with pytest.raises(AttributeError, match="neither a partitioned model nor the Wrapper itself has an attribute 'shrink'"):
+        pm.shrink()
