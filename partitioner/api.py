@@ -41,7 +41,7 @@ from partitioner.tracing.restore import Structure
 from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
 from passes.ir.checked_arguments import checked_arguments
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, level_of_caller
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -263,7 +263,7 @@ def _trace_source(source: _Source, training: bool | None, autocast: Autocast | N
     note = side_effect_note(source.model)
     if note is None:
         return graph
-    warnings.warn(note, stacklevel=4)  # where partition() was called
+    warnings.warn(note, stacklevel=level_of_caller())
     return dataclasses.replace(graph, notes=(*graph.notes, note))
 
 

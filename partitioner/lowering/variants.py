@@ -9,6 +9,7 @@ from collections.abc import Callable
 from partitioner.lowering.lowering import Lowering
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel
+from passes.ir.errors import level_of_caller
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
 from passes.normalize.loss_alone import own_loss
@@ -94,7 +95,8 @@ class Lowerings:
             check_values_per_channel(self._graph, self._plan, self.rows, batch, count)
             self._checked.add((batch, count))
         if not variant.rows:
-            warnings.warn(f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it", stacklevel=4)
+            said = f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it"
+            warnings.warn(said, stacklevel=level_of_caller())
         if variant not in self._lowered:
             self._lowered[variant] = self._lower_at(variant)
         return count, self._lowered[variant]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
+from passes.ir.errors import level_of_caller
 
 __all__ = ["broadcast_values"]
 
@@ -50,7 +51,7 @@ def broadcast_values(model: nn.Module, state: State, runtime: Runtime) -> None:
             warnings.warn(
                 "the processes have built models with unlike values: all take those of rank 0. The same seed before the model is built "
                 "(torch.manual_seed), or the same checkpoint, saves sending them",
-                stacklevel=6,  # where partition() was called
+                stacklevel=level_of_caller(),
             )
     constants = state.graph.constants
     if constants:

@@ -19,7 +19,8 @@ __all__ = [
     "level_of_caller",
 ]
 
-_OWN = ("partitioner", "passes", "cost_models")
+_BETWEEN = ("partitioner", "passes", "cost_models", "torch", "contextlib")
+"""Packages between a call of the user, or of a framework, and a warning: ``Module.__call__`` and decorators are on the way to ours."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def first_few(names: Sequence[object], most: int = 3) -> str:
 
 
 def level_of_caller() -> int:
-    """Return the ``stacklevel`` of a warning that points at user code: the number of frames of these packages on the stack."""
+    """Return the ``stacklevel`` of a warning that points at the user's or a framework's call: the number of frames of ours and of torch."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _OWN:
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     return level

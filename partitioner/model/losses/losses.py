@@ -20,7 +20,7 @@ from partitioner.runtime.arguments import BoundInputs, check_target
 from partitioner.runtime.base import Runtime
 from passes.emit.programs import LossForm, LossReduction
 from passes.ir.comm.microbatch import microbatch_sizes, split_target
-from passes.ir.errors import ConfigError, PartitionError
+from passes.ir.errors import ConfigError, PartitionError, level_of_caller
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.torch_private import pytree
 from passes.normalize.loss_alone import own_loss
@@ -283,7 +283,7 @@ class Losses:
             warnings.warn(
                 f"loss_fn cannot be proved to be a {step.reduction} over rows ({reason}), so it is taken of all rows at once: "
                 'each rank holds the activations of all microbatches. loss_reduction="batch" says so without this warning',
-                stacklevel=6,
+                stacklevel=level_of_caller(),
             )
         return _Combination("batch")
 

@@ -14,6 +14,7 @@ from passes.autograd.partition_joint import DifferentiatedStage
 from passes.autograd.staged_model import LoweredStages
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.microbatch import microbatch_sizes
+from passes.ir.errors import level_of_caller
 from passes.ir.mesh import ranks_at_places
 from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
@@ -57,5 +58,5 @@ def warn_of_memory(plan: Plan, lowered: LoweredStages, schedule: Schedule, limit
             f"a loss of all rows holds all {plan.n_microbatches} microbatches on every rank: rank {rank} is predicted to need "
             f"{format_bytes(peaks[rank])} of {format_bytes(limits[rank])} (the plan alone {format_bytes(plan.memory[rank])}); "
             'recompute="full" or more devices need less',
-            stacklevel=4,
+            stacklevel=level_of_caller(),
         )
