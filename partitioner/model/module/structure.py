@@ -400,7 +400,8 @@ def _refuse_structure(source: Source, name: str) -> NoReturn:
     raise ConfigError(
         f"{source.prefix}{name} cannot be set: programs of a partitioned model read the parameters, buffers and modules that were traced",
         place=Place(module=source.path),
-        remedy="change the model before partition(model, ...); or change values in place: pm.load_state_dict(...), parameter.copy_(...)",
+        remedy="change the model before it is partitioned, as in partition(get_peft_model(model, ...), ...); or change values in place: "
+        "pm.load_state_dict(...), parameter.copy_(...)",
     )
 
 
