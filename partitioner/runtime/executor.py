@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partitioner.runtime.recorder import active_recorder
+from partitioner.runtime.recorder import active_recorders, in_profiler_ranges
 from passes.graph.schemas import draws
 from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, wait
 from passes.ir.program import Program, StageCall
@@ -74,13 +74,14 @@ class Executable:
             inputs: a value for each placeholder of the program.
         """
         values = (inputs[name] for name in self.program.placeholders)
-        recorder = active_recorder(self.program.rank)
+        recorder, is_profiled = active_recorders(self.program.rank)
         if recorder is None:
             return self._run(transport, *values)
         if self._recorded is None:
             writer = _Writer(self.program.module, recorded=True)
             self._recorded = writer.compile(writer.generator(), f"recorded program of rank {self.program.rank}")
-        return self._recorded(transport, *values, recorder)
+        run = self._recorded(transport, *values, recorder)
+        return in_profiler_ranges(run, f"{self.program.kind} of rank {self.program.rank}", recorder) if is_profiled else run
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,8 @@ class _Writer:
             if self.recorded and node.op != "output" and node_section != section:
                 section = node_section
                 lines.append(f"    recorder.begin({section!r})")
-            lines += [f"    {line}" for line in self._add_recording(node, self.draws.add_turns(node, self._statement(node)))]
+            recorded = self._add_recording(node, self._statement(node))
+            lines += [f"    {line}" for line in self.draws.add_turns(node, recorded, pauses=self.recorded)]
             dropped = self._last_use.get(node, [])
             if dropped and node.op != "output":
                 lines.append(f"    {' = '.join(value.name for value in dropped)} = None")
@@ -153,9 +155,10 @@ class _Writer:
         if node.op == "output":
             return ["recorder.end()", *lines]
         if node.target is wait:
-            return [f"recorder.wait({str(node.args[0])!r})", *lines, f"recorder.arrived({str(node.args[0])!r})"]
+            name, *loop, take = repr(str(node.args[0])), *lines
+            return [f"recorder.wait({name})", *loop, f"recorder.take({name})", take, f"recorder.arrived({name})"]
         if node.target in COMMUNICATION:
-            return [f"recorder.start({node.name!r})", *lines]
+            return [f"recorder.start({node.name!r})", *lines, "recorder.started()"]
         return lines
 
     def _statement(self, node: fx.Node) -> list[str]:
@@ -243,12 +246,16 @@ class _DrawOrder:
         """The stages that draw, in the order of the program."""
         return tuple(self._first)
 
-    def add_turns(self, node: fx.Node, statement: list[str]) -> list[str]:
-        """Wait for the draws of earlier stages before the first draw of a stage, and end the stage's turn after its last one."""
+    def add_turns(self, node: fx.Node, statement: list[str], *, pauses: bool) -> list[str]:
+        """Wait for the draws of earlier stages before the first draw of a stage, and end the stage's turn after its last one.
+
+        ``pauses``: tell the recorder that the action pauses meanwhile.
+        """
         for stage, first in self._first.items():
             if node is first:
                 turn = f"transport.draw_turn({stage})"
-                statement = [f"while not transport.ready({turn}):", f"    yield {turn}", *statement]
+                loop = [f"while not transport.ready({turn}):", f"    yield {turn}"]
+                statement = [*(["recorder.end()", *loop, "recorder.resume()"] if pauses else loop), *statement]
             if node is self._last[stage]:
                 statement = [*statement, f"transport.end_draw_turn({stage})"]
         return statement
