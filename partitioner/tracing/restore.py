@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -50,17 +50,21 @@ class Structure:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """While active, the model is as it was; on exit, as it is now."""
-        now = [(each, each.requires_grad) for each, _ in self._is_trained.values()]
-        with preserve(self._model, *(module for module, _ in self._contents)):
-            try:
-                for module, contents in self._contents:
-                    _restore(module, contents)
-                for each, is_trained in self._is_trained.values():
-                    each.requires_grad_(is_trained)
-                yield
-            finally:
-                for each, is_trained in now:
-                    each.requires_grad_(is_trained)
+        modules = dict.fromkeys([*self._model.modules(), *(module for module, _ in self._contents)])
+        now = [(module, _contents(module)) for module in modules]
+        flags = [(each, each.requires_grad) for each, _ in self._is_trained.values()]
+        try:
+            self._set(self._contents, self._is_trained.values())
+            yield
+        finally:
+            self._set(now, flags)
+
+    @staticmethod
+    def _set(contents: Iterable[tuple[nn.Module, dict[str, tuple[Any, Any]]]], flags: Iterable[tuple[nn.Parameter, bool]]) -> None:
+        for module, attributes in contents:
+            _restore(module, attributes)
+        for parameter, is_trained in flags:
+            parameter.requires_grad_(is_trained)
 
 
 def _contents(owner: object) -> dict[str, tuple[Any, Any]]:

@@ -135,9 +135,12 @@ class ModuleInPlan(nn.Module):
         source: Source | None = self.__dict__.get("_source")
         if source is None:
             return super().train(mode)
-        with source.structure.restored():
-            modes = modes_after_train(source.module, modes_of(self), mode)
-        for part, is_training in zip(self.modules(), modes, strict=True):
+        parts = list(self.modules())
+        modes: Sequence[bool] = [mode] * len(parts)
+        if mode not in (True, False) or any(_has_own_train(part) for part in parts):  # which refuses what is no bool
+            with source.structure.restored():
+                modes = modes_after_train(source.module, modes_of(self), mode)
+        for part, is_training in zip(parts, modes, strict=True):
             part.__dict__["training"] = is_training
         return self
 
@@ -353,6 +356,12 @@ def build_structure(
         part.stand_for(Source(module, path, state, gathered, structure))
     for each, is_training in zip(root.modules(), modes, strict=True):
         each.__dict__["training"] = is_training
+
+
+def _has_own_train(part: nn.Module) -> bool:
+    """Whether the module that a part stands for has another ``train`` than every module."""
+    module: nn.Module = part.__dict__["_source"].module
+    return type(module).train is not nn.Module.train or "train" in vars(module)
 
 
 def _own(module: nn.Module, table: str) -> dict[str, Any]:
