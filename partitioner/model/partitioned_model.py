@@ -100,9 +100,7 @@ class PartitionedModel(ModuleInPlan):
         """Of the modes that it was partitioned in: compiled code expects results like these."""
         self._number = number_of(self)
         self._anchor = torch.empty(0, requires_grad=any(parameter.requires_grad for _, parameter in session.state.named_parameters()))
-        structure, modes = session.tracing.structure, session.tracing.modes
-        with structure.restored():
-            build_structure(self, session.original, session.state, self._gathered, structure, modes)
+        build_structure(self, session.original, session.state, self._gathered, session.tracing.structure, session.tracing.modes)
         self._parts = tuple(self.modules())
         self._tensor_places = registered_tensors(self)
         self._initial = frozenset({*vars(self), "_initial"})
@@ -338,9 +336,8 @@ class PartitionedModel(ModuleInPlan):
         given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
         session = at_sizes(self._form, given).session
         with_microbatches = functools.partial(self._with_microbatches, session)
-        subject = Subject(session.original, session.graph, session.runtime, session.state, with_microbatches)
         with session.tracing.structure.restored():
-            return check(subject, args, kwargs)
+            return check(Subject(session.original, session.graph, session.runtime, session.state, with_microbatches), args, kwargs)
 
     @checked_arguments()
     def explain(self, *, prices: bool = False) -> str:

@@ -330,9 +330,17 @@ def build_structure(
     """Give a module the structure of the model: modules of the same names, with the parameters and buffers of this process.
 
     Args:
-        structure: of the model; it is as it was then.
+        structure: of the model when it was partitioned.
         modes: the flag ``training`` of every module.
     """
+    with structure.restored():
+        _fill(root, model, state, gathered, structure)
+    for each, is_training in zip(root.modules(), modes, strict=True):
+        each.__dict__["training"] = is_training
+
+
+def _fill(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, structure: Structure) -> None:
+    """Build the modules of the model as it is now, and register their tensors."""
     built: dict[nn.Module, ModuleInPlan] = {model: root}
     parameters = _by_name(state.named_parameters())
     buffers = dict(state.named_buffers())
@@ -354,8 +362,6 @@ def build_structure(
         for key, child in _own(module, "_modules").items():
             part.__dict__["_modules"][key] = None if child is None else built.setdefault(child, _new_part(child))
         part.stand_for(Source(module, path, state, gathered, structure))
-    for each, is_training in zip(root.modules(), modes, strict=True):
-        each.__dict__["training"] = is_training
 
 
 def _has_own_train(part: nn.Module) -> bool:

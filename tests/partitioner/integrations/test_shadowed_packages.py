@@ -52,14 +52,6 @@ def test_a_package_that_the_script_has_imported(tmp_path: Path) -> None:
     assert "Python finds it first, by the script or an earlier import" in ended.stderr
 
 
-@pytest.mark.slow  # it imports torch first
-def test_cost_models_alone(tmp_path: Path) -> None:
-    shadow(tmp_path, "passes", "folder")
-    ended = run(tmp_path, "from cost_models import Cluster")
-    assert f"ImportError: {tmp_path / 'passes/__init__.py'} shadows the package 'passes' of cost_models" in ended.stderr
-    assert "remedy: rename it" in ended.stderr
-
-
 @pytest.mark.parametrize("kind", SHADOWS)
 def test_the_name_of_the_whole(tmp_path: Path, kind: str) -> None:
     """Nothing of ours runs, and Python's own error names the file."""
