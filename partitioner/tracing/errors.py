@@ -12,7 +12,8 @@ import torch
 from torch import fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from partitioner.tracing.autograd_functions import CustomFunctionError
+from partitioner.tracing.autograd.functions import CustomFunctionError
+from partitioner.tracing.autograd.hooks import AutogradUseError
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.ir.errors import Place, TraceError
@@ -27,12 +28,16 @@ class _Kind:
     Attributes:
         matches: returns whether an exception has this reason.
         problem: predicate of a sentence about the model; ``{error}`` stands for the exception.
-        remedy: advice to the user.
+        remedy: advice to the user; ``{remedy}`` stands for that of the exception.
+        whatever_size: whether a trace with other sizes, or with fixed sizes, fails for the same reason.
+        chooses: whether a mixture of experts that visits chosen experts alone has this reason.
     """
 
     matches: Callable[[Exception], bool]
     problem: str
     remedy: str
+    whatever_size: bool = False
+    chooses: bool = False
 
 
 def _mentions(*phrases: str) -> Callable[[Exception], bool]:
@@ -48,21 +53,28 @@ _KINDS = (
         "applies the custom autograd function {error}",
         "compute in its forward and its backward with PyTorch's operations on its arguments alone, or register it with "
         "torch.library.custom_op and register_autograd",
+        whatever_size=True,
     ),
+    _Kind(lambda error: isinstance(error, AutogradUseError), "{error}", "{remedy}", whatever_size=True),
     _Kind(
         lambda error: type(error).__name__ in ("DynamicOutputShapeException", "DataDependentOutputException"),  # no public names of torch
         "calls {error}, which reads the values of a tensor to know what it computes, or how large its result is",
         "compute it outside of the model, in loss_fn for instance, or from operations whose sizes do not depend on values",
+        whatever_size=True,
+        chooses=True,
     ),
     _Kind(
         _mentions("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols"),
         "lets the values of a tensor decide what it computes",
         "compute both cases and choose with torch.where, or decide outside of the model and pass the decision as a plain argument",
+        whatever_size=True,
+        chooses=True,
     ),
     _Kind(
         _mentions(".numpy()", "data pointer", "data_ptr", "Cannot access storage", "not allocated", "numpy"),
         "reads the values of a tensor outside of PyTorch",
         "compute with PyTorch's own operations, or before and after the model",
+        whatever_size=True,
     ),
     _Kind(
         _mentions("not a known type", "pytree", "Unsupported input type", "Unsupported output type"),
@@ -73,6 +85,23 @@ _KINDS = (
         _mentions("_to_sparse", "sparse_coo"),
         "computes with a sparse tensor, which has no rows or columns to divide",
         _MAKE_DENSE,
+    ),
+    _Kind(
+        _mentions("nested_tensor", "_nested_", "NestedTensor"),
+        "computes with a nested tensor, of several shapes, which has no rows or columns to divide",
+        "compute with a padded tensor and a mask",
+    ),
+    _Kind(
+        _mentions("functorch"),
+        "transforms a function (torch.func) in a way that cannot be traced: {error}",
+        "compute the derivative outside of the model, or write it out with tensor operations",
+        whatever_size=True,
+    ),
+    _Kind(
+        _mentions("new Tensor subclass"),
+        "makes a tensor of a class of its own: {error}",
+        "compute with plain tensors; attention takes a mask as a tensor, attn_mask=mask, or is_causal=True",
+        whatever_size=True,
     ),
     _Kind(
         _mentions("no fake impl"),
@@ -106,8 +135,8 @@ _SPARSE_GRADIENTS = (torch.ops.aten.embedding, torch.ops.aten.embedding_bag, tor
 
 
 def depends_on_sizes(error: Exception) -> bool:
-    """Return whether a trace with other sizes, or with fixed sizes, may succeed: the error has none of the first four reasons."""
-    return not isinstance(error, CustomFunctionError) and not any(kind.matches(error) for kind in _KINDS[:4])
+    """Return whether a trace with other sizes, or with fixed sizes, may succeed."""
+    return not any(kind.whatever_size and kind.matches(error) for kind in _KINDS)
 
 
 def trace_error(model: nn.Module, error: Exception) -> TraceError:
@@ -119,7 +148,9 @@ def trace_error(model: nn.Module, error: Exception) -> TraceError:
     message = _first_line(error)
     for kind in _KINDS:
         if kind.matches(error):
-            remedy = _EXPERTS_REMEDY if kind in _KINDS[1:3] and _has_experts(model, place) else kind.remedy
+            remedy = kind.remedy.format(remedy=getattr(error, "remedy", ""))
+            if kind.chooses and _has_experts(model, place):
+                remedy = _EXPERTS_REMEDY
             return TraceError(f"{name} cannot be traced: it {kind.problem.format(error=message)}", place=place, remedy=remedy)
     return TraceError(
         f"{name} cannot be traced with the example inputs: {type(error).__name__}: {message}",

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from partitioner.tracing.autograd_functions import keep_custom_functions
+from partitioner.tracing.autograd.functions import keep_custom_functions
+from partitioner.tracing.autograd.hooks import keep_autograd_out
 from partitioner.tracing.carried_attributes import (
     attributes_of,
     changed_numbers,
@@ -66,6 +67,7 @@ def export(
 
     Raises:
         CustomFunctionError: the model applies a custom autograd function, where gradients flow, that has no graph.
+        AutogradUseError: forward asks for something that only the autograd engine does.
         TraceError: forward computes with an attribute that the call before has changed.
         Exception: whatever ``torch.export`` raises.
     """
@@ -83,6 +85,7 @@ def export(
             autocast_as_cpu(inputs.autocast),
             meta_as_cpu(inputs.autocast),
             keep_custom_functions(),
+            keep_autograd_out(),
             ConstantRandomComparisons(),
             preserve(model),
         ):
