@@ -14,6 +14,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 
 from partitioner.tracing.errors import refuse_data_dependent, refuse_sparse
 from partitioner.tracing.export.dynamic_batch import Exported
+from partitioner.tracing.inputs.flatten import has_own_rules
 from partitioner.tracing.inputs.ties import first_names, merged_parameters
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_of
@@ -199,8 +200,13 @@ def read_signature(program: ExportedProgram) -> Lifted:
 
 
 def refuse_learned_constants(lifted: Lifted) -> None:
-    """Raise TraceError when a constant requires a gradient: gradients of parameters alone are computed."""
+    """Raise TraceError when a constant requires a gradient: gradients of parameters alone are computed; or has rules of its own."""
     for name, constant in lifted.constants.items():
+        if has_own_rules(constant):
+            raise TraceError(
+                f"the model computes with a {type(constant).__name__} ({name}), a class of tensors that computes by rules of its own",
+                remedy="compute with plain tensors",
+            )
         if constant.requires_grad:
             raise TraceError(
                 f"the model computes with a tensor of shape {tuple(constant.shape)} ({name}) that requires a gradient but is no parameter",

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from partitioner.tracing.autograd.functions import CustomFunctionError
 from partitioner.tracing.autograd.hooks import AutogradUseError
+from partitioner.tracing.inputs.flatten import has_own_rules
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.ir.errors import Place, TraceError
@@ -45,6 +46,10 @@ def _mentions(*phrases: str) -> Callable[[Exception], bool]:
     return lambda error: any(phrase in str(error) for phrase in phrases)
 
 
+_PLAIN_PARTS = (
+    "keep what it is made of in plain tensors, and compute with them: for 8-bit weights, buffers of torch.int8 and their scales, and "
+    "F.linear(x, weight.to(x.dtype) * scale) in forward (docs: inference)"
+)
 _MAKE_DENSE = "pass and keep dense tensors, x.to_dense(), or the indices and values as a tensor each"
 
 _KINDS = (
@@ -98,8 +103,8 @@ _KINDS = (
         whatever_size=True,
     ),
     _Kind(
-        _mentions("new Tensor subclass"),
-        "makes a tensor of a class of its own: {error}",
+        _mentions("new Tensor subclass", "cast NotImplemented"),
+        "computes with a tensor of a class that computes by rules of its own: {error}",
         "compute with plain tensors; attention takes a mask as a tensor, attn_mask=mask, or is_causal=True",
         whatever_size=True,
     ),
@@ -111,7 +116,7 @@ _KINDS = (
     _Kind(
         _mentions("__obj_flatten__", "ScriptObject", "script object"),
         "keeps weights in an object that is no tensor, as quantized modules do: {error}",
-        "partition the model before it is quantized, or keep its weights as tensors",
+        _PLAIN_PARTS,
     ),
     _Kind(
         _mentions("device propagation", "found two different devices", "Device Propagation"),
@@ -181,7 +186,7 @@ def why_fixed(error: Exception | None) -> str:
 
 
 def refuse_unplaceable(model: nn.Module) -> None:
-    """Raise TraceError for a model with lazy, distributed or sparse tensors, or with tensors on several devices."""
+    """Raise TraceError for a model with lazy, distributed, sparse or quantized tensors, tensors with own rules, or on several devices."""
     first_on: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         place = Place(module=name.rpartition(".")[0])
@@ -195,6 +200,14 @@ def refuse_unplaceable(model: nn.Module) -> None:
             )
         if tensor.layout != torch.strided:
             raise TraceError(f"{name} is sparse ({tensor.layout}), and has no rows or columns to divide", place=place, remedy=_MAKE_DENSE)
+        if tensor.is_quantized:
+            raise TraceError(f"{name} is a quantized tensor ({tensor.dtype}), which a graph cannot hold", place=place, remedy=_PLAIN_PARTS)
+        if has_own_rules(tensor):
+            raise TraceError(
+                f"{name} is a {type(tensor).__name__}, a class of tensors that computes by rules of its own, which a graph does not have",
+                place=place,
+                remedy=_PLAIN_PARTS,
+            )
         first_on.setdefault(tensor.device, name)
     if len(first_on) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in first_on.items())

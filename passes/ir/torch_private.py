@@ -51,6 +51,7 @@ __all__ = [
     "is_view",
     "make_fx",
     "no_dispatch_modes",
+    "no_rules",
     "nonstrict_trace",
     "process_group",
     "pytree",
@@ -80,6 +81,9 @@ is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  #
 
 foreach_norm = torch._foreach_norm
 """Called by ``torch.nn.utils.clip_grad_norm_`` for tensors on an accelerator; a subclass must recognize it."""
+
+no_rules = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a class of tensors that has none, as that of parameters."""
 
 set_grad_mode = torch._C._set_grad_enabled
 """How graphs of Dynamo change the mode of gradients."""

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
-from passes.ir.torch_private import TreeSpec, is_view, tree_flatten, tree_unflatten
+from passes.ir.torch_private import TreeSpec, is_view, no_rules, tree_flatten, tree_unflatten
 from passes.normalize.randomness.draw_order import memory_order
 
-__all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "output_names"]
+__all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "has_own_rules", "output_names"]
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,31 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise ConfigError for a tensor without strides (sparse, MKL-DNN), or of several shapes (nested): it cannot be sharded."""
+    """Raise ConfigError for a tensor without strides (sparse, MKL-DNN), of several shapes (nested), or of a class with rules of its own."""
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested (of several shapes)" if tensor.is_nested else f"sparse ({tensor.layout})"
         remedy = "a padded tensor and a mask" if tensor.is_nested else "it dense, x.to_dense(), or its indices and values as a tensor each"
         raise ConfigError(f"{name} is {kind} and has no rows to divide", remedy=f"pass {remedy}")
+    if has_own_rules(tensor):
+        raise ConfigError(
+            f"{name} is a {type(tensor).__name__}, a class of tensors that computes by rules of its own, which a graph does not have",
+            remedy="pass a plain tensor: x.as_subclass(torch.Tensor), or the tensors that it is made of",
+        )
+
+
+def has_own_rules(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a class that computes by rules of its own: quantized weights of torchao, for example.
+
+    Those of torch that are private (fake tensors) and torchvision's images, boxes and masks compute as plain tensors do.
+    """
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    classes = type(tensor).__mro__[: type(tensor).__mro__.index(Tensor)]
+    return any(
+        vars(cls).get(rules, no_rules) is not no_rules and not cls.__module__.startswith(("torch._", "torchvision."))
+        for cls in classes
+        for rules in ("__torch_function__", "__torch_dispatch__")
+    )
 
 
 def _clone_shared(leaves: list[Any]) -> Iterator[Any]:
