@@ -17,6 +17,7 @@ from passes.ir.phase import Phase, PhaseRunner
 from passes.normalize.autocast.casts import write_casts
 from passes.normalize.autocast.operation_lists import traced_in
 from passes.normalize.functionalize import functionalize
+from passes.normalize.inline.control_flow import inline_control_flow
 from passes.normalize.inline.subgraphs import inline_subgraphs
 from passes.normalize.inline.vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
@@ -140,6 +141,7 @@ FUNCTIONAL = ("functionalize", "remove_noise", "row_orders", "draw_order", "tidy
 
 NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("tie_parameters", _rewriting(lambda exported: tie_parameters(exported.graph, exported.tied))),
+    Phase("control_flow", _rewriting(lambda exported: inline_control_flow(exported.module))),
     Phase("inline_vmap", _rewriting(_inline_vmap)),
     Phase("write_casts", _rewriting(lambda exported: write_casts(exported.module, exported.autocast))),
     Phase("inline", _rewriting(lambda exported: inline_subgraphs(exported.module, exported.without_gradient))),
@@ -151,8 +153,8 @@ NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )
-"""The order: one name for each tensor, ``vmap`` inlined, casts as calls, subgraphs inlined, lengths numbers, sizes read from the batch, no
-writes, no no-ops, rows in their own order, draws in the order of memory, names."""
+"""The order: one name for each tensor, operators of control flow inlined, ``vmap`` inlined, casts as calls, subgraphs inlined, lengths
+numbers, sizes read from the batch, no writes, no no-ops, rows in their own order, draws in the order of memory, names."""
 
 _N_FOR_ALL_SIZES = [phase.name for phase in NORMALIZE].index("fix_sizes")
 """The steps in front of ``fix_sizes`` are the same for all sizes."""

@@ -11,6 +11,7 @@ A region without gradients computes on detached inputs: then no result of it car
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -25,12 +26,18 @@ from passes.graph.schemas import returns_argument
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import HigherOrderOperator
 
-__all__ = ["inline_subgraphs"]
+__all__ = ["adopt", "inline_subgraphs"]
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _GRAPH_ARGUMENT: Mapping[Any, int] = {_GRAD_MODE: 1, _AUTOCAST: 4}
 """Calls that can be inlined -> which argument is the called graph; its own arguments follow."""
+
+_REMEDIES: Mapping[str, str] = {
+    "while_loop": "make a number of steps that Python knows, for step in range(n), and keep what is finished with torch.where",
+    "flex_attention": "call torch.nn.attention.flex_attention.flex_attention itself, not compiled, or scaled_dot_product_attention",
+}
+"""Name of an operator that cannot be inlined -> what to do instead."""
 
 
 def inline_subgraphs(module: fx.GraphModule, without_gradient: Collection[str] = ()) -> None:
@@ -78,7 +85,7 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
             if node.op == "placeholder":
                 originals[node] = next(values)
             elif node.op == "get_attr":
-                originals[node] = _adopt(module, call, inner, node)
+                originals[node] = adopt(module, call, inner, node)
             elif node.op == "call_function":
                 nested = isinstance(node.target, HigherOrderOperator)
                 originals[node] = graph.node_copy(node, originals.__getitem__ if nested else read)
@@ -109,7 +116,7 @@ def _callee(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, tupl
         raise TraceError(
             f"the model calls a nested graph through {call.target}, which cannot be partitioned",
             place=place_of(call),
-            remedy="write it with plain tensor operations (torch.where in place of torch.cond)",
+            remedy=_REMEDIES.get(str(call.target), "write it with plain tensor operations"),
         )
     attribute, *arguments = call.args[position:]
     assert isinstance(attribute, fx.Node)
@@ -119,9 +126,11 @@ def _callee(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, tupl
     return inner, tuple(arguments), call.target is not _GRAD_MODE or bool(call.args[0])
 
 
-def _adopt(module: fx.GraphModule, call: fx.Node, inner: fx.GraphModule, node: fx.Node) -> fx.Node:
+def adopt(module: fx.GraphModule, call: fx.Node, inner: fx.GraphModule, node: fx.Node) -> fx.Node:
     """Move a graph nested in a called graph to the calling module; return the get_attr node that reads it there."""
-    name = f"{call.name}_{node.name}"
+    taken = dict(module.named_children())
+    names = (f"{call.name}_{node.name}_{number}" if number else f"{call.name}_{node.name}" for number in itertools.count())
+    name = next(name for name in names if name not in taken)
     module.add_submodule(name, inner.get_submodule(str(node.target)))
     adopted = module.graph.get_attr(name)
     adopted.meta = dict(node.meta)

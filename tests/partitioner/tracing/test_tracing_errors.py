@@ -125,7 +125,7 @@ def differentiates(x: Tensor) -> Any:
 
 
 def conditional(x: Tensor) -> Any:
-    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+    return torch.cond(x.sum() > 0, lambda y: torch.dropout(y, 0.5, True), torch.cos, (x,))
 
 
 def learns_elsewhere(x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     scaled_outside: ("Scaled, which cannot be traced: RuntimeError: .numpy()", "torch.library"),
     scaled_to_a_number: ("Scaled, which returns something other than tensors", "torch.library"),
     differentiates: ("torch.func.grad", "outside of the model"),
-    conditional: ("cond", "torch.where"),
+    conditional: ("a branch of torch.cond draws random numbers", "outside of torch.cond"),
     connectionist_loss: ("aten._ctc_loss", "outside of the model"),
     correlations: ("aten.equal.default, which reads the values of a tensor", "outside of the model"),
     fails: ("RuntimeError", "call the model itself"),
