@@ -47,6 +47,7 @@ __all__ = [
     "foreach_norm",
     "graph_break",
     "is_profiling",
+    "indexing_by_tensors",
     "is_resumed",
     "is_view",
     "make_fx",
@@ -111,6 +112,14 @@ def nonstrict_trace(function: Callable[..., T]) -> Callable[..., T]:
 
     marked: Callable[..., T] = torch._dynamo.nonstrict_trace(function)
     return marked
+
+
+def indexing_by_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which ``tensor[index]`` works below ``vmap`` with an index that is a level of it, as masks of attention need."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # noqa: PLC0415  it takes seconds
+
+    context: AbstractContextManager[Any] = TransformGetItemToIndex()
+    return context
 
 
 def dynamo_source(placeholder: fx.Node) -> str:

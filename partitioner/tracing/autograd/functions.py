@@ -31,9 +31,9 @@ from passes.rules.registry import derive_rule_by
 
 __all__ = ["CustomFunctionError", "keep_custom_functions"]
 
-_ALLOWED = ("torch._higher_order_ops", "torch._library.autograd")
-"""Modules of torch whose functions are no problem: control flow is traced as one operation, and refused as that; an operation of
-``torch.library`` keeps the backward that is registered for it."""
+_ALLOWED = ("torch._higher_order_ops", "torch._library.autograd", "torch._dynamo._trace_wrapped", "torch._functorch.autograd_function")
+"""Modules of torch whose functions are no problem: control flow is traced as one operation; an operation of ``torch.library`` keeps the
+backward that is registered for it; an index below ``vmap``, and what ``vmap`` makes of it, have that of their forward."""
 
 
 class CustomFunctionError(Exception):

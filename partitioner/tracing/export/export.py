@@ -28,6 +28,7 @@ from partitioner.tracing.carried_attributes import (
     refuse_read_tensors,
     set_numbers,
 )
+from partitioner.tracing.export.flex_attention import decompose_flex_attention
 from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one, symbol_of
 from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
@@ -86,6 +87,7 @@ def export(
             meta_as_cpu(inputs.autocast),
             keep_custom_functions(),
             keep_autograd_out(),
+            decompose_flex_attention(),
             ConstantRandomComparisons(),
             preserve(model),
         ):

@@ -128,8 +128,18 @@ def _replace(graph: fx.Graph, region: Sequence[fx.Node], inputs: Sequence[fx.Nod
             elif node.op == "output":
                 for old, new in zip(results, node.args[0], strict=True):
                     old.replace_all_uses_with(copies[new], delete_user_cb=lambda user: user not in region)
+            elif node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):  # noqa: SLF001
+                copies[node] = _tensor_of_number(graph, node, provenance)
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 copies[node].meta = {"val": node.meta["val"], **provenance}
     for node in reversed(region):
         graph.erase_node(node)
+
+
+def _tensor_of_number(graph: fx.Graph, conversion: fx.Node, provenance: dict[str, Any]) -> fx.Node:
+    """Write the tensor that ``vmap`` makes of a number; a call without a tensor among its arguments is no conversion outside of it."""
+    value = conversion.meta["val"]
+    number = graph.call_function(torch.ops.aten.full.default, ([], conversion.args[0]), {"dtype": value.dtype, "device": value.device})
+    number.meta = {"val": torch.empty_like(value), **provenance}
+    return number
