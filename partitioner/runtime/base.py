@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from partitioner.runtime.collectives.transfers import Exchanged, Transfer
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.process.groups import Members
 
-__all__ = ["Exchanged", "Runtime", "Transfer"]
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A tensor that one rank sends to another."""
-
-    source: int
-    destination: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """The result of an exchange in one process.
-
-    Attributes:
-        received: number of a transfer -> its tensor, for the transfers to ranks of this process.
-        sent: (source, destination) -> bytes that ranks of this process have sent, counted as they were sent.
-    """
-
-    received: Mapping[int, Tensor]
-    sent: Mapping[tuple[int, int], int]
+__all__ = ["Runtime"]
 
 
 class Runtime(Protocol):

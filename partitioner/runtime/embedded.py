@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from partitioner.runtime.base import Exchanged, Transfer
 from partitioner.runtime.collectives.exchange import Exchange
+from partitioner.runtime.collectives.transfers import Exchanged, Transfer
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.executor import ProgramSet, Run
 from partitioner.runtime.process.call_order import rank_list

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.runtime.base import Exchanged, Transfer
 from partitioner.runtime.collectives.torch_distributed import all_gather_single, as_bytes, wait_for
+from partitioner.runtime.collectives.transfers import Exchanged, Transfer, exchange
 from partitioner.runtime.executor import ProgramSet, Run
 from partitioner.runtime.process import launcher
 from partitioner.runtime.process.call_order import sample_of
 from partitioner.runtime.process.groups import Connection, Members
 from partitioner.runtime.process.session import arrive, connect, members_of, world_size
-from partitioner.runtime.process.transfers import exchange
 from partitioner.runtime.process.transport import DistributedTransport, PreparedTraffic, prepare_traffic
 from passes.ir.errors import ConfigError, PartitionError
 
@@ -169,7 +168,7 @@ class TorchrunRuntime:
         """Carry out transfers between ranks."""
         with self.failing_together() as connection, torch.no_grad(), connection.communicating("an exchange of parts of parameters"):
             connection.agreement.go_on()
-            return exchange(connection, transfers, tensors)
+            return exchange(transfers, tensors, connection.group(connection.everyone), connection.rank, connection.device)
 
     def _prepare(self, programs: ProgramSet) -> PreparedTraffic:
         """Return what the programs communicate, read when they first run, and forgotten with them."""

@@ -184,6 +184,7 @@ def backward_of_unlike_losses() -> None:
     case, instance, pm = partitioned("linear")
     assert case.loss_fn is not None
     case.loss_fn(pm(*instance.args), instance.target + rank()).backward()
+    pm.full_state_dict()  # ranks compare what they were given while they go on; this call waits for all
 
 
 def backward_on_one_rank() -> None:

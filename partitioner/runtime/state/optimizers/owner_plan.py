@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from partitioner.runtime.base import Transfer
+from partitioner.runtime.collectives.transfers import Transfer
 from passes.spmd.shards import Block
 
 __all__ = ["OwnedParameter", "OwnerMessage", "OwnerPlan", "Sharded", "choose_owners", "update_cost"]
