@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from partitioner.integrations.asked import prepare_libraries
 from partitioner.integrations.entry_point import declare_backend
 from partitioner.integrations.lightning_registry import declare_strategies
-from partitioner.integrations.shadowed_packages import check_shadowed_packages
+from partitioner.integrations.shadowed_packages import check_shadowed_packages, is_loaded_by_torch
 from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name (PEP 562)."""
     for module, names in _NAMES.items():
         if name in names:
+            check_shadowed_packages()
             return globals().setdefault(name, getattr(importlib.import_module(module), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -97,7 +98,8 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-check_shadowed_packages()
+if not is_loaded_by_torch():
+    check_shadowed_packages()
 declare_backend()
 WHEN_ASKED_FOR_DEVICE_MAP.append(prepare_libraries)
 declare_strategies()

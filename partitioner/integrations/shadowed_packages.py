@@ -11,7 +11,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-__all__ = ["check_shadowed_packages"]
+__all__ = ["check_shadowed_packages", "is_loaded_by_torch"]
 
 _FOLDER = Path(__file__).resolve().parents[2]
 """Has the three packages beside each other, installed or in a checkout."""
@@ -29,6 +29,12 @@ def check_shadowed_packages() -> None:
                 name=name,
                 path=str(found),
             )
+
+
+def is_loaded_by_torch() -> bool:
+    """Whether ``import torch`` is loading this package, by its entry point: an error would end the import of torch."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
 
 
 def _location(name: str) -> Path | None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from partitioner.integrations.shadowed_packages import check_shadowed_packages
+
 __all__ = ["FabricPartitionStrategy", "PartitionStrategy"]
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ def __getattr__(name: str) -> Any:
     """Return a strategy for the package that is in use; Lightning is imported when one is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_shadowed_packages()
     from partitioner.integrations.lightning.strategy_classes import strategy_class  # noqa: PLC0415  it imports Lightning
 
     return strategy_class("trainer" if name == "PartitionStrategy" else "fabric")

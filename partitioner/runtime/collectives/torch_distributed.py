@@ -68,6 +68,8 @@ _OPERATIONS: Mapping[Operation, dist.ReduceOp.RedOpType] = {"sum": dist.ReduceOp
 
 # torch 2.13 has renamed them, and warns under the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers tensors of one shape from all ranks into one tensor."""
+
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

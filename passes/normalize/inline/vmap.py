@@ -28,6 +28,8 @@ from passes.ir.torch_private import make_fx
 
 __all__ = ["inline_vmap"]
 
+aten = torch.ops.aten
+
 _LEVELS = "torch._functorch.predispatch"
 """Where the functions live that a trace holds for levels of function transforms."""
 
@@ -128,7 +130,7 @@ def _replace(graph: fx.Graph, region: Sequence[fx.Node], inputs: Sequence[fx.Nod
             elif node.op == "output":
                 for old, new in zip(results, node.args[0], strict=True):
                     old.replace_all_uses_with(copies[new], delete_user_cb=lambda user: user not in region)
-            elif node.target is torch.ops.aten._to_copy.default and not isinstance(node.args[0], fx.Node):  # noqa: SLF001
+            elif node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):  # noqa: SLF001
                 copies[node] = _tensor_of_number(graph, node, provenance)
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -25,7 +25,8 @@ for name in ({", ".join(map(repr, OPTIONAL))}):
 EVERY_MODULE = """
 for root in ("passes", "cost_models", "partitioner"):
     for found in pkgutil.walk_packages(importlib.import_module(root).__path__, root + "."):
-        if not found.name.endswith("__main__"):
+        of_integration = found.name.split(".")[:2] == ["partitioner", "integrations"] and found.name.count(".") > 2
+        if not found.name.endswith("__main__") and not of_integration:  # those are imported where the library is
             importlib.import_module(found.name)
 print("all imported")
 """
@@ -33,7 +34,7 @@ print("all imported")
 INTEGRATIONS = """
 for name in sys.argv[1:]:
     module = importlib.import_module("partitioner.integrations." + name)
-    for public in module.__all__:
+    for public in getattr(module, "__all__", ()):
         try:
             getattr(module, public)
         except Exception as error:
