@@ -29,7 +29,7 @@ from partitioner.model.losses.losses import check_loss
 from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session
 from partitioner.model.module.forms import Forms, at_sizes
 from partitioner.model.module.modes import Form, modes_of
-from partitioner.model.module.questions import device_map
+from partitioner.model.module.questions import ANSWERS
 from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, build_structure, refuse_replaced, registered_tensors
@@ -455,8 +455,8 @@ class PartitionedModel(ModuleInPlan):
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module, else an attribute of the model; see ``attributes.read_attribute``."""
-        if name == "hf_device_map":
-            return device_map(self._first)
+        if name in ANSWERS:
+            return ANSWERS[name](self._first)
         if name == "save_pretrained":
             return save_pretrained(self._first, self)
         return super().__getattr__(name)

@@ -1,25 +1,27 @@
-"""What to do when a framework asks a partitioned model for ``hf_device_map``.
+"""What to do when a framework asks a partitioned model for an attribute that it asks every model for.
 
-accelerate and transformers' Trainer ask every model for it before they prepare anything. ``partitioner.integrations`` adds functions here.
+hf_device_map                          accelerate and Trainer, before they prepare anything; ``partitioner.integrations`` adds functions
+_ddp_params_and_buffers_to_ignore      DistributedDataParallel, before it wraps a model
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
 
     from partitioner.model.session import Session
 
-__all__ = ["WHEN_ASKED_FOR_DEVICE_MAP", "device_map"]
+__all__ = ["ANSWERS", "WHEN_ASKED_FOR_DEVICE_MAP"]
 
 WHEN_ASKED_FOR_DEVICE_MAP: list[Callable[[Session], None]] = []
 """Functions that get the session of the model."""
 
 
-def device_map(session: Session) -> Mapping[str, torch.device]:
+def _device_map(session: Session) -> Mapping[str, torch.device]:
     """Return where the ranks of this process are, if on several devices: accelerate and Trainer do not move or copy such a model.
 
     Raises:
@@ -32,3 +34,19 @@ def device_map(session: Session) -> Mapping[str, torch.device]:
     if len(set(devices.values())) == 1:
         raise AttributeError("a partitioned model on one device of this process has no 'hf_device_map'")
     return devices
+
+
+def _refuse_wrapping(_session: Session) -> NoReturn:
+    """Raise ConfigError: DistributedDataParallel would copy the part of the first process into all others."""
+    from passes.ir.errors import ConfigError  # noqa: PLC0415  importing partitioner imports little
+
+    raise ConfigError(
+        "DistributedDataParallel(pm) would give every process the parameters of the first, and a partitioned model has its own in each",
+        remedy='leave it out: partition(model, mode="data") reduces gradients itself; inputs="local" is for loaders that deal out rows',
+    )
+
+
+ANSWERS: Mapping[str, Callable[[Session], Any]] = MappingProxyType(
+    {"hf_device_map": _device_map, "_ddp_params_and_buffers_to_ignore": _refuse_wrapping}
+)
+"""Attribute -> function of the session that returns it."""

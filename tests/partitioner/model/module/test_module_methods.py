@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -116,6 +116,12 @@ def test_functional_calls_are_refused(pair: tuple[nn.Module, PartitionedModel]) 
     with pytest.raises(ConfigError, match=r"weight of a layer was replaced, as torch\.func\.functional_call does"):
         functional_call(pm, values, (x,))
     pm(x)  # it is as before
+
+
+def test_a_wrapper_that_would_copy_parameters_is_refused(pair: tuple[nn.Module, PartitionedModel]) -> None:
+    _, pm = pair
+    with pytest.raises(ConfigError, match="would give every process the parameters of the first"):
+        nn.parallel.DistributedDataParallel(pm, process_group=cast(Any, object()))
 
 
 def test_second_derivatives_are_refused(pair: tuple[nn.Module, PartitionedModel]) -> None:
