@@ -36,12 +36,13 @@ from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
+from partitioner.tracing.autograd.checkpoints import STATISTICS_NOTE
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.restore import Structure
 from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
 from passes.ir.checked_arguments import checked_arguments
-from passes.ir.errors import ConfigError, level_of_caller
+from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -257,9 +258,11 @@ def _convert_source(model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapp
 
 
 def _trace_source(source: _Source, training: bool | None, autocast: Autocast | None, steps: Progress) -> ModelGraph:
-    """Trace the model; warn of side effects of its hooks, and note them in the graph."""
+    """Trace the model; warn of statistics under checkpoints, and of side effects of its hooks, which are also noted in the graph."""
     with steps.step("tracing"):
         graph = trace_model(source.model, source.args, source.kwargs, training, autocast).graph
+    if STATISTICS_NOTE in graph.notes:
+        warnings.warn(PartitionWarning(STATISTICS_NOTE), stacklevel=level_of_caller())
     note = side_effect_note(source.model)
     if note is None:
         return graph

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from partitioner.tracing.autograd.checkpoints import in_checkpoint
 from passes.autograd.function_operators import (
     AppliedFunction,
     FunctionOperator,
@@ -80,7 +81,7 @@ def _is_differentiable(value: Any) -> bool:
 
 def _call_in_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
     """Call what a reentrant checkpoint runs: the same values and gradients, which none have where no argument requires one."""
-    with torch.set_grad_enabled(any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)):
+    with torch.set_grad_enabled(any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)), in_checkpoint():
         return run(*args)
 
 

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from partitioner.tracing.autograd.checkpoints import enter_checkpoint, leave_checkpoint
+
 __all__ = ["AutogradUseError", "keep_autograd_out"]
 
 _NOT_THE_MODEL = ("torch.", "partitioner.", "passes.")
 """Beginnings of the names of modules that may use autograd during a trace."""
+
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 class AutogradUseError(Exception):
@@ -57,7 +61,7 @@ def keep_autograd_out() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         patch(saved_tensors_hooks, "__enter__", _ignore_or_refuse)
-        patch(saved_tensors_hooks, "__exit__", lambda *_: None)
+        patch(saved_tensors_hooks, "__exit__", _leave)
         patch(Tensor, "register_hook", _refuse_hook)
         patch(Tensor, "backward", _refuse_gradient)
         patch(torch.autograd, "grad", _refuse_gradient)
@@ -71,12 +75,24 @@ def _ignore_or_refuse(hooks: saved_tensors_hooks) -> None:
     Raises:
         AutogradUseError: they are somebody else's, and may return something else.
     """
-    pack: Any = hooks.pack_hook
-    if not str(getattr(pack, "__module__", "")).startswith("torch."):
+    if not _module(hooks).startswith("torch."):
         raise AutogradUseError(
             f"keeps tensors for its backward through hooks of its own ({type(hooks).__name__}), which a graph does not call",
             "leave them out; recompute= says what is kept for the backward and what is computed again",
         )
+    if _module(hooks) == _CHECKPOINT:
+        enter_checkpoint()
+
+
+def _leave(hooks: saved_tensors_hooks, *_: Any) -> None:
+    if _module(hooks) == _CHECKPOINT:
+        leave_checkpoint()
+
+
+def _module(hooks: saved_tensors_hooks) -> str:
+    """Return the name of the module in which the function that packs tensors is."""
+    pack: Any = hooks.pack_hook
+    return str(getattr(pack, "__module__", ""))
 
 
 def _refuse_hook(*_: Any, **__: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
+from partitioner.tracing.autograd.checkpoints import record_statistics_in_checkpoints
 from partitioner.tracing.autograd.functions import keep_custom_functions
 from partitioner.tracing.autograd.hooks import keep_autograd_out
 from partitioner.tracing.carried_attributes import (
@@ -78,6 +79,7 @@ def export(
     register_caches()
     with contextlib.ExitStack() as stack:
         comparisons = stack.enter_context(record_comparisons_with_one())
+        differing = stack.enter_context(record_statistics_in_checkpoints())
         for context in (
             TRACING,
             torch.inference_mode(mode=False),
@@ -108,7 +110,7 @@ def export(
             set_numbers(model, changed)
             second_program = _export(model, inputs, shapes or None)
             refuse_read_numbers(model, tuple(changed), program, second_program)
-    return program, _notes(assigned, _lines_about_batch(comparisons, program, layout))
+    return program, (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *differing)
 
 
 def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> ExportedProgram:

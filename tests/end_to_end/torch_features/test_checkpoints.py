@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequ
 
 from partitioner import partition
 from partitioner.tracing.trace import trace
-from passes.ir.errors import TraceError
+from passes.ir.errors import PartitionWarning, TraceError
 
 MODES: dict[str, dict[str, Any]] = {
     "model": {"devices": 2, "mode": "model"},
@@ -188,3 +189,23 @@ def test_what_autograd_would_call_is_refused_with_its_line(call: Callable[[nn.Mo
     x.register_hook(lambda gradient: gradient * 2)
     x.sum().backward()
     torch.testing.assert_close(x.grad, torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_statistics_that_the_recomputation_updates_again_are_announced(*, use_reentrant: bool) -> None:
+    """PyTorch updates them twice a step; the note is not made where nothing is recomputed, or nothing is updated."""
+
+    def checkpointed(block: nn.Module, x: Tensor) -> Any:
+        return checkpoint(block, x, use_reentrant=use_reentrant)
+
+    def model(call: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+        made = Model(call).double()
+        made.blocks[0] = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(8, 8)).double()
+        return made
+
+    with pytest.warns(PartitionWarning, match="updates its running statistics twice"):
+        partition(model(checkpointed), 2, "model", example_inputs=_inputs(), progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PartitionWarning)
+        partition(model(lambda block, x: block(x)), 2, "model", example_inputs=_inputs(), progress=False)
+        partition(model(checkpointed).eval(), 2, "model", example_inputs=_inputs(), progress=False)
