@@ -29,6 +29,7 @@ from partitioner.tracing.carried_attributes import (
     refuse_read_tensors,
     set_numbers,
 )
+from partitioner.tracing.export.fast_path import record_fast_paths
 from partitioner.tracing.export.flex_attention import decompose_flex_attention
 from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one, symbol_of
 from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
@@ -79,7 +80,8 @@ def export(
     register_caches()
     with contextlib.ExitStack() as stack:
         comparisons = stack.enter_context(record_comparisons_with_one())
-        differing = stack.enter_context(record_statistics_in_checkpoints())
+        of_statistics = stack.enter_context(record_statistics_in_checkpoints())
+        of_fast_paths = stack.enter_context(record_fast_paths())
         for context in (
             TRACING,
             torch.inference_mode(mode=False),
@@ -110,7 +112,7 @@ def export(
             set_numbers(model, changed)
             second_program = _export(model, inputs, shapes or None)
             refuse_read_numbers(model, tuple(changed), program, second_program)
-    return program, (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *differing)
+    return program, (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths)
 
 
 def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> ExportedProgram:
