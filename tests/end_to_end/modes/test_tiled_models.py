@@ -18,6 +18,7 @@ from passes.ir.comm.primitives import all_gather, halo_add, halo_exchange
 from passes.ir.errors import ConfigError
 from tests.support.models.case import Case
 from tests.support.models.vision.space import SPACE, space_case
+from tests.support.running.slow_values import slow
 from tests.support.running.tiles import first_difference_of_tiles
 from tests.support.running.transparency import first_difference
 
@@ -89,7 +90,7 @@ class FlattenedNorm(nn.Module):
     ("devices", "mode"), [(2, "tile"), (4, {"tile": (2, 2)}), (4, {"tensor": 2, "tile": 2}), (1, {"tile": 2})], ids=str
 )
 @pytest.mark.parametrize("start", [1, 2])
-@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("groups", [2, *slow(1, 6)])
 def test_groups_of_channels_that_hold_space(groups: int, start: int, devices: int, mode: Mode) -> None:
     """A rank's part of a group is every element that its rows of the image have in it, in each of the channels."""
     torch.manual_seed(0)
