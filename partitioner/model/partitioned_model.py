@@ -504,9 +504,9 @@ class PartitionedModel(ModuleInPlan):
         return self._session.state.named_parts(rank)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield this process's parameters, for an optimizer; if there are none, one empty parameter: optimizers refuse an empty list."""
+        """Yield this process's parameters, and an empty one if other processes alone train some: optimizers refuse an empty list."""
         parameters = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
-        return iter(parameters or (self._first.state.stand_in if recurse else ()))
+        return iter([*parameters, *(self._first.stand_in(parameters) if recurse else ())])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return all parameters and buffers, whole, under the original names, on every rank.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,6 +122,13 @@ class Session:
     def name(self) -> str:
         """Name of the model's class."""
         return type(self.original).__name__
+
+    def stand_in(self, parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+        """Return an empty parameter where an optimizer of these, all of this process, trains none of the model's; else nothing."""
+        trains = any(parameter.requires_grad for parameter in parameters)
+        is_alone = len(self.runtime.local_ranks) == self.runtime.n_ranks
+        others_train = not is_alone and any(parameter.requires_grad for parameter in self.original.parameters())
+        return self.state.stand_in if not parameters or (others_train and not trains) else ()
 
     def with_microbatches(self, count: int | None) -> Session:
         """Return a session with the same tensors and programs, and ``count`` microbatches unless that is None."""

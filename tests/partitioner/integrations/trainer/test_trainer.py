@@ -32,11 +32,13 @@ def whole(kind: str, options: dict[str, Any], folder: Path) -> Trained:
     return _whole[key]
 
 
-def differences(found: Trained, wanted: Trained) -> list[str]:
+def differences(kind: str, found: Trained, wanted: Trained) -> list[str]:
+    """Compare two runs; transformers computes its losses in float32, whose rounding the order of sums changes."""
+    tolerance = 1e-6 if kind == "gpt" else 1e-9
     return [
         *problems(found.logged, wanted.logged, "log", 1e-7),
-        *problems([found.evaluated], [wanted.evaluated], "loss of evaluation"),
-        *problems(found.predictions, wanted.predictions, "predictions"),
+        *problems([found.evaluated], [wanted.evaluated], "loss of evaluation", tolerance),
+        *problems(found.predictions, wanted.predictions, "predictions", tolerance),
         *problems(found.resumed[-15:], wanted.logged[15:], "log after resuming", 1e-7),
     ]
 
@@ -44,7 +46,7 @@ def differences(found: Trained, wanted: Trained) -> list[str]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "mode", "options"), CASES, ids=str)
 def test_in_one_process(kind: str, mode: str, options: dict[str, Any], tmp_path: Path) -> None:
-    assert not differences(trained(kind, mode, str(tmp_path / "pm"), options), whole(kind, options, tmp_path / "whole"))
+    assert not differences(kind, trained(kind, mode, str(tmp_path / "pm"), options), whole(kind, options, tmp_path / "whole"))
 
 
 @pytest.mark.gloo
@@ -54,4 +56,4 @@ def test_in_one_process(kind: str, mode: str, options: dict[str, Any], tmp_path:
 def test_in_processes(kind: str, mode: str, options: dict[str, Any], tmp_path: Path, workers: Callable[[int], Workers]) -> None:
     wanted = whole(kind, options, tmp_path / "whole")
     for found in workers(2).values(trained, kind, mode, str(tmp_path / "pm"), options, timeout=580):
-        assert not differences(found, wanted)
+        assert not differences(kind, found, wanted)
