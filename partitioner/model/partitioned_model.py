@@ -22,7 +22,7 @@ from partitioner.lowering.lowering import Lowering
 from partitioner.model.autograd import backward_of_inputs, outside_inference_mode, tracked_forward
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
-from partitioner.model.generation.simulate_inference import InferenceTable, simulate_inference
+from partitioner.model.generation.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
@@ -383,7 +383,7 @@ class PartitionedModel(ModuleInPlan):
         """
         return simulate(self._session, self.inspected(), cluster)
 
-    @checked_arguments(VALUES, EXAMPLES)
+    @checked_arguments(INFERENCE_VALUES, INFERENCE_EXAMPLES)
     def simulate_inference(
         self,
         batches: Sequence[int] = (1, 8, 64),

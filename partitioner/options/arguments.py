@@ -16,7 +16,7 @@ from cost_models.hardware.units import parse_bytes
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.precision import true_dtype
 from partitioner.schedules.catalog import find_schedule
-from passes.ir.checked_arguments import Rule, at_least, each_of, one_of, read_by
+from passes.ir.checked_arguments import Rule, at_least, one_of, read_by
 from passes.ir.plan import BATCHNORM, RECOMPUTE
 
 __all__ = ["EXAMPLES", "VALUES", "positional", "read_cluster"]
@@ -39,9 +39,6 @@ VALUES: Mapping[str, Rule] = MappingProxyType(
         "precision": read_by(true_dtype),
         "batchnorm": one_of(BATCHNORM),
         "inputs": one_of(("global", "local")),
-        "batches": each_of(at_least(1)),
-        "prompt": at_least(1),
-        "new_tokens": at_least(1),
     }
 )
 """Option -> check of its value."""
@@ -64,9 +61,6 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "precision": '"bf16-mixed", or leave it out',
         "batchnorm": '"sync" or "local"',
         "inputs": '"global" or "local"',
-        "batches": "(1, 8, 64)",
-        "prompt": "512, or leave it out",
-        "new_tokens": "128, or leave it out",
         "constraints": 'Constraints(axes={"heads": "tensor"}), or leave it out',
         "plan": "Plan.from_json(text), or leave it out",
         "cost_model": "MeasuredCosts(), or leave it out",

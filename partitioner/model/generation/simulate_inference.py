@@ -8,8 +8,9 @@ The programs are those that ``pm.generate`` and ``pm(...)`` run. One batch is in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
@@ -20,10 +21,27 @@ from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import most_positions
 from partitioner.model.session import Session
 from partitioner.model.simulate import machine_of
+from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.runtime.executor import ProgramSet
+from passes.ir.checked_arguments import Rule, at_least, each_of
 from passes.ir.errors import ConfigError
 
-__all__ = ["InferenceTable", "SimulatedBatch", "simulate_inference"]
+__all__ = ["INFERENCE_EXAMPLES", "INFERENCE_VALUES", "InferenceTable", "SimulatedBatch", "simulate_inference"]
+
+INFERENCE_VALUES: Mapping[str, Rule] = MappingProxyType(
+    {"batches": each_of(at_least(1)), "prompt": at_least(1), "new_tokens": at_least(1), "cluster": VALUES["cluster"]}
+)
+"""Argument of ``simulate_inference`` -> check of its value."""
+
+INFERENCE_EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "batches": "(1, 8, 64)",
+        "prompt": "512, or leave it out",
+        "new_tokens": "128, or leave it out",
+        "cluster": EXAMPLES["cluster"],
+    }
+)
+"""Argument -> an example of its value, for error messages."""
 
 _HEADINGS = ("batch", "first token", "per token", "latency", "throughput", "peak memory")
 

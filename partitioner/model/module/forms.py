@@ -21,6 +21,7 @@ from partitioner.model.module.modes import Form, session_of_tracing
 from partitioner.model.session import Session, Tracing
 from partitioner.options.precision import check_scaler
 from partitioner.runtime.arguments import BoundInputs, check_shapes
+from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast
 from passes.ir.torch_private import pytree
 
@@ -63,8 +64,23 @@ class Forms:
         if form is not None:
             return form
         if self._fits_signature(args, kwargs):
-            return self._traced(dataclasses.replace(tracing, args=_shapes(args), kwargs=_shapes(dict(kwargs))))
+            return self._traced_for_call(dataclasses.replace(tracing, args=_shapes(args), kwargs=_shapes(dict(kwargs))))
         return self._form(tracing)
+
+    def _traced_for_call(self, tracing: Tracing) -> Form:
+        """Trace the model for a call with other arguments than those of the example.
+
+        Raises:
+            ConfigError: the model cannot be traced with them.
+        """
+        try:
+            return self._traced(tracing)
+        except TraceError as error:
+            raise ConfigError(
+                f"the call passes other arguments than the example, and with these {error.problem}",
+                place=error.place,
+                remedy="pass the arguments of the example; or call the model itself with these, to see whether it takes them",
+            ) from error
 
     def agree_on(self, form: Form) -> None:
         """Raise ConfigError on every rank if others run another form, of other arguments or in another autocast."""

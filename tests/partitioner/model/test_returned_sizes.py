@@ -20,6 +20,7 @@ class Counting(nn.Module):
         return self.last(self.first(x).relu()), x.shape[0], 2 * x.shape[0] + 1
 
 
+@pytest.mark.filterwarnings("ignore:a batch of 7 rows does not divide")
 @pytest.mark.parametrize(
     ("devices", "mode"), [(2, "pipeline"), (2, "data"), (2, "tensor"), (2, "fsdp"), (4, {"data": 2, "pipeline": 2})], ids=str
 )

@@ -125,8 +125,8 @@ def test_all_accelerators_when_there_are_none() -> None:
     assert "pass devices=4" in str(raised.value)
 
 
-def test_owners_of_blocks_are_found_once_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each rank besides, thousands of devices took time in the square of their number."""
+def test_owners_of_blocks_are_found_twice_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tensors and norms of gradients. Once for each rank besides, thousands of devices took time in the square of their number."""
     asked: list[int] = []
 
     def counted(holders: Iterable[tuple[int, Block]]) -> dict[Block, int]:
@@ -135,4 +135,4 @@ def test_owners_of_blocks_are_found_once_a_parameter(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("partitioner.runtime.state.parameters.owners", counted)
     partition(nn.Linear(8, 8), 300, "data", example_inputs=(torch.randn(300, 8),))
-    assert len(asked) == 2
+    assert len(asked) == 4

@@ -81,6 +81,7 @@ def test_more_marks_than_stages_are_refused() -> None:
         partition(Layers((0, 2, 4)), 2, "pipeline", example_inputs=(torch.randn(6, 8),))
 
 
+@pytest.mark.filterwarnings("ignore:a batch of 6 rows does not divide")
 @pytest.mark.parametrize("mode", ["data", "tensor", "auto", {"pipeline": 2, "data": 2}])
 def test_other_modes(mode: Any) -> None:
     """Without stages it says nothing; beside other dimensions it does."""
