@@ -14,7 +14,6 @@ from tests.support.processes.processes import Workers
 CLOSE = 1e-9
 IN_PARTS = {
     "SAM": "SAM may read several elements or parameters at once, and this process has a part of the model",
-    "SAM, declared": "a norm over the gradients of this process is not the norm of the model's gradient",
     "LBFGS": "LBFGS reads all parameters at once, and this process has a part of the model",
 }
 """Tool -> the refusal in a process that has a part of the model; all others are equal there."""
@@ -24,6 +23,7 @@ SOME = [
     "OneCycleLR",
     "ReduceLROnPlateau",
     "average: EMA",
+    "SAM, declared",
     "SAM, declared, with the norm of pm.clip_grad_norm_",
     *IN_PARTS,
 ]
