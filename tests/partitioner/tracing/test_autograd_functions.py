@@ -421,6 +421,7 @@ def test_mixed_precision_is_that_of_autocast(mode: str) -> None:
     torch.testing.assert_close(pm.full_gradients()["weight"], model.weight.grad, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:a batch of .* rows does not divide")
 def test_another_batch_size() -> None:
     torch.manual_seed(0)
     model = Model(product).double()

@@ -231,11 +231,23 @@ def test_states_of_optimizers_go_on(pm: PartitionedModel, make: Make) -> None:
 
 
 def test_an_optimizer_that_keeps_lists() -> None:
-    pm = partition(nn.Linear(4, 3).double(), 2, "data", example_inputs=(X,), progress=False)
-    optimizer = torch.optim.LBFGS(pm.parameters())
-    optimizer.step(lambda: float(pm.train_step(X, target=TARGET, loss_fn=nn.functional.mse_loss)))
-    with pytest.raises(ConfigError, match="LBFGS keeps a list for weight"):
-        pm.full_optimizer_state_dict(optimizer)
+    """L-BFGS keeps lists of directions; a step after loading is that without it."""
+
+    def step(pm: PartitionedModel, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step(lambda: float(pm.train_step(X, target=TARGET, loss_fn=nn.functional.mse_loss)))
+
+    def made() -> tuple[PartitionedModel, torch.optim.Optimizer]:
+        pm = partition(nn.Linear(4, 3).double(), 2, "data", example_inputs=(X,), progress=False)
+        return pm, torch.optim.LBFGS(pm.parameters(), max_iter=4)
+
+    (pm, optimizer), (other, second) = made(), made()
+    step(pm, optimizer)
+    other.load_state_dict(pm.full_state_dict())
+    other.load_optimizer_state_dict(second, copy.deepcopy(pm.full_optimizer_state_dict(optimizer)))
+    for model, each in ((pm, optimizer), (other, second)):
+        model.zero_grad()
+        step(model, each)
+    torch.testing.assert_close(other.full_state_dict(), pm.full_state_dict(), rtol=0, atol=0)
 
 
 def test_an_optimizer_of_other_parameters(pm: PartitionedModel) -> None:
