@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from partitioner.integrations.asked import prepare_libraries
 from partitioner.integrations.entry_point import declare_backend
 from partitioner.integrations.lightning_registry import declare_strategies
-from partitioner.integrations.shadowed_packages import check_shadowed_packages, is_loaded_by_torch
+from partitioner.integrations.shadowed_packages import check_at_import, check_shadowed_packages
 from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-if not is_loaded_by_torch():
-    check_shadowed_packages()
+check_at_import()
 declare_backend()
 WHEN_ASKED_FOR_DEVICE_MAP.append(prepare_libraries)
 declare_strategies()

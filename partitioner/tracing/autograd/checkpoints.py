@@ -15,6 +15,7 @@ STATISTICS_NOTE = (
     "BatchNorm under torch.utils.checkpoint: PyTorch updates its running statistics twice in a training step, forward and when it computes "
     "the region again; the programs update them once. To have the model do so, leave the checkpoint out and pass recompute="
 )
+"""What a partitioned model does otherwise."""
 
 _depth: ContextVar[int] = ContextVar("depth", default=0)
 
