@@ -55,7 +55,7 @@ def beside_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
         sys.modules.pop(name, None)
 
 
-LONG = {"cost-models", "field-guide", "look-at-it", "modes", "planner", "read-a-program", "sweeps", "training"}
+LONG = {"cost-models", "field-guide", "integrations", "look-at-it", "modes", "planner", "read-a-program", "sweeps", "training"}
 """Pages that partition many models."""
 
 RUN = [
