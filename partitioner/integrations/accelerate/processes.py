@@ -2,7 +2,7 @@
 
                       inputs="global": every rank reads every batch     inputs="local", one replica a process
 num_processes         1                                                 as started
-loader                not dealt to processes                            dealt to processes
+loader                not distributed                                   distributed over processes
 scheduler             a step for a step of the optimizer                as many steps as processes, as with DistributedDataParallel
 gather()              the tensor itself, which every rank has           rows of all processes
 process_index         as started: the first process writes files        as started

@@ -37,7 +37,7 @@ __all__ = ["inline_control_flow"]
 aten = torch.ops.aten
 _COND, _SCAN, _MAP = torch.ops.higher_order.cond, torch.ops.higher_order.scan, torch.ops.higher_order.map_impl
 _MOST_STEPS = 256
-"""Of a loop that is written out: a graph of more steps would take minutes to plan."""
+"""Of a loop that is unrolled: a graph of more steps would take minutes to plan."""
 
 
 def inline_control_flow(module: fx.GraphModule) -> None:
