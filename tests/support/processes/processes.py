@@ -132,6 +132,7 @@ class Workers:
             "LOCAL_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_RUN_ID": "none",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
         }
@@ -162,6 +163,7 @@ def serve(descriptor: int) -> None:
     """What a worker does: calls functions until it is told of the last one, or the test is gone."""
     connection: Connection[Any, Any] = Connection(descriptor)
     torch.set_num_threads(1)
+    started_with = dict(os.environ)
     while True:
         try:
             module, name, args, last = connection.recv()
@@ -176,5 +178,8 @@ def serve(descriptor: int) -> None:
         except Exception as error:  # noqa: BLE001  the test decides what may be raised
             traceback.print_exc()
             answer = Answer(error=error)
+        for name in os.environ.keys() - started_with.keys():  # Lightning deletes WORLD_SIZE at the end of a fit, accelerate sets its own
+            del os.environ[name]
+        os.environ.update(started_with)
         # Not connection.send(): torch would pass tensors by shared memory.
         connection.send_bytes(pickle.dumps(answer))
