@@ -22,6 +22,7 @@ from typing import Any
 from torch import fx
 
 from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "coalesce_collectives", "is_held"]
 
@@ -92,7 +93,7 @@ def _largest_bytes(start: fx.Node) -> int:
 
 def is_held(node: Any) -> bool:
     """Return whether a value is a parameter or buffer of the rank, or a view of one."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and len(node.all_input_nodes) == 1:
+    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return isinstance(node, fx.Node) and node.op == "get_attr"
 

@@ -93,7 +93,7 @@ MODES: dict[str, dict[str, Any]] = {
         )
         for function, flags in CASES
         for mode in MODES
-        if (function, mode) != (by_values, "pipeline")
+        if mode != "pipeline" or function not in (by_values, nested)  # all rows of the batch decide or scale
     ],
     ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
 )

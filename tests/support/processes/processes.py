@@ -87,10 +87,12 @@ class Workers:
         return answers
 
     def values(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Call a function on every rank at once; no rank may raise."""
+        """Call a function on every rank at once; no rank may raise. After an error the processes are ended: their group may be broken."""
         answers = self.call(function, *args, timeout=timeout)
         errors = [f"rank {rank}: {answer.error!r}" for rank, answer in enumerate(answers) if answer.error is not None]
-        assert not errors, "\n".join(errors)
+        if errors:
+            self.close()
+            raise AssertionError("\n".join(errors))
         return [answer.value for answer in answers]
 
     def end_with(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Ending]:

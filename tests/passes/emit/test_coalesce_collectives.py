@@ -1,0 +1,37 @@
+"""Which gathers are sent in one message."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from passes.emit.coalesce_collectives import coalesce_collectives
+from passes.ir.comm.primitives import all_gather, wait
+
+
+def gathered(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """Gather a value of 8 bytes a rank over two ranks."""
+    start = graph.call_function(all_gather, ([value], (0,)), {"group": (0, 1)})
+    start.meta["bytes"] = 8
+    return graph.call_function(operator.getitem, (graph.call_function(wait, (start,)), 0))
+
+
+def gathers_of(second: str) -> list[int]:
+    """How many tensors each gather of a program has, whose second gather is of a parameter or of what the first one gave."""
+    graph = fx.Graph()
+    first = gathered(graph, graph.create_node("get_attr", "weight"))
+    source = first if second == "result" else graph.create_node("get_attr", "other")
+    transposed = graph.call_function(torch.ops.aten.t.default, (source,))
+    graph.output((first, gathered(graph, transposed)))
+    coalesce_collectives([graph])
+    return [len(node.args[0]) for node in graph.nodes if node.target is all_gather]
+
+
+def test_parameters_are_gathered_together() -> None:
+    assert gathers_of("parameter") == [2]
+
+
+def test_what_is_made_of_a_gathered_value_is_gathered_after_it() -> None:
+    assert gathers_of("result") == [1, 1]
