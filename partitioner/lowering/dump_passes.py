@@ -3,10 +3,10 @@
     passes/
       phases.txt                     the order, with seconds and nodes
       01_tie_parameters.py ...       the graph after each step of normalization
-      18_shard/rank_0.py             each rank's graph
-      19_split/stage_0.py            the stages of the first pipeline
-      20_differentiate/stage_0_forward.py, stage_0_backward.py
-      22_place/rank_0.py             the program that runs
+      19_shard/rank_0.py             each rank's graph
+      20_split/stage_0.py            the stages of the first pipeline
+      21_differentiate/stage_0_forward.py, stage_0_backward.py
+      23_place/rank_0.py             the program that runs
 
 A phase that changed nothing has a line in ``phases.txt`` and no file.
 """

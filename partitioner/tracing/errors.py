@@ -18,6 +18,7 @@ from partitioner.tracing.inputs.flatten import has_own_rules
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.ir.errors import Place, TraceError
+from passes.normalize.rows.expert_rows import EXPERT_REMEDY, ChosenExpertsError
 
 __all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_sparse", "refuse_unplaceable", "trace_error", "why_fixed"]
 
@@ -119,6 +120,12 @@ _KINDS = (
         _PLAIN_PARTS,
     ),
     _Kind(
+        lambda error: isinstance(error, ChosenExpertsError),
+        "visits the experts that some token chose, and {error}",
+        EXPERT_REMEDY,
+        whatever_size=True,
+    ),
+    _Kind(
         _mentions("device propagation", "found two different devices", "Device Propagation"),
         "mixes devices: {error}",
         "create tensors inside the model on the device of its inputs: torch.arange(n, device=x.device)",
@@ -126,9 +133,9 @@ _KINDS = (
 )
 
 _EXPERTS_REMEDY = (
-    "visit all experts, not only those that some token chose: sort the tokens by expert and multiply them with "
-    "torch.nn.functional.grouped_mm (in bfloat16), as transformers does in every dtype from version 5 on (pip install 'transformers>=5'); "
-    "or let every expert compute every token, and multiply what a token did not choose by zero (examples/mixtral_experts.py)"
+    "loop over the experts as transformers does, token, place = torch.where(mask[expert]), rows = x[token], which is traced; or sort the "
+    "tokens by expert and multiply them with torch.nn.functional.grouped_mm (in bfloat16), as transformers does in every dtype from "
+    "version 5 on; or let every expert compute every token, and multiply what a token did not choose by zero"
 )
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SIZE_REMEDY = (

@@ -22,7 +22,8 @@ from passes.normalize.inline.subgraphs import inline_subgraphs
 from passes.normalize.inline.vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
 from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
-from passes.normalize.row_orders import keep_rows_in_order
+from passes.normalize.rows.expert_rows import erase_expert_rows
+from passes.normalize.rows.row_orders import keep_rows_in_order
 from passes.normalize.symbolic_batch import fix_sizes, number_paddings, pin_squeezes, read_sizes_from_batch
 from passes.normalize.tidy import assign_by_mask, compute_outputs, name_nodes, place_getitems
 from passes.normalize.tied_parameters import tie_parameters
@@ -136,7 +137,7 @@ def _tidy(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     return replace(exported, graph=name_nodes(exported.graph))
 
 
-FUNCTIONAL = ("functionalize", "remove_noise", "row_orders", "draw_order", "tidy")
+FUNCTIONAL = ("functionalize", "remove_noise", "expert_rows", "row_orders", "draw_order", "tidy")
 """The steps after which no call writes memory, except the declared writes of buffers."""
 
 NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
@@ -149,12 +150,14 @@ NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("symbolic_batch", _symbolic_batch),
     Phase("functionalize", _functionalize),
     Phase("remove_noise", _rewriting(lambda exported: remove_noise(exported.graph, exported.without_gradient))),
+    Phase("expert_rows", _rewriting(lambda exported: erase_expert_rows(exported.graph))),
     Phase("row_orders", _rewriting(lambda exported: keep_rows_in_order(exported.graph))),
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )
 """The order: one name for each tensor, operators of control flow inlined, ``vmap`` inlined, casts as calls, subgraphs inlined, lengths
-numbers, sizes read from the batch, no writes, no no-ops, rows in their own order, draws in the order of memory, names."""
+numbers, sizes read from the batch, no writes, no no-ops, no marks around the rows of
+experts, rows in their own order, draws in the order of memory, names."""
 
 _N_FOR_ALL_SIZES = [phase.name for phase in NORMALIZE].index("fix_sizes")
 """The steps in front of ``fix_sizes`` are the same for all sizes."""

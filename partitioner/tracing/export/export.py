@@ -29,6 +29,7 @@ from partitioner.tracing.carried_attributes import (
     refuse_read_tensors,
     set_numbers,
 )
+from partitioner.tracing.export.chosen_experts import export_with_experts, one_expert_for_all
 from partitioner.tracing.export.fast_path import record_fast_paths
 from partitioner.tracing.export.flex_attention import decompose_flex_attention
 from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one, symbol_of
@@ -104,33 +105,36 @@ def export(
         _name_keywords(model, inputs.kwargs)
         if layout is not None and one_size:
             _equate_sizes(model, layout)
-        program = _export(model, inputs, shapes or None)
+        program, of_experts = _export(model, inputs, shapes or None)
         assigned = _assigned_attributes(caught)
         refuse_read_tensors(model, before, assigned, program)
         changed = changed_numbers(before, after)
         if changed:
             set_numbers(model, changed)
-            second_program = _export(model, inputs, shapes or None)
+            second_program, _ = _export(model, inputs, shapes or None)
             refuse_read_numbers(model, tuple(changed), program, second_program)
-    return program, (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths)
+    return program, (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
 
 
-def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> ExportedProgram:
-    """Call ``torch.export``: with repeated modules traced once if possible, else with the model as it is."""
+def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """Call ``torch.export``: with repeated modules traced once if possible, else with the model as it is. Return notes, too."""
 
-    def run() -> ExportedProgram:
-        return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+    def run() -> tuple[ExportedProgram, tuple[str, ...]]:
+        return export_with_experts(
+            model, lambda: torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+        )
 
-    copies = find_copies(model, inputs.args, inputs.kwargs)
+    with one_expert_for_all(model):
+        copies = find_copies(model, inputs.args, inputs.kwargs)
     if not copies:
         return run()
     try:
         with preserve(model), trace_copies_once(model, copies):
-            program = run()
+            program, notes = run()
         write_copies(program, copies)
     except Exception:  # noqa: BLE001  an error of the model itself is raised again by run()
         return run()
-    return program
+    return program, notes
 
 
 def _by_leaf(dimensions: Sequence[tuple[int, int]]) -> dict[int, list[int]]:

@@ -30,11 +30,11 @@ from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY
 from passes.graph.fake_tensors import fake_mode, fake_result, memory_among
-from passes.graph.schemas import bound_arguments, draws, packet, tensor_operands
+from passes.graph.schemas import bound_arguments, draws, packet
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import OpOverload
+from passes.normalize.rows.row_dimension import REDUCED, UNREAD, row_dimension
 from passes.rules.ops.grouped_mm import grouped_mm
-from passes.rules.registry import loops_of
 
 __all__ = ["keep_rows_in_order"]
 
@@ -162,13 +162,13 @@ class _Walk:
             return False
         if node.target is not operator.getitem and (not isinstance(node.target, OpOverload) or draws(node)):
             return False
-        keeps_rows = node.target is operator.getitem or _keeps_rows(node, set(facts))
-        if keeps_rows is None:
+        dimension = 0 if node.target is operator.getitem else row_dimension(node, dict.fromkeys(facts, 0))
+        if dimension not in (0, REDUCED, UNREAD):
             return False
         (sort,) = sorts
         twins = {source: fact.twin for source, fact in facts.items() if isinstance(fact, _Sorted)}
         twin = self._describe(self.graph.node_copy(node, lambda source: twins.get(source, source)), node)
-        return self.learn(node, _Sorted(sort, twin)) if keeps_rows else self.give(node, sort, twin)
+        return self.learn(node, _Sorted(sort, twin)) if dimension == 0 else self.give(node, sort, twin)
 
     # -- calls that make, use or undo the order of a sort --------------------------------------------------------------------------
 
@@ -272,39 +272,6 @@ _KNOWN: Mapping[Any, Callable[[_Walk, fx.Node], bool]] = {
     **dict.fromkeys((aten.index_put, aten.index_add, aten.index_copy, aten.scatter), _Walk.put),
 }
 """Operator -> what becomes of an order in it; the rule decides where that says nothing."""
-
-
-def _keeps_rows(node: fx.Node, rows: set[fx.Node]) -> bool | None:
-    """Return whether the results have the rows of the operands in ``rows`` as their first dimension, or none of them: they are reduced.
-
-    None: rows meet in another way, or no rule says what becomes of them.
-    """
-    loops = loops_of(node)
-    if loops is None:
-        return None
-    of_rows: set[tuple[int, ...]] = set()
-    for index, (operand, dimensions) in enumerate(zip(tensor_operands(node), loops.operands, strict=True)):
-        if operand in rows and index not in loops.unread:
-            of_rows.add(dimensions[0] if dimensions else ())
-    if not of_rows:  # only the type of sorted rows is read, as by ``new_zeros``
-        return False
-    if len(of_rows) != 1 or len(next(iter(of_rows))) != 1:
-        return None
-    (factor,) = of_rows.pop()
-    if loops.factors[factor].reduction == "whole" or any(factor in (window.factor, window.part) for window in loops.windows):
-        return None
-    others = [
-        factor in dimension
-        for operand, dimensions in zip(tensor_operands(node), loops.operands, strict=True)
-        for place, dimension in enumerate(dimensions)
-        if place or operand not in rows
-    ]
-    inside = [factor in dimension for result in loops.results for dimension in result[1:]]
-    first = {bool(result) and result[0] == (factor,) for result in loops.results}
-    anywhere = any(factor in dimension for result in loops.results for dimension in result)
-    if any(others) or any(inside) or len(first) != 1 or (anywhere and first != {True}):
-        return None
-    return anywhere
 
 
 def _n_rows(sort: fx.Node) -> Any:
