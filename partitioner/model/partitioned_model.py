@@ -616,7 +616,7 @@ class PartitionedModel(ModuleInPlan):
 
         Each is contiguous and has memory of its own, also where names are tied, so that ``safetensors.torch.save_file`` saves it.
         """
-        return separated(self._gathered.tensors())
+        return separated(self._gathered.tensors(), (*self.parameters(), *self.buffers()))
 
     @checked_arguments()
     def full_gradients(self) -> dict[str, Tensor | None]:

@@ -58,10 +58,10 @@ class GatheredState:
         return {name: assembled[first] for name, first in first_name_of.items()}
 
 
-def separated(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, contiguous and no two in the same memory (tied parameters), as safetensors wants them."""
+def separated(tensors: Mapping[str, Tensor], held: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, contiguous and each with memory of its own: not that of another (tied parameters), nor of a held one."""
     result: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    seen = {tensor.untyped_storage().data_ptr() for tensor in held}
     for name, tensor in tensors.items():
         tensor = tensor.contiguous()  # noqa: PLW2901
         address = tensor.untyped_storage().data_ptr()

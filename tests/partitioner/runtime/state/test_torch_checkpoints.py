@@ -188,6 +188,19 @@ def test_dtensors_of_one_process(trained: tuple[PartitionedModel, Optimizer, nn.
     pm.load_state_dict({name: tensor / 2 if tensor.is_floating_point() else tensor // 2 for name, tensor in wanted.items()})
 
 
+def test_a_full_state_is_kept_while_training_goes_on(trained: tuple[PartitionedModel, Optimizer, nn.Module, Optimizer]) -> None:
+    state = trained[0].full_state_dict()
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    with torch.no_grad():
+        for parameter in trained[0].parameters():
+            parameter.add_(1.0)
+        again = trained[0].full_state_dict()
+        for parameter in trained[0].parameters():
+            parameter.sub_(1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in again.items())
+
+
 def test_safetensors(trained: tuple[PartitionedModel, Optimizer, nn.Module, Optimizer], tmp_path: Path) -> None:
     """No two entries share memory, tied names neither, and all are contiguous; the model has both otherwise."""
     pm, _, whole, _ = trained
