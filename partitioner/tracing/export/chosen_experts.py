@@ -183,11 +183,10 @@ class _ChosenExperts(TorchFunctionMode):
     def permute(self, func: Any, mask: Any, *dims: Any, **kwargs: Any) -> Any:
         if id(mask) not in self._masks:
             return NotImplemented
-        choice, names = self._masks[id(mask)][1]
         permuted = func(mask, *dims, **kwargs)
-        numbered = torch.empty(tuple(range(len(names))), device="meta")  # the size of a dimension is its place
-        order = func(numbered, *dims, **kwargs).shape
-        self._masks[id(permuted)] = permuted, (choice, tuple(names[place] for place in order))
+        order = kwargs.get("dims", dims[0] if len(dims) == 1 else dims)
+        choice, names = self._masks[id(mask)][1]
+        self._masks[id(permuted)] = permuted, (choice, tuple(names[dim] for dim in order))
         return permuted
 
     def sum(self, func: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -385,9 +384,9 @@ class _ChosenExperts(TorchFunctionMode):
             result = result + (_rows_of_weight(bias).to(result.dtype) if isinstance(bias, WeightOfEach) else bias)
         return self._of_rows(result, (rows,))
 
-    def transpose(self, func: Any, weight: Any, *dims: Any) -> Any:
+    def transpose(self, func: Any, weight: Any, *_: Any) -> Any:
         if not isinstance(weight, WeightOfEach):
-            return self.permute(func, weight, *dims)
+            return NotImplemented
         return WeightOfEach(
             self._compute, weight.choice, weight.stacked, is_transposed=not weight.is_transposed, n_leading=weight.n_leading
         )
