@@ -122,7 +122,6 @@ class _ChosenExperts(TorchFunctionMode):
         self._rows: dict[int, tuple[Tensor, Choice, Tensor]] = {}
         self._sums: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._experts = _alike_members(model)
-        self._sizes: dict[int, int] = {}
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -137,13 +136,15 @@ class _ChosenExperts(TorchFunctionMode):
         Raises:
             ChosenExpertsError: the model has not asked for each of them.
         """
-        found = []
-        for number, choice in enumerate(self._choices):
-            count = self._sizes.get(number) or choice.n_classes or max(choice.visited, default=0) + 1
-            if choice.is_visited and not choice.visited >= set(range(count)):
-                raise ChosenExpertsError(f"visits {len(choice.visited)} of {count} experts")
-            found.append(count)
-        return found if any(choice.is_visited for choice in self._choices) else []
+        visited = [choice for choice in self._choices if choice.is_visited]
+        for choice in visited:
+            if choice.count is None:
+                raise ChosenExpertsError(
+                    "asks for the tokens of each, without alike experts in a ModuleList or weights that are indexed by the expert"
+                )
+            if not choice.visited >= set(range(choice.count)):
+                raise ChosenExpertsError(f"visits {len(choice.visited)} of {choice.count} experts")
+        return [choice.count or 1 for choice in self._choices] if visited else []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func not in _KNOWN and not any(choice.is_visited for choice in self._choices):
@@ -206,7 +207,7 @@ class _ChosenExperts(TorchFunctionMode):
             return self._is_number(total, other)
         if isinstance(total, StandIn):
             return NotImplemented
-        if id(total) not in self._masks or other != 0:
+        if id(total) not in self._masks or not isinstance(other, int) or other != 0:
             return self._equals(func, total, other)
         hit = func(total, other)
         self._masks[id(hit)] = hit, self._masks[id(total)][1]
@@ -323,10 +324,10 @@ class _ChosenExperts(TorchFunctionMode):
 
     def _note_size(self, choice: Choice, count: int) -> None:
         """Note how many experts there are; a mask may have one class more, of tokens that chose none."""
-        number = self._choices.index(choice)
-        known = self._sizes.setdefault(number, count)
-        if known != count or (choice.n_classes is not None and choice.n_classes != count and choice.n_classes != count + 1):
-            raise ChosenExpertsError(f"has {count} weights for {choice.n_classes or known} experts")
+        is_class = choice.n_classes in (None, count, count + 1)
+        if not is_class or choice.count not in (None, count):
+            raise ChosenExpertsError(f"has {count} weights for {choice.count or choice.n_classes} experts")
+        choice.count = count
 
     # -- rows --------------------------------------------------------------------------------------------------------------------------
 
@@ -459,13 +460,13 @@ def _rows_of_pairs(value: Tensor, choice: Choice, by: tuple[str, ...]) -> Tensor
     if by == ("choice", "token"):
         return value.transpose(0, 1).reshape(-1, *rest)
     if by == ("token", "expert") and value.dim() == 2:
-        return value.gather(1, choice.experts).reshape(-1)
+        return value.gather(1, choice.known(choice.experts)).reshape(-1)
     raise ChosenExpertsError(f"indexes a tensor by {' and '.join(by)} of the pairs of tokens and experts")
 
 
 def _sum_of_pairs(rows: Tensor, choice: Choice) -> Tensor:
     """Return the sum over the choices of each token."""
-    ended: Tensor = end_of_expert_rows(rows)
+    ended: Tensor = end_of_expert_rows(choice.without_none(rows))
     return ended.reshape(-1, choice.n_choices, *rows.shape[1:]).sum(1)
 
 
@@ -477,7 +478,7 @@ def _rows_of_weight(weight: WeightOfEach) -> Tensor:
     """
     if weight.stacked.dim() > 2:
         raise ChosenExpertsError("computes with a matrix of each expert other than in a product")
-    rows = weight.stacked[weight.choice.group]
+    rows = weight.stacked[weight.choice.known(weight.choice.group)]
     return rows if rows.dim() == 2 else rows.unsqueeze(1)
 
 

@@ -27,12 +27,14 @@ class Choice:
         experts: their numbers, (tokens, choices).
         traced: the number of the expert that stands for all.
         n_classes: how many experts the mask of the choice tells apart; None if it is made for one expert after the other.
+        count: how many experts have weights; None: not known yet.
         visited: the numbers of the experts whose tokens the model has asked for.
     """
 
     experts: Tensor
     traced: int
     n_classes: int | None
+    count: int | None = None
     visited: set[int] = field(default_factory=set)
 
     def visit(self, number: int | None) -> None:
@@ -49,6 +51,22 @@ class Choice:
         """The expert of each pair of a token and a choice, token by token."""
         group: Tensor = expert_rows(self.experts.reshape(-1))
         return group
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether a pair may be of no expert: a mask of as many classes as there are experts has none of these."""
+        return self.count is None or self.n_classes != self.count
+
+    def known(self, numbers: Tensor) -> Tensor:
+        """Return numbers of experts, with that of some expert for a pair of none."""
+        return numbers.clamp(0, (self.count or 1) - 1) if self.may_be_none else numbers
+
+    def without_none(self, rows: Tensor) -> Tensor:
+        """Return rows of all pairs with zeros for those of no expert, which a loop does not visit."""
+        if not self.may_be_none:
+            return rows
+        is_none = (self.group < 0) | (self.group >= (self.count or 0))
+        return rows.masked_fill(is_none.reshape(-1, *(1,) * (rows.dim() - 1)), 0)
 
     @property
     def n_choices(self) -> int:
