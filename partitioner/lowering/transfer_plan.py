@@ -77,8 +77,8 @@ def stored_as_in(like: StagedCut, before: ModelGraph, after: ModelGraph) -> Stor
         whole: StoredShards = (None,) * len(cut.cut.mesh.names)
         moved.append({placeholder: shards[each] for placeholder, each in same.items() if each in shards})
         for placeholder, stored in moved[-1].items():
-            for dimension, _ in filter(None, stored):
-                if len(cut.axes.of(same[placeholder])[dimension]) != len(axes.of(placeholder)[dimension]):
+            for shard in filter(None, stored):
+                if shard.index_in([axes.sizes[axis] for axis in axes.of(placeholder)[shard.dimension]]) is None:
                     raise _lacks_axis({**after.parameters, **after.buffers}[placeholder])
         moved[-1].update(dict.fromkeys(after.constants, whole))
     return StoredLayouts(tuple(moved))

@@ -14,21 +14,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from partitioner.tracing.inputs.flatten import BatchLayout
 from partitioner.tracing.outputs import add_outputs
-from partitioner.tracing.table_lookups import lookup_beyond_table
+from partitioner.tracing.sizes.names_of_sizes import named_like
+from partitioner.tracing.sizes.table_lookups import lookup_beyond_table
+from partitioner.tracing.sizes.taken_tables import takes_of_weights
 from partitioner.tracing.trace import Opened, Source, open_trace, source_of, trace_source
 from passes.analysis.batch_sizes import OpenSizes
-from passes.graph.lazy_graph_module import gc_paused, rewritten
+from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast, ModelGraph
 
 __all__ = ["TracedModel", "trace_model"]
 
 _OPEN_AT_FIRST, _ALL = ("length",), ("length", "depth", "height", "width")
-"""Kinds of sizes that the first trace leaves open, and all. Each takes time to trace: images of another size get a second trace."""
+"""Kinds of sizes that the first trace leaves open, and all. Each takes time to trace: images of another size get a second trace.
+
+A model that takes a part of its weights by numbers gets it at once: these may be heights (``table[:, :height, :width]``)."""
 
 
 def trace_model(
@@ -55,6 +59,9 @@ class TracedModel:
     def __init__(self, source: Source, graph: ModelGraph, opened: Opened | None) -> None:
         self._source = source
         self._opened, self._is_all_open = opened, False
+        if opened is not None and takes_of_weights(opened.exported.program):
+            graph = self._all_open(opened, graph)
+            opened = self._opened
         layout = source.inputs.batch_layout(0) if opened is None else opened.exported.layout
         symbols = {} if opened is None else opened.exported.open_sizes
         self._names = _unique_names(source.inputs.other_sizes(layout), symbols)
@@ -81,7 +88,7 @@ class TracedModel:
                 place=lookup.place,
                 remedy=f"pass inputs that need at most {lookup.rows} rows of it, or build the model with a larger table",
             )
-        renamed = _renamed_like(graph, self.graph)
+        renamed = named_like(graph, self.graph)
         if renamed is None or not _has_constants_of(graph, self.graph):
             raise ConfigError(
                 f"the model computes with other operations for {_words(sizes)} than for {_words(self.graph.open_sizes)}, which was planned",
@@ -112,6 +119,15 @@ class TracedModel:
         graph = self._opened.assembly.at(numbers)
         assert graph.batch is not None
         return add_outputs(dataclasses.replace(graph, batch_limit=limit), OpenSizes(graph.batch)), ""
+
+    def _all_open(self, opened: Opened, graph: ModelGraph) -> ModelGraph:
+        """Open all sizes at once, and return the graph for those of the inputs, which then says which tables are read by a size."""
+        layout = opened.exported.layout
+        if set(self._source.inputs.other_sizes(layout).values()) <= set(_OPEN_AT_FIRST):
+            return graph
+        self._open_all(layout)
+        assert self._opened is not None
+        return graph if self._opened is opened else dataclasses.replace(self._opened.graph, notes=graph.notes)
 
     def _open_all(self, layout: BatchLayout) -> None:
         """Trace once more with all sizes open; keep the first trace if the model does not allow that."""
@@ -153,35 +169,10 @@ class TracedModel:
         return inputs.args, inputs.kwargs
 
 
-def _renamed_like(graph: ModelGraph, like: ModelGraph) -> ModelGraph | None:
-    """Return a graph with the names of another one that makes the same calls for other sizes; None if it makes other calls.
-
-    Arithmetic on sizes may differ, and with it the numbers in names: ``batch * 7`` is written twice where ``batch * 12`` was once.
-    """
-    own, others = ([node for node in each.graph.nodes if not _is_number(node)] for each in (graph, like))
-    if [(node.op, node.target) for node in own] != [(node.op, node.target) for node in others]:
-        return None
-    names = {node: other.name for node, other in zip(own, others, strict=True)}
-    if all(node.name == name for node, name in names.items()):
-        return graph
-    taken, target, copies = set(names.values()), fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.graph.nodes:
-        name = names.get(node) or (f"{node.name}_of_sizes" if node.name in taken else node.name)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        copies[node] = target.create_node(node.op, node.target, args, kwargs, name=name)
-        copies[node].meta = dict(node.meta)
-    return rewritten(graph, target, {node.name: name for node, name in names.items()})
-
-
 def _has_constants_of(graph: ModelGraph, other: ModelGraph) -> bool:
     """Return whether a graph computes with the constants of another one, whose values ranks hold."""
     pairs = [(value, other.constants.get(name)) for name, value in graph.constants.items()]
     return all(value is held or (held is not None and not value.is_meta and torch.equal(value, held)) for value, held in pairs)
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Return whether a node computes a number from sizes."""
-    return node.op == "call_function" and isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _unique_names(names: Mapping[tuple[int, int], str], symbols: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:

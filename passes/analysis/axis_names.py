@@ -24,7 +24,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import BATCH, SPACE
 
-__all__ = ["axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "head_axes", "short_names", "space_axes"]
+__all__ = ["axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "has_axis", "head_axes", "short_names", "space_axes"]
 
 _BY_ROLE = (
     *((role, role) for role in SPACE),
@@ -172,11 +172,20 @@ def axes_named(wanted: str, names: Sequence[str]) -> tuple[int, ...]:
     Raises:
         ConfigError: there is none.
     """
-    matching = tuple(axis for axis, name in enumerate(names) if wanted in (name, name.partition("[")[0]))
+    matching = tuple(axis for axis, name in enumerate(names) if _matches(wanted, name))
     if not matching:
         known = ", ".join(sorted({name.partition("[")[0] for name in names} - {"rest"}))
         raise ConfigError(f"the model has no axis {wanted!r}", remedy=f"it has {known}")
     return matching
+
+
+def has_axis(wanted: str, names: Sequence[str]) -> bool:
+    """Return whether ``axes_named`` finds axes of a name."""
+    return any(_matches(wanted, name) for name in names)
+
+
+def _matches(wanted: str, name: str) -> bool:
+    return wanted in (name, name.partition("[")[0])
 
 
 def short_names(chosen: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:

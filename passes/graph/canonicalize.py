@@ -32,6 +32,7 @@ from torch import Tensor, fx
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import may_require_gradient
 from passes.graph.schemas import bound_arguments, drops_nothing
+from passes.ir.graph import VARIES
 from passes.ir.torch_private import OpOverload
 
 __all__ = ["remove_dead", "remove_noise", "simplify"]
@@ -138,7 +139,9 @@ def _converts_nothing(node: fx.Node) -> bool:
 
 
 def _slices_everything(node: fx.Node) -> bool:
-    """Return whether a slice goes from the first to the last element in steps of one."""
+    """Return whether a slice goes from the first to the last element in steps of one, for all sizes of the inputs."""
+    if VARIES in node.meta:
+        return False
     bound = bound_arguments(node)
     return bound["start"] in (None, 0) and bound["end"] in (None, _EVERYTHING) and bound["step"] == 1
 

@@ -15,6 +15,7 @@ from passes.ir.torch_private import TreeSpec
 
 __all__ = [
     "SPLITS",
+    "VARIES",
     "Autocast",
     "Combine",
     "Input",
@@ -30,6 +31,10 @@ __all__ = [
 
 SPLITS = "pipe_splits"
 """Where in ``meta`` a node has how many calls of ``torch.distributed.pipelining.pipe_split`` are in front of it, if a model has some."""
+
+VARIES = "varies"
+"""Entry of ``meta`` of a call that takes elements of a dimension of a fixed size, for other sizes of the inputs another number of them:
+``table[:, :length]``. It also stands where these are all: the same call is there for every length."""
 
 Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
 """How the values of one output over microbatches are combined to the value over the whole batch; ``"mixed"``: no way is correct."""

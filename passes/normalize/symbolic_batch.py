@@ -7,7 +7,8 @@ Before (any length):                             After (length 12):
     add = sym_size + 1
     y = aten.arange.default(add)                     y = aten.arange.default(13)
 
-Nothing is run again: shapes and strides of the trace are expressions, in which the numbers are put.
+Nothing is run again: shapes and strides of the trace are expressions, in which the numbers are put. A call that takes an open number of
+elements of a table (``table[:, :length]``) says so in ``meta`` (``VARIES``): it stays a call where the number is that of all of them.
 
 Read every size that depends on the batch from one placeholder.
 
@@ -48,10 +49,11 @@ from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_keys, mutated_arguments
 from passes.graph.fake_tensors import fake_mode
-from passes.graph.schemas import bound_arguments, packet
+from passes.graph.schemas import bound_arguments, packet, tensor_operands
 from passes.graph.symbolic_sizes import emit_size, evaluated, size_of
+from passes.ir.graph import VARIES
 
-__all__ = ["READS", "fix_sizes", "number_paddings", "pin_squeezes", "read_sizes_from_batch"]
+__all__ = ["READS", "TAKING", "fix_sizes", "number_paddings", "pin_squeezes", "read_sizes_from_batch"]
 
 aten = torch.ops.aten
 
@@ -61,6 +63,11 @@ READS = frozenset({aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.in
 
 _CHECKS = frozenset({aten._assert_scalar, aten.sym_constrain_range, aten.sym_constrain_range_for_size})  # noqa: SLF001
 """Operators that check a number, and compute nothing."""
+
+TAKING = frozenset(
+    {aten.slice, aten.narrow, aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.cat, aten.concat}
+)
+"""Operators that take some elements of a dimension, or join dimensions."""
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -96,6 +103,8 @@ def fix_sizes(graph: fx.Graph, batch: fx.Node, symbol: sympy.Symbol, sizes: Mapp
                 arguments = _with_ends(arguments, values.number(node.args[0].meta["val"].shape[node.args[1]]))
             copies[node] = target.create_node(node.op, node.target, arguments, keywords, name=node.name)
             copies[node].meta = dict(node.meta)
+            if values.varies(node):
+                copies[node].meta[VARIES] = True
             if value is not None:
                 copies[node].meta["val"] = fixed = values.of(value)
                 copies[node].meta[OWN_MEMORY] = MemoryOf(fixed, tuple(key for _, key in memory_keys(node)))
@@ -147,6 +156,16 @@ class _FixedValues:
             fixed = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
             self._tensors[key] = fixed.requires_grad_(value.requires_grad)
         return self._tensors[key]
+
+    def varies(self, node: fx.Node) -> bool:
+        """Return whether the call of a node is one for ``VARIES``."""
+        if packet(node.target) not in TAKING or not isinstance(node.meta.get("val"), Tensor | tuple | list):
+            return False
+        bound, tensors = bound_arguments(node), tensor_operands(node)
+        shapes = [tensor.meta["val"].shape for tensor in tensors]
+        are_open = [self._is_open(shape[bound.get("dim", 0)]) for shape in shapes if len(shape) > bound.get("dim", 0) >= -len(shape)]
+        by_size = any(self._is_open(part.meta["val"]) for part in node.all_input_nodes if part not in tensors)
+        return not all(are_open) and (any(are_open) or by_size)
 
     def _is_open(self, size: int | torch.SymInt) -> bool:
         expression = size_of(size)

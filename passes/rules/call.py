@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from passes.graph.schemas import bound_arguments, tensor_parameters
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.graph import VARIES
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.ir.torch_private import OpOverload
 
@@ -44,21 +45,25 @@ class Call:
         operator: the overload that is called.
         values: (parameter, argument) in order; tensors are ``Operand``, symbolic numbers are expressions, lists are tuples.
         outputs: the tensors that it returns.
+        varies: whether other sizes of the inputs change how many elements it takes of a dimension of a fixed size (``VARIES``).
     """
 
     operator: OpOverload
     values: tuple[tuple[str, Any], ...]
     outputs: tuple[TensorSpec, ...]
+    varies: bool = False
 
     @classmethod
-    def numbered(cls, operator: OpOverload, values: Iterable[tuple[str, Any]], outputs: tuple[TensorSpec, ...]) -> Call:
+    def numbered(
+        cls, operator: OpOverload, values: Iterable[tuple[str, Any]], outputs: tuple[TensorSpec, ...], *, varies: bool = False
+    ) -> Call:
         """Return a call whose tensors become operands, numbered in order, also if they are operands of another call."""
         indices = count()
-        return cls(operator, tuple((name, _to_operands(value, indices)) for name, value in values), outputs)
+        return cls(operator, tuple((name, _to_operands(value, indices)) for name, value in values), outputs, varies)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.operator, self.values, self.outputs))
+        return hash((self.operator, self.values, self.outputs, self.varies))
 
     def __hash__(self) -> int:
         return self._hash
@@ -138,7 +143,7 @@ def call_of(node: fx.Node) -> Call | None:
         arguments = [(name, _describe(argument)) for name, argument in bound_arguments(node).items()]
     except _UnknownValueError:
         return None
-    return Call.numbered(node.target, arguments, tuple(_spec(tensor) for tensor in tensors))
+    return Call.numbered(node.target, arguments, tuple(_spec(tensor) for tensor in tensors), varies=VARIES in node.meta)
 
 
 class _UnknownValueError(Exception):

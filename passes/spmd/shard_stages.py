@@ -9,32 +9,78 @@ Each ``CutModel`` is of the whole model; a stage is taken from the one for its s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
 from passes.analysis.axes import Axes
-from passes.analysis.axis_names import axes_named, axis_names
+from passes.analysis.axis_names import axes_named, axis_names, has_axis
 from passes.analysis.merge_axes import find_axes_to_cut
 from passes.ir.comm.halo_strategy import ends_of
-from passes.ir.errors import PartitionError
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import BATCH, Layout, Placement, Replicate, Shard
 from passes.ir.mesh import ROWS, STORED, Mesh, pipelines
 from passes.ir.plan import Plan
+from passes.rules.loops import Size
 from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from passes.spmd.shards import Block
 
-__all__ = ["StagedCut", "StoredLayouts", "StoredShards", "cut_by_plan"]
+__all__ = ["StagedCut", "StoredLayouts", "StoredShard", "StoredShards", "cut_by_plan"]
 
-StoredShards: TypeAlias = tuple[tuple[int, int] | None, ...]
-"""For each mesh dimension, the dimension of a stored tensor that it shards, and the index of the axis in it; None: it shards none."""
+
+@dataclass(frozen=True)
+class StoredShard:
+    """One dimension of a stored tensor, of which each rank has a part: what it has, whatever the axes of a graph are.
+
+        (3 heads head), sharded by heads over 2 ranks        outer 3, size heads, inner head, ranks 2
+
+    Attributes:
+        dimension: of the tensor.
+        outer: the number of blocks that the axes in front of the sharded one make.
+        size: of the sharded axis.
+        inner: the number of elements that each step of it has.
+        ranks: how many share it.
+    """
+
+    dimension: int
+    outer: Size
+    size: Size
+    inner: Size
+    ranks: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size], dimension: int, index: int, ranks: int) -> StoredShard:
+        """Return the shard along one of the axes of a dimension, of these sizes."""
+        return cls(dimension, _product(sizes[:index]), sizes[index], _product(sizes[index + 1 :]), ranks)
+
+    def index_in(self, sizes: Sequence[Size]) -> int | None:
+        """Return the index of the axis, among some of these sizes, by which ranks have the same elements; None if there is none."""
+        others = (StoredShard.of(sizes, self.dimension, index, self.ranks) for index in range(len(sizes)))
+        return next((index for index, other in enumerate(others) if other == self or self._is_evenly(other)), None)
+
+    def _is_evenly(self, other: StoredShard) -> bool:
+        """Return whether another axis begins where this one does and ends there, and even parts of both are the same elements."""
+        if self.outer != other.outer or not isinstance(self.size, int) or not isinstance(other.size, int):
+            return False
+        return self.size * self.inner == other.size * other.inner and self.size % self.ranks == other.size % self.ranks == 0
+
+
+def _product(sizes: Iterable[Size]) -> Size:
+    return functools.reduce(operator.mul, sizes, 1)
+
+
+StoredShards: TypeAlias = tuple[StoredShard | None, ...]
+"""For each mesh dimension, what it shards of a stored tensor; None: nothing."""
 
 
 @dataclass(frozen=True)
 class StoredLayouts:
-    """Layouts of stored tensors in terms of their dimensions: graphs number axes differently, the tensors are the same.
+    """Layouts of stored tensors in terms of their elements: graphs have other axes, in other modes and for other sizes of the inputs.
 
     Attributes:
         of_places: for each pipeline position, parameter, buffer, constant or resident input -> how it is sharded, rows excepted.
@@ -43,24 +89,30 @@ class StoredLayouts:
     of_places: tuple[Mapping[str, StoredShards], ...]
 
     def at(self, place: int, graph: ModelGraph, axes: Axes) -> dict[str, Layout]:
-        """Return the layouts at a pipeline position of those stored tensors that a graph has."""
+        """Return the layouts at a pipeline position of those stored tensors that a graph has.
+
+        Raises:
+            ConfigError: the graph has no axes by which a tensor could be sharded as it is stored.
+        """
         shards = self.of_places[place]
         names = (*graph.parameters, *graph.buffers, *graph.constants, *graph.resident)
-        return {name: tuple(_placement(axes, name, each) for each in shards[name]) for name in names if name in shards}
+        return {name: tuple(_placement(graph, axes, name, each) for each in shards[name]) for name in names if name in shards}
 
 
-def _placement(axes: Axes, name: str, shard: tuple[int, int] | None) -> Placement:
-    """Return the placement of a stored tensor that is sharded along one axis of one dimension."""
+def _placement(graph: ModelGraph, axes: Axes, name: str, shard: StoredShard | None) -> Placement:
+    """Return the placement of a stored tensor in a graph."""
     if shard is None:
         return Replicate()
-    dimension, index = shard
-    of_dimension = axes.of(name)[dimension]
-    if index >= len(of_dimension):
-        raise PartitionError(
-            f"{name} is stored sharded along axis {index} of its dimension {dimension}, where this graph has {len(of_dimension)}",
-            remedy="this is a defect of the axes analysis; please report it with the model",
+    of_dimension = axes.of(name)[shard.dimension]
+    index = shard.index_in([axes.sizes[axis] for axis in of_dimension])
+    if index is None:
+        sizes = ", ".join(f"{name} {size}" for name, size in graph.open_sizes.items())
+        raise ConfigError(
+            f"{ {**graph.parameters, **graph.buffers}.get(name, name) } is stored in parts of its dimension {shard.dimension} that "
+            f"the model does not compute with for {sizes or 'these inputs'}",
+            remedy="partition the model again with example inputs of these sizes, and load pm.full_state_dict() into it",
         )
-    return Shard(of_dimension[index], dimension)
+    return Shard(of_dimension[index], shard.dimension)
 
 
 @dataclass(frozen=True)
@@ -116,10 +168,16 @@ def _stored_shards(model: CutModel) -> dict[str, StoredShards]:
         pairs = zip(layouts.mesh, layouts.results[name][0], strict=True)
         stored[name] = tuple(Replicate() if dimension in model.cut.rows else place for (dimension, _), place in pairs)
 
-    def shard(name: str, place: Placement) -> tuple[int, int] | None:
-        return (place.dimension, axes.of(name)[place.dimension].index(place.axis)) if isinstance(place, Shard) else None
+    def shard(name: str, place: Placement, layout: Layout) -> StoredShard | None:
+        if not isinstance(place, Shard):
+            return None
+        of_dimension = axes.of(name)[place.dimension]
+        sharing = (ranks for (_, ranks), each in zip(model.cut.mesh.dimensions, layout, strict=True) if each == place)
+        return StoredShard.of(
+            [axes.sizes[axis] for axis in of_dimension], place.dimension, of_dimension.index(place.axis), math.prod(sharing)
+        )
 
-    return {name: tuple(shard(name, place) for place in layout) for name, layout in stored.items()}
+    return {name: tuple(shard(name, place, layout) for place in layout) for name, layout in stored.items()}
 
 
 def cut_by_plan(
@@ -142,6 +200,8 @@ def cut_by_plan(
             continue
         assigned: dict[str, tuple[int, ...]] = dict.fromkeys(over.names, ())
         for name, dimension in plan.axes:
+            if not has_axis(name, names) and stored is not None:
+                continue  # the plan is of another trace: a length of one is no axis, and what would be sharded by it is replicated
             if dimension in assigned and (rows or dimension not in ROWS or not name.startswith(BATCH)):
                 assigned[dimension] += axes_named(name, names)
         cut_rows = tuple(name for name in over.names if name in ROWS) if rows else ()

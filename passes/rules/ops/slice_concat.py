@@ -94,6 +94,7 @@ def select(call: Call) -> str:
 def slice_(call: Call) -> str | Loops:
     """A slice of a dimension.
 
+    a table, by an open size       the table is read whole, so that ranks store it alike for every size (``Call.varies``)
     all of it                      the dimension is passed on
     every n-th element             the dimension is ``(dim n!)``: the loop over blocks of n elements is passed on
     whole blocks of equal size     the loop inside of a block is passed on (``_slice_of_blocks``)
@@ -103,6 +104,8 @@ def slice_(call: Call) -> str | Loops:
     size, start, end, step = call.operand("self").shape[dim], call["start"] or 0, call["end"], call["step"]
     beyond_end = isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end >= size))
     to_the_end = end is None or end == size or beyond_end
+    if call.varies:
+        return _uncut(rank, dim)
     if start == 0 and step == 1 and to_the_end:
         line = write([numbered(rank)], [numbered(rank)], _LINEAR)
         symbolic_end = end is not None and not isinstance(end, int)
@@ -111,7 +114,7 @@ def slice_(call: Call) -> str | Loops:
     if integers and 0 <= start < step and to_the_end and size % step == 0:
         return write([_rename_dimension(rank, dim, f"(dim{dim} step!)")], [numbered(rank)], f"step = {step}", _LINEAR)
     if not integers or call.results[0][dim] == 0:
-        return write([numbered(rank, {dim: "!"})], [numbered(rank, {dim: "'!"})], _LINEAR)
+        return _uncut(rank, dim)
     first, stop, _ = slice(start, end).indices(int(size))
     blocks = _slice_of_blocks(call, dim, {"start": first, "end": stop}) if step == 1 else None
     return blocks or sliced(call, dim, first, step, lambda count: {"start": 0, "end": count})
@@ -121,13 +124,20 @@ def narrow(call: Call) -> str | Loops:
     """A slice of a dimension, given by its start and length."""
     shape, start, length = call.operand("self").shape, call["start"], call["length"]
     rank, dim = rank_and_dimension(call)
+    if call.varies:
+        return _uncut(rank, dim)
     if start == 0 and length == shape[dim]:
         line = write([numbered(rank)], [numbered(rank)], _LINEAR)
         return with_localize(line, call, lambda part: {"length": part.results[0][dim]})
     if not isinstance(start, int) or not isinstance(length, int) or start < 0 or length == 0:
-        return write([numbered(rank, {dim: "!"})], [numbered(rank, {dim: "'!"})], _LINEAR)
+        return _uncut(rank, dim)
     blocks = _slice_of_blocks(call, dim, {"start": start, "length": length})
     return blocks or sliced(call, dim, start, 1, lambda count: {"start": 0, "length": count})
+
+
+def _uncut(rank: int, dim: int) -> str:
+    """Return the line of a call that reads a dimension whole, and returns another one."""
+    return write([numbered(rank, {dim: "!"})], [numbered(rank, {dim: "'!"})], _LINEAR)
 
 
 _MAX_BLOCKS = 8
@@ -186,7 +196,7 @@ def split(argument: str | None) -> Callable[[Call], Loops]:
         value = call.get(argument) if argument is not None else None
         needs_equal_pieces = argument is None or (value is not None and not isinstance(value, tuple))
         at_indices = call.get("indices") is not None  # positions in the whole dimension, which a part does not have
-        if needs_equal_pieces and (at_indices or len(set(piece_sizes)) != 1):
+        if call.varies or (needs_equal_pieces and (at_indices or len(set(piece_sizes)) != 1)):
             before, *after = _uncut_terms(dim, rank, 1 + len(call.results))
             clauses = []
         line = write([before], after, *clauses, _LINEAR)
@@ -235,7 +245,8 @@ def cat(call: Call) -> str:
         raise MisfitError("there are no elements")
     rank = len(joined[0].shape)
     dim = dimension(rank, call["dim"])
-    (after, *before), clauses = _block_terms(dim, rank, [call.results[0][dim], *(operand.shape[dim] for operand in joined)])
+    sizes = [call.results[0][dim], *(operand.shape[dim] for operand in joined)]
+    (after, *before), clauses = (_uncut_terms(dim, rank, len(sizes)), []) if call.varies else _block_terms(dim, rank, sizes)
     terms = iter(before)
     return write([next(terms) if operand in joined else ["_"] for operand in call.operands], [after], *clauses, "linear tensors")
 

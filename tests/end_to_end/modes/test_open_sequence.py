@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from partitioner import Plan, partition
 from partitioner.tracing.export import export
 from passes.ir.errors import ConfigError
+from tests.support.running.slow_values import slow
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -63,6 +64,45 @@ class Translator(nn.Module):
         mixed, _ = self.attention(self.token(target), memory, memory, key_padding_mask=mask == 0, need_weights=False)
         logits: Tensor = self.head(mixed)
         return logits
+
+
+TABLE = 16
+
+
+class Sliced(nn.Module):
+    """A decoder whose positions and mask are parts of tables."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, 8), nn.Parameter(torch.randn(1, TABLE, 8))
+        self.register_buffer("mask", torch.ones(TABLE, TABLE, dtype=torch.bool).tril())
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        query, key, value = self.qkv(self.token(tokens) + self.position[:, :length]).chunk(3, -1)
+        scores = (query @ key.transpose(1, 2)).masked_fill(~self.mask[:length, :length], -torch.inf)
+        logits: Tensor = self.head(scores.softmax(-1) @ value)
+        return logits
+
+
+class SlicedImages(nn.Module):
+    """Convolutions between which parts of tables are added and multiplied."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.shift = nn.Parameter(torch.randn(1, 4, TABLE, TABLE))
+        self.register_buffer("scale", torch.randn(TABLE, TABLE))
+
+    def forward(self, image: Tensor) -> Tensor:
+        height, width = image.shape[-2:]
+        result: Tensor = self.second(torch.relu(self.first(image) + self.shift[:, :, :height, :width]) * self.scale[:height, :width])
+        return result
 
 
 def tokens(length: int, rows: int = ROWS) -> Tensor:
@@ -131,6 +171,59 @@ def test_lengths(mode: str | Mapping[str, int], devices: int) -> None:
         assert pm.check(tokens(9))
     assert pm.plan.prediction.sizes == (("length", 12),)
     assert "priced for length 12" in pm.explain()
+
+
+def assert_computes_alike(model: nn.Module, pm: Any, *inputs: Tensor) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(pm(*inputs), model(*inputs), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("planned", [8, *slow(TABLE)])
+def test_tables_are_read_by_length(planned: int) -> None:
+    model = Sliced()
+    pm = partition(model, 2, "sequence", example_inputs=(tokens(planned),))
+    for length in {1, 6, 8, TABLE}:
+        assert_computes_alike(model, pm, tokens(length))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planned", [8, 12, TABLE])
+@pytest.mark.parametrize(("mode", "devices"), [("sequence", 2), ("tensor", 2), ("fsdp", 2), ({"data": 2, "sequence": 2}, 4)])
+def test_tables_that_are_read_by_length_train(mode: str | Mapping[str, int], devices: int, planned: int) -> None:
+    model = Sliced()
+    pm = partition(model, devices, mode, example_inputs=(tokens(planned),))
+    for length in (planned, 1, 4, 6, 8, 10, 15, TABLE):
+        assert_trains_alike(model, pm, (tokens(length),), tokens(length), token_loss)
+    pm.eval()
+    for length in (planned, 4, 6, TABLE):
+        assert_computes_alike(model, pm, tokens(length))
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "planned", "called"),
+    [
+        ("tile", 2, (8, 8), [(16, 12)]),
+        ({"tile": (2, 2)}, 4, (TABLE, TABLE), [(8, 6)]),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("tile", 2, (8, 6), [(TABLE, TABLE), (4, 8), (7, 9)]),
+                ("tile", 2, (8, TABLE), [(TABLE, 8), (7, 9)]),
+                ({"tile": (2, 2)}, 4, (8, 8), [(TABLE, TABLE), (6, 8)]),
+                ({"data": 2, "tile": 2}, 4, (TABLE, TABLE), [(8, 8), (7, 9)]),
+                ("fsdp", 2, (8, TABLE), [(TABLE, TABLE), (7, 9)]),
+            )
+        ),
+    ],
+)
+def test_tables_are_read_by_height_and_width(mode: Any, devices: int, planned: tuple[int, int], called: list[tuple[int, int]]) -> None:
+    model = SlicedImages()
+    pm = partition(model, devices, mode, example_inputs=(torch.randn(2, 3, *planned),))
+    for size in called:
+        assert_computes_alike(model, pm, torch.randn(2, 3, *size))
+    size = called[-1]
+    if len(called) > 1:
+        assert_trains_alike(model, pm, (torch.randn(2, 3, *size),), torch.randn(2, 2, *size), F.mse_loss)
 
 
 def test_a_length_beyond_the_table_of_positions_is_refused() -> None:
