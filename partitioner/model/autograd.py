@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +16,15 @@ from partitioner.model.calls import Calls
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.base import Runtime
+from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.hooks import has_hooks
 from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
-from passes.ir.errors import ConfigError
-from passes.ir.torch_private import will_run
+from passes.ir.errors import ConfigError, first_few
+from passes.ir.torch_private import tree_leaves, version_of, will_run
 
-__all__ = ["backward_of_inputs", "outside_inference_mode", "tracked_forward"]
+__all__ = ["backward_of_inputs", "outside_inference_mode", "tracked_forward", "tracks_gradients"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 """Returns the outputs, and the saved tensors."""
@@ -78,6 +80,61 @@ def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@dataclass(frozen=True)
+class _Versions:
+    """The versions, at the end of a forward, of the tensors that its backward may read: each write in place counts one up.
+
+    Attributes:
+        named: (placeholder, name for the user, tensor, version) of each input, parameter and buffer.
+        saved: (tensor, version) of each saved tensor; some lie in the memory of an input or a result.
+    """
+
+    named: tuple[tuple[str, str, Tensor, int | None], ...]
+    saved: tuple[tuple[Tensor, int | None], ...]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, str, Tensor]], saved: Any) -> _Versions:
+        """Return the present versions of named tensors, and of those among nested saved values."""
+        tensors = [leaf for leaf in tree_leaves(saved) if isinstance(leaf, Tensor)]
+        return cls(tuple((*each, version_of(each[2])) for each in named), tuple((each, version_of(each)) for each in tensors))
+
+    def changed(self) -> list[tuple[str, str]]:
+        """Return the placeholder and the name of each named tensor that was written to since."""
+        return [(placeholder, name) for placeholder, name, tensor, version in self.named if version_of(tensor) != version]
+
+    def check(self, programs: ProgramSet) -> None:
+        """Check what a backward reads before it runs.
+
+        Raises:
+            ConfigError: something that it reads was written to since the forward.
+        """
+        changed = self.changed()
+        reads = frozenset[str]().union(*(executable.program.reads for executable in programs.executables.values()))
+        names = [name for placeholder, name in changed if placeholder in reads]
+        if any(version_of(tensor) != version for tensor, version in self.saved):
+            is_input = [name for _, name in changed if name.startswith(_INPUT)]
+            names += is_input or ["a result of the call"]
+        if names:
+            changes = first_few(list(dict.fromkeys(names)))
+            raise ConfigError(
+                f"in-place writes to {changes} after the forward of this call: its backward reads the values from before",
+                remedy="call backward() first, then change it (optimizer.step(), load_state_dict(), x.mul_(2)); "
+                "or change a copy: y = pm(x).clone(), pm(x.clone())",
+            )
+
+
+_INPUT = "input "
+"""The beginning of the name of an input in errors."""
+
+
+def tracks_gradients(calls: Calls, inputs: BoundInputs) -> bool:
+    """Whether autograd tracks a call: gradients are on, and an input or a parameter requires one.
+
+    A process that has no part of some parameter cannot know that all are frozen.
+    """
+    return torch.is_grad_enabled() and bool(inputs.requiring_gradient or not calls.are_parameters_frozen)
+
+
 def tracked_forward(
     calls: Calls,
     runtime: Runtime,
@@ -98,22 +155,31 @@ def tracked_forward(
     training = lowering.training(differentiation)
     differentiated = differentiated_outputs(training)
     names = calls.input_gradient_names(differentiation.inputs)
-    shapes: dict[str, torch.Size] = {}
+    metas: dict[str, Tensor] = {}
 
     def forward() -> tuple[tuple[Tensor, ...], Any]:
-        """Run the training forward; return the model's outputs, and the saved tensors of each rank of this process."""
+        """Run the training forward; return the model's outputs, and the saved tensors of each rank of this process with their versions."""
+        before = _Versions.of(calls.named_buffers(), ())
         results = calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
         # Autograd forbids in-place operations on views that a function returns, and Trainer scales a loss in place.
         outputs = tuple(output.clone() if output.dim() == 0 else output for output in results[here][0])
-        shapes.update({name: output.shape for name, output in zip(training.returned, outputs, strict=True)})
-        return outputs, {rank: result[1] for rank, result in results.items()}
+        metas.update({name: torch.empty_like(output, device="meta") for name, output in zip(training.returned, outputs, strict=True)})
+        saved = {rank: result[1] for rank, result in results.items()}
+        own = dict(before.changed())  # of a buffer that the model writes to, the backward reads a saved value
+        named = [each for each in calls.named_tensors(inputs) if each[0] not in own]
+        return outputs, (saved, _Versions.of(named, saved))
 
-    def backward(saved: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def backward(saved_and_versions: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Run the backward, with zeros for outputs without a gradient; return the gradients of this process's inputs."""
         rows, graph = lowering.rows, lowering.graph
+        saved, versions = saved_and_versions
         present = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
-        example = next(iter(present.values()))
-        filled = tuple(present[name].contiguous() if name in present else example.new_zeros(shapes[name]) for name in differentiated)
+        if not present:  # a function behind the call returned None
+            return (None,) * len([name for name in names if name in inputs.tensors])
+        device = next(iter(present.values())).device
+        filled = tuple(
+            present[name].contiguous() if name in present else torch.zeros_like(metas[name], device=device) for name in differentiated
+        )
         extra = {
             rank: {"saved": saved[rank], "output_gradients": rows.output_gradients(graph, differentiated, filled, rank)}
             for rank in runtime.local_ranks
@@ -121,6 +187,8 @@ def tracked_forward(
         wants_parameters = will_run(accumulate) or _named_as_inputs(calls.parameters)
         mode: Gradients = "keep" if in_no_sync or not wants_parameters else accumulation.gradients
         programs = lowering.backward(differentiation, count, frozenset(present), mode)
+        with runtime.failing_together():
+            versions.check(programs)
         with contextlib.nullcontext() if wants_parameters else calls.discarding_gradients():
             input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, inputs, extra)[here])
         return tuple(gradient for name, gradient in zip(names, input_gradients, strict=True) if name in inputs.tensors)
@@ -140,9 +208,16 @@ def _named_as_inputs(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether the backward that runs now is ``backward(inputs=[...])`` with these parameters among the inputs.
 
     Raises:
-        ConfigError: it names some of them: the backward programs add the gradients of all.
+        ConfigError: it names some of them: the backward programs add the gradients of all; or it is ``torch.autograd.grad`` of them.
     """
-    named = [will_run(torch.autograd.graph.get_gradient_edge(parameter).node) for parameter in parameters if parameter.requires_grad]
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
+    try:
+        named = [will_run(node) for node in nodes]
+    except RuntimeError as error:  # autograd.grad captures what would reach a parameter
+        raise ConfigError(
+            "torch.autograd.grad() asks for gradients of parameters: the backward programs of a partitioned model add them to .grad",
+            remedy="call loss.backward() and read .grad; torch.autograd.grad(loss, x) gives gradients of inputs",
+        ) from error
     if any(named) and not all(named):
         raise ConfigError(
             f"backward(inputs=...) names {sum(named)} of {len(named)} parameters, and programs compute the gradients of all",

@@ -167,6 +167,25 @@ class Calls:
         """The parameters of this process, each part of one that is cut."""
         return [parameter for _, parameter in self._state.named_parameters()]
 
+    @property
+    def are_parameters_frozen(self) -> bool:
+        """Whether this process has a part of every parameter, and none requires a gradient."""
+        has_all = all(self._state.stored.get(placeholder) for placeholder in self._graph.parameters)
+        return has_all and not any(parameter.requires_grad for parameter in self.parameters)
+
+    def named_buffers(self) -> list[tuple[str, str, Tensor]]:
+        """Return placeholder, name and tensor of every buffer of this process."""
+        return [each for each in self._named_state() if each[0] in self._graph.buffers]
+
+    def named_tensors(self, inputs: BoundInputs) -> list[tuple[str, str, Tensor]]:
+        """Return placeholder, name in errors and tensor of each input of a call, and of every parameter and buffer of this process."""
+        names = {leaf.placeholder: leaf.name for leaf in self._graph.inputs}
+        return [(key, f"input {names[key]}", tensor) for key, tensor in inputs.tensors.items()] + self._named_state()
+
+    def _named_state(self) -> list[tuple[str, str, Tensor]]:
+        names = {**self._graph.parameters, **self._graph.buffers}
+        return [(key, names[key], tensor) for key, tensors in self._state.originals().items() for tensor in tensors]
+
     def discarding_gradients(self) -> AbstractContextManager[None]:
         """Return a context in which programs add no gradients to parameters."""
         return self._state.gradients.discarding()

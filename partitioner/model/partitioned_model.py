@@ -19,7 +19,7 @@ from cost_models.simulator.result import Simulation
 from cost_models.text_files import write_text
 from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
-from partitioner.model.autograd import backward_of_inputs, outside_inference_mode, tracked_forward
+from partitioner.model.autograd import backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
@@ -123,7 +123,7 @@ class PartitionedModel(ModuleInPlan):
         calls = form.calls
         count, lowering = form.session.lowerings.for_batch(inputs.batch)
         differentiation = lowering.everything(inputs.requiring_gradient)
-        if not (torch.is_grad_enabled() and differentiation.outputs):
+        if not (differentiation.outputs and tracks_gradients(calls, inputs)):
             results = calls.run(lowering, lowering.forward(count), inputs)
             return calls.result(results[self._here], inputs.batch)
         self._check_parameters()

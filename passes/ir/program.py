@@ -55,6 +55,12 @@ class Program:
     def placeholders(self) -> tuple[str, ...]:
         return tuple(node.target for node in self.module.graph.nodes if node.op == "placeholder")
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The arguments, parameters, buffers and constants that it reads, by placeholder name."""
+        own = {node.target for node in self.module.graph.nodes if node.op == "get_attr" or (node.op == "placeholder" and node.users)}
+        return frozenset(own.union(*(module.bound_names for module in self.module.children() if isinstance(module, StageCall))))
+
     def bind(self, state: Mapping[str, Tensor], slots: Mapping[str, GradientSlot]) -> None:
         """Give the modules their parameters, buffers and constants, and the slots of gradients, by placeholder name."""
         for module in self.module.children():

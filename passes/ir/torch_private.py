@@ -63,6 +63,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "use_lazy_graph_module",
+    "version_of",
     "will_run",
 ]
 
@@ -94,6 +95,11 @@ registered_operators = torch._C._dispatch_get_registrations_for_dispatch_key
 
 will_run = torch._C._will_engine_execute_node
 """Whether the backward that runs now will run a node, too: ``torch.autograd.grad(loss, x)`` accumulates nothing in leaves."""
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often the memory of a tensor was written in place: what autograd compares of saved tensors; None in inference mode."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def autograd_dispatch() -> AbstractContextManager[None]:

@@ -140,6 +140,13 @@ class State:
             return {stored.rank: stored.block for stored in self.stored[placeholder]}
         return self.blocks[placeholder]
 
+    def originals(self) -> dict[str, list[Tensor]]:
+        """Return placeholder -> the parameters, or buffers, of this process that hold it; not the copies that follow these."""
+        copies = {id(copy) for _, copy in self._following_buffers}
+        buffers = {placeholder: self._tensors(placeholder).values() for placeholder in self.graph.buffers}
+        originals = {placeholder: [each for each in tensors if id(each) not in copies] for placeholder, tensors in buffers.items()}
+        return originals | {placeholder: [each.parameter for each in stored] for placeholder, stored in self.stored.items()}
+
     def check_names(self) -> None:
         """Raise ConfigError if the original ``state_dict`` has entries other than parameters and buffers."""
         others = [name for name in self.names if not self.knows(name)]

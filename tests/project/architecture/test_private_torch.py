@@ -47,7 +47,9 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
         product.register_hook(lambda _: ran.append(torch_private.will_run(accumulate)))
         torch.autograd.backward(product.sum(), inputs=inputs)
     assert ran == [True, False]
+    view, before = x.detach()[:1], torch_private.version_of(x)
     torch_private.foreach_add_([x], [x.clone()])
+    assert torch_private.version_of(view) == torch_private.version_of(x) != before
     assert x.tolist() == [[2.0] * 3] * 2
     assert [norm.item() for norm in torch_private.foreach_norm([torch.tensor([3.0, 4.0])])] == [5.0]
     assert "aten::linear" in torch_private.registered_operators("AutocastCPU")
