@@ -118,14 +118,13 @@ class PartitionedModel(ModuleInPlan):
             from partitioner.runtime.compiled.opaque_call import opaque_call  # noqa: PLC0415  it imports Dynamo, which only a compiler needs
 
             return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
-        form_of_call, inputs = self._bind(args, kwargs)
+        form_of_call, inputs = self._bind(args, kwargs, tracked=torch.is_grad_enabled())
         form = at_sizes(form_of_call, inputs)
         calls = form.calls
         count, lowering = form.session.lowerings.for_batch(inputs.batch)
         differentiation = lowering.everything(inputs.requiring_gradient)
         if not (differentiation.outputs and tracks_gradients(calls, inputs)):
-            results = calls.run(lowering, lowering.forward(count), inputs)
-            return calls.result(results[self._here], inputs.batch)
+            return calls.result(calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
         self._check_parameters()
         outputs = tracked_forward(calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
         return calls.result(outputs, inputs.batch)
@@ -166,7 +165,7 @@ class PartitionedModel(ModuleInPlan):
         refuse_hooks(self, "train_step()")
         check_loss(loss_fn, loss_reduction)
         self._check_parameters()
-        form_of_call, inputs = self._bind(args, kwargs)
+        form_of_call, inputs = self._bind(args, kwargs, tracked=True)
         form_of_sizes = at_sizes(form_of_call, inputs)
         lowering_for = form_of_sizes.session.lowerings.for_batch
         prepared = form_of_sizes.losses.prepare(inputs, target, loss_fn, loss_reduction, lowering_for)
@@ -220,7 +219,7 @@ class PartitionedModel(ModuleInPlan):
         self._freezing.check()
         refuse_parameter_hooks(self._session.state.stored_parameters(), in_no_sync=self._accumulation.holds)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Form, BoundInputs]:
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, tracked: bool) -> tuple[Form, BoundInputs]:
         """Return the form that serves a call, and its inputs, after bringing the parameters up to date."""
         check_values(self._first.state)
         refuse_global_hooks()
@@ -228,7 +227,8 @@ class PartitionedModel(ModuleInPlan):
         form = self._forms.of_call(modes_of(self), args, kwargs)
         form.session.state.refresh()
         self._forms.agree_on(form)
-        return form, form.calls.bind(args, kwargs)
+        inputs = form.calls.bind(args, kwargs)
+        return form.for_gradients(inputs.requiring_gradient, tracked=tracked), inputs
 
     def lowering_for(
         self,

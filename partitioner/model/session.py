@@ -76,6 +76,7 @@ class Tracing:
         inputs: what each process passes.
         dtype: floating-point inputs are converted to it; None: they are not converted.
         structure: the model when it was partitioned.
+        with_gradients: whether gradients were on, as in training.
     """
 
     args: tuple[Any, ...] | None
@@ -85,6 +86,7 @@ class Tracing:
     inputs: Inputs
     dtype: torch.dtype | None
     structure: Structure
+    with_gradients: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,6 +82,7 @@ class Assembly:
             training=self._training,
             autocast=exported.inputs.autocast,
             notes=(*exported.notes, *self._merged, *normal.notes),
+            gradient_questions=exported.gradient_questions,
         )
 
 

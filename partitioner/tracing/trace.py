@@ -64,6 +64,8 @@ def trace(
     training: bool | None = None,
     batch_size: int | None = None,
     autocast: Autocast | None = None,
+    *,
+    with_gradients: bool = True,
 ) -> ModelGraph:
     """Trace a model into one graph. The model is not changed, and tracing computes nothing.
 
@@ -73,12 +75,14 @@ def trace(
         training: trace as ``model.train(training)`` would compute; None keeps the mode of every module.
         batch_size: trace for this batch size alone, even where the model allows any.
         autocast: the mixed precision to trace in; what the caller is in does not matter.
+        with_gradients: trace with gradients on, as in training; off as under ``torch.no_grad()``. That of the caller does not matter.
 
     Raises:
         TraceError: the model cannot be made one graph.
         ConfigError: the inputs do not fit, or there are none and none can be found.
     """
-    return trace_source(source_of(model, example_inputs, example_kwargs, training, autocast), batch_size)[0]
+    source = source_of(model, example_inputs, example_kwargs, training, autocast, with_gradients=with_gradients)
+    return trace_source(source, batch_size)[0]
 
 
 def source_of(
@@ -87,6 +91,8 @@ def source_of(
     example_kwargs: Mapping[str, Any] | None,
     training: bool | None,
     autocast: Autocast | None,
+    *,
+    with_gradients: bool = True,
 ) -> Source:
     """Check a model and the inputs of a call before they are traced; see ``trace``."""
     refuse_unplaceable(model)
@@ -95,7 +101,12 @@ def source_of(
     if is_found:
         example_inputs, example_kwargs = find_example_inputs(model)
     inputs = flatten_inputs(model, example_inputs or (), example_kwargs or {}).on_device_of(model)
-    return Source(model, dataclasses.replace(inputs, autocast=autocast), model.training if training is None else training, is_found)
+    return Source(
+        model,
+        dataclasses.replace(inputs, autocast=autocast, with_gradients=with_gradients),
+        model.training if training is None else training,
+        is_found,
+    )
 
 
 @gc_paused()

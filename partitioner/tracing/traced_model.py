@@ -41,9 +41,11 @@ def trace_model(
     example_kwargs: Mapping[str, Any] | None = None,
     training: bool | None = None,
     autocast: Autocast | None = None,
+    *,
+    with_gradients: bool = True,
 ) -> TracedModel:
     """Trace a model with all sizes open that it may take in any number; the arguments are those of ``trace``."""
-    source = source_of(model, example_inputs, example_kwargs, training, autocast)
+    source = source_of(model, example_inputs, example_kwargs, training, autocast, with_gradients=with_gradients)
     return TracedModel(source, *trace_source(source, open_sizes=_OPEN_AT_FIRST))
 
 

@@ -195,6 +195,7 @@ class ModelGraph:
             statistics of batch normalisation are not among them.
         autocast: the mixed precision that the loss is computed in; casts inside of the model are nodes of the graph.
         part: which part of the model this is, for a graph that ``passes.spmd.localize`` wrote.
+        gradient_questions: what code of the model asked of autograd's state, which a call may have otherwise: ``torch.is_grad_enabled()``.
         for_sizes: gives the graphs of the model for other sizes of its inputs; None: it serves these sizes alone.
     """
 
@@ -218,6 +219,7 @@ class ModelGraph:
     part: Part = Part()
     digest: str | None = None
     batch_limit: int | None = None
+    gradient_questions: tuple[str, ...] = ()
     for_sizes: SizedGraphs | None = field(default=None, compare=False, repr=False)
 
     def serves(self, batch: int) -> bool:

@@ -219,7 +219,8 @@ def trace_cached_forward(
     mask = torch.ones(batch, length, dtype=torch.long, device=device)
     cache = [tuple(each.empty(batch, length, device) for each in layer) for layer in layers]
     example = (ids, mask, ids.clone(), torch.arange(chunk, device=device), torch.zeros(1, dtype=torch.long, device=device), cache)
-    graph = trace(_with_cache_inputs(model, range(len(layers))), example, None, training=False, batch_size=rows, autocast=autocast)
+    cached = _with_cache_inputs(model, range(len(layers)))
+    graph = trace(cached, example, None, training=False, batch_size=rows, autocast=autocast, with_gradients=False)
     return _with_resident_caches(model, graph)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -27,19 +28,26 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.broadcast_values import broadcast_values
 from partitioner.runtime.state.hooks import TensorHooks
 from partitioner.runtime.state.parameters import State, materialize, state_of_trace
+from partitioner.tracing.autograd.hooks import GRADIENTS_ON
 from partitioner.tracing.export.export import TRACING
+from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.restore import preserve
 from partitioner.tracing.trace import trace
 from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
 from passes.graph.lazy_graph_module import gc_paused
+from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
+from passes.ir.torch_private import tree_flatten, tree_leaves, tree_unflatten
 from passes.normalize.specialize_batch import fixed_for
 from passes.spmd.shard_stages import StagedCut, StoredLayouts
 
 __all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_of_trace", "session_of_tracing", "traced"]
 
+
+_GradientState = tuple[bool, frozenset[str]]
+"""Whether gradients are on, and the placeholders of the inputs that require one."""
 
 _SIZES_KEPT = 32
 """Sizes of inputs, besides the planned ones, whose programs are kept."""
@@ -55,6 +63,7 @@ class Form:
         losses: what was proved of loss functions.
         last_step: the last training step in these modes; None: there was none.
         of_sizes: the forms for sizes of the inputs that were not planned, least recently used first.
+        of_gradients: the forms for other states of autograd, see ``for_gradients``.
     """
 
     session: Session
@@ -62,12 +71,41 @@ class Form:
     losses: Losses
     last_step: LastStep | None = None
     of_sizes: OrderedDict[tuple[int, ...], Form] = dataclasses.field(default_factory=OrderedDict)
+    of_gradients: dict[_GradientState, Form] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, session: Session) -> Form:
         """Return the form of a session."""
         calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.dtype)
         return cls(session, calls, Losses(session.runtime, session.graph))
+
+    def for_gradients(self, requiring: frozenset[str], *, tracked: bool) -> Form:
+        """Return the form for a call with gradients on or off: of a model whose code asks for that, another trace.
+
+        Every rank must call it.
+
+        Args:
+            requiring: placeholders of the inputs that require a gradient.
+            tracked: whether gradients are on.
+
+        Raises:
+            ConfigError: the model asks which tensors require gradients, and a parameter was frozen since.
+        """
+        session = self.session
+        if not session.graph.gradient_questions:
+            return self
+        _refuse_frozen(session, tracked=tracked)
+        state = (tracked, requiring)
+        if state == (session.tracing.with_gradients, _requiring_in_trace(session)):
+            return self
+        if state not in self.of_gradients:
+            with session.runtime.failing_together():
+                args, kwargs = _with_requiring(session, requiring)
+                tracing = dataclasses.replace(session.tracing, args=args, kwargs=kwargs, with_gradients=tracked)
+                other = session_of_tracing(session, tracing)
+            is_equal = not session.graph.constants and graph_digest(other.graph) == graph_digest(session.graph)
+            self.of_gradients[state] = self if is_equal else Form.of(other)
+        return self.of_gradients[state]
 
     def at(self, sizes: Mapping[str, int]) -> Form:
         """Return the form for sizes of the inputs besides the batch, by name, made when they first come; the last ones are kept.
@@ -85,6 +123,43 @@ class Form:
                 self.of_sizes.popitem(last=False)
         self.of_sizes.move_to_end(key)
         return self.of_sizes[key]
+
+
+def _example(session: Session) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the arguments that a model was traced with."""
+    tracing = session.tracing
+    if tracing.args is None and tracing.kwargs is None:
+        return find_example_inputs(session.original)
+    return tracing.args or (), tracing.kwargs or {}
+
+
+def _requiring_in_trace(session: Session) -> frozenset[str]:
+    """Return the placeholders of the inputs that required a gradient in the example."""
+    pairs = zip(session.graph.inputs, tree_leaves(_example(session)), strict=True)
+    return frozenset(leaf.placeholder for leaf, value in pairs if leaf.placeholder is not None and value.requires_grad)
+
+
+def _with_requiring(session: Session, requiring: frozenset[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the example with gradients required of these placeholders alone."""
+    values, tree = tree_flatten(_example(session))
+    leaves = [
+        value if leaf.placeholder is None else value.detach().requires_grad_(leaf.placeholder in requiring)
+        for leaf, value in zip(session.graph.inputs, values, strict=True)
+    ]
+    args, kwargs = tree_unflatten(leaves, tree)
+    return tuple(args), dict(kwargs)
+
+
+def _refuse_frozen(session: Session, *, tracked: bool) -> None:
+    """Raise ConfigError where code of the model asks which tensors require gradients, and another parameter does than in the trace."""
+    questions = [question for question in session.graph.gradient_questions if question != GRADIENTS_ON]
+    trains = session.tracing.structure.trains
+    frozen = [name for name, parameter in session.state.named_parameters() if trains(name) and not parameter.requires_grad]
+    if tracked and questions and frozen:
+        raise ConfigError(
+            f"{first_few(frozen)} was frozen after the model was partitioned, and its forward asks for {questions[0]} of its tensors",
+            remedy="freeze the parameters of the model, and partition it again",
+        )
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:
@@ -129,9 +204,10 @@ def _in_modes(model: nn.Module, tracing: Tracing) -> Iterator[None]:
 def traced(model: nn.Module, tracing: Tracing, rows: int | None = None) -> ModelGraph:
     """Trace a model in given modes, for a number of rows or as the example has them."""
     with _in_modes(model, tracing):
+        call, mode = (model, tracing.args, tracing.kwargs, None), tracing.with_gradients
         if rows is None:
-            return trace_model(model, tracing.args, tracing.kwargs, None, tracing.autocast).graph
-        return trace(model, tracing.args, tracing.kwargs, None, rows, tracing.autocast)
+            return trace_model(*call, tracing.autocast, with_gradients=mode).graph
+        return trace(*call, rows, tracing.autocast, with_gradients=mode)
 
 
 @gc_paused()

@@ -44,6 +44,7 @@ class Exported:
         open_sizes: the other open sizes: (leaf, dimension) -> its symbol.
         sizes: each of these symbols -> its size in the inputs.
         assumed: what the program assumes of open sizes; None without any.
+        gradient_questions: what code of the model asked of autograd's state.
     """
 
     program: ExportedProgram
@@ -55,6 +56,7 @@ class Exported:
     open_sizes: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     assumed: Assumptions | None = None
+    gradient_questions: tuple[str, ...] = ()
 
 
 def export_open(
@@ -124,7 +126,7 @@ def _try_layout(
         The program, with the leaves that stayed open as its layout.
     """
     try:
-        program, notes = export(model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others)
+        program, notes, questions = export(model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others)
     except Exception as error:
         if not may_fail and not depends_on_sizes(error):
             raise trace_error(model, error) from error
@@ -137,7 +139,15 @@ def _try_layout(
     sizes = {symbol: inputs.leaves[leaf].shape[dimension] for (leaf, dimension), symbol in found.items() if symbol != batch}
     open_sizes = {pair: symbol for pair, symbol in found.items() if symbol in sizes}
     return Exported(
-        program, inputs, open_layout, batch, notes, open_sizes=open_sizes, sizes=sizes, assumed=assumptions_of(program, open_layout)
+        program,
+        inputs,
+        open_layout,
+        batch,
+        notes,
+        open_sizes=open_sizes,
+        sizes=sizes,
+        assumed=assumptions_of(program, open_layout),
+        gradient_questions=questions,
     )
 
 
@@ -151,13 +161,13 @@ def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: 
     for candidate in (layout, *layout.smaller_layouts()):
         resized = inputs.with_batch(size, candidate)
         try:
-            program, notes = export(model, resized, training)
+            program, notes, questions = export(model, resized, training)
         except Exception as error:  # noqa: BLE001  torch.export raises every kind
             first_error = first_error or error
             if size == layout.size or not depends_on_sizes(error):
                 break
         else:
-            return Exported(program, resized, BatchLayout(size, candidate.dimensions), None, notes)
+            return Exported(program, resized, BatchLayout(size, candidate.dimensions), None, notes, gradient_questions=questions)
     assert first_error is not None
     raise trace_error(model, first_error) from first_error
 

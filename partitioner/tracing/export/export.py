@@ -56,7 +56,7 @@ def export(
     *,
     one_size: bool = True,
     others: Sequence[tuple[int, int]] = (),
-) -> tuple[ExportedProgram, tuple[str, ...]]:
+) -> tuple[ExportedProgram, tuple[str, ...], tuple[str, ...]]:
     """Export a model in training IR: composite operations, parameters lifted to placeholders.
 
     Args:
@@ -67,7 +67,7 @@ def export(
         others: further dimensions, pairs (leaf, dimension), whose sizes are left open, each by itself.
 
     Returns:
-        The program, and notes for the user, one sentence each.
+        The program; notes for the user, one sentence each; and what code of the model asked of autograd's state.
 
     Raises:
         CustomFunctionError: the model applies a custom autograd function, where gradients flow, that has no graph.
@@ -83,15 +83,15 @@ def export(
         comparisons = stack.enter_context(record_comparisons_with_one())
         of_statistics = stack.enter_context(record_statistics_in_checkpoints())
         of_fast_paths = stack.enter_context(record_fast_paths())
+        questions = stack.enter_context(keep_autograd_out())
         for context in (
             TRACING,
             torch.inference_mode(mode=False),
-            torch.enable_grad(),
+            torch.set_grad_enabled(inputs.with_gradients),
             traced_in(inputs.autocast),
             autocast_as_cpu(inputs.autocast),
             meta_as_cpu(inputs.autocast),
             keep_custom_functions(),
-            keep_autograd_out(),
             decompose_flex_attention(),
             ConstantRandomComparisons(),
             preserve(model),
@@ -113,7 +113,8 @@ def export(
             set_numbers(model, changed)
             second_program, _ = _export(model, inputs, shapes or None)
             refuse_read_numbers(model, tuple(changed), program, second_program)
-    return program, (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
+    notes = (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
+    return program, notes, tuple(sorted(questions))
 
 
 def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[ExportedProgram, tuple[str, ...]]:

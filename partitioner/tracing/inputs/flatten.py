@@ -33,12 +33,14 @@ class ModelInputs:
         names: for each leaf, its name as a user would say it: ``"input_ids"``, ``"args[0]"``, ``"mask['key']"``.
         tree: the structure of ``(args, kwargs)``.
         autocast: the mixed precision around the call.
+        with_gradients: whether the call is made with gradients on.
     """
 
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     tree: TreeSpec
     autocast: Autocast | None = None
+    with_gradients: bool = True
 
     @property
     def args(self) -> tuple[Any, ...]:

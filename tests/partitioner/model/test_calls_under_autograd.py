@@ -176,3 +176,56 @@ def test_a_call_without_gradients_is_not_tracked() -> None:
     assert not pm(X).requires_grad
     assert pm(X.clone().requires_grad_()).requires_grad
     assert_same(lambda module: module.requires_grad_(False)(X))
+
+
+# -- questions that the model asks of autograd --------------------------------------------------------------------------------------------
+
+
+class Asking(nn.Module):
+    """Doubles what it computes where gradients are on, or a tensor requires one."""
+
+    def __init__(self, asks: Callable[[Tensor, Tensor], bool]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(2 * y if self.asks(x, y) else y)
+
+
+def mode_of_gradients(_x: Tensor, _y: Tensor) -> bool:
+    return torch.is_grad_enabled()
+
+
+def hidden(_x: Tensor, y: Tensor) -> bool:
+    return y.requires_grad
+
+
+def given(x: Tensor, _y: Tensor) -> bool:
+    return x.requires_grad
+
+
+@pytest.mark.parametrize("mode", ["pipeline", *slow("data")])
+@pytest.mark.parametrize("asks", [mode_of_gradients, hidden, given])
+def test_what_a_model_asks_of_autograd_is_answered_as_in_the_call(asks: Callable[[Tensor, Tensor], bool], mode: str) -> None:
+    reference = Asking(asks)
+    pm = parts(copy.deepcopy(reference), mode)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            torch.testing.assert_close(pm(X), reference(X), rtol=1e-12, atol=1e-12)
+    for x in (X, X.clone().requires_grad_(), X):
+        torch.testing.assert_close(pm(x), reference(x), rtol=1e-12, atol=1e-12)
+        loss = pm.train_step(x, target=X[:, :3], loss_fn=nn.functional.mse_loss)
+        expected = nn.functional.mse_loss(reference(x), X[:, :3])
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(pm), gradients(reference), rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_that_asks_for_gradients_is_refused_when_parameters_are_frozen_later() -> None:
+    pm = parts(Asking(hidden))
+    dict(pm.named_parameters())["first.weight"].requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"first\.weight was frozen .* asks for Tensor\.requires_grad"):
+        pm(X)

@@ -136,6 +136,28 @@ def returns_an_object(x: Tensor) -> Any:
     return re.compile("x"), object(), x
 
 
+def hooks_a_node(x: Tensor) -> Tensor:
+    y = x * WEIGHT.detach()
+    if y.grad_fn is not None:
+        y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+    return y
+
+
+def hooks_several(x: Tensor) -> Tensor:
+    torch.autograd.graph.register_multi_grad_hook((x,), lambda _: None)
+    return x
+
+
+def keeps_gradients(x: Tensor) -> Tensor:
+    x.retain_grad()
+    return x
+
+
+def hooks_a_leaf(x: Tensor) -> Tensor:
+    WEIGHT.register_post_accumulate_grad_hook(lambda _: None)
+    return x
+
+
 def connectionist_loss(x: Tensor) -> Tensor:
     labels, sizes = torch.ones(2, 2, dtype=torch.int64), torch.tensor([3, 3])
     return nn.functional.ctc_loss(x.reshape(3, 2, 4).log_softmax(-1), labels, sizes, sizes - 1)
@@ -161,6 +183,10 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     scaled_to_a_number: ("Scaled, which returns something other than tensors", "torch.library"),
     differentiates: ("torch.func.grad", "outside of the model"),
     conditional: ("a branch of torch.cond draws random numbers", "outside of torch.cond"),
+    hooks_a_node: ("reads the node of autograd that computed a tensor, for its hooks (grad_fn)", "torch.autograd.Function"),
+    hooks_several: ("sets a hook on a tensor (register_multi_grad_hook)", "torch.autograd.Function"),
+    keeps_gradients: ("keeps the gradient of a tensor by a hook (retain_grad)", "torch.autograd.grad"),
+    hooks_a_leaf: ("sets a hook on a tensor (register_post_accumulate_grad_hook)", "torch.autograd.Function"),
     connectionist_loss: ("aten._ctc_loss", "outside of the model"),
     correlations: ("aten.equal.default, which reads the values of a tensor", "outside of the model"),
     fails: ("RuntimeError", "call the model itself"),
