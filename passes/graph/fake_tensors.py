@@ -19,11 +19,22 @@ from torch import Tensor, fx
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
 from passes.graph.schemas import argument_form, draws, node_leaves, written_arguments
 from passes.graph.symbolic_sizes import size_of
-from passes.ir.torch_private import enable_python_dispatcher
+from passes.ir.torch_private import enable_python_dispatcher, without_saved_tensors_hooks
 
-__all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result", "memory_among"]
+__all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result", "memory_among", "plain_autograd"]
 
 aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def plain_autograd() -> Iterator[None]:
+    """Hide from a trace, or a trial of a loss, what the user set for the autograd of a call around it.
+
+    Hooks on saved tensors (of a checkpoint around the call) would take fake tensors for those of the call; the detection of anomalies
+    reads the values of gradients, which fake tensors do not have.
+    """
+    with torch.autograd.set_detect_anomaly(mode=False), without_saved_tensors_hooks():
+        yield
 
 
 @contextlib.contextmanager
@@ -33,7 +44,7 @@ def fake_mode(graph: fx.Graph) -> Iterator[None]:
     mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
     # Composite operations written in C++ (aten.pad) read sizes as numbers, which would fix the batch to the size that was traced;
     # the Python dispatcher takes their symbolic decompositions instead.
-    with mode, enable_python_dispatcher():
+    with mode, enable_python_dispatcher(), plain_autograd():
         yield
 
 

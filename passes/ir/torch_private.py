@@ -5,8 +5,8 @@ Nothing else imports from a private module of torch or from ``torch.fx.experimen
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -65,6 +65,7 @@ __all__ = [
     "use_lazy_graph_module",
     "version_of",
     "will_run",
+    "without_saved_tensors_hooks",
 ]
 
 T = TypeVar("T")
@@ -95,6 +96,20 @@ registered_operators = torch._C._dispatch_get_registrations_for_dispatch_key
 
 will_run = torch._C._will_engine_execute_node
 """Whether the backward that runs now will run a node, too: ``torch.autograd.grad(loss, x)`` accumulates nothing in leaves."""
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """While active, autograd calls no hooks on saved tensors that were set around: no public function leaves those that are set."""
+    autograd, hooks = torch._C._autograd, list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]]()
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.tracing.restore import preserve
+from passes.graph.fake_tensors import plain_autograd
 
 __all__ = ["loss_key", "preserve_state"]
 
@@ -87,6 +88,8 @@ def _captured_values(function: types.FunctionType) -> Iterator[tuple[str, object
 def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> Iterator[Callable[[], bool]]:
     """Restore, at the end, what calls of a loss change: attributes, lists, dicts, buffers, closure cells, globals and random states.
 
+    Hooks on saved tensors and the detection of anomalies, which the user set for the step, are off while it is active.
+
     Yields:
         A function that returns whether this state has changed since its last call, or since the beginning.
     """
@@ -104,7 +107,7 @@ def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> 
         return snapshots[-1] != snapshots[-2]
 
     devices = [] if device.type == "cpu" else [device]
-    with preserve(*objects), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    with preserve(*objects), plain_autograd(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
             yield is_changed
         finally:

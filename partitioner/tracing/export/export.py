@@ -39,6 +39,7 @@ from partitioner.tracing.inputs.kv_caches import register_caches
 from partitioner.tracing.repeated.find import find_copies
 from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
+from passes.graph.fake_tensors import plain_autograd
 from passes.ir.torch_private import tree_leaves
 from passes.normalize.autocast.operation_lists import traced_in
 
@@ -91,6 +92,7 @@ def export(
             traced_in(inputs.autocast),
             autocast_as_cpu(inputs.autocast),
             meta_as_cpu(inputs.autocast),
+            plain_autograd(),
             keep_custom_functions(),
             decompose_flex_attention(),
             ConstantRandomComparisons(),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from partitioner import ConfigError, PartitionedModel, partition
 from tests.support.running.slow_values import slow
@@ -229,3 +230,52 @@ def test_a_model_that_asks_for_gradients_is_refused_when_parameters_are_frozen_l
     dict(pm.named_parameters())["first.weight"].requires_grad_(False)
     with pytest.raises(ConfigError, match=r"first\.weight was frozen .* asks for Tensor\.requires_grad"):
         pm(X)
+
+
+# -- what the user sets for autograd around the first call, which traces ------------------------------------------------------------------
+
+
+def under_checkpoint(module: nn.Module) -> list[Tensor | None]:
+    x = X.clone().requires_grad_()
+    y = checkpoint(module, x, use_reentrant=False)
+    y.square().sum().backward()
+    return [y, x.grad]
+
+
+def inside_checkpoint(module: nn.Module) -> list[Tensor | None]:
+    """Operations around the call are recomputed, and the call with them."""
+    x = X.clone().requires_grad_()
+    y = checkpoint(lambda x: (2 * module(x.sin())).cos(), x, use_reentrant=False)
+    y.sum().backward()
+    return [y, x.grad]
+
+
+def offloaded(module: nn.Module) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        y = module(X)
+    y.sum().backward()
+    return y
+
+
+def anomalies_detected(module: nn.Module) -> Tensor:
+    with torch.autograd.set_detect_anomaly(mode=True):
+        y = module(X)
+        y.sum().backward()
+    return y
+
+
+@pytest.mark.parametrize("mode", ["pipeline", *slow("data")])
+@pytest.mark.parametrize("steps", [under_checkpoint, inside_checkpoint, offloaded, anomalies_detected], ids=lambda steps: steps.__name__)
+def test_a_first_call_traces_apart_from_the_autograd_around_it(steps: Callable[[nn.Module], Any], mode: str) -> None:
+    assert_same(steps, mode)
+
+
+@pytest.mark.parametrize("around", [torch.autograd.graph.save_on_cpu, lambda: torch.autograd.set_detect_anomaly(mode=True)])
+def test_a_first_step_traces_apart_from_the_autograd_around_it(around: Callable[[], Any]) -> None:
+    reference, pm = model(), parts(model())
+    with around():
+        loss = pm.train_step(X, target=X[:, :3], loss_fn=nn.functional.mse_loss)
+    expected = nn.functional.mse_loss(reference(X), X[:, :3])
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(pm), gradients(reference), rtol=1e-12, atol=1e-12)

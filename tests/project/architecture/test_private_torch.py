@@ -48,6 +48,18 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
         torch.autograd.backward(product.sum(), inputs=inputs)
     assert ran == [True, False]
     view, before = x.detach()[:1], torch_private.version_of(x)
+    packed: list[torch.Tensor] = []
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        packed.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        with torch_private.without_saved_tensors_hooks():
+            leaf.exp()
+        assert not packed
+        leaf.exp()
+    assert len(packed) == 1
     torch_private.foreach_add_([x], [x.clone()])
     assert torch_private.version_of(view) == torch_private.version_of(x) != before
     assert x.tolist() == [[2.0] * 3] * 2
