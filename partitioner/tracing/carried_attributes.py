@@ -1,90 +1,225 @@
-"""Refuse a forward that reads a number or tensor that an earlier call left in an attribute: a graph has the values of the traced call.
+"""Refuse a forward that reads what an earlier call left in an attribute: a graph has the values of the traced call.
 
-Attributes that are only written (attention weights to inspect, sizes to remember) stay allowed. Buffers are no attributes here: writes to
-them are part of the graph.
+    first trace:   steps = 0 -> 1     from the attributes as they are
+    second trace:  steps = 1 -> 2     from those that the first call left: another graph? then forward reads them
+    (watched)      steps < 10 ?       asked of a number that still changes: then a later call may compute otherwise
+
+Attributes are numbers, texts, None, tensors, and lists, tuples and dicts of these, of all modules. Those that are only written
+(attention weights to inspect, sizes to remember) stay allowed, and tensors that the first call makes of constants alone (tables of
+positions). Buffers are no attributes here: writes to them are part of the graph.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from partitioner.tracing.export.same_computation import same_computation
+from partitioner.tracing.export.watched_values import is_watched_list, watched
 from passes.ir.errors import Place, TraceError
 
-__all__ = ["attributes_of", "changed_numbers", "refuse_read_numbers", "refuse_read_tensors"]
+__all__ = ["CarriedValueError", "attributes_of", "record_left", "refuse_carried_values", "refuse_read_tensors"]
 
 Attributes = Mapping[str, object]
-"""Path of an attribute -> its value: numbers and tensors that are neither parameters nor buffers."""
+"""Path of an attribute, of an item in one, or of a length -> its value; of an object of another kind that is no function, its type."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, Tensor)
+_CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict)
+_MOST = 10_000
+"""Items of a container that are recorded; of a longer one its length alone."""
 
 
 def attributes_of(model: nn.Module) -> Attributes:
-    """Return the attributes of all modules that are numbers or tensors."""
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float) or isinstance(value, Tensor)
-    }
+    """Return the attributes of all modules, by path."""
+    return _by_path(model, {module: vars(module) for module in model.modules()})
+
+
+def _by_path(model: nn.Module, attributes: Mapping[nn.Module, Mapping[str, object]]) -> Attributes:
+    names = {module: path for path, module in model.named_modules()}
+    found: dict[str, object] = {}
+    for module, values in attributes.items():
+        for name, value in values.items() if module in names else ():  # forward may put modules in the place of others
+            if name not in _OF_EVERY_MODULE:
+                _add(_path(names[module], name), value, found, frozenset())
+    return found
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _add(path: str, value: Any, found: dict[str, object], around: frozenset[int]) -> None:
+    """Add what an attribute, or an item of one, holds; ``around``: ids of the containers that it lies in."""
+    if isinstance(value, _PLAIN):
+        found[path] = value
+    elif type(value) in _CONTAINERS and id(value) not in around:
+        items: list[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        found[f"len({path})"] = len(items)
+        for key, item in items if len(items) <= _MOST else ():
+            _add(f"{path}[{key!r}]", item, found, around | {id(value)})
+    elif not callable(value):
+        found[path] = type(value)
+
+
+@dataclasses.dataclass
+class Left:
+    """What the last call of a model left.
+
+    Attributes:
+        attributes: module -> its attributes, containers copied.
+        asked: paths of the watched values that it asked for.
+    """
+
+    attributes: dict[nn.Module, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    asked: frozenset[str] = frozenset()
 
 
 @contextlib.contextmanager
-def record_attributes_after_calls(model: nn.Module) -> Iterator[dict[str, object]]:
-    """While active, record the attributes after the last call of the model, before ``torch.export`` restores them; yield them."""
-    attributes: dict[str, object] = {}
-
-    def record(*_: object) -> None:
-        attributes.clear()
-        attributes.update(attributes_of(model))
-
-    handle = model.register_forward_hook(record)
-    try:
-        yield attributes
-    finally:
-        handle.remove()
-
-
-def changed_numbers(before: Attributes, after: Attributes) -> dict[str, int | float]:
-    """Return attribute -> new value, of the numbers that differ after a call."""
-    number = (int, float)
-    numbers = {path: value for path, value in after.items() if isinstance(value, number) and isinstance(before.get(path), number)}
-    return {path: value for path, value in numbers.items() if before[path] != value}
-
-
-def set_numbers(model: nn.Module, numbers: Mapping[str, int | float]) -> None:
-    """Set attributes by their paths."""
-    for path, value in numbers.items():
-        module_path, _, name = path.rpartition(".")
-        setattr(model.get_submodule(module_path), name, value)
-
-
-def refuse_read_numbers(model: nn.Module, changed: Sequence[str], first: ExportedProgram, second: ExportedProgram) -> None:
-    """Raise TraceError where a second trace, which starts with the changed numbers, gives another graph: the model reads them.
+def record_left(model: nn.Module, asking: set[str] | None = None) -> Iterator[Left]:
+    """While active, record what each call of the model leaves, before ``torch.export`` restores it; yield that of the last one.
 
     Args:
-        changed: paths of the numbers that the first trace has changed.
+        asking: gets the paths of watched values while they are asked for, whoever asks.
     """
-    if first.graph_module.code != second.graph_module.code:
+    left, asking = Left(), set() if asking is None else asking
+
+    def begin(*_: object) -> None:
+        asking.clear()
+
+    def record(*_: object) -> None:
+        left.asked = frozenset(asking)
+        for module in model.modules():
+            own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            left.attributes[module] = {name: _mapped(value, lambda _, leaf: leaf, "", frozenset()) for name, value in own.items()}
+
+    handles = model.register_forward_pre_hook(begin), model.register_forward_hook(record)
+    try:
+        yield left
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _mapped(value: Any, change: Callable[[str, Any], Any], path: str, around: frozenset[int]) -> Any:
+    """Return a copy of a value, with ``change(path, leaf)`` for each leaf, and ``change(path, list)`` for each list, in it."""
+    kind = list if is_watched_list(value) else type(value)
+    if kind not in _CONTAINERS or id(value) in around:
+        return change(path, value)
+    around |= {id(value)}
+    if isinstance(value, dict):
+        items = {key: _mapped(item, change, f"{path}[{key!r}]", around) for key, item in value.items()}
+        return defaultdict(value.default_factory, items) if isinstance(value, defaultdict) else kind(items)
+    sequence = [_mapped(item, change, f"{path}[{index}]", around) for index, item in enumerate(value)]
+    return change(path, sequence) if kind is list else tuple(sequence)
+
+
+def refuse_carried_values(model: nn.Module, before: Attributes, left: Left, export: Callable[[], ExportedProgram]) -> None:
+    """Refuse a model of which a call reads what the call before it has left in attributes. It may change the attributes.
+
+    Args:
+        before: the attributes before the traced call.
+        left: what that call left.
+        export: traces the model from the attributes that it has, which it does not change, with fixed sizes.
+
+    Raises:
+        CarriedValueError: naming the attributes.
+    """
+    if not _changed(before, _by_path(model, left.attributes)):
+        return
+    with record_left(model) as first_left:
+        first = export()
+    after_first = _by_path(model, first_left.attributes)
+    changed = _changed(before, after_first)
+    asking, stand_ins = set[str](), list[Tensor]()
+    _set(model, first_left, before, changed, asking, stand_ins)
+    with record_left(model, asking) as second_left:
+        try:
+            second = export()
+        except Exception as error:
+            raise _error(model, changed) from error
+    if not same_computation(first, second, stand_ins):
         raise _error(model, changed)
+    still = _changed(after_first, _by_path(model, second_left.attributes))
+    if read := [path for path in still if path in second_left.asked]:
+        raise _error(model, read)
 
 
-def refuse_read_tensors(model: nn.Module, before: Attributes, assigned: Sequence[str], program: ExportedProgram) -> None:
-    """Raise TraceError where a graph reads the tensors that were in attributes before forward assigned others.
+def _changed(before: Attributes, after: Attributes) -> list[str]:
+    """Return the paths whose values a call has changed; a tensor in the place of a tensor is none."""
+
+    def differs(old: object, new: object) -> bool:
+        if isinstance(old, Tensor) or isinstance(new, Tensor):
+            return not (isinstance(old, Tensor) and isinstance(new, Tensor))
+        if isinstance(new, torch.SymInt | torch.SymFloat):
+            return old is not new
+        return isinstance(old, bool) != isinstance(new, bool) or bool(old != new)
+
+    paths = dict.fromkeys((*before, *after))
+    return [path for path in paths if path not in before or path not in after or differs(before[path], after[path])]
+
+
+def _set(model: nn.Module, left: Left, before: Attributes, changed: Sequence[str], asking: set[str], stand_ins: list[Tensor]) -> None:
+    """Set the attributes that a call left, with stand-ins of its tensors, and numbers and lists that note when they are asked for.
+
+    Args:
+        before: the attributes before that call.
+        changed: the paths of those that it has changed.
+        asking: gets the paths of changed numbers and lengths when they are asked for.
+        stand_ins: gets the tensors that stand for those that the call computed.
+    """
+    names = {module: path for path, module in model.named_modules()}
+    own = {id(value) for value in before.values() if isinstance(value, Tensor)}
+    device = next((each.device for each in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    paths = set(changed)
+
+    def change(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and id(leaf) not in own:
+            old = before.get(path)
+            if isinstance(old, Tensor):
+                return old
+            stand_ins.append(torch.zeros([int(size) for size in leaf.shape], dtype=leaf.dtype, device=device))
+            return stand_ins[-1]
+        key = f"len({path})" if isinstance(leaf, list) else path
+        return watched(leaf, functools.partial(asking.add, key)) if key in paths else leaf
+
+    for module, values in left.attributes.items():
+        for name, value in values.items() if module in names else ():
+            path = _path(names[module], name)
+            if any(each == path or each.startswith((f"{path}[", f"len({path}")) for each in paths):
+                vars(module)[name] = _mapped(value, change, path, frozenset())
+
+
+def refuse_read_tensors(model: nn.Module, before: Attributes, left: Left, program: ExportedProgram) -> None:
+    """Raise CarriedValueError where a graph reads the tensors that were in attributes before forward assigned others.
 
     Args:
         before: the attributes before the trace.
-        assigned: paths of the attributes that forward assigns.
+        left: what the traced call left.
     """
-    constants = [value for value in program.constants.values() if isinstance(value, Tensor)]
-    read = [name for name in assigned if any(before.get(name) is constant for constant in constants)]
+    constants = {id(value) for value in program.constants.values() if isinstance(value, Tensor)}
+    after = _by_path(model, left.attributes)
+    assigned = [path for path, old in before.items() if isinstance(old, Tensor) and after.get(path) is not old]
+    read = [path for path in assigned if id(before[path]) in constants]
     if read:
         raise _error(model, read)
 
 
-def _error(model: nn.Module, names: Sequence[str]) -> TraceError:
-    return TraceError(
+class CarriedValueError(TraceError):
+    """A call reads what the call before it has left in attributes."""
+
+
+def _error(model: nn.Module, paths: Sequence[str]) -> CarriedValueError:
+    names = list(dict.fromkeys(path.removeprefix("len(").removesuffix(")").partition("[")[0] for path in paths))
+    return CarriedValueError(
         f"{type(model).__name__} changes {', '.join(names)} in its forward and computes with it in the next call, which a graph cannot",
         place=Place(module=names[0].rpartition(".")[0]),
         remedy='keep it in a buffer that forward writes: self.register_buffer("steps", torch.zeros(())), self.steps.add_(1)',

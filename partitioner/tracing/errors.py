@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -268,9 +269,17 @@ def _values_of(node: fx.Node) -> Sequence[Any]:
     return value if isinstance(value, tuple | list) else (value,)
 
 
+_CAUSE = re.compile(r"Explanation: .*\bgot \w+\((['\"])(.*?)(?:\\n|\1\))")
+"""The message of the error behind one of Dynamo, which traces the bodies of loops and branches and calls its own failure first."""
+
+
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error, and that of its cause where the first line is of Dynamo."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    cause, count = _CAUSE.search(str(error)), 2 if lines[0].endswith(":") else 1
+    return " ".join(lines[:count]) + ("" if cause is None else f": {cause[2]}")
 
 
 def _place(model: nn.Module, error: Exception) -> Place:

@@ -13,7 +13,7 @@ __all__ = ["Structure", "preserve"]
 
 @contextlib.contextmanager
 def preserve(*objects: object) -> Iterator[None]:
-    """On exit, restore the attributes of objects (of a model: of all its modules) and the items of lists and dicts, also in attributes."""
+    """On exit, restore the attributes of objects (of a model: of all its modules) and the items of lists and dicts, also nested ones."""
     lists = [(value, _copy(value)) for value in objects if isinstance(value, list | dict)]
     owners: list[object] = []
     for value in objects:
@@ -68,15 +68,22 @@ class Structure:
 
 
 def _contents(owner: object) -> dict[str, tuple[Any, Any]]:
-    """Return attribute -> its value, and a shallow copy of a list or dict."""
+    """Return attribute -> its value, and a copy of a list or dict."""
     return {name: (value, _copy(value)) for name, value in vars(owner).items()}
 
 
-def _copy(value: object) -> Any:
-    """Return a shallow copy of a list or dict; None for other objects."""
-    if isinstance(value, list):
-        return list(value)
-    return dict(value) if isinstance(value, dict) else None
+def _copy(value: object, around: frozenset[int] = frozenset()) -> Any:
+    """Return a shallow copy of a list or dict, and pairs of each list or dict in it and its copy; None for other objects.
+
+    Args:
+        around: ids of the lists and dicts that it lies in, which it may hold in turn.
+    """
+    if not isinstance(value, list | dict) or id(value) in around:
+        return None
+    around |= {id(value)}
+    items = list(value) if isinstance(value, list) else list(value.values())
+    nested = [(item, _copy(item, around)) for item in items if isinstance(item, list | dict)]
+    return (list(value) if isinstance(value, list) else dict(value)), nested
 
 
 def _restore(owner: object, contents: dict[str, tuple[Any, Any]]) -> None:
@@ -90,13 +97,18 @@ def _restore(owner: object, contents: dict[str, tuple[Any, Any]]) -> None:
             attributes[name] = value
 
 
-def _refill(value: object, copy: Any) -> None:
-    """Give a list or dict the items of its copy; do nothing for other objects."""
+def _refill(value: object, copied: Any) -> None:
+    """Give a list or dict, and those in it, the items of its ``_copy``; do nothing for other objects."""
+    if copied is None:
+        return
+    copy, nested = copied
     if isinstance(value, list):
         value[:] = copy
     elif isinstance(value, dict) and not _is_same(value, copy):  # some dicts allow no writing at all
         value.clear()
         value.update(copy)
+    for item, of_item in nested:
+        _refill(item, of_item)
 
 
 def _is_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from partitioner.model.losses.form import LossFunction, fake_tensors, silence_fake_tensor_log
 from partitioner.model.losses.reachable_state import preserve_state
+from partitioner.tracing.carried_attributes import CarriedValueError
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import with_ancestors
@@ -97,6 +98,8 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
             traced = trace(loss, arguments, training=loss.training, autocast=graph.autocast)
         if _changes_state(loss, example_results, pytree.tree_unflatten(example_leaves, tree), device):
             return Proof(None, "it changes what later calls read")
+    except CarriedValueError:
+        return Proof(None, "it changes what later calls read")
     except Exception as error:  # noqa: BLE001  whatever a user's code, or a trace of it, raises: then nothing is proved
         return Proof(None, str(getattr(error, "problem", error)).replace("_Loss", "loss_fn").splitlines()[0])
     for traced_input, leaf in zip(traced.inputs, [*example_results, *example_leaves], strict=False):

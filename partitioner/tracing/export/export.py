@@ -23,11 +23,9 @@ from partitioner.tracing.autograd.functions import keep_custom_functions
 from partitioner.tracing.autograd.hooks import keep_autograd_out
 from partitioner.tracing.carried_attributes import (
     attributes_of,
-    changed_numbers,
-    record_attributes_after_calls,
-    refuse_read_numbers,
+    record_left,
+    refuse_carried_values,
     refuse_read_tensors,
-    set_numbers,
 )
 from partitioner.tracing.export.chosen_experts import export_with_experts, one_expert_for_all
 from partitioner.tracing.export.fast_path import record_fast_paths
@@ -101,20 +99,16 @@ def export(
             stack.enter_context(context)
         caught = stack.enter_context(_silence_torch())
         before = attributes_of(model)
-        after = stack.enter_context(record_attributes_after_calls(model))
         if model.training != training:
             model.train(training)
         _name_keywords(model, inputs.kwargs)
         if layout is not None and one_size:
             _equate_sizes(model, layout)
-        program, of_experts = _export(model, inputs, shapes or None)
+        with record_left(model) as left:
+            program, of_experts = _export(model, inputs, shapes or None)
         assigned = _assigned_attributes(caught)
-        refuse_read_tensors(model, before, assigned, program)
-        changed = changed_numbers(before, after)
-        if changed:
-            set_numbers(model, changed)
-            second_program, _ = _export(model, inputs, shapes or None)
-            refuse_read_numbers(model, tuple(changed), program, second_program)
+        refuse_read_tensors(model, before, left, program)
+        refuse_carried_values(model, before, left, lambda: _export(model, inputs, None)[0])
     notes = (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
     return program, notes, tuple(sorted(questions))
 
@@ -129,15 +123,15 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[Exporte
 
     with one_expert_for_all(model):
         copies = find_copies(model, inputs.args, inputs.kwargs)
-    if not copies:
+    if copies:
+        # An error of the model itself is raised again.
+        with contextlib.suppress(Exception):
+            with preserve(model), trace_copies_once(model, copies):
+                program, notes = run()
+            write_copies(program, copies)
+            return program, notes
+    with preserve(model):
         return run()
-    try:
-        with preserve(model), trace_copies_once(model, copies):
-            program, notes = run()
-        write_copies(program, copies)
-    except Exception:  # noqa: BLE001  an error of the model itself is raised again by run()
-        return run()
-    return program, notes
 
 
 def _by_leaf(dimensions: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
