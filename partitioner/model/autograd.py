@@ -175,11 +175,8 @@ def tracked_forward(
         saved, versions = saved_and_versions
         present = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
         if not present:  # a function behind the call returned None
-            return (None,) * len([name for name in names if name in inputs.tensors])
-        device = next(iter(present.values())).device
-        filled = tuple(
-            present[name].contiguous() if name in present else torch.zeros_like(metas[name], device=device) for name in differentiated
-        )
+            return (None,) * sum(name in inputs.tensors for name in names)
+        filled = _filled(present, {name: metas[name] for name in differentiated})
         extra = {
             rank: {"saved": saved[rank], "output_gradients": rows.output_gradients(graph, differentiated, filled, rank)}
             for rank in runtime.local_ranks
@@ -202,6 +199,16 @@ def tracked_forward(
     tracked = tuple(name in differentiated for name in training.returned)
     outputs: tuple[Tensor, ...] = _PartitionedCall.apply(forward, backward, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _filled(present: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients of all results whose gradients are wanted, zeros where there is none.
+
+    Args:
+        wanted: result -> a tensor like it, on the meta device.
+    """
+    device = next(iter(present.values())).device
+    return tuple(present[name].contiguous() if name in present else torch.zeros_like(like, device=device) for name, like in wanted.items())
 
 
 def _named_as_inputs(parameters: Sequence[nn.Parameter]) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from partitioner.model.losses.form import LossFunction, fake_tensors, silence_fake_tensor_log
 from partitioner.model.losses.reachable_state import preserve_state
-from partitioner.tracing.carried_attributes import CarriedValueError
+from partitioner.tracing.carried.attributes import CarriedValueError
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import with_ancestors

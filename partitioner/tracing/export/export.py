@@ -21,7 +21,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from partitioner.tracing.autograd.checkpoints import record_statistics_in_checkpoints
 from partitioner.tracing.autograd.functions import keep_custom_functions
 from partitioner.tracing.autograd.hooks import keep_autograd_out
-from partitioner.tracing.carried_attributes import (
+from partitioner.tracing.carried.attributes import (
     attributes_of,
     record_left,
     refuse_carried_values,

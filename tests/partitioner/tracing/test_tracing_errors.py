@@ -494,3 +494,23 @@ def grows(model: Any, x: Tensor) -> Tensor:
 )
 def test_attributes_that_are_only_written_or_hold_what_is_constant_are_allowed(does: Callable[[Any, Tensor], Any]) -> None:
     trace(_Carries(does), (torch.ones(4, 6),))
+
+
+class _Replaces(nn.Module):
+    """Puts another module in the place of its layer in the first call, as BigBird does for short inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready = False
+        self.layer: nn.Module = nn.ModuleDict({"inner": nn.Linear(6, 6)})
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.is_ready:
+            inner = self.layer.get_submodule("inner")
+            self.layer, self.is_ready = nn.Sequential(), True
+            self.layer.add_module("inner", inner)
+        return self.layer(x)
+
+
+def test_a_module_that_the_first_call_replaces_stays_replaced_in_the_next() -> None:
+    trace(_Replaces(), (torch.ones(4, 6),))

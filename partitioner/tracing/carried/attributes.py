@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from partitioner.tracing.export.same_computation import same_computation
-from partitioner.tracing.export.watched_values import is_watched_list, watched
+from partitioner.tracing.carried.same_computation import same_computation
+from partitioner.tracing.carried.watched_values import is_watched_list, watched
 from passes.ir.errors import Place, TraceError
 
 __all__ = ["CarriedValueError", "attributes_of", "record_left", "refuse_carried_values", "refuse_read_tensors"]
@@ -76,10 +76,12 @@ class Left:
 
     Attributes:
         attributes: module -> its attributes, containers copied.
+        modules: module -> its children, which forward may have put in the place of others.
         asked: paths of the watched values that it asked for.
     """
 
     attributes: dict[nn.Module, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    modules: dict[nn.Module, dict[str, nn.Module | None]] = dataclasses.field(default_factory=dict)
     asked: frozenset[str] = frozenset()
 
 
@@ -98,6 +100,7 @@ def record_left(model: nn.Module, asking: set[str] | None = None) -> Iterator[Le
     def record(*_: object) -> None:
         left.asked = frozenset(asking)
         for module in model.modules():
+            left.modules[module] = dict(vars(module)["_modules"])
             own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
             left.attributes[module] = {name: _mapped(value, lambda _, leaf: leaf, "", frozenset()) for name, value in own.items()}
 
@@ -191,6 +194,9 @@ def _set(model: nn.Module, left: Left, before: Attributes, changed: Sequence[str
         key = f"len({path})" if isinstance(leaf, list) else path
         return watched(leaf, functools.partial(asking.add, key)) if key in paths else leaf
 
+    for module, children in left.modules.items():
+        if module in names and vars(module)["_modules"] != children:
+            vars(module)["_modules"] = children
     for module, values in left.attributes.items():
         for name, value in values.items() if module in names else ():
             path = _path(names[module], name)
