@@ -130,7 +130,17 @@ def _forward(
                 "compiled code calls the model with other arguments than it was partitioned with, and expects the results for those",
                 remedy="partition it with these arguments, partition(model, ..., example_kwargs=...), and compile that",
             )
-        results = model.calls.values_of(model.forward(*args, **kwargs))
+        try:
+            result = model.forward(*args, **kwargs)
+        except TraceError as error:
+            if not model.session.graph.gradient_questions:
+                raise
+            raise ConfigError(
+                "the model asks whether gradients are on, or required, and cannot be traced for this answer inside of compiled code",
+                remedy="call pm once so (under torch.no_grad(), with inputs that require gradients) without torch.compile, "
+                "before its compiled form",
+            ) from error
+        results = model.calls.values_of(result)
     expected = model.calls.result_shapes(model.calls.rows_of(args, kwargs))
     if [(list(result.shape), result.dtype) for result in results] != expected:
         raise ConfigError(

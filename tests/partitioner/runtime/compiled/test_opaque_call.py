@@ -193,3 +193,27 @@ def test_inductor(mode: str) -> None:
     compiled = torch.compile(pm, fullgraph=True)
     for rows in (4, 6):
         compare_step(compiled, pm, model, rows)
+
+
+class Asking(nn.Module):
+    """Computes otherwise where gradients are off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return 2 * y if torch.is_grad_enabled() else y
+
+
+def test_a_trace_without_gradients_is_made_before_the_compiled_call() -> None:
+    model = Asking().double()
+    pm, x = partitioned(model), batch(4)
+    compiled = torch.compile(pm, backend="aot_eager")
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match="call pm once so"):
+            compiled(x)
+        pm(x)
+        torch.testing.assert_close(compiled(x), model(x))
+    torch.testing.assert_close(compiled(x), model(x))
