@@ -37,6 +37,7 @@ from partitioner.tracing.export.expert_stand_ins import (
     WeightOfEach,
 )
 from partitioner.tracing.repeated.find import Forms, intercept_calls
+from partitioner.tracing.restore import preserve
 from passes.ir.torch_private import tree_leaves
 from passes.normalize.rows.expert_rows import ChosenExpertsError, end_of_expert_rows, expert_rows
 from passes.rules.ops.grouped_mm import grouped_mm
@@ -60,12 +61,12 @@ def export_with_experts(model: nn.Module, export: Callable[[], ExportedProgram])
         ChosenExpertsError: a loop does not compute the same for every expert, or asks what has no answer for all tokens.
     """
     first = _ChosenExperts(model)
-    with first.listening():
+    with preserve(model), first.listening():
         program = export()
     counts = first.counts()
     if not counts:
         return program, ()
-    with _ChosenExperts(model, counts).listening():
+    with preserve(model), _ChosenExperts(model, counts).listening():
         second = export()
     if _live_calls(program.graph_module) != _live_calls(second.graph_module):
         raise ChosenExpertsError("computes something else for its last expert than for its first")
