@@ -15,10 +15,9 @@ from passes.ir.errors import ConfigError
 __all__ = ["clip_norm", "has_whole_models"]
 
 
-def has_whole_models(parameters: Iterable[Tensor]) -> bool:
-    """Whether this process has all parameters of the partitioned models that some parameters belong to, each whole."""
-    members = (membership(parameter) for parameter in parameters)
-    return all(member is None or member.has_all for member in members)
+def has_whole_models(models: Iterable[PartitionedModel]) -> bool:
+    """Whether every process has all parameters of the models, each whole."""
+    return all(model.session.state.all_have_all for model in models)
 
 
 def clip_norm(
@@ -39,7 +38,7 @@ def clip_norm(
         ConfigError: the optimizer has some of the parameters of a model of which this process has a part.
     """
     given = list(parameters)
-    if has_whole_models(given) and all(has_whole_models(model.parameters()) for model in models):
+    if has_whole_models(models) and all(member is None or member.has_all for member in map(membership, given)):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     known = {id(parameter) for parameter in given}
     clipped = [model for model in models if _has(known, model)]

@@ -121,8 +121,7 @@ class TrainerPartition(Processes):
         self._partition(trainer, function)
         self._clip_over_all_processes()
         if function == "fit":
-            is_whole = has_whole_models(self.lightning_module.parameters())
-            for callback in () if is_whole else self._averaging_callbacks():
+            for callback in () if has_whole_models(self.partitioned_models) else self._averaging_callbacks():
                 callback.setup(trainer, self.lightning_module, "fit")  # again: its averages lie as the parameters do
             self._summarize_before(trainer)
             cast(Any, self).setup_optimizers(trainer)

@@ -77,6 +77,12 @@ class State:
             yield stored.name, stored.parameter
 
     @cached_property
+    def all_have_all(self) -> bool:
+        """Whether every process has all parameters of the model, each whole; the same answer in a process that has none of them."""
+        members = [stored.membership for stored in self.stored_parameters()]
+        return all(member.has_all for member in members) and bool(members or not self.parameter_names)
+
+    @cached_property
     def stand_in(self) -> tuple[nn.Parameter, ...]:
         """An empty parameter for the optimizer of a process without parameters, since optimizers refuse an empty list."""
         return (nn.Parameter(torch.empty(0)),) if self.parameter_names else ()

@@ -36,7 +36,8 @@ class Membership:
         name: of the model's parameter.
         is_part: whether it is a shard of the model's parameter, not the whole.
         n_parts: number of shards of the model's parameter in this process.
-        has_all: whether this process has all parameters of the model, each of them whole.
+        has_all: whether every process has all parameters of the model, each of them whole: the same answer in all of them, since a norm
+            over processes, or a state that they gather, needs all to take part.
     """
 
     model: int
@@ -197,7 +198,9 @@ def store_parameters(
         holders = blocks[placeholder]
         local = {rank: holders[rank] for rank in local_ranks if rank in holders}
         shards_of[placeholder] = _merge_on_one_device(holders, keys) if all_here else local
-    has_all = all(shards and all(block.is_whole for block in shards.values()) for shards in shards_of.values())
+    held = shards_of.values() if all_here else (blocks[placeholder] for placeholder in originals)
+    n_holders = 1 if all_here else len(devices)
+    has_all = all(len(of_ranks) >= n_holders and all(block.is_whole for block in of_ranks.values()) for of_ranks in held)
     template = Membership(next(_numbers), "", is_part=False, n_parts=1, has_all=has_all)
     stored: dict[str, list[StoredParameter]] = {}
     for placeholder, shards in shards_of.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partitioner import PartitionedModel, partition, register_optimizer
+from partitioner import Constraints, PartitionedModel, partition, register_optimizer
 from passes.ir.errors import ConfigError
 
 Mode = str | Mapping[str, int]
@@ -247,3 +247,36 @@ def hooks_of_whole_parameters(mode: Mode) -> float:
     pm.train_step(x, target=target, loss_fn=square)
     found = pm.full_gradients()
     return max(float((found[name] - parameter.grad).abs().max()) for name, parameter in reference.named_parameters())  # type: ignore[operator]
+
+
+class Tied(nn.Module):
+    """The last stage of a pipeline has all parameters, and the first one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(3, 4))
+        self.mix = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any number of rows."""
+        return self.mix(x @ self.code.T) @ self.code
+
+
+def a_stage_with_all_parameters() -> tuple[float, int]:
+    """How far a clipped step is from that of the model, and the number of parameters in the state of the optimizer."""
+    torch.manual_seed(0)
+    reference = Tied().double()
+    x, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    split = Constraints(split_spec={"mix": "beginning"})
+    pm = partition(reference, 2, "pipeline", n_microbatches=2, constraints=split, example_inputs=(x,), progress=False)
+    assert pm.train_step(x, target=target, loss_fn=square) is not None
+    square(reference(x), target).backward()
+    norms = [nn.utils.clip_grad_norm_(module.parameters(), 0.1) for module in (reference, pm)]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in (reference, pm)]
+    for optimizer in optimizers:
+        optimizer.step()
+    found = pm.full_state_dict()
+    distances = [float((found[name] - value).abs().max()) for name, value in reference.state_dict().items()]
+    whole = pm.full_optimizer_state_dict(optimizers[1])
+    optimizers[1].state_dict()  # gathers: every rank must take part
+    return max(*distances, float((norms[0] - norms[1]).abs())), len(whole["state"])

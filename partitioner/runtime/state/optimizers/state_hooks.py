@@ -48,8 +48,7 @@ class OptimizerStates:
         self._state = state
         self._runtime = runtime
         self._name_of = {id(stored.parameter): stored.name for stored in state.stored_parameters()}
-        has_all = bool(self._name_of) and all(stored.membership.has_all for stored in state.stored_parameters())
-        self._needs_hooks = bool(state.parameter_names) and not has_all
+        self._needs_hooks = not state.all_have_all
         _models.add(self)
         if self._needs_hooks:
             _watch_steps()

@@ -16,6 +16,7 @@ from tests.support.processes.optimizer_cases import (
     Make,
     Mode,
     Undeclared,
+    a_stage_with_all_parameters,
     batches,
     by_name,
     clipped,
@@ -219,6 +220,15 @@ def test_optimizers_of_parts_in_processes(mode: Mode, workers: Callable[[int], W
 @pytest.mark.parametrize("mode", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow), pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_torchs_clipping_in_processes(mode: Mode, workers: Callable[[int], Workers]) -> None:
     assert max(workers(2).values(clipped, mode, timeout=170)) < EXACT
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+def test_norms_and_states_where_one_process_has_all_parameters(workers: Callable[[int], Workers]) -> None:
+    """It takes part in the norm, and in gathering, since the others have not all."""
+    for distance, count in workers(2).values(a_stage_with_all_parameters, timeout=170):
+        assert distance < EXACT
+        assert count == 3
 
 
 @pytest.mark.gloo
