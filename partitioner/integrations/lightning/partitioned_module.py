@@ -39,7 +39,9 @@ class Replacement:
         self._own: dict[str, Any] | None = None
 
     def put_in(self) -> None:
-        """Let the LightningModule compute with the partitioned model."""
+        """Let the LightningModule compute with the partitioned model, in the modes that its own modules have."""
+        for part, module in zip(self.model.modules(), self.module.modules(), strict=True):
+            part.training = module.training
         if self.module is self.root:
             attributes = vars(self.root)
             self._own = {name: attributes[name] for name in (*_TABLES, *_METHODS) if name in attributes}

@@ -191,6 +191,52 @@ def test_manual_optimization_of_two_models() -> None:
     assert close(losses[1], losses[0])
 
 
+class Dropping(Recording):
+    """Layers that compute otherwise in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 6))
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[0])
+
+
+def modes_after_each_run(strategy: Any) -> tuple[Dropping, list[list[bool]]]:
+    """Validate, train, set a layer to evaluation, train; return the modes after each."""
+    torch.manual_seed(0)
+    module = Dropping().double()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=1,
+        strategy=strategy,
+    )
+    rows, modes = loader("two models", 2), []
+    for run in range(3):
+        torch.manual_seed(run)
+        if run == 0:
+            trainer.validate(module, rows, verbose=False)
+        else:
+            module.net[1].train(run == 1)
+            trainer.fit_loop.max_epochs = run
+            trainer.fit(module, rows)
+        modes.append([each.training for each in module.modules()])
+    return module, modes
+
+
+def test_each_run_has_the_modes_of_the_modules() -> None:
+    expected, found = (modes_after_each_run(strategy) for strategy in ("auto", partitioned("tensor")))
+    assert found[1] == expected[1]
+    assert close(found[0].losses, expected[0].losses)
+    assert close(found[0].validated, expected[0].validated)
+    assert same_weights(found[0].state_dict(), expected[0].state_dict())
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------------------
 
 
