@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher  # runs composite operations on fake tensors without fixing symbolic sizes
 from torch._ops import HigherOrderOperator, OpOverload  # types of the operations of a traced graph; torch.ops holds their instances only
 from torch._subclasses.fake_tensor import FakeTensorMode  # runs a loss, a graph or a call on shapes alone
@@ -57,6 +57,7 @@ __all__ = [
     "process_group",
     "pytree",
     "registered_operators",
+    "running_ddp",
     "set_grad_mode",
     "tree_flatten",
     "tree_leaves",
@@ -166,6 +167,12 @@ def is_resumed(module: fx.GraphModule) -> bool:
 def is_view(tensor: Tensor) -> bool:
     """Return whether a tensor is a view of another one."""
     return tensor._is_view()
+
+
+def running_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """Return the DistributedDataParallel whose forward runs now: modules inside of it see by nothing else that they are."""
+    running: nn.parallel.DistributedDataParallel | None = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    return running
 
 
 def process_group(backend: str, store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from partitioner.model.module.copies import copied_form
 from partitioner.model.module.modes import Form, session_of_tracing
+from partitioner.model.module.questions import refuse_call_in_ddp
 from partitioner.model.session import Session, Tracing
 from partitioner.options.precision import check_scaler
 from partitioner.runtime.arguments import BoundInputs, check_shapes
@@ -56,7 +57,12 @@ class Forms:
         """Return the form for a call in these modes, inside of the present autocast. Every rank must call it.
 
         With one rank a process, None may stand for a tensor that the rank does not read.
+
+        Raises:
+            ConfigError: a DistributedDataParallel has copied the first process's part into the others; see ``refuse_call_in_ddp``.
         """
+        if not self._is_alone:
+            refuse_call_in_ddp(self._first)
         tracing = dataclasses.replace(self._first.tracing, modes=modes, autocast=self._autocast())
         form = self._taking(tracing, args, kwargs, with_lacking=False)
         if form is None and not (self._is_alone and self._fits_signature(args, kwargs)):

@@ -2,6 +2,8 @@
 
 hf_device_map                          accelerate and Trainer, before they prepare anything; ``partitioner.integrations`` adds functions
 _ddp_params_and_buffers_to_ignore      DistributedDataParallel, before it wraps a model
+
+A DistributedDataParallel around a module that contains a partitioned model asks the module alone: the first call inside of it is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from partitioner.model.session import Session
 
-__all__ = ["ANSWERS", "WHEN_ASKED_FOR_DEVICE_MAP"]
+__all__ = ["ANSWERS", "WHEN_ASKED_FOR_DEVICE_MAP", "refuse_call_in_ddp"]
 
 WHEN_ASKED_FOR_DEVICE_MAP: list[Callable[[Session], None]] = []
 """Functions that get the session of the model."""
@@ -36,13 +38,30 @@ def _device_map(session: Session) -> Mapping[str, torch.device]:
     return devices
 
 
+def refuse_call_in_ddp(session: Session) -> None:
+    """Raise ConfigError for a call in the forward of a DistributedDataParallel that has tensors of the partitioned model.
+
+    Tensors that it was told to ignore are not among them.
+    """
+    from passes.ir.torch_private import running_ddp  # noqa: PLC0415  importing partitioner imports little
+
+    ddp = running_ddp()
+    if ddp is None:
+        return
+    own = {id(tensor) for tensors in (session.state.named_parameters(), session.state.named_buffers()) for _, tensor in tensors}
+    wrapped = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
+    if any(id(tensor) in own and name not in ddp.parameters_to_ignore for name, tensor in wrapped):
+        _refuse_wrapping(session)
+
+
 def _refuse_wrapping(_session: Session) -> NoReturn:
     """Raise ConfigError: DistributedDataParallel would copy the part of the first process into all others."""
     from passes.ir.errors import ConfigError  # noqa: PLC0415  importing partitioner imports little
 
     raise ConfigError(
-        "DistributedDataParallel(pm) would give every process the parameters of the first, and a partitioned model has its own in each",
-        remedy='leave it out: partition(model, mode="data") reduces gradients itself; inputs="local" is for loaders that deal out rows',
+        "DistributedDataParallel around a partitioned model gives every process the parameters of the first, and each has its own",
+        remedy='leave it out: partition(model, mode="data") reduces gradients itself, and inputs="local" is for loaders that deal out '
+        'rows; with Lightning, Trainer(strategy="partitioner") in place of "ddp"',
     )
 
 

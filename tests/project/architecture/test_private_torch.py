@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
@@ -79,6 +79,9 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     assert torch_private.Mod(7, 2) == 1
     with torch_private.DisableTorchFunctionSubclass():
         assert x.sum() == 12
+    assert torch_private.running_ddp() is None
+    with torch.nn.parallel.DistributedDataParallel._inside_ddp_forward(cast(Any, ddp := object())):
+        assert torch_private.running_ddp() is ddp
 
 
 def test_process_groups_beside_those_of_new_group() -> None:

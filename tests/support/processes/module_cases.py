@@ -18,7 +18,7 @@ from partitioner import ConfigError, Constraints, partition
 from tests.support.models.language import causal_model
 from tests.support.models.switched import switched
 
-__all__ = ["copy_differences", "generated", "mode_differences"]
+__all__ = ["copy_differences", "generated", "mode_differences", "wrapped_in_ddp"]
 
 
 def mode_differences() -> str:
@@ -85,3 +85,21 @@ def generated(mode: Any) -> tuple[bool, str]:
     except ConfigError as error:
         return equal, error.problem
     return equal, ""
+
+
+def wrapped_in_ddp() -> tuple[str, float]:
+    """Call a module with a partitioned model in it through DistributedDataParallel: what is said, and the distance if it is left alone."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(6, 6).double(), nn.Linear(6, 3).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    pm = partition(body, 2, "fsdp", example_inputs=(x,), progress=False)
+    module = nn.Sequential(pm, head)
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(module, [f"0.{name}" for name, _ in pm.named_parameters()])
+    alone = float((ddp(module)(x) - head(body(x))).abs().max())
+    ddp._set_params_and_buffers_to_ignore_for_model(module, [])
+    try:
+        ddp(module)(x)
+    except ConfigError as error:
+        return str(error), alone
+    return "", alone

@@ -18,6 +18,8 @@ from torch.func import functional_call
 from partitioner import PartitionedModel, partition
 from passes.ir.errors import ConfigError
 from tests.support.models.switched import switched
+from tests.support.processes.module_cases import wrapped_in_ddp
+from tests.support.processes.processes import Workers
 
 SAME: dict[str, Callable[[Any], Any]] = {
     "buffers": lambda module: [buffer.shape for buffer in module.buffers()],
@@ -120,8 +122,18 @@ def test_functional_calls_are_refused(pair: tuple[nn.Module, PartitionedModel]) 
 
 def test_a_wrapper_that_would_copy_parameters_is_refused(pair: tuple[nn.Module, PartitionedModel]) -> None:
     _, pm = pair
-    with pytest.raises(ConfigError, match="would give every process the parameters of the first"):
+    with pytest.raises(ConfigError, match="gives every process the parameters of the first"):
         nn.parallel.DistributedDataParallel(pm, process_group=cast(Any, object()))
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+def test_a_wrapper_around_a_part_of_a_module_is_refused(workers: Callable[[int], Workers]) -> None:
+    """It copies parameters when it is made, and nothing asks the partitioned model: the first call is refused."""
+    for said, distance in workers(2).values(wrapped_in_ddp, timeout=170):
+        assert "gives every process the parameters of the first" in said
+        assert 'Trainer(strategy="partitioner")' in said
+        assert distance < 1e-12
 
 
 def test_second_derivatives_are_refused(pair: tuple[nn.Module, PartitionedModel]) -> None:
