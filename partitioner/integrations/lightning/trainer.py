@@ -204,7 +204,7 @@ class TrainerPartition(Processes):
         elif root.example_input_array is not None:
             calls = called_modules(root, lambda: _call_with(root, root.example_input_array), {})
         if not calls:
-            why = "its loader gives no batch that can be looked at" if batch is None else f"{step.__name__} calls no module with parameters"
+            why = "no batch can be read from a copy of its loader" if batch is None else f"{step.__name__} calls no module with parameters"
             raise ConfigError(
                 f"nothing of the {type(root).__name__} could be partitioned: {why}",
                 remedy="set self.example_input_array in the LightningModule, the inputs of its forward, and call self(...) in the step",
