@@ -87,15 +87,15 @@ class _Recorder:
 
     def called(self) -> list[ModuleCall]:
         """Return the calls of a step that has ended: that of the model, if all others are in its ``forward`` and are not just one."""
-        is_one_module = len(self.calls) == 1 and self._covered(self.calls)
+        is_one_module = len(self.calls) == 1 and self._covered(self.calls, only_trainable=True)
         if self.forward_call is not None and not is_one_module and all(call in self.of_forward for call in self.calls):
             return [self.forward_call]
         return self.calls
 
-    def _covered(self, calls: list[ModuleCall]) -> bool:
-        """Whether the called modules have all parameters of the model."""
+    def _covered(self, calls: list[ModuleCall], *, only_trainable: bool = False) -> bool:
+        """Whether the called modules have all parameters of the model, or all that train."""
         seen = set[int]().union(*(call.parameters() for call in calls))
-        return all(id(parameter) in seen for parameter in self.model.parameters())
+        return all(id(each) in seen for each in self.model.parameters() if each.requires_grad or not only_trainable)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

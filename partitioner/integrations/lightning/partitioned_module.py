@@ -32,6 +32,7 @@ class Replacement:
 
     def __init__(self, root: nn.Module, call: ModuleCall, model: PartitionedModel) -> None:
         self.root = root
+        self.call = call
         self.module = call.module
         self.path = call.path
         self.model = model

@@ -10,6 +10,7 @@ teardown   the LightningModule has its own modules again, with the trained value
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from partitioner.api import partition
 from partitioner.integrations.lightning.called_modules import ModuleCall, called_modules
 from partitioner.integrations.lightning.clip_norm import clip_norm, has_whole_models
+from partitioner.integrations.lightning.copies import is_copy, refuse_copies_inside, uncalled_copies
 from partitioner.integrations.lightning.first_batch import STEPS, first_batch
 from partitioner.integrations.lightning.optimizer_states import has_other_stages, load_optimizer_state, optimizer_state
 from partitioner.integrations.lightning.partitioned_module import Replacement, refuse_shared, traceable
@@ -30,6 +32,7 @@ from partitioner.integrations.options import checked_options
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError, first_few
+from passes.ir.plan import Plan
 from passes.ir.torch_private import pytree
 
 __all__ = ["TrainerPartition"]
@@ -42,6 +45,9 @@ _GIVEN = {
     "precision": 'pass it to the Trainer: Trainer(precision="bf16-mixed")',
 }
 """Arguments of ``partition`` that are no options, and what takes their place."""
+
+_NOT_PLANNED = {"inputs", "batchnorm"}
+"""Options that a plan does not decide."""
 
 
 class TrainerPartition(Processes):
@@ -81,6 +87,7 @@ class TrainerPartition(Processes):
         self._options = {"mode": mode, **checked_options(options, _GIVEN, "PartitionStrategy")}
         self._devices = devices
         self._replacements: list[Replacement] = []
+        self._copies: list[Replacement] = []
         self._is_in = False
         self._has_failed = False
 
@@ -125,6 +132,7 @@ class TrainerPartition(Processes):
                 callback.setup(trainer, self.lightning_module, "fit")  # again: its averages lie as the parameters do
             self._summarize_before(trainer)
             cast(Any, self).setup_optimizers(trainer)
+            self._refuse_optimizers_of_copies()
         cast(Any, self).setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -155,22 +163,45 @@ class TrainerPartition(Processes):
         calls = self._calls(trainer, function)
         _refuse_apart(root, calls, self._options)
         known = {replacement.module: replacement for replacement in self._replacements if replacement.root is root}
-        replacements = []
+        replacements: list[Replacement] = []
         for call in calls:
             replacement = known.get(call.module)
-            if replacement is not None and _same_parameters(replacement):
-                replacement.copy_values()
+            plan = _plan_of_student(call.module, replacements)
+            if replacement is None or not _same_parameters(replacement) or plan not in (None, replacement.model.plan):
+                replacement = Replacement(root, call, self._partitioned(call, function, plan))
             else:
-                replacement = Replacement(root, call, self._partitioned(call, function))
+                replacement.copy_values()
             replacements.append(replacement)
-        self._replacements = replacements
+        self._copies = self._partitioned_copies(replacements, known) if function == "fit" else []
+        self._replacements = [*replacements, *self._copies]
         self._put_in()
         self.model_to_device()
         self._refuse_stages_apart()
 
-    def _partitioned(self, call: ModuleCall, function: str) -> PartitionedModel:
-        """Partition one module for the inputs that a step has passed to it."""
+    def _partitioned_copies(self, called: Sequence[Replacement], known: Mapping[nn.Module, Replacement]) -> list[Replacement]:
+        """Partition modules that no step calls and that are built like one of which this process has a part, by the plan of that one."""
+        root = self.lightning_module
+        copies = []
+        for student in called:
+            if has_whole_models([student.model]):
+                continue
+            refuse_copies_inside(student.model, student.path)
+            for path, module in uncalled_copies(root, student.module, [each.module for each in called]):
+                copied = known.get(module)
+                if copied is None or not _same_parameters(copied) or copied.model.plan != student.model.plan:
+                    call = dataclasses.replace(student.call, path=path, module=module)
+                    copied = Replacement(root, call, self._partitioned(call, "fit", student.model.plan))
+                else:
+                    copied.copy_values()
+                copies.append(copied)
+        return copies
+
+    def _partitioned(self, call: ModuleCall, function: str, plan: Plan | None) -> PartitionedModel:
+        """Partition one module for the inputs that a step has passed to it; by a plan, if it is to have that of another module."""
         is_mixed = str(self.precision_plugin.precision).endswith("-mixed")
+        options = (
+            self._options if plan is None else {"plan": plan, **{name: self._options[name] for name in _NOT_PLANNED & self._options.keys()}}
+        )
         return partition(
             traceable(self.lightning_module, call),
             self._partition_devices(),
@@ -178,7 +209,7 @@ class TrainerPartition(Processes):
             example_kwargs=dict(call.kwargs),
             training=None if function == "fit" else False,
             precision=self.precision_plugin.precision if is_mixed else None,
-            **self._options,
+            **options,
         )
 
     def _partition_devices(self) -> Any:
@@ -221,9 +252,10 @@ class TrainerPartition(Processes):
         """Raise ConfigError for what several processes could not train or save as one process does."""
         if not torchrun.is_launched():
             return
-        staged = any(has_other_stages(model) for model in self.partitioned_models)
-        if len(self._replacements) > 1 and staged:
-            names = first_few([replacement.path or "forward" for replacement in self._replacements])
+        called = [replacement for replacement in self._replacements if replacement not in self._copies]
+        staged = any(has_other_stages(replacement.model) for replacement in called)
+        if len(called) > 1 and staged:
+            names = first_few([replacement.path or "forward" for replacement in called])
             raise ConfigError(
                 f"the step calls {names} one by one, and a pipeline over processes needs one model",
                 remedy="write a forward of the LightningModule that calls them all, and call self(...) in the step; or choose another mode",
@@ -235,6 +267,18 @@ class TrainerPartition(Processes):
                 f"{first_few(others)} would be trained on each process's own rows: no module that the step calls has them",
                 remedy='read them in forward, and call self(...) in the step; or pass the whole batch everywhere: inputs="global"',
             )
+
+    def _refuse_optimizers_of_copies(self) -> None:
+        """Raise ConfigError for an optimizer of several pipelines over processes, whose state could not be saved as one."""
+        given = {id(parameter) for optimizer in self.optimizers for group in optimizer.param_groups for parameter in group["params"]}
+        for copied in self._copies:
+            names = [name for name, parameter in copied.model.named_parameters() if id(parameter) in given]
+            if names and has_other_stages(copied.model):
+                raise ConfigError(
+                    f"an optimizer has {copied.path}.{names[0]}, and training_step does not call {copied.path}",
+                    remedy="give it the parameters of what training_step calls: self."
+                    f"{self._replacements[0].path or 'layer'}.parameters(), in place of self.parameters()",
+                )
 
     def _put_in(self) -> None:
         for replacement in self._replacements:
@@ -303,12 +347,17 @@ class TrainerPartition(Processes):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the whole state of an optimizer, as one process has it."""
-        return optimizer_state(self.partitioned_models, getattr(optimizer, "optimizer", optimizer))
+        return optimizer_state(self._trained_models, getattr(optimizer, "optimizer", optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            load_optimizer_state(self.partitioned_models, optimizer, state)
+            load_optimizer_state(self._trained_models, optimizer, state)
+
+    @property
+    def _trained_models(self) -> list[PartitionedModel]:
+        """The partitioned models that the steps call."""
+        return [replacement.model for replacement in self._replacements if replacement not in self._copies]
 
 
 def _callbacks_of(package: str) -> Any:
@@ -320,6 +369,13 @@ def _same_parameters(replacement: Replacement) -> bool:
     """Whether the module of an earlier run has parameters of the same dtypes, and the same of them train."""
     pairs = zip(replacement.model.session.original.parameters(), replacement.module.parameters(), strict=True)
     return all(one.dtype == other.dtype and one.requires_grad == other.requires_grad for one, other in pairs)
+
+
+def _plan_of_student(module: nn.Module, others: Sequence[Replacement]) -> Plan | None:
+    """Return the plan of a module that a frozen one is built like, whose parameters a script may average into it; None if there is none."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return None
+    return next((other.model.plan for other in others if is_copy(module, other.module)), None)
 
 
 def _refuse_apart(root: nn.Module, calls: Sequence[ModuleCall], options: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from partitioner.integrations.lightning import PartitionStrategy
 from tests.support.models.attention.gpt import LENGTH, VOCABULARY, Gpt
 
-__all__ = ["MODULES", "Recording", "fit", "loader", "partitioned"]
+__all__ = ["MODULES", "OfTeacher", "Recording", "fit", "loader", "partitioned"]
 
 ROWS = 8
 
@@ -48,8 +49,9 @@ class Recording(lightning.LightningModule):
         self.validated.append(loss.item())
 
     def configure_optimizers(self) -> Any:
-        decayed = [parameter for name, parameter in self.named_parameters() if not name.endswith("bias")]
-        biases = [parameter for name, parameter in self.named_parameters() if name.endswith("bias")]
+        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        decayed = [parameter for name, parameter in trained if not name.endswith("bias")]
+        biases = [parameter for name, parameter in trained if name.endswith("bias")]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.rate, eps=1e-4)  # gradients that are rounding noise do not move weights
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -114,6 +116,27 @@ class OfTwoModels(Recording):
         return nn.functional.mse_loss(self.decoder(self(batch[0])), batch[0])
 
 
+class OfTeacher(Recording):
+    """A student, and a teacher that averages it parameter by parameter and validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x)
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        model = self if self.training else self.teacher
+        return nn.functional.mse_loss(model(batch[0]), batch[0])
+
+    def on_train_batch_end(self, *_args: Any) -> None:
+        with torch.no_grad():
+            for average, parameter in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                average.lerp_(parameter, 0.3)
+
+
 def _tokens(rows: int) -> tuple[Tensor, ...]:
     return torch.randint(VOCABULARY, (rows, LENGTH)), torch.randint(VOCABULARY, (rows, LENGTH))
 
@@ -130,6 +153,7 @@ MODULES: dict[str, tuple[Callable[[], Recording], Callable[[int], tuple[Tensor, 
     "gpt": (OfTokens, _tokens),
     "resnet": (OfImages, _images),
     "two models": (OfTwoModels, _vectors),
+    "teacher": (OfTeacher, _vectors),
 }
 """Name -> the module, and so many rows of data."""
 

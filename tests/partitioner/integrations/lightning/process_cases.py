@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Fabric
+from lightning import Fabric, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from partitioner import partition
-from tests.partitioner.integrations.lightning.modules import fit, partitioned
+from partitioner import ConfigError, partition
+from tests.partitioner.integrations.lightning.modules import OfTeacher, fit, loader, partitioned
 
-__all__ = ["fabric_losses", "trainer_losses", "trainer_with_everything"]
+__all__ = ["fabric_losses", "refused_teachers", "trainer_losses", "trainer_with_everything"]
 
 
 def trainer_losses(name: str, mode: str, folder: Path) -> tuple[list[float], list[float]]:
@@ -38,6 +38,23 @@ def trainer_with_everything(mode: str, folder: Path, **options: Any) -> tuple[li
         "gpt", partitioned(mode), folder, callbacks=averages, seed=7 + rank, accumulate_grad_batches=2, gradient_clip_val=0.1, **options
     )
     return module.losses, module.state_dict()
+
+
+def refused_teachers(folder: Path) -> list[str]:
+    """Return what is said where ``forward`` has a teacher of its own, and where an optimizer has the parameters of one."""
+    warnings.simplefilter("ignore")
+    said = []
+    for is_in_forward in (True, False):
+        module = OfTeacher().double()
+        module.teacher.requires_grad_(True)
+        if not is_in_forward:
+            module.loss = lambda batch, module=module: module.student(batch[0]).square().mean()
+        trainer = Trainer(accelerator="cpu", strategy=partitioned("pipeline"), max_steps=1, default_root_dir=folder)
+        try:
+            trainer.fit(module, loader("teacher", 1))
+        except ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def fabric_losses(strategy: str | None, mode: str, path: Path) -> list[float]:

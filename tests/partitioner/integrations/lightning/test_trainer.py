@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from partitioner import ConfigError, PartitionError
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -25,7 +26,7 @@ from lightning import LightningModule  # noqa: E402
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
 
 from tests.partitioner.integrations.lightning.modules import Recording, fit, loader, partitioned  # noqa: E402
-from tests.partitioner.integrations.lightning.process_cases import trainer_losses, trainer_with_everything  # noqa: E402
+from tests.partitioner.integrations.lightning.process_cases import refused_teachers, trainer_losses, trainer_with_everything  # noqa: E402
 
 MODES = ("pipeline", "fsdp", "tensor")
 
@@ -95,6 +96,26 @@ def test_processes_train_as_one_device(name: str, mode: str, whole: Any, workers
     for losses, validated in workers(2).values(trainer_losses, name, mode, tmp_path, timeout=280):
         assert close(losses, expected.losses)
         assert close(validated, expected.validated)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["pipeline", *slow("fsdp", "tensor")])
+def test_processes_average_a_teacher_by_hand(mode: str, whole: Any, workers: Callable[[int], Workers], tmp_path: Path) -> None:
+    """Each process has the same part of both."""
+    expected, _ = whole("teacher")
+    for losses, validated in workers(2).values(trainer_losses, "teacher", mode, tmp_path, timeout=280):
+        assert close(losses, expected.losses)
+        assert close(validated, expected.validated)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+def test_processes_refuse_a_teacher_that_they_could_not_average(workers: Callable[[int], Workers], tmp_path: Path) -> None:
+    for in_forward, in_optimizer in workers(2).values(refused_teachers, tmp_path, timeout=280):
+        assert "teacher is built like student, and forward does not call it" in in_forward
+        assert "an optimizer has teacher." in in_optimizer
+        assert "self.student.parameters(), in place of self.parameters()" in in_optimizer
 
 
 @pytest.mark.slow
