@@ -20,10 +20,14 @@ class ModelNorm:
 
     Args:
         original: the model; the norm has the promoted dtype of its parameters, also on a rank that owns none.
+
+    Attributes:
+        read_alone: see ``TotalNorm``.
     """
 
     def __init__(self, original: nn.Module, state: State, runtime: Runtime) -> None:
         dtypes = [parameter.dtype for parameter in original.parameters()] or [torch.get_default_dtype()]
+        self.read_alone: set[int] = set()
         self._dtype = functools.reduce(torch.promote_types, dtypes).to_real()
         self._state = state
         self._runtime = runtime

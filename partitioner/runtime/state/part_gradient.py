@@ -3,6 +3,7 @@
     torch.nn.utils.clip_grad_norm_(pm.parameters(), 1.0)      the norm over all processes, each parameter counted once
     sum(p.grad.data.pow(2).sum() for p in pm.parameters())    a sum over this process by hand: refused
     p.grad.norm()                                             right of a whole parameter; of a shard: refused
+    sum(p.grad.norm().item() ** 2 for p in pm.parameters())   numbers say nothing of where they are from: one warning
 
 Ops on the way to a norm give ``PartGradient``, ``BlockGradient``, ``_PartNorm`` or ``_StackedNorms``; every other op gives plain tensors.
 
@@ -12,6 +13,7 @@ Ops on the way to a norm give ``PartGradient``, ``BlockGradient``, ``_PartNorm``
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -19,14 +21,20 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.torch_private import DisableTorchFunctionSubclass, foreach_norm
 
 __all__ = ["BlockGradient", "NormShare", "PartGradient", "TotalNorm", "plain"]
 
 
 class TotalNorm(Protocol):
-    """Combines norms of all processes."""
+    """Combines norms of all processes.
+
+    Attributes:
+        read_alone: identities of the shares of gradients whose norms were turned into numbers, one by one.
+    """
+
+    read_alone: set[int]
 
     def of(self, norms: Sequence[Tensor], norm_type: float) -> Tensor:
         """Return the norm of the whole, from those of the gradients that this process counts. All ranks must call it."""
@@ -65,7 +73,7 @@ class PartGradient(Tensor):
             if func in _NORMS:
                 return _norm(args[0], result, _power(func, args, kwargs))
             if func in _REDUCTIONS and isinstance(result, Tensor) and result.dim() == 0:
-                return result.as_subclass(_PartNorm)
+                return _marked(result.as_subclass(_PartNorm), args[0])
             return result
 
 
@@ -91,11 +99,15 @@ class _PartNorm(Tensor):
             return _stacked(args[0], *args[1:], **(kwargs or {}))
         if func in _COMBINING or (func in _ADDITIONS and all(isinstance(argument, _PartNorm) for argument in args[:2])):
             _refuse(torch.norm)
+        if func in _NUMBERS:
+            _note_number(args[0])
         with DisableTorchFunctionSubclass():
+            if func is Tensor.__format__:
+                return format(args[0].as_subclass(Tensor), *args[1:])
             result = func(*args, **(kwargs or {}))
             if func in _MOVES:
                 return _like(args[0], result.as_subclass(cls))
-            return result.as_subclass(_PartNorm) if func in _BEFORE_NORM or func in _ADDITIONS else result
+            return _marked(result.as_subclass(_PartNorm), args[0]) if func in _BEFORE_NORM or func in _ADDITIONS else result
 
 
 class _BlockNorm(_PartNorm):
@@ -170,6 +182,28 @@ def _like(source: Any, result: Any) -> Any:
     return result
 
 
+def _marked(result: Any, source: Any) -> Any:
+    """Return a number that comes from one gradient, and is no norm of it."""
+    result.share = getattr(source, "share", None)
+    return result
+
+
+def _note_number(norm: Any) -> None:
+    """Warn where norms of two gradients of a model have become numbers: a sum of them is that of this process alone."""
+    share = getattr(norm, "share", None)
+    if share is None or id(share) in share.total.read_alone:
+        return
+    share.total.read_alone.add(id(share))
+    if len(share.total.read_alone) == 2:
+        warnings.warn(
+            "norms of several gradients are read as numbers (item(), float()): each is right, but this process has a part of the model's "
+            "parameters, and a norm or maximum of all numbers would be that of the part. pm.clip_grad_norm_(max_norm), or "
+            "torch.nn.utils.get_total_norm([p.grad for p in pm.parameters()]), takes it over all processes",
+            PartitionWarning,
+            stacklevel=level_of_caller(),
+        )
+
+
 def _is_getter(func: Any) -> bool:
     """Whether a function reads an attribute such as ``shape`` or ``device``."""
     return getattr(func, "__name__", "") == "__get__" and not inspect.isfunction(func)
@@ -227,6 +261,8 @@ _BEFORE_NORM = frozenset(
 """Ops that may come between a gradient and its norm. Copies are not among them: optimizers use them for their state."""
 _MOVES = frozenset(_functions("to", "cpu", "cuda", "detach"))
 """Ops that leave the value of a norm as it is."""
+_NUMBERS = frozenset(_functions("item", "tolist", "numpy", "__float__", "__array__"))
+"""What makes Python numbers of a tensor; ``torch.tensor([norm, norm])`` calls ``__float__``."""
 _ADDITIONS = frozenset(_functions("add", "__add__", "__radd__", "add_", "__iadd__"))
 _COMBINING = frozenset({torch.stack, torch.cat, torch.hstack, torch.vstack, torch.concat})
 """Ops that combine gradients, or their norms, in one tensor, of which the norm is taken next."""
