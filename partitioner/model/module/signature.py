@@ -1,4 +1,4 @@
-"""A class for each partitioned model, whose ``forward`` has the signature of the model's."""
+"""A class for each partitioned model: its ``forward`` has the signature of the model's, and it has the items of a container."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import types
 
 from torch import nn
 
+from partitioner.model.module.structure import container_methods
+
 __all__ = ["with_signature"]
 
 
 def with_signature(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
     """Return a subclass whose ``forward`` does what that of ``cls`` does, with the signature of the model's ``forward``.
+
+    Python looks up ``pm[0]`` and ``len(pm)``, too, in the class: it has these methods if the model is a container of torch.
 
     Readers of signatures (``transformers.Trainer`` removes columns of a data set by it) ask the instance or its class.
     """
@@ -25,4 +29,5 @@ def with_signature(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[bound_to, *(each for each in signature.parameters.values() if each.name != "self")]
     )
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__})
+    methods = {"forward": forward, **container_methods(model)}
+    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -27,7 +27,7 @@ from partitioner.runtime.state.part_gradient import plain
 from partitioner.tracing.restore import Structure
 from passes.ir.errors import ConfigError, Place
 
-__all__ = ["ModuleInPlan", "Source", "build_structure", "refuse_replaced", "registered_tensors"]
+__all__ = ["ModuleInPlan", "Source", "build_structure", "container_methods", "refuse_replaced", "registered_tensors"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +242,14 @@ class _PartList(Part, nn.ModuleList):
 
 
 class _PartDict(Part, nn.ModuleDict):
-    """A dict of modules."""
+    """A dict of modules. It would delete from its table, and not by ``delattr`` as others do."""
+
+    def __delitem__(self, key: str) -> None:
+        _refuse_structure(self.__dict__["_source"], key)
+
+    def clear(self) -> None:
+        """Refused: programs would go on with the modules."""
+        _refuse_structure(self.__dict__["_source"], "clear()")
 
 
 class _PartSequence(Part, nn.Sequential):
@@ -265,6 +272,30 @@ _CONTAINERS: Mapping[type[nn.Module], type[Part]] = {
     nn.ParameterDict: _PartParameterDict,
 }
 """Containers of torch, whose items can be read by index or key -> the parts that can."""
+
+
+_OF_CONTAINERS = ("__getitem__", "__setitem__", "__delitem__", "__len__", "__iter__", "__contains__", "keys", "values", "items")
+"""Methods of containers by which their items are read, or would be replaced."""
+
+
+def container_methods(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return the methods that a partitioned model needs to have the items of the container that the model is; none for other models."""
+    kind = next((container for container in _CONTAINERS if isinstance(model, container)), None)
+    return {name: _of_container(name) for name in _OF_CONTAINERS if kind is not None and hasattr(kind, name)}
+
+
+def _of_container(name: str) -> Callable[..., Any]:
+    """Return a method that does what that of a part for the container does."""
+
+    def method(self: ModuleInPlan, *args: Any) -> Any:
+        source: Source = self.__dict__["_source"]
+        part = _new_part(source.module)
+        part.__dict__.update({table: self.__dict__[table] for table in ("_parameters", "_buffers", "_modules")})
+        part.stand_for(source)
+        return getattr(type(part), name)(part, *args)
+
+    method.__name__ = name
+    return method
 
 
 def _refused_hook(method: str) -> Callable[..., NoReturn]:

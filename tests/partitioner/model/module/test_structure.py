@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -236,3 +236,49 @@ def test_attributes_of_a_wrapped_model() -> None:
         pm.grow()
     with pytest.raises(AttributeError, match="neither a partitioned model nor the Wrapper itself has an attribute 'shrink'"):
         pm.shrink()
+
+
+class Steps(nn.ModuleDict):
+    """A dict that is a model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.values():
+            x = step(x)
+        return x
+
+
+class Layers(nn.ModuleList):
+    """A list that is a model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+ITEMS: list[Callable[[Any], Any]] = [
+    len,
+    bool,
+    lambda module: [str(each) for each in module],
+    lambda module: [str(module[key]) for key in (module if isinstance(module, nn.ModuleDict) or hasattr(module, "keys") else (0, -1))],
+    lambda module: next(iter(module)) in module,
+    lambda module: nn.Linear(2, 2) in module if hasattr(module, "keys") else str(module[:2]),
+    lambda module: [(key, str(each)) for key, each in (module.items() if hasattr(module, "keys") else enumerate(module))],
+]
+"""How the items of a container are read."""
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Layers, Steps])
+def test_items_of_a_container(kind: Any) -> None:
+    layers: list[nn.Module] = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)]
+    model = nn.Sequential(*layers) if kind is nn.Sequential else kind({"up": layers[0], "down": layers[2]} if kind is Steps else layers)
+    pm: Any = partition(model, 2, "tensor", example_inputs=(torch.randn(8, 4),), progress=False)
+    assert [read(pm) for read in ITEMS] == [read(model) for read in ITEMS]
+    key: Any = "up" if kind is Steps else 0
+    assert pm[key].weight is next(iter(pm.parameters()))
+    with pytest.raises(ConfigError, match="cannot be set"):
+        pm[key] = nn.ReLU()
+    with pytest.raises(ConfigError, match="cannot be set"):
+        del pm[key]
+    with pytest.raises(TypeError):
+        len(cast(Any, partition(nn.Linear(4, 4), 2, "tensor", progress=False)))
