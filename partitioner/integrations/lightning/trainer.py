@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.api import partition
+from partitioner.integrations.lightning.averages import copy_average, refuse_reset_statistics
 from partitioner.integrations.lightning.called_modules import ModuleCall, called_modules
 from partitioner.integrations.lightning.clip_norm import clip_norm, has_whole_models
 from partitioner.integrations.lightning.copies import is_copy, refuse_copies_inside, uncalled_copies
@@ -112,7 +113,7 @@ class TrainerPartition(Processes):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether a checkpoint is loaded into the partitioned model: where a callback may keep averages of parts of parameters."""
-        return bool(self._averaging_callbacks()) and (torchrun.is_launched() or self.root_device.type != "cpu")
+        return bool(self._callbacks("WeightAveraging")) and (torchrun.is_launched() or self.root_device.type != "cpu")
 
     def setup_environment(self) -> None:
         """Join the other processes; their random states become those of rank 0, if all read the same batches."""
@@ -128,8 +129,7 @@ class TrainerPartition(Processes):
         self._partition(trainer, function)
         self._clip_over_all_processes()
         if function == "fit":
-            for callback in () if has_whole_models(self.partitioned_models) else self._averaging_callbacks():
-                callback.setup(trainer, self.lightning_module, "fit")  # again: its averages lie as the parameters do
+            self._average_parts(trainer)
             self._summarize_before(trainer)
             cast(Any, self).setup_optimizers(trainer)
             self._refuse_optimizers_of_copies()
@@ -292,11 +292,22 @@ class TrainerPartition(Processes):
 
     # -- callbacks -----------------------------------------------------------------------------------------------------------------
 
-    def _averaging_callbacks(self) -> list[Any]:
-        """Return the callbacks that average weights; they copy the LightningModule before it is partitioned."""
-        trainer = self.lightning_module.trainer
-        kind = getattr(_callbacks_of(self.package), "WeightAveraging", ())
-        return [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+    def _callbacks(self, name: str) -> list[Any]:
+        """Return the callbacks of a class of Lightning's."""
+        kind = getattr(_callbacks_of(self.package), name, ())
+        return [callback for callback in self.lightning_module.trainer.callbacks if isinstance(callback, kind)]
+
+    def _average_parts(self, trainer: Any) -> None:
+        """Let callbacks that average weights, which have copied the whole LightningModule, keep averages that lie as the parameters do."""
+        stochastic = self._callbacks("StochasticWeightAveraging")
+        for model in self.partitioned_models if stochastic else ():
+            refuse_reset_statistics(model)
+        if has_whole_models(self.partitioned_models):
+            return
+        for callback in self._callbacks("WeightAveraging"):
+            callback.setup(trainer, self.lightning_module, "fit")
+        for callback in stochastic:
+            copy_average(callback, trainer, self.root_device)
 
     def _summarize_before(self, trainer: Any) -> None:
         """Let summaries of the model, which hook its layers, look at the LightningModule's own modules."""

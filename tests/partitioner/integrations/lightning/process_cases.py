@@ -9,14 +9,21 @@ from typing import Any
 
 import torch
 from lightning import Fabric, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from partitioner import ConfigError, partition
-from tests.partitioner.integrations.lightning.modules import OfTeacher, fit, loader, partitioned
+from tests.partitioner.integrations.lightning.modules import OfTeacher, Recording, fit, loader, partitioned
 
-__all__ = ["fabric_losses", "refused_teachers", "trainer_losses", "trainer_with_everything"]
+__all__ = [
+    "fabric_losses",
+    "refused_teachers",
+    "stochastic_averages",
+    "stochastic_averages_in_processes",
+    "trainer_losses",
+    "trainer_with_everything",
+]
 
 
 def trainer_losses(name: str, mode: str, folder: Path) -> tuple[list[float], list[float]]:
@@ -38,6 +45,24 @@ def trainer_with_everything(mode: str, folder: Path, **options: Any) -> tuple[li
         "gpt", partitioned(mode), folder, callbacks=averages, seed=7 + rank, accumulate_grad_batches=2, gradient_clip_val=0.1, **options
     )
     return module.losses, module.state_dict()
+
+
+def stochastic_averages(strategy: Any, folder: Path) -> tuple[list[float], dict[str, Any]]:
+    """Return the losses and the weights of StochasticWeightAveraging over three epochs, which continue from a checkpoint of the second."""
+    warnings.simplefilter("ignore")
+    runs: list[Recording] = []
+    for epochs in (2, 3):
+        averages = [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)]
+        checkpoints = ModelCheckpoint(dirpath=folder, save_last=True, enable_version_counter=False)
+        callbacks = [*averages, checkpoints]
+        path = folder / "last.ckpt" if runs else None
+        runs.append(fit("gpt", strategy(), folder, epochs=epochs, callbacks=callbacks, resumed=path, devices=1)[0])
+    return runs[0].losses + runs[1].losses, runs[1].state_dict()
+
+
+def stochastic_averages_in_processes(mode: str, folder: Path) -> tuple[list[float], dict[str, Any]]:
+    """Return those of this process."""
+    return stochastic_averages(lambda: partitioned(mode), folder)
 
 
 def refused_teachers(folder: Path) -> list[str]:

@@ -23,10 +23,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 lightning = pytest.importorskip("lightning")
 
 from lightning import LightningModule  # noqa: E402
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
 
 from tests.partitioner.integrations.lightning.modules import Recording, fit, loader, partitioned  # noqa: E402
-from tests.partitioner.integrations.lightning.process_cases import refused_teachers, trainer_losses, trainer_with_everything  # noqa: E402
+from tests.partitioner.integrations.lightning.process_cases import (  # noqa: E402
+    refused_teachers,
+    stochastic_averages,
+    stochastic_averages_in_processes,
+    trainer_losses,
+    trainer_with_everything,
+)
 
 MODES = ("pipeline", "fsdp", "tensor")
 
@@ -116,6 +122,17 @@ def test_processes_refuse_a_teacher_that_they_could_not_average(workers: Callabl
         assert "teacher is built like student, and forward does not call it" in in_forward
         assert "an optimizer has teacher." in in_optimizer
         assert "self.student.parameters(), in place of self.parameters()" in in_optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", MODES)
+def test_processes_average_stochastically_and_resume(mode: str, workers: Callable[[int], Workers], tmp_path: Path) -> None:
+    losses, state = stochastic_averages(lambda: "auto", tmp_path / "whole")
+    for found, weights in workers(2).values(stochastic_averages_in_processes, mode, tmp_path / mode, timeout=280):
+        assert close(found, losses)
+        assert same_weights(weights, state)
 
 
 @pytest.mark.slow
@@ -304,6 +321,13 @@ def test_what_cannot_be_partitioned_is_refused(kind: Any, said: str) -> None:
     trainer = lightning.Trainer(accelerator="cpu", strategy=partitioned("fsdp"), max_steps=1, logger=False, enable_checkpointing=False)
     with pytest.raises(PartitionError, match=said):
         trainer.fit(kind().double(), loader("two models", 1))
+
+
+def test_averages_that_would_replace_statistics_are_refused() -> None:
+    averages = StochasticWeightAveraging(swa_lrs=0.1)
+    trainer = lightning.Trainer(accelerator="cpu", strategy=partitioned("fsdp"), max_steps=1, logger=False, callbacks=[averages])
+    with pytest.raises(ConfigError, match=r"running statistics and the momentum of 1 after(.|\n)*EMAWeightAveraging"):
+        trainer.fit(Dropping().double(), loader("two models", 1))
 
 
 @pytest.mark.parametrize(
