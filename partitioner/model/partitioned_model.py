@@ -111,8 +111,8 @@ class PartitionedModel(ModuleInPlan):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the original returns: same structure, same values, on every rank.
 
-        With ``inputs="local"`` results hold this rank's rows, where they have rows. The loss for ``.backward()`` is then one of these
-        rows, and gradients of parameters are those of the mean over ranks, as in DistributedDataParallel.
+        With ``inputs="local"`` results hold this rank's rows, and a number that the model returns (its loss) is that of the whole batch.
+        A loss of this rank's rows has, as in DistributedDataParallel, the gradients of the mean over ranks; the whole batch's has its own.
         """
         if torch.compiler.is_compiling():
             from partitioner.runtime.compiled.opaque_call import opaque_call  # noqa: PLC0415  it imports Dynamo, which only a compiler needs

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from partitioner.model.session import Session
 from passes.ir.errors import ConfigError
 
-__all__ = ["count_replicas", "counts_replicas", "wait_for_all"]
+__all__ = ["count_replicas", "counts_replicas", "passes_own_rows", "wait_for_all"]
 
 _OTHER_WAYS = {"FSDP": "fsdp_plugin", "DEEPSPEED": "deepspeed_plugin", "MEGATRON_LM": "megatron_lm_plugin"}
 """Type of accelerate's distribution -> the argument of ``Accelerator`` that chooses it."""
@@ -72,6 +72,13 @@ def counts_replicas() -> bool:
     from accelerate.state import PartialState, is_initialized  # noqa: PLC0415  an optional package
 
     return is_initialized() and PartialState().__dict__.get("wait_for_everyone") is wait_for_all
+
+
+def passes_own_rows() -> bool:
+    """Whether each process passes its own rows to the prepared models: a scalar that these return is of the rows of all."""
+    from accelerate.state import PartialState, is_initialized  # noqa: PLC0415  an optional package
+
+    return bool(is_initialized() and PartialState().__dict__.get(_INPUTS) == "local")
 
 
 def wait_for_all() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.partitioner.integrations.loops import problems
-from tests.partitioner.integrations.trainer.training import Trained, trained
+from tests.partitioner.integrations.trainer.training import Trained, few_steps, local_rows, smoothed_mean, trained
 from tests.support.processes.processes import Workers
 
 KINDS = ("gpt", "resnet")
@@ -39,7 +39,7 @@ def differences(kind: str, found: Trained, wanted: Trained) -> list[str]:
         *problems(found.logged, wanted.logged, "log", 1e-7),
         *problems([found.evaluated], [wanted.evaluated], "loss of evaluation", tolerance),
         *problems(found.predictions, wanted.predictions, "predictions", tolerance),
-        *problems(found.resumed[-15:], wanted.logged[15:], "log after resuming", 1e-7),
+        *(problems(found.resumed[-15:], wanted.logged[15:], "log after resuming", 1e-7) if found.resumed else ()),
     ]
 
 
@@ -57,3 +57,42 @@ def test_in_processes(kind: str, mode: str, options: dict[str, Any], tmp_path: P
     wanted = whole(kind, options, tmp_path / "whole")
     for found in workers(2).values(trained, kind, mode, str(tmp_path / "pm"), options, timeout=580):
         assert not differences(kind, found, wanted)
+
+
+LOCAL = [
+    ("gpt", "data", {}),
+    ("gpt", "fsdp", ACCUMULATED),
+    ("gpt", "fsdp", {"average_tokens_across_devices": False}),
+    ("gpt", "fsdp", {"summed_loss": True, **ACCUMULATED}),
+    ("resnet", "fsdp", ACCUMULATED),
+]
+"""Each process reads half of the rows of every batch: together these are the batches of one process."""
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "mode", "options"), LOCAL, ids=str)
+def test_local_rows_in_processes(kind: str, mode: str, options: dict[str, Any], tmp_path: Path, workers: Callable[[int], Workers]) -> None:
+    wanted = local_rows(kind, None, str(tmp_path / "whole"), options)
+    for found in workers(2).values(local_rows, kind, mode, str(tmp_path / "pm"), options, timeout=580):
+        assert not differences(kind, found, wanted)
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(600)
+def test_few_steps_of_local_rows_in_processes(tmp_path: Path, workers: Callable[[int], Workers]) -> None:
+    """The model returns the loss of the rows of all processes: Trainer must not multiply it by their number."""
+    wanted = few_steps("counted", None, str(tmp_path), {})
+    for found in workers(2).values(few_steps, "counted", "data", str(tmp_path), {}, timeout=580):
+        assert not problems(found, wanted, "log", 1e-7)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_smoothed_loss_of_local_rows(tmp_path: Path, workers: Callable[[int], Workers]) -> None:
+    """It is computed of each process's outputs, and its gradients are those of the mean over processes."""
+    wanted = smoothed_mean(str(tmp_path), SMOOTHED)
+    for found in workers(2).values(few_steps, "gpt", "fsdp", str(tmp_path), SMOOTHED, timeout=580):
+        assert abs(found[0] - wanted) < 1e-4  # Trainer rounds what it logs

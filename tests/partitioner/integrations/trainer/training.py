@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from partitioner import partition
 from tests.partitioner.integrations.loops import ROWS, Residual, data_of, spoil
 
-__all__ = ["Trained", "trained"]
+__all__ = ["Trained", "few_steps", "local_rows", "smoothed_mean", "trained"]
 
 STEPS = 10
 
@@ -51,18 +51,33 @@ class Classifier(nn.Module):
         return {"logits": logits} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+class Counted(nn.Module):
+    """Returns a loss that is divided by the number of items that Trainer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **counts: Tensor) -> dict[str, Tensor]:
+        logits = self.net(pixel_values)
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / counts["num_items_in_batch"]
+        return {"loss": loss, "logits": logits}
+
+
 class Rows(Dataset[dict[str, Tensor]]):
     """Rows by the names of the model's arguments; labels of the first tokens do not count, in every third row more of them."""
 
     def __init__(self, kind: str, batches: int) -> None:
-        self.kind, self.data = kind, data_of(kind, batches)
+        self.kind, self.data = kind, data_of("gpt" if kind == "gpt" else "resnet", batches)
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         first, second = self.data[index]
-        if self.kind == "resnet":
+        if self.kind != "gpt":
             return {"pixel_values": first, "labels": second}
         labels = first.clone()
         labels[: 3 if index % 3 == 0 else 1] = -100
@@ -71,37 +86,45 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    if kind == "resnet":
-        return Classifier().double()
+    if kind != "gpt":
+        return (Classifier() if kind == "resnet" else Counted()).double()
     sizes: dict[str, Any] = {"vocab_size": 23, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)).double()
 
 
-def trainer(kind: str, mode: str | None, folder: str, options: dict[str, Any], model: nn.Module | None = None) -> Trainer:
-    """A new Trainer; a model that was partitioned before may be given."""
+def trainer(
+    kind: str, mode: str | None, folder: str, options: dict[str, Any], model: nn.Module | None = None, inputs: str = "global"
+) -> Trainer:
+    """A new Trainer; a model that was partitioned before may be given. Half of the rows are those of one of two processes."""
+    rows = ROWS if inputs == "global" else ROWS // 2
+    options = dict(options)
+    function = summed_loss if options.pop("summed_loss", False) else None
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
     model, is_new = model or model_of(kind), model is None
     if mode is not None and is_new:
         example = None if kind == "gpt" else (Rows(kind, 1).data[:][0],)  # GPT-2 has an example of its own, without labels
-        model = partition(model, 2, mode, example_inputs=example, progress=False)
+        model = partition(model, 2, mode, example_inputs=example, inputs=inputs, progress=False)
     arguments = TrainingArguments(
         output_dir=folder,
-        per_device_train_batch_size=ROWS,
-        per_device_eval_batch_size=ROWS,
-        max_steps=STEPS,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=rows,
         logging_steps=1,
         logging_nan_inf_filter=False,
-        save_steps=STEPS // 2,
         learning_rate=1e-2,
-        max_grad_norm=0.5,
         lr_scheduler_type="linear",
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **options,
+        **{"max_steps": STEPS, "save_steps": STEPS // 2, "max_grad_norm": 0.5, **options},
     )
-    return Trainer(model=model, args=arguments, train_dataset=Rows(kind, STEPS), eval_dataset=Rows(kind, 2))
+    return Trainer(model=model, args=arguments, train_dataset=Rows(kind, STEPS), eval_dataset=Rows(kind, 2), compute_loss_func=function)
+
+
+def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
+    """A loss of the user's, which counts the items of all processes."""
+    logits = outputs["logits"][..., :-1, :].flatten(0, -2), labels[..., 1:].flatten()
+    return nn.functional.cross_entropy(*logits, reduction="sum") / num_items_in_batch
 
 
 def logged(run: Trainer) -> list[float]:
@@ -112,10 +135,39 @@ def logged(run: Trainer) -> list[float]:
 def trained(kind: str, mode: str | None, folder: str, options: dict[str, Any]) -> Trained:
     """Ten steps, evaluation and prediction, and the second half again from the checkpoint after the first."""
     run = trainer(kind, mode, folder, options)
-    run.train()
-    evaluated = run.evaluate()["eval_loss"]
-    predictions = torch.as_tensor(run.predict(Rows(kind, 2)).predictions).flatten().tolist()
+    done = steps(run, kind)
     spoil(run.model.train())
     again = trainer(kind, mode, folder, options, run.model)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}")
-    return Trained(logged(run), evaluated, predictions, logged(again))
+    return replace(done, resumed=logged(again))
+
+
+def steps(run: Trainer, kind: str) -> Trained:
+    """Ten steps, evaluation and prediction."""
+    run.train()
+    evaluated = run.evaluate()["eval_loss"]
+    return Trained(logged(run), evaluated, torch.as_tensor(run.predict(Rows(kind, 2)).predictions).flatten().tolist(), [])
+
+
+def local_rows(kind: str, mode: str | None, folder: str, options: dict[str, Any]) -> Trained:
+    """Ten steps, evaluation and prediction, where each process reads its own rows."""
+    return steps(trainer(kind, mode, folder, options, inputs="local" if mode else "global"), kind)
+
+
+def few_steps(kind: str, mode: str | None, folder: str, options: dict[str, Any]) -> list[float]:
+    """What two steps log, where each process reads its own rows."""
+    run = trainer(kind, mode, folder, {**options, "save_strategy": "no", "max_steps": 2}, inputs="local" if mode else "global")
+    run.train()
+    return logged(run)
+
+
+def smoothed_mean(folder: str, options: dict[str, Any]) -> float:
+    """The mean over two processes of the smoothed losses that the first rows of each have, of the model in one piece."""
+    run = trainer("gpt", None, folder, options)
+    batch = next(iter(run.get_train_dataloader()))
+    losses = []
+    for rows in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS)):
+        half = {name: tensor[rows] for name, tensor in batch.items()}
+        logits = run.model(half["input_ids"], attention_mask=half["attention_mask"]).logits
+        losses.append(run.label_smoother({"logits": logits}, half["labels"], shift_labels=True))
+    return float(sum(losses).detach()) / 2
