@@ -18,11 +18,13 @@ def prepare_libraries(session: Session) -> None:
     """Prepare those libraries that are imported and set up; called whenever a partitioned model is asked for ``hf_device_map``."""
     if "accelerate" not in sys.modules or len(session.runtime.local_ranks) == session.runtime.n_ranks:
         return  # with all ranks in one process a partitioned model is a module like any other
+    from partitioner.integrations.accelerate.broadcasts import replace_functions  # noqa: PLC0415  importing partitioner imports little
     from partitioner.integrations.accelerate.methods import replace_methods  # noqa: PLC0415  importing partitioner imports little
     from partitioner.integrations.accelerate.processes import count_replicas  # noqa: PLC0415
 
     count_replicas(session)
     replace_methods()
+    replace_functions()
     if "transformers.trainer" in sys.modules:
         from partitioner.integrations.trainer.methods import replace_methods as replace_methods_of_trainer  # noqa: PLC0415
 

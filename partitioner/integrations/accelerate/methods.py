@@ -4,6 +4,7 @@ prepare_model          no DistributedDataParallel around it: its programs reduce
 prepare_data_loader    an iterable data set is read by every process, where every rank passes the whole batch
 save_state             the first process writes the states of all stages; all wait until it has
 load_state             every process takes its part of them
+check_trigger          whether any process has set it, and not this one alone
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from partitioner.integrations.accelerate.checkpoints import gathered_state, loading_gathered_state, model_in_processes, optimizer_state
@@ -82,3 +85,11 @@ def replace_methods() -> None:
                 for optimizer in accelerator._optimizers:  # noqa: SLF001
                     stack.enter_context(loading_gathered_state(pm, optimizer))
             return method(accelerator, *args, **kwargs)
+
+    @replacing(Accelerator, "check_trigger")
+    def _check_trigger(method: Method, accelerator: Any) -> Any:
+        if counts_replicas():
+            flag = accelerator.flag_tensor
+            accelerator.flag_tensor = torch.zeros((), dtype=torch.int64, device=accelerator.device) if flag is None else flag
+            dist.all_reduce(accelerator.flag_tensor)
+        return method(accelerator)

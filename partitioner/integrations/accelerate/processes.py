@@ -5,6 +5,7 @@ num_processes         1                                                 as start
 loader                not distributed                                   distributed over processes
 scheduler             a step for a step of the optimizer                as many steps as processes, as with DistributedDataParallel
 gather()              the tensor itself, which every rank has           rows of all processes
+broadcast()           to all processes                                  to all processes
 process_index         as started: the first process writes files        as started
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from partitioner.integrations.random_states import share_random_states
 from partitioner.model.session import Session
 from passes.ir.errors import ConfigError
 
@@ -64,7 +66,7 @@ def count_replicas(session: Session) -> None:
     for shared in (PartialState().__dict__, state.__dict__):
         shared.update(distributed_type=DistributedType.NO, num_processes=1)
     PartialState().__dict__["wait_for_everyone"] = wait_for_all
-    _copy_random_state(state.device)
+    share_random_states()
 
 
 def counts_replicas() -> bool:
@@ -87,11 +89,3 @@ def wait_for_all() -> None:
         dist.barrier(device_ids=[torch.cuda.current_device()])
     else:
         dist.barrier()
-
-
-def _copy_random_state(device: torch.device) -> None:
-    """Give every process the random state of the first one: their loaders shuffle alike from now on."""
-    state = torch.get_rng_state()
-    on_device = state.to(device) if dist.get_backend() == "nccl" else state
-    dist.broadcast(on_device, 0)
-    torch.set_rng_state(on_device.cpu())

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from partitioner.integrations.lightning.clip_norm import clip_norm
 from partitioner.integrations.lightning.optimizer_states import has_other_stages, load_optimizer_state, optimizer_state
-from partitioner.integrations.lightning.processes import Processes, reduced, share_random_states
+from partitioner.integrations.lightning.processes import Processes, reduced
+from partitioner.integrations.random_states import share_random_states
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError

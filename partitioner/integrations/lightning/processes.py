@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import random
-import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -117,15 +115,3 @@ def reduced(tensor: Tensor, operation: str | None) -> Tensor:
         result = result if result.is_floating_point() else result.float()
     dist.all_reduce(result, kind)
     return result / torchrun.world_size() if name in ("mean", "avg") else result
-
-
-def share_random_states() -> None:
-    """Give all processes the random states of rank 0: loaders that shuffle then read the same rows, and layers outside draw alike."""
-    numpy = sys.modules.get("numpy")
-    states = [(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())]
-    dist.broadcast_object_list(states, 0)
-    torch_state, python_state, numpy_state = states[0]
-    torch.set_rng_state(torch_state)
-    random.setstate(python_state)
-    if numpy is not None and numpy_state is not None:
-        numpy.random.set_state(numpy_state)

@@ -28,8 +28,9 @@ from partitioner.integrations.lightning.copies import is_copy, refuse_copies_ins
 from partitioner.integrations.lightning.first_batch import STEPS, first_batch
 from partitioner.integrations.lightning.optimizer_states import has_other_stages, load_optimizer_state, optimizer_state
 from partitioner.integrations.lightning.partitioned_module import Replacement, refuse_shared, traceable
-from partitioner.integrations.lightning.processes import Processes, reduced, share_random_states
+from partitioner.integrations.lightning.processes import Processes, reduced
 from partitioner.integrations.options import checked_options
+from partitioner.integrations.random_states import share_random_states
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError, first_few

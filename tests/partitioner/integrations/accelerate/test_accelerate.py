@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from partitioner import partition
-from tests.partitioner.integrations.accelerate.training import Trained, local_rows, refusals, stream, trained
+from tests.partitioner.integrations.accelerate.training import Trained, local_rows, refusals, shared_values, stream, trained
 from tests.partitioner.integrations.loops import data_of, model_of, problems
 from tests.support.processes.processes import Workers
 
@@ -101,6 +101,19 @@ def test_what_cannot_be_is_refused_by_name(workers: Callable[[int], Workers]) ->
         assert "Accelerator.prepare(loader)" in said[0]
         assert 'inputs="global"' in said[0]
         assert "dispatch_batches" in said[1]
+
+
+@pytest.mark.gloo
+def test_values_of_one_process_reach_all(workers: Callable[[int], Workers]) -> None:
+    """A name of the run, a seed, a trigger: the processes are one to loaders and ``gather`` alone."""
+    first, second = workers(2).values(shared_values)
+    assert first.pop("gathered") == [0]
+    assert second.pop("gathered") == [1]
+    assert first == second
+    assert first["name"] == ["run 0"]
+    assert first["from the second"] == [1]
+    assert first["tensors"] == [[0]]
+    assert first["triggers"] == [True, False]
 
 
 def test_autocast_around_a_call_is_that_of_the_model() -> None:

@@ -6,21 +6,23 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from partitioner import ConfigError, partition
 from tests.partitioner.integrations.loops import ROWS, data_of, model_of, spoil
 
-__all__ = ["Trained", "local_rows", "refusals", "stream", "trained"]
+__all__ = ["Trained", "local_rows", "refusals", "shared_values", "stream", "trained"]
 
 STEPS = 10
 
@@ -144,3 +146,26 @@ def refusals() -> list[str]:
         except ConfigError as error:
             said.append(str(error))
     return said
+
+
+def shared_values() -> dict[str, Any]:
+    """What the functions of accelerate give for values that differ between processes, around one partitioned model."""
+    forget()
+    rank = int(os.environ["RANK"])
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002  the state that scripts share
+    torch.manual_seed(rank)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    accelerator.prepare(partition(model, 2, "data", example_inputs=(torch.ones(2, 2),), progress=False))
+    if rank == 1:
+        accelerator.set_trigger()
+    name: list[str] = broadcast_object_list([f"run {rank}"])
+    return {
+        "drawn": [torch.rand(1).item(), random.random(), np.random.rand()],  # noqa: NPY002
+        "name": name,
+        "from the second": broadcast_object_list([rank], from_process=1),
+        "tensors": [tensor.tolist() for tensor in broadcast({"a": torch.tensor([rank])}).values()],
+        "gathered": gather_object([rank]),
+        "triggers": [accelerator.check_trigger(), accelerator.check_trigger()],
+    }
