@@ -106,7 +106,6 @@ class TorchrunRuntime:
         with self.failing_together() as connection, torch.no_grad():
             prepared = self._prepare(programs)
             connection.agreement.agree("program", f"{prepared.traffic.name} of model {self._number}", in_step=True)
-            connection.agreement.go_on()
             samples = {name: sample_of(tensor) for name, tensor in (given or {}).items()}
             compared = {name: sample for name, sample in samples.items() if sample is not None}
             kind = prepared.traffic.name.rpartition(" ")[0]  # without the digest
@@ -145,7 +144,6 @@ class TorchrunRuntime:
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return the union of the tensors that processes own: gather all shapes and dtypes, then broadcast each tensor from its owner."""
         with self.failing_together() as connection, torch.no_grad(), connection.communicating("a gathering of what all ranks hold"):
-            connection.agreement.go_on()
             group = connection.group(connection.everyone)
             own_kinds = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in owned.items()}
             kinds_of_ranks = _gather_objects(own_kinds, group, self.devices[self._rank])
@@ -158,7 +156,6 @@ class TorchrunRuntime:
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:
         """Reduce a number over all processes."""
         with self.failing_together() as connection, connection.communicating("a reduction over all ranks"):
-            connection.agreement.go_on()
             reduced = value.detach().clone()
             operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
             wait_for(dist.all_reduce(reduced, operations[operation], connection.group(connection.everyone), async_op=True))
@@ -167,7 +164,6 @@ class TorchrunRuntime:
     def exchange(self, transfers: Sequence[Transfer], tensors: Mapping[int, Tensor]) -> Exchanged:
         """Carry out transfers between ranks."""
         with self.failing_together() as connection, torch.no_grad(), connection.communicating("an exchange of parts of parameters"):
-            connection.agreement.go_on()
             return exchange(transfers, tensors, connection.group(connection.everyone), connection.rank, connection.device)
 
     def _prepare(self, programs: ProgramSet) -> PreparedTraffic:

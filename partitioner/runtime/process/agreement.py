@@ -1,17 +1,21 @@
 """Check at every call that all ranks have the same value, without waiting while values stay the same.
 
-Each rank keeps one line in the store: the number of questions it has passed, and of new values that all ranks agreed on. A rank whose value
-is the one agreed on last writes its line and goes on; in a step, which has several questions, it writes when it starts its program. A rank
-whose value is new writes the value and polls the others' lines until each has written its value for the same question, or has passed it:
+Each rank keeps one line in the store: the number of questions it has passed, of new values that all ranks agreed on, and its last call that
+waits for the others. A rank whose value is the one agreed on last writes its line and goes on; in a step, which has several questions, it
+writes when it starts its program. A rank whose value is new writes the value and polls the others' lines until each has written its value
+for the same question, or has passed it:
 
     question              16      17             18
     rank 0                -       "batch 6"      -        17: polls the others
     rank 1                -       "batch 6"      -        17: polls the others
     rank 2                -       -                       passed 17 without a new agreement: it has the old value
+    rank 3                -       in a later call         it waits for the others there, and will not come to 17
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -33,19 +37,28 @@ _UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class _Line:
-    """The line of a rank in the store: number of its last question, number of agreements, and its value while it polls."""
+    """The line of a rank in the store.
+
+    Attributes:
+        question: number of its last question.
+        agreements: number of agreements.
+        call: number of its last call.
+        what: names that call.
+        value: its value while it polls.
+    """
 
     question: int
     agreements: int
+    call: int
+    what: str
     value: str | None
 
     def __str__(self) -> str:
-        return f"{self.question} {self.agreements}" + ("" if self.value is None else f" {self.value}")
+        return json.dumps(dataclasses.astuple(self))
 
     @staticmethod
     def parse(text: str) -> _Line:
-        question, agreements, *value = text.split(" ", 2)
-        return _Line(int(question), int(agreements), value[0] if value else None)
+        return _Line(*json.loads(text))
 
 
 class Agreement:
@@ -67,6 +80,8 @@ class Agreement:
         self._question = 0
         self._agreements = 0
         self._agreed: dict[str, str] = {}
+        self._call = 0
+        self._what = ""
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """Return when all ranks have the same value; a rank with None gets the value of the others.
@@ -74,7 +89,7 @@ class Agreement:
         Args:
             what: the question, in the words of errors; the same on all ranks.
             value: of this rank.
-            in_step: whether ``go_on`` follows before this rank waits for anything else, so that the line need not be written here.
+            in_step: whether ``begin_call`` follows before this rank waits for anything else, so that the line need not be written here.
 
         Returns:
             The value as text; None if all ranks have None.
@@ -91,7 +106,7 @@ class Agreement:
                 self.go_on()
             return text
         self._write(f"{what}: {text}")
-        answers = self._answers(what, has_value=value is not None)
+        answers = self._answers(what, None if value is None else text)
         old = self._agreed.get(what, "another one")
         values = {rank: old if answer is None else answer.removeprefix(f"{what}: ") for rank, answer in answers.items()}
         distinct = set(values.values()) - {_UNKNOWN}
@@ -104,14 +119,19 @@ class Agreement:
             self._store.set(f"agreement {self._agreements}", f"{what}: {agreed}")
         return None if agreed == _UNKNOWN else agreed
 
+    def begin_call(self, number: int, what: str) -> None:
+        """Tell the others that this rank has passed all its questions, and waits for them in its next call from here on."""
+        self._call, self._what = number, what
+        self.go_on()
+
     def go_on(self) -> None:
         """Tell the others that this rank has passed all its questions."""
         self._write(None)
 
     def _write(self, value: str | None) -> None:
-        self._store.set(f"rank {self._rank}", str(_Line(self._question, self._agreements, value)))
+        self._store.set(f"rank {self._rank}", str(_Line(self._question, self._agreements, self._call, self._what, value)))
 
-    def _answers(self, what: str, *, has_value: bool) -> dict[int, str | None]:
+    def _answers(self, what: str, value: str | None) -> dict[int, str | None]:
         """Poll until every rank has answered the present question; return rank -> answer, see ``_answer``.
 
         A rank without a value returns as soon as one rank has gone on with the value agreed before.
@@ -124,10 +144,12 @@ class Agreement:
                 line = None if rank in answers else self._line(rank)
                 if line is not None and line.question >= self._question:
                     answers[rank] = self._answer(line)
-            if len(answers) == self._size or (not has_value and None in answers.values()):
+                elif line is not None and line.call > self._call:
+                    raise DisagreementError(self._other_call(rank, line, what, value))
+            if len(answers) == self._size or (value is None and None in answers.values()):
                 return answers
             missing = [rank for rank in range(self._size) if rank not in answers]
-            self._check_waiting(missing, f"{'has a new' if has_value else 'asks for the'} {what}", deadline)
+            self._check_waiting(missing, f"{'asks for the' if value is None else 'has a new'} {what}", deadline)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -137,6 +159,11 @@ class Agreement:
             # The one agreement that this rank does not count yet is on the present question.
             return self._store.get(f"agreement {self._agreements + 1}").decode()
         return line.value if line.question == self._question else None
+
+    def _other_call(self, rank: int, line: _Line, what: str, value: str | None) -> str:
+        """Return how a rank's call differs, which this one has not begun: all ranks come to a question before the call behind it."""
+        asks = f"asks for the {what}" if value is None else f"has {what} {value}"
+        return f"call {line.call} is not the same on all ranks: {rank_list([rank])} runs {line.what}, rank {self._rank} {asks}"
 
     def _check_waiting(self, missing: list[int], asks: str, deadline: float) -> None:
         """Raise if waiting for the missing ranks is useless: a rank has failed, one of them has ended, or time is over."""

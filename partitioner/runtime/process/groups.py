@@ -294,6 +294,7 @@ class Connection:
                 f"rank {self.rank} cannot make call {self._n_calls} ({what}) with rank {gone[0]}: rank {gone[0]} {ended[gone[0]]}",
                 remedy="make the same calls on every rank",
             )
+        self.agreement.begin_call(self._n_calls, what)
         self._watch.announce(self._number, self._n_calls, RankCall(what, given or {}, optimizer_steps))
 
     @contextlib.contextmanager

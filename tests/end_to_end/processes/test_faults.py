@@ -127,6 +127,25 @@ def test_ranks_in_different_calls_do_not_wait_for_each_other(workers: Callable[[
         assert "rank 1 runs a gathering of what all ranks hold" in str(answer.error)
 
 
+SAID_ALONE = {
+    "state_dict": r"call \d+ is not the same on all ranks: rank 0 runs a gathering of what all ranks hold, rank 1 has program forward",
+    "optimizer": r"call \d+ is not the same on all ranks: rank 0 runs a gathering of what all ranks hold, rank 1 has program forward",
+    "norm": r"call \d+ is not the same on all ranks: rank 0 runs a reduction over all ranks, rank 1 has program forward",
+    "no backward": r"rank 0 (has program|runs) forward .*rank 1 (has|runs) (program )?backward",
+}
+"""What all ranks say where rank 0 does something alone."""
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("call", ["state_dict", *(pytest.param(each, marks=pytest.mark.slow) for each in list(SAID_ALONE)[1:])])
+def test_a_call_of_one_rank_beside_forward_and_backward_is_refused_by_all(workers: Callable[[int], Workers], call: str) -> None:
+    """The others have a new program, forward after backward, and ask rank 0 for it: they must not wait until it answers."""
+    for answer in workers(2).call(cases.call_alone, call, "fsdp", timeout=PROMPTLY):
+        assert isinstance(answer.error, ConfigError)
+        assert re.search(SAID_ALONE[call], str(answer.error))
+
+
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_a_group_that_the_script_has_made_counts_as_torchrun(workers: Callable[[int], Workers]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,23 @@ def end_a_step_early(mode: str) -> None:
     for _ in range(4 - dist.get_rank()):
         train_step(pm, x, target)
     pm.full_state_dict()
+
+
+def call_alone(call: str, mode: str) -> None:
+    """Rank 0 makes a call that needs all ranks, or leaves out a backward, while the others go on in a loop of forward and backward."""
+    pm, optimizer = partitioned(mode)
+    calls: dict[str, Callable[[], object]] = {
+        "state_dict": pm.state_dict,
+        "optimizer": optimizer.state_dict,
+        "norm": lambda: pm.clip_grad_norm_(1.0),
+    }
+    for number, x, target in batches(4):
+        if number == 2 and dist.get_rank() == 0 and call in calls:
+            calls[call]()
+        loss = nn.functional.mse_loss(pm(x), target)
+        if not (call == "no backward" and number == 2 and dist.get_rank() == 0):
+            loss.backward()
+        optimizer.step()
 
 
 def without_environment() -> list[int]:

@@ -186,6 +186,21 @@ def test_a_failure_elsewhere_ends_the_question() -> None:
         agreement.agree("batch size", 8)
 
 
+def test_a_rank_that_waits_in_another_call_is_named() -> None:
+    """At once: it will not come to the question. One that has begun the same number of calls may still come."""
+    store, record = MemoryStore(), MemoryRecord()
+    ranks = [Agreement(store, rank, 2, timedelta(seconds=0.05), record) for rank in range(2)]
+    for agreement in ranks:
+        agreement.begin_call(1, "train_step")
+    with pytest.raises(CommunicationError, match="did not make the same call"):
+        ranks[1].agree("batch size", 8)
+    ranks[0].begin_call(2, "a gathering")
+    with pytest.raises(DisagreementError, match="call 2 is not the same on all ranks: rank 0 runs a gathering, rank 1 has batch size 8"):
+        ranks[1].agree("batch size", 8)
+    with pytest.raises(DisagreementError, match="rank 0 runs a gathering, rank 1 asks for the plan"):
+        ranks[1].agree("plan", None)
+
+
 def test_a_rank_whose_script_has_ended_is_named() -> None:
     store, record = MemoryStore(), MemoryRecord()
     record.ended = {1: "has ended its script"}
