@@ -11,11 +11,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from partitioner.integrations.asked import prepare_libraries
+from partitioner.integrations.asked import await_trainer, prepare_libraries
 from partitioner.integrations.entry_point import declare_backend
 from partitioner.integrations.lightning_registry import declare_strategies
 from partitioner.integrations.shadowed_packages import check_at_import, check_shadowed_packages
-from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP
+from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP, WHEN_MADE
 
 if TYPE_CHECKING:
     from cost_models.hardware.clusters import Cluster, Device, Link
@@ -101,4 +101,5 @@ def __dir__() -> list[str]:
 check_at_import()
 declare_backend()
 WHEN_ASKED_FOR_DEVICE_MAP.append(prepare_libraries)
+WHEN_MADE.append(await_trainer)
 declare_strategies()

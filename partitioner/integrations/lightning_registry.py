@@ -1,19 +1,19 @@
 """Register the strategy "partitioner" with Lightning when Lightning is imported, without importing it.
 
-Lightning reads no entry points for strategies: a name must be in its registry before ``Trainer(strategy=...)``. A finder in front of
-Python's own ones registers it at the end of the import of ``lightning.pytorch.strategies``, ``lightning.fabric.strategies``, and of the
-same under their other names. ``import partitioner`` installs it, and so does ``import torch`` where the package is installed, since
-torch loads the entry points of the group ``torch.backends``.
+Lightning reads no entry points for strategies: a name must be in its registry before ``Trainer(strategy=...)``. It is registered at the
+end of the import of ``lightning.pytorch.strategies``, ``lightning.fabric.strategies``, and of the same under their other names.
+``import partitioner`` sees to it, and so does ``import torch`` where the package is installed, since torch loads the entry points of
+the group ``torch.backends``.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from partitioner.integrations.after_import import after_import
 
 __all__ = ["declare_strategies"]
 
@@ -28,39 +28,9 @@ _REGISTRIES = {
 """Module of Lightning -> which strategies it has, and the name of their registry."""
 
 
-class _Finder:
-    """Finds the modules that have a registry, and lets their import end with a registration."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that Python's finders give, for a module that has a registry; None for any other."""
-        if name not in _REGISTRIES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            loader.exec_module = _registering(loader.exec_module)
-        return spec
-
-
 def declare_strategies() -> None:
     """Register with what is imported of Lightning, and with the rest when it is."""
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, _Finder())
-    for name in _REGISTRIES:
-        if name in sys.modules:
-            _register(sys.modules[name])
-
-
-def _registering(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """Return a function that runs a module, then registers."""
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        _register(module)
-
-    return exec_module
+    after_import(_REGISTRIES, _register)
 
 
 def _register(module: ModuleType) -> None:

@@ -29,7 +29,7 @@ from partitioner.model.losses.losses import check_loss
 from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session
 from partitioner.model.module.forms import Forms, at_sizes
 from partitioner.model.module.modes import Form, modes_of
-from partitioner.model.module.questions import ANSWERS
+from partitioner.model.module.questions import ANSWERS, announce
 from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, build_structure, refuse_replaced, registered_tensors
@@ -75,8 +75,7 @@ __all__ = ["PartitionedModel"]
 class PartitionedModel(ModuleInPlan):
     """A model whose layers run on several devices; returned by ``partition``.
 
-    Call it like the original; train it with ``train_step``, or with ``.backward()`` where all ranks are in one process. ``graphs`` are the
-    programs of the ranks; ``plan`` says where everything runs.
+    Call and train it like the original, or with ``train_step``. ``graphs`` are the programs of ranks; ``plan`` says where everything runs.
     """
 
     def __new__(cls, session: Session) -> Self:
@@ -104,6 +103,7 @@ class PartitionedModel(ModuleInPlan):
         self._parts = tuple(self.modules())
         self._tensor_places = registered_tensors(self)
         self._initial = frozenset({*vars(self), "_initial"})
+        announce(session)
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Methods of ``Trainer`` that do something else for a partitioned model with one rank a process; for other models they do as before.
 
+__init__                           asks all modules of the model, not only the outermost, for what prepares accelerate for them
 save_model                         all processes gather the weights that the first one writes, and wait until it has
 _save_checkpoint                   the same for the optimizer; the first process's random state is that of all
 _load_optimizer_and_scheduler      every process takes its part
@@ -32,6 +33,13 @@ Method = Callable[..., Any]
 def replace_methods() -> None:
     """Replace the methods, once."""
     from transformers import Trainer  # noqa: PLC0415  an optional package
+
+    @replacing(Trainer, "__init__")
+    def _init(method: Method, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        method(trainer, *args, **kwargs)
+        for part in trainer.model.modules():
+            if isinstance(part, PartitionedModel):
+                getattr(part, "hf_device_map", None)
 
     _replace_saving(Trainer)
     _replace_loss(Trainer)

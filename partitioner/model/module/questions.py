@@ -17,10 +17,19 @@ if TYPE_CHECKING:
 
     from partitioner.model.session import Session
 
-__all__ = ["ANSWERS", "WHEN_ASKED_FOR_DEVICE_MAP", "refuse_call_in_ddp"]
+__all__ = ["ANSWERS", "WHEN_ASKED_FOR_DEVICE_MAP", "WHEN_MADE", "announce", "refuse_call_in_ddp"]
 
 WHEN_ASKED_FOR_DEVICE_MAP: list[Callable[[Session], None]] = []
 """Functions that get the session of the model."""
+
+WHEN_MADE: list[Callable[[Session], None]] = []
+"""Functions that get the session of each new model, for frameworks that ask it nothing."""
+
+
+def announce(session: Session) -> None:
+    """Call the functions of ``WHEN_MADE`` for a new model."""
+    for prepare in WHEN_MADE:
+        prepare(session)
 
 
 def _device_map(session: Session) -> Mapping[str, torch.device]:

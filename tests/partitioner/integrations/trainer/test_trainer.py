@@ -79,12 +79,22 @@ def test_local_rows_in_processes(kind: str, mode: str, options: dict[str, Any], 
         assert not differences(kind, found, wanted)
 
 
+FEW_STEPS = [
+    ("counted", "data", "local"),
+    ("net inside", "tensor", "global"),
+    pytest.param("net inside", "fsdp", "local", marks=pytest.mark.slow),
+    pytest.param("model inside", "tensor", "global", marks=pytest.mark.slow),
+    pytest.param("model inside", "fsdp", "local", marks=pytest.mark.slow),
+]
+"""A loss that the model returns is of the rows of all processes, also through a module around it; one of its outputs is not."""
+
+
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
-def test_few_steps_of_local_rows_in_processes(tmp_path: Path, workers: Callable[[int], Workers]) -> None:
-    """The model returns the loss of the rows of all processes: Trainer must not multiply it by their number."""
-    wanted = few_steps("counted", None, str(tmp_path), {})
-    for found in workers(2).values(few_steps, "counted", "data", str(tmp_path), {}, timeout=580):
+@pytest.mark.parametrize(("kind", "mode", "inputs"), FEW_STEPS, ids=str)
+def test_few_steps_in_processes(kind: str, mode: str, inputs: str, tmp_path: Path, workers: Callable[[int], Workers]) -> None:
+    wanted = few_steps(kind, None, "global", str(tmp_path), {})
+    for found in workers(2).values(few_steps, kind, mode, inputs, str(tmp_path), {}, timeout=580):
         assert not problems(found, wanted, "log", 1e-7)
 
 
@@ -94,5 +104,5 @@ def test_few_steps_of_local_rows_in_processes(tmp_path: Path, workers: Callable[
 def test_a_smoothed_loss_of_local_rows(tmp_path: Path, workers: Callable[[int], Workers]) -> None:
     """It is computed of each process's outputs, and its gradients are those of the mean over processes."""
     wanted = smoothed_mean(str(tmp_path), SMOOTHED)
-    for found in workers(2).values(few_steps, "gpt", "fsdp", str(tmp_path), SMOOTHED, timeout=580):
+    for found in workers(2).values(few_steps, "gpt", "fsdp", "local", str(tmp_path), SMOOTHED, timeout=580):
         assert abs(found[0] - wanted) < 1e-4  # Trainer rounds what it logs

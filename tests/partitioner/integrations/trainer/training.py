@@ -66,6 +66,33 @@ class Counted(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class Around(nn.Module):
+    """A module around a model, which returns what that does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **counts: Tensor) -> dict[str, Tensor]:
+        return self.model(pixel_values, labels=labels, **counts)
+
+
+def partitioned(kind: str, model: nn.Module, mode: str, inputs: Any) -> nn.Module:
+    """A model that is partitioned; of the kinds "net inside" and "model inside", a part of it, with a module of the user's around."""
+    example = None if kind == "gpt" else (Rows(kind, 1).data[:][0],)  # GPT-2 has an example of its own, without labels
+
+    def parts(module: nn.Module) -> nn.Module:
+        return partition(module, 2, mode, example_inputs=example, inputs=inputs, progress=False)
+
+    if isinstance(model, Around):
+        return Around(parts(model.model))
+    if kind == "net inside":
+        assert isinstance(model, Counted)
+        model.net = parts(model.net)  # type: ignore[assignment]
+        return model
+    return parts(model)
+
+
 class Rows(Dataset[dict[str, Tensor]]):
     """Rows by the names of the model's arguments; labels of the first tokens do not count, in every third row more of them."""
 
@@ -87,7 +114,8 @@ class Rows(Dataset[dict[str, Tensor]]):
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind != "gpt":
-        return (Classifier() if kind == "resnet" else Counted()).double()
+        model = Classifier() if kind == "resnet" else Counted()
+        return (Around(model) if kind == "model inside" else model).double()
     sizes: dict[str, Any] = {"vocab_size": 23, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)).double()
 
@@ -103,8 +131,7 @@ def trainer(
         state._reset_state()
     model, is_new = model or model_of(kind), model is None
     if mode is not None and is_new:
-        example = None if kind == "gpt" else (Rows(kind, 1).data[:][0],)  # GPT-2 has an example of its own, without labels
-        model = partition(model, 2, mode, example_inputs=example, inputs=inputs, progress=False)
+        model = partitioned(kind, model, mode, inputs)
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=rows,
@@ -154,9 +181,9 @@ def local_rows(kind: str, mode: str | None, folder: str, options: dict[str, Any]
     return steps(trainer(kind, mode, folder, options, inputs="local" if mode else "global"), kind)
 
 
-def few_steps(kind: str, mode: str | None, folder: str, options: dict[str, Any]) -> list[float]:
-    """What two steps log, where each process reads its own rows."""
-    run = trainer(kind, mode, folder, {**options, "save_strategy": "no", "max_steps": 2}, inputs="local" if mode else "global")
+def few_steps(kind: str, mode: str | None, inputs: str, folder: str, options: dict[str, Any]) -> list[float]:
+    """What two steps log."""
+    run = trainer(kind, mode, folder, {**options, "save_strategy": "no", "max_steps": 2}, inputs=inputs)
     run.train()
     return logged(run)
 
