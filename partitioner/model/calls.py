@@ -24,8 +24,11 @@ from partitioner.options.precision import converted_inputs
 from partitioner.runtime.arguments import (
     BoundInputs,
     as_traced,
+    check_values,
     first_rows,
     given_inputs,
+    is_as_traced,
+    may_be_traced,
     missing_inputs,
     reorder_keywords,
     to_device,
@@ -83,18 +86,35 @@ class Calls:
         self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
         self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.outputs)
 
-    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False) -> bool:
-        """Whether a call passes the arguments that were traced, by name and structure, and tensors where there were tensors.
+    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
+        """Whether a call passes the arguments that were traced.
 
         Args:
             with_lacking: whether None may stand for a tensor: a rank may leave out what its stages do not read.
+            exactly: whether values that are no tensors, and dtypes, are those that were traced; False: names and structure are enough,
+                and tensors where there were tensors.
         """
+        leaves = self._leaves(args, kwargs)
+        return leaves is not None and all(
+            (isinstance(value, Tensor) == (leaf.dtype is not None) or (with_lacking and value is None))
+            and (not exactly or is_as_traced(self._graph, leaf, value, self.dtype))
+            for leaf, value in zip(self._graph.inputs, leaves, strict=True)
+        )
+
+    def may_be_traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the model is traced anew for a call that passes other values or dtypes than those of the trace."""
+        pairs = zip(self._graph.inputs, self._leaves(args, kwargs) or (), strict=True)
+        return all(is_as_traced(self._graph, leaf, value, self.dtype) or may_be_traced(leaf, value) for leaf, value in pairs)
+
+    def check_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a call of the traced structure has another dtype, or another value of what is no tensor."""
+        check_values(self._graph, self._leaves(*converted_inputs((args, dict(kwargs)), self.dtype)) or ())
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Return the arguments of a call, one for each traced input; None if it has another structure."""
         args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
         given, tree = pytree.tree_flatten((args, reorder_keywords(self._graph, dict(kwargs))))
-        return tree == self._graph.input_tree and all(
-            isinstance(value, Tensor) == (leaf.dtype is not None) or (with_lacking and value is None)
-            for leaf, value in zip(self._graph.inputs, given, strict=True)
-        )
+        return given if tree == self._graph.input_tree else None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
         """Return the tensors of one call. Ranks agree on the size of the batch and on the inputs that require gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,11 @@ __all__ = [
     "bind_inputs",
     "check_shapes",
     "check_target",
+    "check_values",
     "first_rows",
     "given_inputs",
+    "is_as_traced",
+    "may_be_traced",
     "missing_inputs",
     "reorder_keywords",
     "shape_text",
@@ -215,9 +219,13 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
 
 
 def as_traced(graph: ModelGraph, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the call with arguments positional or by keyword as in the trace: ``f(x)`` as ``f(x=x)``; unchanged if it cannot match."""
-    traced_args, traced_kwargs = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)
-    if len(args) == len(traced_args):
+    """Return the call with the arguments of the trace, positional or by keyword as there; unchanged if it cannot match.
+
+    ``f(x)`` may be ``f(x=x)``. An argument that is no tensor and has its default may be left out, or be passed where the trace has none.
+    """
+    places = pytree.tree_unflatten(list(range(graph.input_tree.num_leaves)), graph.input_tree)
+    traced_args, traced_kwargs = places
+    if len(args) == len(traced_args) and set(kwargs) == set(traced_kwargs):
         return args, kwargs
     parameters = list(signature.parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters) or len(args) > len(parameters):
@@ -225,11 +233,19 @@ def as_traced(graph: ModelGraph, signature: inspect.Signature, args: tuple[Any, 
     positional = dict(zip((parameter.name for parameter in parameters), args, strict=False))
     if positional.keys() & kwargs.keys():
         return args, kwargs
+    names = [parameter.name for parameter in parameters[: len(traced_args)]]
+    traced = {**dict(zip(names, traced_args, strict=False)), **traced_kwargs}
+    defaults = {parameter.name: parameter.default for parameter in parameters if parameter.default is not inspect.Parameter.empty}
     given = {**positional, **kwargs}
-    traced_positional = [parameter.name for parameter in parameters[: len(traced_args)]]
-    if set(given) != {*traced_positional, *traced_kwargs}:
+    # None stays: it may stand for a tensor that this rank does not read.
+    unneeded = {name for name in given.keys() - traced.keys() if name in defaults and given[name] is not None}
+    given = {name: value for name, value in given.items() if not (name in unneeded and _is_same(value, defaults[name]))}
+    for name in (traced.keys() - given.keys()) & defaults.keys():
+        if all(graph.inputs[place].dtype is None for place in pytree.tree_leaves(traced[name])):
+            given[name] = defaults[name]
+    if given.keys() != traced.keys():
         return args, kwargs
-    return tuple(given[name] for name in traced_positional), {name: given[name] for name in traced_kwargs}
+    return tuple(given[name] for name in names), {name: given[name] for name in traced_kwargs}
 
 
 def reorder_keywords(graph: ModelGraph, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +264,51 @@ def _check_constant(leaf: Input, value: Any) -> None:
             f"{leaf.name} was {described(leaf.constant)} when the model was traced and is {shown} now",
             remedy=f"what is no tensor is frozen at trace time; partition again with example inputs that have {leaf.name}={shown}",
         )
+
+
+def check_values(graph: ModelGraph, leaves: Sequence[Any]) -> None:
+    """Raise ConfigError if a value that is no tensor, or a dtype, differs from the traced one; ``leaves``: of the traced structure."""
+    for leaf, value in zip(graph.inputs, leaves, strict=True):
+        if leaf.dtype is None:
+            _check_constant(leaf, value)
+        elif value is not None:
+            _check_tensor(leaf, _at_traced_precision(graph, leaf, value))
+
+
+def is_as_traced(graph: ModelGraph, leaf: Input, value: Any, dtype: torch.dtype | None) -> bool:
+    """Whether an argument has the traced value, or as a tensor the traced dtype.
+
+    Args:
+        value: a tensor where one was traced, or None in its place.
+        dtype: floating-point inputs are converted to it; None: they are not converted.
+    """
+    if leaf.dtype is None:
+        return _is_same(value, leaf.constant)
+    if value is None or (dtype is not None and value.is_floating_point()):
+        return True
+    return bool(_at_traced_precision(graph, leaf, value).dtype == leaf.dtype)
+
+
+def may_be_traced(leaf: Input, value: Any) -> bool:
+    """Whether a model is traced anew where an argument differs from the traced one: by a plain value, or by another kind of numbers.
+
+    An object of another class is most often new in each call. Numbers of the same kind in another precision are most often a mistake, which
+    shows when programs run: parameters, and targets of a loss, have one.
+    """
+    if leaf.dtype is None:
+        return isinstance(value, _PLAIN)
+    return _kind(leaf.dtype) != _kind(value.dtype)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return which numbers a dtype has."""
+    if dtype == torch.bool:
+        return "truth values"
+    return "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
+
+
+_PLAIN = (bool, int, float, complex, str, type(None), enum.Enum, torch.dtype, torch.device)
+"""Types of arguments whose values a trace is made for."""
 
 
 def _is_same(value: Any, constant: Any) -> bool:

@@ -3,6 +3,7 @@
 pm(input_ids)                                    as in the example
 pm.eval(); pm(input_ids)                         in other modes
 pm(input_ids, labels=labels)                     with other arguments       traced when first called so; same plan, same tensors
+pm(input_ids, scale=2.0)                         with another value of what is no tensor, or tensors of another dtype
 with torch.autocast("cpu", torch.bfloat16): ...  in mixed precision
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,13 +24,20 @@ from partitioner.model.module.questions import refuse_call_in_ddp
 from partitioner.model.session import Session, Tracing
 from partitioner.options.precision import check_scaler
 from partitioner.runtime.arguments import BoundInputs, check_shapes
-from passes.ir.errors import ConfigError, TraceError
-from passes.ir.graph import Autocast
+from passes.ir.checked_arguments import described
+from passes.ir.errors import ConfigError, PartitionWarning, TraceError, level_of_caller
+from passes.ir.graph import Autocast, Input
 from passes.ir.torch_private import pytree
 
 __all__ = ["Forms", "at_sizes"]
 
 _Modes = tuple[bool, ...]
+
+_FORMS_ANNOUNCED = 8
+"""Forms in the same modes at which a warning says that each is traced."""
+
+_FORMS_KEPT = 32
+"""Forms in the same modes that are kept."""
 
 
 class Forms:
@@ -64,24 +73,19 @@ class Forms:
         if not self._is_alone:
             refuse_call_in_ddp(self._first)
         tracing = dataclasses.replace(self._first.tracing, modes=modes, autocast=self._autocast())
-        form = self._taking(tracing, args, kwargs, with_lacking=False)
-        if form is None and not (self._is_alone and self._fits_signature(args, kwargs)):
-            form = self._taking(tracing, args, kwargs, with_lacking=True)
+        fits = self._fits_signature(args, kwargs)
+        lackings = (False,) if self._is_alone and fits else (False, True)
+        form = next(filter(None, (self._taking(tracing, args, kwargs, with_lacking=each) for each in lackings)), None)
         if form is not None:
             return form
-        if self._fits_signature(args, kwargs):
-            return self._traced_for_call(dataclasses.replace(tracing, args=_shapes(args), kwargs=_shapes(dict(kwargs))))
-        return self._form(tracing)
-
-    def _traced_for_call(self, tracing: Tracing) -> Form:
-        """Trace the model for a call with other arguments than those of the example.
-
-        Raises:
-            ConfigError: the model cannot be traced with them.
-        """
+        near = self._near(tracing, args, kwargs)
+        if not fits or (near is not None and not near.calls.may_be_traced(args, kwargs)):
+            return near or self._form(tracing)  # they name what differs
         try:
-            return self._traced(tracing)
+            return self._traced(dataclasses.replace(tracing, args=_shapes(args), kwargs=_shapes(dict(kwargs))))
         except TraceError as error:
+            if near is not None:
+                return near
             raise ConfigError(
                 f"the call passes other arguments than the example, and with these {error.problem}",
                 place=error.place,
@@ -90,11 +94,11 @@ class Forms:
 
     def agree_on(self, form: Form) -> None:
         """Raise ConfigError on every rank if others run another form, of other arguments or in another autocast."""
-        first, tracing = self._first.tracing, form.session.tracing
-        if tracing.args is not first.args or tracing.kwargs is not first.kwargs or tracing.autocast != first.autocast:
-            names = ", ".join(leaf.name for leaf in form.session.graph.inputs if leaf.dtype is not None)
+        tracing = form.session.tracing
+        if not self._is_of_example(form) or tracing.autocast != self._first.tracing.autocast:
+            names = ", ".join(_text_of(leaf) for leaf in form.session.graph.inputs)
             dtype = "no autocast" if tracing.autocast is None else f"autocast {tracing.autocast.dtype}"
-            self._first.runtime.agree("tensors among the arguments", f"{names}, in {dtype}", in_step=True)
+            self._first.runtime.agree("the arguments", f"{names}, in {dtype}", in_step=True)
 
     def has_traced(self, modes: _Modes) -> bool:
         """Whether the model was traced in these modes for a call as in the example."""
@@ -114,6 +118,11 @@ class Forms:
         if form is None and self.first.calls.takes(args, kwargs, with_lacking=with_lacking):
             return self._form(tracing)
         return form
+
+    def _near(self, tracing: Tracing, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
+        """Return a form of the arguments of a call but for values that are no tensors, or dtypes: it refuses the call, and names them."""
+        known = (*self._forms.get(self._key(tracing), ()), self.first)
+        return next((form for form in known if form.calls.takes(args, kwargs, with_lacking=not self._is_alone, exactly=False)), None)
 
     def _autocast(self) -> Autocast | None:
         """Return the autocast around the call, else that in which the model was partitioned."""
@@ -142,8 +151,25 @@ class Forms:
         return self._add(Form.of(session_of_tracing(self._first, tracing)))
 
     def _add(self, form: Form) -> Form:
-        self._forms.setdefault(self._key(form.session.tracing), []).append(form)
+        """Keep a form, and of those in the same modes the last ones; that of the example stays."""
+        forms = self._forms.setdefault(self._key(form.session.tracing), [])
+        forms.append(form)
+        if len(forms) == _FORMS_ANNOUNCED:
+            warnings.warn(
+                f"the model was traced for {len(forms)} kinds of calls, which differ in their arguments, in the values of those that are "
+                f"no tensors, or in dtypes; each takes as long as the first, and the last {_FORMS_KEPT} are kept\n"
+                "  remedy: pass what changes from call to call as a tensor",
+                PartitionWarning,
+                stacklevel=level_of_caller(),
+            )
+        if len(forms) > _FORMS_KEPT:
+            forms.remove(next(each for each in forms if not self._is_of_example(each)))
         return form
+
+    def _is_of_example(self, form: Form) -> bool:
+        """Whether a form is for the arguments of the example."""
+        first, tracing = self._first.tracing, form.session.tracing
+        return tracing.args is first.args and tracing.kwargs is first.kwargs
 
     def _fits_signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether the model could be called so; None fits where it is the default, or in ``**kwargs``.
@@ -160,6 +186,13 @@ class Forms:
     @staticmethod
     def _key(tracing: Tracing) -> tuple[_Modes, Autocast | None]:
         return tracing.modes, tracing.autocast
+
+
+def _text_of(leaf: Input) -> str:
+    """Return an argument as ranks compare it: a tensor's name and dtype, the value of another one if it is plain."""
+    if leaf.dtype is not None:
+        return f"{leaf.name} of {leaf.dtype}"
+    return f"{leaf.name}={described(leaf.constant)}" if isinstance(leaf.constant, bool | int | float | str | None) else leaf.name
 
 
 def _shapes(values: Any) -> Any:

@@ -16,8 +16,11 @@ __all__ = ["NumberedModel", "ResultsOfCalls", "number_of", "numbered_model"]
 class ResultsOfCalls(Protocol):
     """What compiled code knows of the results of a model; see ``partitioner.model.calls``."""
 
-    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False) -> bool:
+    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
         """Whether a call passes the arguments that were traced; ``with_lacking``: None may stand for a tensor."""
+
+    def check_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a call has another dtype, or another value of what is no tensor."""
 
     def rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | torch.SymInt:
         """Return the rows that a call passes."""

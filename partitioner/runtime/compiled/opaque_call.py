@@ -125,11 +125,12 @@ def _forward(
     with autograd_dispatch(), torch.set_grad_enabled(is_tracked):
         tensors = [tensor.detach().requires_grad_(each) for tensor, each in zip(inputs, wanted, strict=True)]
         args, kwargs = _forms[form].arguments(tensors)
-        if not model.calls.takes(args, kwargs, with_lacking=True):
+        if not model.calls.takes(args, kwargs, with_lacking=True, exactly=False):
             raise ConfigError(
                 "compiled code calls the model with other arguments than it was partitioned with, and expects the results for those",
                 remedy="partition it with these arguments, partition(model, ..., example_kwargs=...), and compile that",
             )
+        model.calls.check_values(args, kwargs)
         try:
             result = model.forward(*args, **kwargs)
         except TraceError as error:

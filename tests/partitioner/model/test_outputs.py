@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import ConfigError, PartitionedModel, partition
+from partitioner import ConfigError, PartitionedModel, PartitionWarning, partition
 
 
 class Everything(nn.Module):
@@ -122,6 +122,55 @@ def test_arguments_may_be_passed_by_place_or_by_name() -> None:
         pm(x)
     with pytest.raises(ConfigError, match="not those that the model was traced with"):
         pm(x, scale, size=x)
+
+
+class Scaled(nn.Module):
+    """Takes values that are no tensors, and labels that are classes or probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, scale: float = 1.0, flag: bool = False) -> Tensor:
+        result: Tensor = self.layer(x) * scale
+        result = result + 1 if flag else result
+        return result if labels is None else nn.functional.cross_entropy(result, labels)
+
+
+def test_other_values_and_dtypes_are_traced_in_whatever_order_they_come() -> None:
+    model, x, classes = Scaled().double(), torch.rand(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    pm = partition(model, devices=2, mode="fsdp", example_inputs=(x,), progress=False)
+    forms = pm._forms._forms
+    calls: list[dict[str, Any]] = [{"flag": True}, {"flag": False}, {"scale": 2.0}, {"scale": 3.0}, {"scale": 2.0, "flag": False}]
+    calls += [{"labels": labels} for labels in (classes, nn.functional.one_hot(classes, 3).double(), classes)]
+    for arguments in calls:
+        torch.testing.assert_close(pm(x, **arguments), model(x, **arguments), msg=str(arguments))
+    assert sum(map(len, forms.values())) == 6  # the example's, one flag, two scales, two kinds of labels
+    with pytest.raises(ConfigError, match=r"labels has dtype torch\.int32; the model was traced with torch\.int64"):
+        pm(x, labels=classes.int())
+    with pytest.raises(ConfigError, match=r"x has dtype torch\.float32"):
+        pm(x.float())
+
+
+def test_a_default_that_is_passed_is_that_of_the_trace() -> None:
+    model, x = Scaled().double(), torch.rand(6, 4, dtype=torch.float64)
+    pm = partition(model, devices=2, mode="model", example_inputs=(x,), example_kwargs={"scale": 1.0, "flag": True}, progress=False)
+    for arguments in ({"flag": True}, {"scale": 1.0, "flag": True}, {}):
+        torch.testing.assert_close(pm(x, **arguments), model(x, **arguments))
+    assert sum(map(len, pm._forms._forms.values())) == 2
+
+
+def test_values_that_change_in_every_call_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partitioner.model.module.forms._FORMS_ANNOUNCED", 3)
+    monkeypatch.setattr("partitioner.model.module.forms._FORMS_KEPT", 4)
+    model, x = Scaled().double(), torch.rand(6, 4, dtype=torch.float64)
+    pm = partition(model, devices=2, mode="model", example_inputs=(x,), progress=False)
+    pm(x, scale=2.0)
+    with pytest.warns(PartitionWarning, match="traced for 3 kinds of calls"):
+        pm(x, scale=3.0)
+    for scale in (4.0, 5.0, 2.0, 1.0):
+        torch.testing.assert_close(pm(x, scale=scale), model(x, scale=scale))
+    assert [len(each) for each in pm._forms._forms.values()] == [4]
 
 
 @pytest.mark.parametrize("mode", ["pipeline", "tensor", "fsdp"])
