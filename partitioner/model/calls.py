@@ -86,6 +86,11 @@ class Calls:
         self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
         self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.outputs)
 
+    @property
+    def asks_for_gradients(self) -> bool:
+        """Whether code of the model asks whether gradients are on, or required."""
+        return bool(self._graph.gradient_questions)
+
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
         """Whether a call passes the arguments that were traced.
 

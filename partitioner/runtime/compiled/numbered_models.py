@@ -16,6 +16,10 @@ __all__ = ["NumberedModel", "ResultsOfCalls", "number_of", "numbered_model"]
 class ResultsOfCalls(Protocol):
     """What compiled code knows of the results of a model; see ``partitioner.model.calls``."""
 
+    @property
+    def asks_for_gradients(self) -> bool:
+        """Whether code of the model asks whether gradients are on, or required."""
+
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
         """Whether a call passes the arguments that were traced; ``with_lacking``: None may stand for a tensor."""
 

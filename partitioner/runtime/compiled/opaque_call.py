@@ -134,7 +134,7 @@ def _forward(
         try:
             result = model.forward(*args, **kwargs)
         except TraceError as error:
-            if not model.session.graph.gradient_questions:
+            if not model.calls.asks_for_gradients:
                 raise
             raise ConfigError(
                 "the model asks whether gradients are on, or required, and cannot be traced for this answer inside of compiled code",
