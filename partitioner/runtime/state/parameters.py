@@ -225,11 +225,21 @@ class State:
         for rank, held in tensors.items():
             is_alike = (held.shape, held.dtype, held.device) == (whole.shape, whole.dtype, whole.device)
             if is_written or not (blocks[rank].is_whole and is_alike):
-                self.set(name, whole)
+                self._copy_uncounted(name, whole)
                 return
         for held in tensors.values():
             if held.data_ptr() != whole.data_ptr() or held.stride() != whole.stride():
                 held.data = whole
+
+    def _copy_uncounted(self, name: str, whole: Tensor) -> None:
+        """As ``set``, but not as a write that a backward must not come after: who lends the tensor checks its own."""
+        placeholder = self._placeholder(name)
+        tensors, blocks = self._tensors(placeholder), self._stored_blocks(placeholder)
+        if any(held.is_meta for held in tensors.values()):
+            self.set(name, whole)
+            return
+        for rank, held in tensors.items():
+            held.data.copy_(blocks[rank].take(whole))
 
     def _make_real(self, placeholder: str, held: Tensor, values: Tensor) -> None:
         """Give a tensor on the meta device values, in place, since programs and optimizers refer to the object."""
