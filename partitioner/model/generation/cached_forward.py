@@ -36,7 +36,7 @@ from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.torch_private import FakeTensorMode, tree_flatten
 
-__all__ = ["CachedTensor", "cached_tensors", "language_model", "trace_cached_forward"]
+__all__ = ["CachedTensor", "cached_tensors", "given_cache_type", "language_model", "logits_of", "trace_cached_forward"]
 
 aten = torch.ops.aten
 
@@ -73,11 +73,11 @@ def cached_tensors(model: nn.Module, autocast: Autocast | None) -> tuple[Layer, 
     with TRACING, preserve(model), autocast_as_cpu(autocast), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         if model.training:
             model.train(mode=False)
-        cache = _cache_type()(torch.arange(2, device=device), {})
+        cache = given_cache_type()(torch.arange(2, device=device), {})
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
         try:
             with autocast.enabled() if autocast is not None else torch.autocast("cpu", enabled=False), one_expert_for_all(model):
-                _call(model, type(model), ids, torch.ones_like(ids), ids, cache)
+                logits_of(model, type(model), ids, torch.ones_like(ids), ids, cache)
         except Exception as error:
             raise _failed(model, error) from error
     layers = [cache.tensors[index] for index in sorted(cache.tensors)]
@@ -128,7 +128,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 @functools.cache
-def _cache_type() -> Any:
+def given_cache_type() -> Any:
     """Return a cache class of transformers whose tensors are given, and replaced, not changed, by an update."""
     base: Any = importlib.import_module("transformers.cache_utils").Cache
 
@@ -162,7 +162,7 @@ def _cache_type() -> Any:
     return GivenCache
 
 
-def _call(
+def logits_of(
     model: nn.Module, kind: type[nn.Module], ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: Any, last: Tensor | None = None
 ) -> Tensor:
     """Call the forward of a class with those of the arguments that it takes; return the logits at ``last``, or all."""
@@ -188,8 +188,8 @@ def _with_cache_inputs(model: nn.Module, layers: Sequence[int]) -> nn.Module:
         last: Tensor,
         cache: Sequence[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        held = _cache_type()(cache_position, dict(zip(layers, cache, strict=True)))
-        logits = _call(self, base, input_ids, attention_mask, position_ids, held, last)
+        held = given_cache_type()(cache_position, dict(zip(layers, cache, strict=True)))
+        logits = logits_of(self, base, input_ids, attention_mask, position_ids, held, last)
         return logits, [held.tensors[index] for index in layers]
 
     module = copy.copy(model)

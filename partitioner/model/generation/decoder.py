@@ -22,6 +22,7 @@ from partitioner.lowering.transfer_plan import stored_as_in
 from partitioner.lowering.variants import Lowerings
 from partitioner.model.calls import Calls
 from partitioner.model.generation.cached_forward import cached_tensors, trace_cached_forward
+from partitioner.model.generation.static_cache_check import check_static_cache
 from partitioner.model.session import Session
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.executor import ProgramSet
@@ -78,6 +79,7 @@ class Decoder:
         with session.tracing.structure.restored():
             self._layers = cached_tensors(session.original, session.graph.autocast)
         self._programs: dict[tuple[int, int], _Programs] = {}
+        self._checked: set[int] = set()  # lengths of caches
         self._stored: StoredLayouts | None = None
 
     @property
@@ -186,6 +188,10 @@ class Decoder:
             with session.tracing.structure.restored():
                 return trace_cached_forward(session.original, self._layers, batch, size, length, session.graph.autocast, rows)
 
+        if length not in self._checked:
+            with session.tracing.structure.restored():
+                check_static_cache(session.original, length, session.graph.autocast)
+            self._checked.add(length)
         graph = trace(None)
         first = session.lowerings.for_batch(session.plan.batch_size)[1]
         plan = plan_with_weights(graph, first, session.plan)

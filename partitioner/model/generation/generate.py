@@ -224,7 +224,8 @@ def _cache_type() -> Any:
                 attention_mask = input_ids.new_ones(input_ids.shape[0], end)
             if position_ids is None:
                 position_ids = torch.arange(decoding.used, end, device=input_ids.device).expand_as(input_ids)
-            logits = self._decoder.extend(decoding, input_ids, attention_mask.long(), position_ids)
+            # transformers numbers the positions of all rows at once where it prefills in chunks
+            logits = self._decoder.extend(decoding, input_ids, attention_mask.long(), position_ids.expand_as(input_ids))
             return output(logits=logits, past_key_values=self)
 
     return RankCache

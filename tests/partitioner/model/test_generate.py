@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from partitioner import ConfigError, Constraints, PartitionedModel, partition
 from partitioner.model.generation.decoder import Decoder, Decoding
+from partitioner.model.generation.static_cache_check import check_static_cache
 from tests.support.models.language import causal_model
 
 PROMPT = (torch.zeros(4, 8, dtype=torch.long),)
@@ -73,12 +74,44 @@ def test_grouped_queries_sampling_beams_and_the_end_of_a_text(caches: list[Decod
         {"max_new_tokens": 6, "num_beams": 2},
         {"max_new_tokens": 6, "do_sample": True, "top_k": 5},
         {"max_length": 14},
+        {"max_new_tokens": 4, "prefill_chunk_size": 16},
     ):
         torch.manual_seed(0)
         expected = model.generate(ids, **{**GREEDY, **arguments})
         torch.manual_seed(0)
         assert torch.equal(pm.generate(ids, **{**GREEDY, **arguments}), expected), arguments
     assert shapes(caches[0]) == [[(2, 1, 64, 8)] * 4] * 2
+
+
+@pytest.mark.slow
+def test_a_prompt_in_chunks() -> None:
+    model = causal_model("llama")
+    pm = partition(model, 2, "tensor", example_inputs=PROMPT)
+    ids, _ = prompt(2, 9)
+    arguments = {"max_new_tokens": 4, "prefill_chunk_size": 4, **GREEDY}
+    assert torch.equal(pm.generate(ids, **arguments), model.generate(ids, **arguments))
+
+
+def test_a_mask_by_the_number_of_keys_is_refused() -> None:
+    """GPT-Neo takes the last rows of a table; a cache of fixed length has as many keys as places."""
+    with pytest.raises(ConfigError, match="GPTNeoForCausalLM computes other logits with a cache of 64 positions"):
+        check_static_cache(causal_model("gpt_neo"), 64, None)
+
+
+@pytest.mark.slow
+def test_generate_refuses_a_mask_by_the_number_of_keys() -> None:
+    model = causal_model("gpt_neo")
+    pm = partition(model, 2, "tensor", example_inputs=PROMPT)
+    with pytest.raises(ConfigError, match="GPTNeoForCausalLM computes other logits with a cache of 64 positions"):
+        pm.generate(prompt(2, 9)[0], max_new_tokens=4, **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_caches_of_fixed_length_are_as_good_as_the_models_own(name: str, dtype: torch.dtype) -> None:
+    model = causal_model(name).to(dtype)
+    for length in (8, 64):
+        check_static_cache(model, length, None)
 
 
 @pytest.mark.slow

@@ -37,7 +37,14 @@ def _mistral(**options: Any) -> Any:
     return transformers.MistralForCausalLM(transformers.MistralConfig(**_GROUPED, sliding_window=6, **options))
 
 
-_MODELS: dict[str, Callable[..., Any]] = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral}
+def _gpt_neo(**options: Any) -> Any:
+    """A layer that sees all positions, and one that sees four back."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "window_size": 4}
+    kinds = {"attention_types": [[["global", "local"], 1]], "attn_implementation": "eager"}
+    return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, **kinds, **options))
+
+
+_MODELS: dict[str, Callable[..., Any]] = {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "gpt_neo": _gpt_neo}
 
 
 def causal_model(name: str, **options: Any) -> Any:
