@@ -64,7 +64,7 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
     found: list[list[fx.Node]] = []
     open_bundles: dict[Any, tuple[list[fx.Node], int]] = {}
     for node in graph.nodes:
-        if node.target is not function or len(node.args[0]) != 1 or not (close_early or _is_ready(node.args[0][0])):
+        if node.target is not function or len(node.args[0]) != 1 or not (close_early or is_held(node.args[0][0])):
             continue
         given = _largest_bytes(node)
         if given >= ALONE_BYTES:
@@ -94,13 +94,6 @@ def _largest_bytes(start: fx.Node) -> int:
 def is_held(node: Any) -> bool:
     """Return whether a value is a parameter or buffer of the rank, or a view of one."""
     while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
-        (node,) = node.all_input_nodes
-    return isinstance(node, fx.Node) and node.op == "get_attr"
-
-
-def _is_ready(node: Any) -> bool:
-    """Return whether a value is held, and not gathered: what is gathered over two mesh dimensions is bundled for the first."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and len(node.all_input_nodes) == 1 and node.target is not all_gather:
         (node,) = node.all_input_nodes
     return isinstance(node, fx.Node) and node.op == "get_attr"
 
