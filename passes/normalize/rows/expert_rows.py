@@ -41,6 +41,7 @@ EXPERT_REMEDY = (
     "let the body of the loop be the same for every expert, row by row: rows = x[token], y = experts[number](rows) * weights[token, place, "
     "None], result.index_add_(0, token, y); or sort the tokens by expert and multiply them with torch.nn.functional.grouped_mm"
 )
+"""What to do about a loop over experts that is not traced."""
 
 
 class ChosenExpertsError(Exception):
