@@ -18,6 +18,7 @@ asks besides is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -36,7 +37,7 @@ from partitioner.tracing.export.expert_stand_ins import (
     StandIn,
     WeightOfEach,
 )
-from partitioner.tracing.repeated.find import Forms, intercept_calls
+from partitioner.tracing.repeated.find import Forms
 from partitioner.tracing.restore import preserve
 from passes.ir.torch_private import tree_leaves
 from passes.normalize.rows.expert_rows import ChosenExpertsError, end_of_expert_rows, expert_rows
@@ -123,13 +124,31 @@ class _ChosenExperts(TorchFunctionMode):
         self._rows: dict[int, tuple[Tensor, Choice, Tensor]] = {}
         self._sums: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._experts = _alike_members(model)
+        self._answered: list[nn.Module] = []
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Be active, and answer calls of the members of lists of modules."""
-        members = {path: module for experts in self._experts.values() for path, module in experts.items()}
-        with intercept_calls(members, self._call_member), self:
-            yield
+        """Be active; calls of members of lists of modules are answered inside of loops."""
+        try:
+            with self:
+                yield
+        finally:
+            self._end_body()
+
+    def _begin_body(self, choice: Choice) -> None:
+        """Answer calls of what may be the experts of a choice, until ``_end_body``; those that are answered already stay so."""
+        self._end_body()
+        for experts in self._experts.values():
+            if choice.n_classes in (None, len(experts), len(experts) + 1):
+                for path, module in experts.items():
+                    if "forward" not in vars(module):
+                        vars(module)["forward"] = functools.partial(self._call_member, path, module.forward)
+                        self._answered.append(module)
+
+    def _end_body(self) -> None:
+        for module in self._answered:
+            del module.forward
+        self._answered.clear()
 
     def counts(self) -> list[int]:
         """How many experts each choice has of which the model has asked for the rows.
@@ -156,6 +175,8 @@ class _ChosenExperts(TorchFunctionMode):
         """Return the result of a torch function, of stand-ins or of tensors that it knows something about."""
         stand_ins = [value for value in tree_leaves((args, kwargs)) if isinstance(value, StandIn)]
         if any(isinstance(each, Nothing) for each in stand_ins):
+            if func in _NOT_WRITTEN:
+                self._end_body()
             return args[0] if func in _NOT_WRITTEN and isinstance(args[0], Tensor) else Nothing(self._compute)
         known = _KNOWN.get(func)
         result = NotImplemented if known is None else known(self, func, *args, **kwargs)
@@ -262,6 +283,7 @@ class _ChosenExperts(TorchFunctionMode):
         if "one" in dims:
             raise ChosenExpertsError("asks for the tokens of an expert in a mask of three dimensions")
         choice.visit(number)
+        self._begin_body(choice)
         if number is None or number == choice.traced:
             return tuple(Pairs(self._compute, choice, name) for name in dims)
         return tuple(Nothing(self._compute) for _ in dims)
@@ -345,6 +367,7 @@ class _ChosenExperts(TorchFunctionMode):
             return NotImplemented
         if index.of != "token" or dim != 0 or kwargs or not isinstance(source, Tensor):
             raise ChosenExpertsError("adds up what the experts give along another dimension than the tokens")
+        self._end_body()
         added = _sum_of_pairs(source, index.choice)
         return value.add_(added) if func is Tensor.index_add_ else value.add(added)
 
@@ -355,6 +378,7 @@ class _ChosenExperts(TorchFunctionMode):
         known = self._sums.get(id(source))
         if known is None or known[1] is not value or index.of != "token":
             raise ChosenExpertsError("assigns what the experts give, rather than adding it")
+        self._end_body()
         return value.add_(_sum_of_pairs(known[2], index.choice))
 
     def arithmetic(self, func: Any, one: Any, other: Any, **kwargs: Any) -> Any:
