@@ -10,13 +10,12 @@ import pytest
 
 from tests.support.processes import checkpoint_cases as cases
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import slow
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize(
-    "mode", ["fsdp", "pipeline", pytest.param("tensor", marks=pytest.mark.slow), pytest.param("data", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["fsdp", *slow("pipeline", "tensor", "data")])
 def test_options(workers: Callable[[int], Workers], mode: str) -> None:
     assert workers(2).values(cases.option_problems, mode, timeout=120) == [[]] * 2
 

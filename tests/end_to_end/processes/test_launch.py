@@ -29,6 +29,7 @@ def free_address() -> str:
 # -- device meshes -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_names_of_a_mesh_are_the_mode(workers: Callable[[int], Workers]) -> None:
     for rank, (found, names, own) in enumerate(workers(4).values(cases.mesh_of_names, ("dp", "tp"), timeout=PATIENCE)):
         assert found < EXACT

@@ -17,9 +17,7 @@ KINDS = ("gpt", "resnet")
 MODES = ("pipeline", "fsdp", "tensor")
 ACCUMULATED: dict[str, Any] = {"gradient_accumulation_steps": 2}
 SMOOTHED: dict[str, Any] = {"label_smoothing_factor": 0.1}
-QUICK = (("gpt", "tensor", ACCUMULATED),)
-SLOW = [(kind, mode, options) for kind in KINDS for mode in MODES for options in ({}, ACCUMULATED)] + [("gpt", "tensor", SMOOTHED)]
-CASES = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in QUICK)]
+CASES = [(kind, mode, options) for kind in KINDS for mode in MODES for options in ({}, ACCUMULATED)] + [("gpt", "tensor", SMOOTHED)]
 
 _whole: dict[str, Trained] = {}
 
@@ -43,6 +41,7 @@ def differences(kind: str, found: Trained, wanted: Trained) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "mode", "options"), CASES, ids=str)
 def test_in_one_process(kind: str, mode: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -52,7 +51,7 @@ def test_in_one_process(kind: str, mode: str, options: dict[str, Any], tmp_path:
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("kind", "mode", "options"), SLOW, ids=str)
+@pytest.mark.parametrize(("kind", "mode", "options"), CASES, ids=str)
 def test_in_processes(kind: str, mode: str, options: dict[str, Any], tmp_path: Path, workers: Callable[[int], Workers]) -> None:
     wanted = whole(kind, options, tmp_path / "whole")
     for found in workers(2).values(trained, kind, mode, str(tmp_path / "pm"), options, timeout=580):
