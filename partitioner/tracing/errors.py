@@ -122,7 +122,7 @@ _KINDS = (
     ),
     _Kind(
         lambda error: isinstance(error, ChosenExpertsError),
-        "visits the experts that some token chose, and {error}",
+        "asks torch.where for the rows of one number, as a loop over the experts that some token chose does, and {error}",
         EXPERT_REMEDY,
         whatever_size=True,
     ),

@@ -77,7 +77,7 @@ def export_with_experts(model: nn.Module, export: Callable[[], ExportedProgram])
 _NOTE = (
     "loops over the experts that some token chose are traced as one product of all tokens, each with the matrices of the experts that it "
     "chose; matrices that are parameters of their own are put together in every step, and an expert that no token chose has gradients of "
-    "zeros"
+    "zeros; dropout inside of experts draws one mask for all of them, not the model's"
 )
 
 
