@@ -590,10 +590,10 @@ class PartitionedModel(ModuleInPlan):
     def sharded_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return this process's shards of an optimizer's state, for ``torch.distributed.checkpoint`` to save and load without gathering.
 
-        An optimizer that has not stepped gets the state of its first step, all zeros, for ``dcp.load`` to fill.
+        An optimizer that has not stepped gets that of its first step, all zeros, for ``dcp.load`` to fill. Groups are those of all ranks.
         """
         attach_hooks(optimizer)
-        return sharded_optimizer_state_dict(self._session.state, optimizer)
+        return sharded_optimizer_state_dict(self._session.state, self._session.runtime, optimizer)
 
     @checked_arguments()
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from partitioner import Constraints, PartitionedModel, partition, register_optimizer
@@ -280,3 +282,27 @@ def a_stage_with_all_parameters() -> tuple[float, int]:
     whole = pm.full_optimizer_state_dict(optimizers[1])
     optimizers[1].state_dict()  # gathers: every rank must take part
     return max(*distances, float((norms[0] - norms[1]).abs())), len(whole["state"])
+
+
+def rates_in_processes(before: Mode, after: Mode, folder: str) -> list[str]:
+    """Parameters whose rate, changed after the optimizer was made, is not that of the loaded optimizer of another plan."""
+    pm, other = made(before, world_size()), made(after, world_size())
+    optimizer = by_name(pm)
+    x, target = batches(1)[0]
+    pm.train_step(x, target=target, loss_fn=square)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] *= 7
+    wanted = {name: 1e-2 * (1 + len(name) % 3) * 7 for name, _ in model().named_parameters()}
+    save({"optimizer": pm.sharded_optimizer_state_dict(optimizer)}, checkpoint_id=folder)
+    new, newer = by_name(other), by_name(other)
+    state = {"optimizer": other.sharded_optimizer_state_dict(new)}
+    load(state, checkpoint_id=folder)
+    other.load_optimizer_state_dict(new, state["optimizer"])
+    other.load_optimizer_state_dict(newer, pm.full_optimizer_state_dict(optimizer))
+    problems = []
+    for loaded in (new, newer):
+        groups = other.full_optimizer_state_dict(loaded)["param_groups"]
+        rates = {name: group["lr"] for group in groups for name in group["params"]}
+        problems += [f"{name}: {rates.get(name)} in place of {rate}" for name, rate in wanted.items() if rates.get(name) != rate]
+    return problems

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.checkpoint.from_dtensor import check_source, without_dtensor
+from partitioner.runtime.state.optimizers.named_groups import as_bytes, from_bytes, named_groups, options_of, parameter_names
 from partitioner.runtime.state.optimizers.saved_kind import check_entries, check_options
 from partitioner.runtime.state.optimizers.whole_states import WholeStateOptimizer
 from partitioner.runtime.state.parameters import State
@@ -36,8 +36,8 @@ __all__ = ["full_optimizer_state_dict", "gathered_entries", "load_optimizer_stat
 def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer) -> dict[str, Any]:
     """Return the whole state of an optimizer, on every rank; see ``PartitionedModel.full_optimizer_state_dict``."""
     _check_parameters(state, optimizer)
-    entries = gathered_entries(state, runtime, optimizer, _parameter_names(state))
-    return {"state": entries, "param_groups": _named_groups(state, optimizer)}
+    entries = gathered_entries(state, runtime, optimizer, parameter_names(state))
+    return {"state": entries, "param_groups": named_groups(state, runtime, optimizer)}
 
 
 def gathered_entries(state: State, runtime: Runtime, optimizer: Optimizer, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -47,7 +47,7 @@ def gathered_entries(state: State, runtime: Runtime, optimizer: Optimizer, names
     for name in names:
         for key, parameter in _parts_with_state(state, optimizer, name):
             entries = {f"{key}{_SEPARATOR}{what}": value for what, value in _state_entries(optimizer, name, parameter)}
-            owned.update({key: value if isinstance(value, Tensor) else _as_bytes(value) for key, value in entries.items()})
+            owned.update({key: value if isinstance(value, Tensor) else as_bytes(value) for key, value in entries.items()})
             owned.update({f"{key}{_SEPARATOR}": None for key, value in entries.items() if not isinstance(value, Tensor)})
             if not entries and id(parameter) in optimized:
                 owned[f"{key}{_SEPARATOR}"] = None  # marks an empty state
@@ -64,7 +64,7 @@ def gathered_entries(state: State, runtime: Runtime, optimizer: Optimizer, names
             if first is None:
                 continue
             is_in_blocks = first.dim() and not _has_whole_states(state, optimizer, name)
-            value = _from_bytes(first) if name in encoded[what] else state.whole(name, blocks) if is_in_blocks else first
+            value = from_bytes(first) if name in encoded[what] else state.whole(name, blocks) if is_in_blocks else first
             if value is not None:
                 whole.setdefault(name, {})[what] = value
     return whole
@@ -83,24 +83,13 @@ def _has_whole_states(state: State, optimizer: Optimizer, name: str) -> bool:
     return isinstance(optimizer, WholeStateOptimizer) and state.is_cut(name)
 
 
-def _as_bytes(value: Any) -> Tensor:
-    """Encode a state entry that is no tensor, a list of tensors for instance."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
-
-
-def _from_bytes(encoded: Tensor) -> Any:
-    return torch.load(io.BytesIO(encoded.cpu().numpy().tobytes()), weights_only=True)
-
-
-def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str, Any]:
+def sharded_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of an optimizer in blocks; see ``PartitionedModel.sharded_optimizer_state_dict``."""
     _check_parameters(state, optimizer)
     if not (optimizer.has_state if isinstance(optimizer, WholeStateOptimizer) else optimizer.state):
         _initialize_state(optimizer)
     entries_of: dict[str, dict[str, Any]] = {}
-    for name in _parameter_names(state):
+    for name in parameter_names(state):
         blocks: dict[str, list[Any]] = {}
         for held, parameter in reversed(state.held(name)):
             block = whole_block(held.shape) if _has_whole_states(state, optimizer, name) else held
@@ -109,7 +98,7 @@ def sharded_optimizer_state_dict(state: State, optimizer: Optimizer) -> dict[str
         for what, pairs in blocks.items():
             is_by_element = all(isinstance(value, Tensor) and value.dim() > 0 and value.shape == block.part for block, value in pairs)
             entries_of.setdefault(name, {})[what] = BlockTensor(list(dict(pairs).items())) if is_by_element else pairs[-1][1]
-    return {"state": entries_of, "param_groups": _named_groups(state, optimizer)}
+    return {"state": entries_of, "param_groups": named_groups(state, runtime, optimizer)}
 
 
 def load_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -123,7 +112,7 @@ def _load(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> 
     """Take this process's part of a state."""
     given, saved_groups = _check_state_dict(state, state_dict)
     _check_parameters(state, optimizer)
-    name_of = {id(parameter): name for name in _parameter_names(state) for _, parameter in state.held(name)}
+    name_of = {id(parameter): name for name in parameter_names(state) for _, parameter in state.held(name)}
     saved = [(frozenset(group["params"]), group) for group in saved_groups]
     entries: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -132,12 +121,18 @@ def _load(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> 
         same_index = [saved[index][1]] if len(saved) == len(optimizer.param_groups) else []
         # A group may name none of these parameters, if another process has saved it with its own.
         sources = [saved_group for members, saved_group in saved if not members.isdisjoint(names)] or same_index
-        if any(_options(source) != _options(sources[0]) for source in sources[1:]):
+        known = [name for name in names if name is not None]
+        if saved and known and not sources:
+            raise ConfigError(
+                f"no group of the optimizer's state names {known[0]}, of group {index} of the optimizer",
+                remedy="make the groups of the optimizer those that it had when the state was saved",
+            )
+        if any(options_of(source) != options_of(sources[0]) for source in sources[1:]):
             raise ConfigError(
                 "parameters of one group had unlike options when the state was saved",
                 remedy="make the groups of the optimizer those that it had",
             )
-        options = _options(sources[0] if sources else group)
+        options = options_of(sources[0] if sources else group)
         if sources:
             check_options(optimizer, index, options)
         first = sum(len(numbered["params"]) for numbered in groups)
@@ -200,11 +195,6 @@ _SEPARATOR = "\0"
 """Separates the key of a block (``State.owned``) from the name of an entry of its state."""
 
 
-def _parameter_names(state: State) -> list[str]:
-    """Return the names of the parameters; tied ones once."""
-    return [name for name in dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names) if state.knows(name)]
-
-
 def _state_entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterator[tuple[str, Any]]:
     """Yield name and value of each entry of the state of a parameter; raise ConfigError for one that cannot be split into shards.
 
@@ -232,21 +222,6 @@ def _state_entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterat
                 remedy="use an optimizer whose state is element by element, as AdamW's is",
             )
         yield what, tensor
-
-
-def _named_groups(state: State, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups with names in place of parameters; a single group also names parameters of other processes."""
-    name_of = {id(parameter): name for name in _parameter_names(state) for _, parameter in state.held(name)}
-    elsewhere = [name for name in _parameter_names(state) if not state.held(name)] if len(optimizer.param_groups) == 1 else []
-    groups = []
-    for group in optimizer.param_groups:
-        own = dict.fromkeys(name_of[id(parameter)] for parameter in group["params"] if id(parameter) in name_of)
-        groups.append({**_options(group), "params": [*own, *elsewhere]})
-    return groups
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def local_entries(state: State, optimizer: Optimizer, name: str, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,12 +169,6 @@ def test_trains_as_on_the_model_in_processes(mode: Mode, devices: int, names: li
         assert max(found.values()) < CLOSE, found
 
 
-GROUPS_BY_PROCESS = pytest.mark.xfail(
-    strict=True,
-    reason="a process of a pipeline numbers its own groups: with a group a parameter, a sharded checkpoint lacks those of others",
-)
-
-
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
@@ -183,7 +177,7 @@ GROUPS_BY_PROCESS = pytest.mark.xfail(
         pytest.param(["fsdp", "tensor"], 2, ["Shampoo"], marks=pytest.mark.slow),
         pytest.param(["tensor", "pipeline"], 2, EVERY, marks=pytest.mark.slow),
         pytest.param([{"data": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}], 4, EVERY, marks=pytest.mark.slow),
-        pytest.param([{"pipeline": 2, "fsdp": 2}, "fsdp"], 4, EVERY, marks=[pytest.mark.slow, GROUPS_BY_PROCESS]),
+        pytest.param([{"pipeline": 2, "fsdp": 2}, "fsdp"], 4, EVERY, marks=pytest.mark.slow),
     ],
     ids=str,
 )
