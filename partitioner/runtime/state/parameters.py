@@ -168,6 +168,8 @@ class State:
     def refresh(self) -> None:
         """Before a run, update views and copies of parameters, and copies of buffers, to their current values.
 
+        Autograd's counts of writes stay as they are: a backward checks those of the tensors that are followed.
+
         Raises:
             ConfigError: ``.data`` of a parameter was replaced by a tensor of another shape, dtype or device.
         """
@@ -180,7 +182,7 @@ class State:
                 for follower in followers:
                     follower.refresh(moved=moved)
             for source, copy in self._following_buffers:
-                copy.copy_(source)
+                copy.data.copy_(source)
 
     def finish(self) -> None:
         """After a run, write back parameters that the model itself writes to, and add the gradients of parameters with hooks."""

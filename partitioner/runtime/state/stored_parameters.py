@@ -152,7 +152,7 @@ class RankTensor:
             # Programs refer to the tensor object, so the object gets the new view.
             self.tensor.data = self._make()
         elif not self._is_view:
-            self._unfolded().copy_(self._block.within(self.stored.parameter.detach()))
+            self._unfolded().data.copy_(self._block.within(self.stored.parameter.detach()))
 
     def write_back(self) -> None:
         """Copy values that programs wrote to a copy back to the parameter."""

@@ -20,9 +20,21 @@ from tests.support.running.slow_values import slow
 X, OTHER = torch.rand(8, 4, dtype=torch.float64), torch.rand(8, 4, dtype=torch.float64)
 
 
+class Scaled(nn.Module):
+    """Its backward reads a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.scale, Tensor)
+        return x * self.scale
+
+
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Sigmoid(), nn.Linear(6, 3), nn.Sigmoid()).double()
+    return nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.BatchNorm1d(6), Scaled()), nn.Sigmoid(), nn.Linear(6, 3), nn.Sigmoid()).double()
 
 
 def parts(module: nn.Module, mode: str = "pipeline") -> PartitionedModel:
@@ -75,7 +87,7 @@ CHANGED: dict[Callable[[nn.Module], None], str] = {
     input_changed: "input input",
     result_changed: "a result of the call",
     step_between: "3.weight",
-    loaded_between: "1.weight",
+    loaded_between: "1.1.scale",
 }
 
 
