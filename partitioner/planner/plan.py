@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
@@ -12,10 +12,10 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.planner.sequential_tiling import plan_stream
+from partitioner.planner.sharding.shared_models import SharedModels
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
-from passes.normalize.loss_alone import graph_of_step
 
 __all__ = ["PlanProblem"]
 
@@ -29,6 +29,7 @@ class PlanProblem:
         cost_model: prices work and messages; None: an analytic roofline.
         mesh: the mesh that the user named; None: the planner chooses.
         sequential_tiles: number or grid of tiles that one device computes one after the other; None: no tiling.
+        models: what plans of the same graph share; give several problems the same to solve them faster.
     """
 
     graph: ModelGraph
@@ -37,6 +38,7 @@ class PlanProblem:
     cost_model: CostModel | None
     mesh: Mesh | None
     sequential_tiles: int | tuple[int, ...] | None = None
+    models: SharedModels = field(default_factory=SharedModels, repr=False)
 
     def solve(self, tell: Callable[[str], None] | None = None) -> Plan:
         """Return the plan: of sequential tiles on one device, of the named mesh, or the fastest of all meshes.
@@ -49,10 +51,10 @@ class PlanProblem:
             InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
         """
         check_halos(self.request.constraints, self.mesh if self.sequential_tiles is None else None)
-        graph = graph_of_step(self.graph)
+        graph = self.models.graph_of_step(self.graph)
         problem = (graph, self.cluster, self.request, self.cost_model)
         if self.sequential_tiles is not None:
             plan = plan_stream(graph, self.sequential_tiles, *problem[1:])
         else:
-            plan = plan_auto(*problem, tell) if self.mesh is None else plan_mesh(*problem, self.mesh)
+            plan = plan_auto(*problem, tell, self.models) if self.mesh is None else plan_mesh(*problem, self.mesh, self.models)
         return plan.predicted(sizes=tuple(self.graph.open_sizes.items()))

@@ -17,6 +17,7 @@ from partitioner.options.constraints import Constraints
 from partitioner.options.mode import ranks_of_stages, resolve_mode
 from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest
+from partitioner.planner.sharding.shared_models import SharedModels
 from passes.ir.errors import PartitionError
 from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan
@@ -65,11 +66,12 @@ class Bench:
 
 
 class Evaluator:
-    """Evaluates placements. It caches the last programs, because the next placement may differ in its machine alone."""
+    """Evaluates placements. It caches the last programs and models, as the next placement may differ in its machine or schedule alone."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self._lowered: dict[Hashable, Timed] = {}
+        self._models = SharedModels()
 
     def __call__(self, placement: Placement) -> Row:
         """Return the row of a placement; if it fails, a row with the reason."""
@@ -89,7 +91,7 @@ class Evaluator:
         """Return the row of a placement; raise PartitionError if it cannot be planned or lowered."""
         bench = self.bench
         subject, cluster = bench.subjects[placement.model], bench.clusters[placement.cluster]
-        plan = _make_plan(subject, cluster, placement, bench.assumptions)
+        plan = _make_plan(subject, cluster, placement, bench.assumptions, self._models)
         timed = self._lower(subject, plan, cluster)
         simulation = simulate_programs(
             timed.programs,
@@ -129,7 +131,7 @@ class Evaluator:
         return self._lowered[key]
 
 
-def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, assumptions: Assumptions) -> Plan:
+def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, assumptions: Assumptions, models: SharedModels) -> Plan:
     """Return the plan that ``partition`` makes for a placement.
 
     Raises:
@@ -148,4 +150,4 @@ def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, assumpt
         constraints=Constraints(),
         modules=subject.modules,
     )
-    return PlanProblem(subject.graph, cluster, request, None, mesh).solve()
+    return PlanProblem(subject.graph, cluster, request, None, mesh, models=models).solve()

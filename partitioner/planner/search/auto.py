@@ -31,6 +31,7 @@ from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.search.plan_mesh import with_sharding
 from partitioner.planner.search.space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
+from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import cut_with_halos
@@ -51,6 +52,7 @@ def plan_auto(
     request: PlanRequest,
     cost_model: CostModel | None = None,
     tell: Callable[[str], None] | None = None,
+    models: SharedModels | None = None,
 ) -> Plan:
     """Decide everything that the user left open.
 
@@ -59,13 +61,14 @@ def plan_auto(
         request: what the user said, its mode ``"auto"``.
         cost_model: prices work and messages; None: an analytic roofline.
         tell: called with the progress whenever it changes; an interrupt then keeps the best plan. None: an interrupt is raised.
+        models: what plans of one graph share.
 
     Raises:
         ConfigError: the request does not fit the model, the cluster or itself.
         InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
     """
     request.check(graph)
-    search = _Auto(graph, cluster.first(len(request.devices)), request, cost_model or Roofline(), tell)
+    search = _Auto(graph, cluster.first(len(request.devices)), request, cost_model or Roofline(), tell, models or SharedModels())
     search.run()
     return search.plan()
 
@@ -116,11 +119,17 @@ class _Auto:
     """The search over all meshes that the request allows."""
 
     def __init__(
-        self, graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel, tell: Callable[[str], None] | None
+        self,
+        graph: ModelGraph,
+        cluster: Cluster,
+        request: PlanRequest,
+        cost_model: CostModel,
+        tell: Callable[[str], None] | None,
+        models: SharedModels,
     ) -> None:
         self._graph, self._cluster, self._request, self._cost_model = graph, cluster, request, cost_model
         clock_rate, hardware = clock_rate_of(graph, cluster, asked=False), Hardware(cluster, cost_model)
-        self._model = CuttableModel(graph, request, clock_rate=clock_rate, hardware=hardware)
+        self._model = models.cuttable(graph, request, clock_rate, hardware)
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)

@@ -23,7 +23,7 @@ from partitioner.planner.search.infeasible import nothing_fits, too_many_stages,
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.search.space import candidates_of
 from partitioner.planner.sharding.model import MeshCut
-from partitioner.planner.sharding.rank_shard import unfolded, whole_part
+from partitioner.planner.sharding.shared_models import SharedModels
 from passes.graph.schemas import draws
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
@@ -33,22 +33,26 @@ from passes.ir.plan import Contender, Plan, Prediction
 __all__ = ["PlanRequest", "Sharding", "describe_best", "make_plan", "plan_shardings"]
 
 
-def make_plan(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None) -> Plan:
+def make_plan(
+    graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None, models: SharedModels | None = None
+) -> Plan:
     """Decide stages, ranks, schedule and microbatches for a model whose axes are not sharded.
 
     Args:
         cluster: the hardware to plan for, at least as many devices as the request names.
         request: the user's choices; those that are None are decided here.
         cost_model: prices work and messages; None: an analytic roofline.
+        models: what plans of one graph share.
 
     Raises:
         ConfigError: the request does not fit the model, the cluster or itself.
         InfeasiblePlanError: no plan fits the memory; says what is missing and how many devices would do.
     """
     request.check(graph)
-    part = whole_part(unfolded(graph))
+    prices = cost_model or Roofline()
+    part = (models or SharedModels()).whole(graph, prices)
     mesh = Mesh((("pipeline", len(request.devices)),))
-    problem = MeshProblem(mesh, part, cluster.first(len(request.devices)), request, cost_model or Roofline())
+    problem = MeshProblem(mesh, part, cluster.first(len(request.devices)), request, prices)
     return plan_shardings([Sharding(problem, None)])[0]
 
 

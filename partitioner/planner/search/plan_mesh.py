@@ -24,6 +24,7 @@ from partitioner.planner.search.make_plan import Sharding, make_plan, plan_shard
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.axis_costs import contractions_of
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
+from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import cut_with_halos
@@ -40,30 +41,39 @@ __all__ = ["plan_mesh", "stages_mode", "with_sharding"]
 
 
 @gc_paused()
-def plan_mesh(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh) -> Plan:
+def plan_mesh(
+    graph: ModelGraph,
+    cluster: Cluster,
+    request: PlanRequest,
+    cost_model: CostModel | None,
+    mesh: Mesh,
+    models: SharedModels | None = None,
+) -> Plan:
     """Plan for a mesh that the user named.
 
     Args:
         cluster: the hardware, at least as many devices as the mesh has ranks.
         cost_model: prices; None: an analytic roofline.
+        models: what plans of one graph share.
 
     Raises:
         ConfigError: the mesh cannot cut this model.
         InfeasiblePlanError: no plan fits the memory.
     """
     check_dimensions(request.constraints, mesh)
+    models = models or SharedModels()
     if mesh.cutting.size == 1:
-        return dataclasses.replace(make_plan(graph, cluster, request, cost_model), weights=weights_digest(graph))
+        return dataclasses.replace(make_plan(graph, cluster, request, cost_model, models), weights=weights_digest(graph))
     model_prices, clock_rate = cost_model or Roofline(), clock_rate_of(graph, cluster, asked=True)
     hardware = Hardware(cluster, model_prices)
-    model = CuttableModel(graph, request, clock_rate=clock_rate, hardware=hardware)
+    model = models.cuttable(graph, request, clock_rate, hardware)
     mesh = model.with_grid(mesh)
     sharder = _Sharder(model, cluster.first(mesh.size), request, model_prices, mesh)
     shardings = [*sharder.shardings(model, request), *sharder.with_attention()]
     contenders = sharder.contenders(shardings)
 
     def may_take(seconds: float) -> bool:
-        return seconds < _seconds_without(graph, cluster, request, cost_model, mesh)
+        return seconds < _seconds_without(graph, cluster, request, cost_model, mesh, models)
 
     plan, chosen = plan_shardings(shardings, contenders, may_take)
     assert chosen is not None
@@ -126,7 +136,9 @@ def _extra_axes_choices(model: CuttableModel, mesh: Mesh, request: PlanRequest) 
     return (True,) if in_tiles and TILE in named_dimensions(request.constraints) else (False, True)
 
 
-def _seconds_without(graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh) -> float:
+def _seconds_without(
+    graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh, models: SharedModels
+) -> float:
     """Return the seconds of a step on the mesh without its tensor dimension; inf if it has none, or there is no such plan.
 
     Contenders may only be taken if they beat it: a user who asks for tensor parallelism that gains nothing gets the usual axes.
@@ -136,7 +148,7 @@ def _seconds_without(graph: ModelGraph, cluster: Cluster, request: PlanRequest, 
     smaller = Mesh(tuple(dimension for dimension in mesh.dimensions if dimension[0] != TENSOR) or (("pipeline", 1),))
     request = dataclasses.replace(request, devices=request.devices[: smaller.size])
     try:
-        return plan_mesh(graph, cluster.first(smaller.size), request, cost_model, smaller).step_time
+        return plan_mesh(graph, cluster.first(smaller.size), request, cost_model, smaller, models).step_time
     except PartitionError:
         return math.inf
 

@@ -72,17 +72,34 @@ class CuttableModel:
         self._folded = fold_repeats(graph)
         self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
-        self._assignments: dict[object, _Assignment] = {}
+        self._assignments_of: list[tuple[PlanRequest, dict[object, _Assignment]]] = []
+        self._assignments = self._assignments_under(request)
         self._problems: dict[object, AxisProblem] = {}
         self._cuts: dict[object, MeshCut] = {}
+        self._uncut: list[ModelPart] = []
         self._parts_of_two_replicas: dict[object, ModelPart] = {}
         self._parts_for_bounds: dict[object, ModelPart] = {}
 
-    def constrained(self, constraints: Constraints) -> CuttableModel:
-        """Return the same model under other constraints, with the caches of all that does not depend on them."""
+    def under(self, request: PlanRequest) -> CuttableModel:
+        """Return the same model under another request with the same ``batchnorm``; all share the caches of what does not depend on it."""
+        assert request.batchnorm == self._request.batchnorm
         other = copy.copy(self)
-        vars(other).update(_request=dataclasses.replace(self._request, constraints=constraints), _assignments={})
+        vars(other).update(_request=request, _assignments=self._assignments_under(request))
         return other
+
+    def constrained(self, constraints: Constraints) -> CuttableModel:
+        """Return the same model under other constraints."""
+        return self.under(dataclasses.replace(self._request, constraints=constraints))
+
+    def _assignments_under(self, request: PlanRequest) -> dict[object, _Assignment]:
+        """Return the cache of assignments for what these depend on in a request: its constraints, and what decides on microbatches."""
+        key = (request.constraints, request.n_microbatches, request.mode)
+        for known, assignments in self._assignments_of:
+            if (known.constraints, known.n_microbatches, known.mode) == key:
+                return assignments
+        assignments = {}
+        self._assignments_of.append((request, assignments))
+        return assignments
 
     def kinds_of_axes(self, cutting: Mesh, dimension: str) -> dict[str, bool]:
         """Name the kinds of axes that are long enough for a mesh dimension, ``"heads"`` for all of the heads.
@@ -113,10 +130,12 @@ class CuttableModel:
         space = {axis for each in space_axes(axes).values() for axis in each}
         return any(not space.isdisjoint(each) for each in axes.slid_over.values())
 
-    @cached_property
+    @property
     def whole(self) -> ModelPart:
         """The shard of a mesh that shards no axes: the whole model."""
-        return whole_part(part_graph(self._folded, self._whole, lambda graph: graph))
+        if not self._uncut:
+            self._uncut.append(whole_part(part_graph(self._folded, self._whole, lambda graph: graph)))
+        return self._uncut[0]
 
     def cut(
         self,

@@ -14,6 +14,7 @@ from partitioner import Constraints
 from partitioner.options.mode import resolve_mode
 from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest
+from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
 from passes.analysis.axes import find_axes
@@ -70,13 +71,19 @@ def graph_of(name: str) -> ModelGraph:
     return trace(model, inputs, {}, training=True)
 
 
+@functools.lru_cache(maxsize=2)
+def _models_of(name: str) -> SharedModels:
+    """What the plans of a model share."""
+    return SharedModels()
+
+
 def plan_of(name: str, mode: Mode, cluster: str, **fixed: Any) -> Plan:
     """The plan of a model, with what is fixed by hand."""
     hardware = Cluster.parse(cluster)
     devices = tuple(f"cuda:{rank}" for rank in range(len(hardware.devices)))
     mesh = resolve_mode(mode, len(devices))
     of_stages = "auto" if mesh is None else next((each for each in mesh.names if each in STAGES), "model")
-    return PlanProblem(graph_of(name), hardware, PlanRequest(of_stages, devices, **fixed), None, mesh).solve()
+    return PlanProblem(graph_of(name), hardware, PlanRequest(of_stages, devices, **fixed), None, mesh, models=_models_of(name)).solve()
 
 
 def fixed_options(name: str, mode: Mode) -> Iterator[Mapping[str, Any]]:
