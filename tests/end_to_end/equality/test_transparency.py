@@ -107,8 +107,19 @@ def test_model_parallel(case: Case) -> None:
     assert first_difference(case, n_microbatches=1, devices=3, mode="model") is None
 
 
-@pytest.mark.parametrize("batch_size", [9, 2, 1], ids=["nine_in_four", "two_in_four", "one_in_four"])
-@cases("batch_norm_convolution")
+UNEVEN = {9: "nine_in_four", 2: "two_in_four", 1: "one_in_four"}
+"""Rows of a batch, cut into four microbatches."""
+
+
+@pytest.mark.parametrize(
+    ("case", "batch_size"),
+    [
+        pytest.param(case, rows, marks=() if case.name == "batch_norm_convolution" else (pytest.mark.slow,), id=f"{case.name}-{words}")
+        for place, case in enumerate(ZOO)
+        for number, (rows, words) in enumerate(UNEVEN.items())
+        if number == place % 3 or case.name == "batch_norm_convolution"
+    ],
+)
 def test_uneven_batch(case: Case, batch_size: int) -> None:
     assert first_difference(case, batch_size=batch_size, devices=3, mode="pipeline", schedule="1F1B") is None
 
