@@ -39,7 +39,7 @@ def test_names_of_a_mesh_are_the_mode(workers: Callable[[int], Workers]) -> None
 @pytest.mark.parametrize(
     ("mode", "names"),
     [
-        ({"data": 2, "tensor": 2}, None),
+        pytest.param({"data": 2, "tensor": 2}, None, marks=pytest.mark.slow),
         pytest.param("auto", ("pp", "fsdp"), marks=pytest.mark.slow),
         pytest.param("auto", ("pp", "tp"), marks=pytest.mark.slow),
         pytest.param("tensor", None, marks=pytest.mark.slow),

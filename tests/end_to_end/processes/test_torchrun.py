@@ -153,7 +153,7 @@ def test_every_rank_has_the_outputs(workers: Callable[[int], Workers]) -> None:
     ("name", "mode", "size"),
     [
         pytest.param("gpt", {"pipeline": (2, 1)}, 3, id="tied_weights", marks=pytest.mark.slow),
-        pytest.param("nested_outputs", {"pipeline": (1, 2)}, 3, id="two_ranks_with_the_loss"),
+        pytest.param("nested_outputs", {"pipeline": (1, 2)}, 3, id="two_ranks_with_the_loss", marks=pytest.mark.slow),
         pytest.param("unet", {"pipeline": (1, 2, 1)}, 4, id="in_the_middle", marks=pytest.mark.slow),
         pytest.param("gpt", {"pipeline": (3, 1)}, 4, id="three_and_one", marks=pytest.mark.slow),
     ],

@@ -72,7 +72,12 @@ def logged(folder: Path) -> list[dict[str, str]]:
 
 
 SLOW = pytest.mark.slow
-RUNS = [pytest.param(name, mode, marks=[] if name == "gpt" else SLOW, id=f"{name}-{mode}") for name in ("gpt", "resnet") for mode in MODES]
+QUICK = {("gpt", "pipeline"), ("gpt", "fsdp")}
+RUNS = [
+    pytest.param(name, mode, marks=[] if (name, mode) in QUICK else SLOW, id=f"{name}-{mode}")
+    for name in ("gpt", "resnet")
+    for mode in MODES
+]
 
 
 @pytest.mark.parametrize(("name", "mode"), RUNS)
