@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import ConfigError, PartitionedModel, partition
-from tests.support.running.slow_values import slow
+from tests.support.running.slow_values import all_but, slow
 
 LARGE = 64
 
@@ -55,7 +55,7 @@ MODES: Mapping[str, tuple[str | Mapping[str, int], int]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", all_but(["pipeline", "data"], MODES))
 @pytest.mark.parametrize("is_constant", [False, True])
 @pytest.mark.parametrize("between", [_another_call, _another_number, _mixed_rows])
 @pytest.mark.parametrize("traced", [8, *slow(32, 64)])

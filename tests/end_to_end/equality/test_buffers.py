@@ -112,8 +112,8 @@ def test_buffers_are_what_the_model_makes_them(name: str, devices: int, mode: An
 @pytest.mark.parametrize(
     "calls",
     [
-        ("unread images", "means"),
-        ("means", "unread images"),
+        pytest.param(("unread images", "means"), marks=pytest.mark.slow),
+        pytest.param(("means", "unread images"), marks=pytest.mark.slow),
         ("images", "unread means"),
         pytest.param(("unread images", "means", "unread images"), marks=pytest.mark.slow),
         pytest.param(("unread means", "images", "unread means"), marks=pytest.mark.slow),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from partitioner import PartitionedModel
 from tests.support.models.case import BATCH_SIZE, Case, Instance
 from tests.support.models.zoo import ZOO, case_named
+from tests.support.running.slow_values import slow
 from tests.support.running.transparency import (
     N_MICROBATCHES,
     Difference,
@@ -117,10 +118,8 @@ DIAGONAL = {
     "clip": "sequence2",
     "padded_attention": "data2-sequence2-tensor2",
 }
-QUICK = set(DIAGONAL) - {
-    "bert", "clip", "convnext", "group_norm_convolution", "gru", "mixture_of_experts", "padded_attention", "unet",
-}  # fmt: skip
-"""The cases of the diagonal that always run; the others take seconds."""
+QUICK = {"perceptron", "returns_loss", "shared_layer", "branches", "nested_outputs"}
+"""The cases of the diagonal that always run."""
 
 
 def comparable(case: Case, setting: Setting) -> bool:
@@ -190,7 +189,12 @@ def test_the_diagonal_meets_every_setting() -> None:
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [("perceptron", "data2-tensor2"), ("nested_outputs", "fsdp3"), ("returns_loss", "tensor2"), ("batch_norm_convolution", "data2")],
+    [
+        ("perceptron", "data2-tensor2"),
+        pytest.param("nested_outputs", "fsdp3", marks=pytest.mark.slow),
+        pytest.param("returns_loss", "tensor2", marks=pytest.mark.slow),
+        pytest.param("batch_norm_convolution", "data2", marks=pytest.mark.slow),
+    ],
 )
 def test_backward_as_any_module(name: str, setting: str) -> None:
     case, chosen = exact(case_named(name)), SETTINGS[setting]
@@ -201,7 +205,12 @@ def test_backward_as_any_module(name: str, setting: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [("nested_outputs", "tensor3"), ("batch_norm_convolution", "data2-tensor2"), ("gpt", "tensor2"), ("integers_and_flags", "fsdp2")],
+    [
+        ("nested_outputs", "tensor3"),
+        ("batch_norm_convolution", "data2-tensor2"),
+        pytest.param("gpt", "tensor2", marks=pytest.mark.slow),
+        pytest.param("integers_and_flags", "fsdp2", marks=pytest.mark.slow),
+    ],
 )
 def test_forward_in_evaluation(name: str, setting: str) -> None:
     case = case_named(name)
@@ -213,7 +222,7 @@ def test_forward_in_evaluation(name: str, setting: str) -> None:
         assert compare_values(reference, pm(*instance.args, **instance.kwargs), case.tolerance) is None
 
 
-@pytest.mark.parametrize("mode", ["data", "fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["data", *slow("fsdp", "zero1")])
 def test_a_batch_that_does_not_divide_is_computed_whole_and_said(mode: str) -> None:
     case = case_named("nested_outputs")
     pm = make_partitioned(case.build(), mode=mode, devices=2)
@@ -277,8 +286,8 @@ def test_state_goes_from_one_mesh_to_another(first: str, second: str) -> None:
         pytest.param("gpt", "tensor2", 2.0, marks=pytest.mark.slow),
         pytest.param("gpt", "fsdp2", float("inf"), marks=pytest.mark.slow),
         ("shared_layer", "data2-pipeline2-tensor2", 2.0),
-        ("shared_layer", "fsdp2-tensor2", 1.0),
-        ("nested_outputs", "zero13", 2.0),
+        pytest.param("shared_layer", "fsdp2-tensor2", 1.0, marks=pytest.mark.slow),
+        pytest.param("nested_outputs", "zero13", 2.0, marks=pytest.mark.slow),
         pytest.param("gpt", "data2-pipeline2-tensor2", 1.0, marks=pytest.mark.slow),
     ],
 )

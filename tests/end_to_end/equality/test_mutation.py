@@ -266,13 +266,13 @@ def test_a_write_that_a_pass_leaves_is_found() -> None:
 @pytest.mark.parametrize(
     ("name", "devices", "mode", "options"),
     [
-        ("circular", 2, "data", {"recompute": "full"}),
+        pytest.param("circular", 2, "data", {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("circular", 2, "pipeline", {"recompute": "selective", "n_microbatches": 2}, marks=pytest.mark.slow),
-        ("circular", 1, {"tile": 2}, {}),
+        pytest.param("circular", 1, {"tile": 2}, {}, marks=pytest.mark.slow),
         ("narrow", 2, "model", {}),
-        ("dropped", 2, "pipeline", {"n_microbatches": 2}),
+        pytest.param("dropped", 2, "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
         ("dropped_channels", 1, {"tile": 2}, {}),
-        ("dropped_channels", 2, "tile", {}),
+        pytest.param("dropped_channels", 2, "tile", {}, marks=pytest.mark.slow),
         ("dropped_buffer", 2, "data", {}),
         ("border", 2, "tile", {}),
         ("overwritten", 2, "data", {}),
@@ -284,7 +284,9 @@ def test_a_model_that_writes_in_place_trains_as_it_is(name: str, devices: int, m
     assert_trains_as_original(layers(name), devices, mode, **options)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("dropped", "pipeline"), ("dropped", "data"), ("dropped_channels", "tile")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("dropped", "pipeline"), ("dropped", "data"), pytest.param("dropped_channels", "tile", marks=pytest.mark.slow)]
+)
 def test_a_model_that_writes_in_place_evaluates_as_it_is(name: str, mode: str) -> None:
     model = layers(name).double().eval()
     x = example(model)

@@ -25,6 +25,7 @@ def test_a_weight_tied_across_stages_gets_the_sum_of_its_gradients(name: str) ->
     assert first_difference(case, devices=4, mode="pipeline", schedule="1F1B") is None
 
 
+@pytest.mark.slow
 def test_a_weight_tied_across_stages_stays_one_weight() -> None:
     case = case_named("gpt")
     instance = case.build()
@@ -52,9 +53,9 @@ def test_a_value_used_by_several_later_stages_gets_the_sum_of_their_gradients(na
     [
         pytest.param("unet", "Interleaved1F1B", marks=pytest.mark.slow),
         pytest.param("unet", "ZBV", marks=pytest.mark.slow),
-        ("unet", "DualPipeV"),
+        pytest.param("unet", "DualPipeV", marks=pytest.mark.slow),
         pytest.param("branches", "Interleaved1F1B", marks=pytest.mark.slow),
-        ("branches", "ZBV"),
+        pytest.param("branches", "ZBV", marks=pytest.mark.slow),
         ("branches", "DualPipeV"),
     ],
 )
@@ -63,16 +64,16 @@ def test_schedules_with_several_stages_a_device_take_skips(name: str, schedule: 
     assert first_difference(case_named(name), devices=2, mode="pipeline", schedule=schedule) is None
 
 
-@pytest.mark.parametrize("n_microbatches", [4, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_microbatches", [4, 7])
 def test_a_batch_that_the_microbatches_do_not_divide(n_microbatches: int) -> None:
     """There a batch of 9 in 4 microbatches dies inside gloo."""
     case = case_named("unet")
     assert first_difference(case, batch_size=9, n_microbatches=n_microbatches, devices=3, mode="pipeline", schedule="1F1B") is None
 
 
-@pytest.mark.parametrize(
-    "case", [case_named("batch_norm_convolution"), pytest.param(case_named("resnet"), marks=pytest.mark.slow)], ids=lambda case: case.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case_named("batch_norm_convolution"), case_named("resnet")], ids=lambda case: case.name)
 def test_batch_normalisation_under_microbatching_is_reported_and_defined(case: Case) -> None:
     """There the gradients change and nothing says so. Here it is said; the numbers are those of the microbatches trained in turn."""
     pm = make_partitioned(case.build(), devices=2, mode="pipeline", n_microbatches=4)
@@ -86,6 +87,7 @@ def test_batch_normalisation_under_microbatching_is_reported_and_defined(case: C
     assert compare(reference, partitioned_steps(case, devices=2, mode="pipeline", n_microbatches=4), case.tolerance) is None
 
 
+@pytest.mark.slow
 def test_batch_normalisation_in_one_microbatch_has_nothing_to_report() -> None:
     case = case_named("batch_norm_convolution")
     pm = make_partitioned(case.build(), devices=2, mode="pipeline", n_microbatches=1)

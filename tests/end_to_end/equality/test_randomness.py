@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import PartitionWarning, Plan, partition
-from tests.support.running.slow_values import all_but, slow
+from tests.support.running.slow_values import slow
 
 X = torch.randn(6, 8, dtype=torch.float64)
 
@@ -26,8 +26,15 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("mode", ["model", "pipeline"])
+@pytest.mark.parametrize(
+    ("mode", "recompute"),
+    [
+        ("model", "none"),
+        ("pipeline", "full"),
+        pytest.param("model", "full", marks=pytest.mark.slow),
+        pytest.param("pipeline", "none", marks=pytest.mark.slow),
+    ],
+)
 def test_same_seed_same_masks(mode: str, recompute: str) -> None:
     model = network()
     pm = partition(model, devices=3, mode=mode, example_inputs=(X,), n_microbatches=1, recompute=recompute)
@@ -87,7 +94,7 @@ def test_cut_models_draw_the_masks_of_the_whole(mesh: dict[str, int]) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"fsdp": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, *slow({"tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2})], ids=str)
 def test_a_model_that_begins_with_dropout(mesh: dict[str, int]) -> None:
     """The mask is written in front of all that a plan knows by name."""
     torch.manual_seed(1)
@@ -224,8 +231,9 @@ RECURRENT: dict[str, Callable[[], tuple[nn.RNNBase, int]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["tensor", *slow("model", "data", "fsdp")])
-@pytest.mark.parametrize("kind", all_but(["LSTM"], [kind for kind in RECURRENT if "time first" not in kind]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "model", "data", "fsdp"])
+@pytest.mark.parametrize("kind", [kind for kind in RECURRENT if "time first" not in kind])
 def test_recurrent_layers_drop_what_they_drop_in_the_model(kind: str, mode: str) -> None:
     """The draws are inside of one operator, which autograd decomposes into others that draw other numbers."""
     trained_with_the_same_draws(kind, mode)
@@ -277,7 +285,10 @@ class Towers(nn.Module):
         return torch.as_tensor(first + self.second(x.cos()))
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("Interleaved1F1B", 4), ("ZBV", 4), ("ZBV", 6)])
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [("Interleaved1F1B", 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("1F1B", 2), ("ZBV", 4), ("ZBV", 6)))],
+)
 def test_stages_draw_in_the_order_of_the_model(schedule: str, stages: int) -> None:
     """Whether they wait for each other or not: a rank whose stages read no other's could be ahead."""
     model = Towers()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models.case import Instance
+from tests.support.running.slow_values import slow
 from tests.support.running.transparency import compare_gradients, compare_values, make_partitioned
 
 ROWS, LENGTH, FEATURES, HIDDEN, CLASSES = 6, 3, 5, 4, 3
@@ -72,7 +73,7 @@ def assert_trains_alike(model: nn.Module, *, devices: int, batch_first: bool = T
             batch_first,
             arguments,
             id="-".join([kind.__name__, "batch_first" if batch_first else "time_first", *arguments]),
-            marks=pytest.mark.slow if (kind is nn.LSTM) == batch_first or arguments else (),
+            marks=pytest.mark.slow if kind is nn.GRU or batch_first or arguments else (),
         )
         for kind, batch_first, arguments in itertools.product((nn.LSTM, nn.GRU), (True, False), LAYERS)
     ],
@@ -84,7 +85,7 @@ def test_first_layer(kind: type[nn.LSTM | nn.GRU], batch_first: bool, arguments:
     assert_trains_alike(Classifier(layer, width, batch_first=batch_first), devices=2, batch_first=batch_first, schedule="ZB1P")
 
 
-@pytest.mark.parametrize("arguments", [{"bias": False}, {"proj_size": HIDDEN - 1}], ids=["no_bias", "projections"])
+@pytest.mark.parametrize("arguments", [{"bias": False}, *slow({"proj_size": HIDDEN - 1})], ids=["no_bias", "projections"])
 def test_other_weights(arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer = nn.LSTM(FEATURES, HIDDEN, batch_first=True, **arguments)
@@ -96,7 +97,7 @@ def test_state_that_is_trained_under_fixed_weights() -> None:
     assert_trains_alike(Classifier(FromLearnedState(), HIDDEN), devices=1)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["full", *slow("none", "selective")])
 def test_layer_without_gradients(recompute: str) -> None:
     """The kernel for inference stays, and returns several values at once, of which the norm after it reads one."""
     torch.manual_seed(0)

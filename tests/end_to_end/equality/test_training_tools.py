@@ -21,6 +21,7 @@ MODES: list[tuple[str | Mapping[str, int], int]] = [
     ({"data": 2, "tensor": 2}, 4),
     ({"data": 2, "pipeline": 2}, 4),
 ]
+QUICK_NORMS: list[tuple[float, str | Mapping[str, int]]] = [(2.0, "tensor"), (float("inf"), "fsdp")]
 
 
 class Tied(nn.Module):
@@ -58,9 +59,15 @@ def assert_same_parameters(reference: nn.Module, pm: PartitionedModel) -> None:
         torch.testing.assert_close(state[name], parameter.detach(), msg=name)
 
 
-@pytest.mark.parametrize(("mode", "devices"), MODES)
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_counts_each_parameter_once(mode: str | Mapping[str, int], devices: int, norm_type: float) -> None:
+@pytest.mark.parametrize(
+    ("norm_type", "mode", "devices"),
+    [
+        pytest.param(norm_type, mode, devices, marks=() if (norm_type, mode) in QUICK_NORMS else pytest.mark.slow)
+        for norm_type in (2.0, float("inf"))
+        for mode, devices in MODES
+    ],
+)
+def test_clipping_counts_each_parameter_once(norm_type: float, mode: str | Mapping[str, int], devices: int) -> None:
     reference, pm, tokens, target = pair(mode, devices)
     loss(reference(tokens), target).backward()
     pm.train_step(tokens, target=target, loss_fn=loss)
@@ -74,7 +81,7 @@ def test_clipping_counts_each_parameter_once(mode: str | Mapping[str, int], devi
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize(("mode", "devices"), MODES)
+@pytest.mark.parametrize(("mode", "devices"), [MODES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in MODES[1:])])
 def test_a_scheduler_of_the_learning_rate(mode: str | Mapping[str, int], devices: int) -> None:
     reference, pm, tokens, target = pair(mode, devices)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (reference, pm)]
@@ -90,7 +97,7 @@ def test_a_scheduler_of_the_learning_rate(mode: str | Mapping[str, int], devices
     assert_same_parameters(reference, pm)
 
 
-@pytest.mark.parametrize(("mode", "devices"), MODES[:3])
+@pytest.mark.parametrize(("mode", "devices"), [MODES[1], *(pytest.param(*each, marks=pytest.mark.slow) for each in (MODES[0], MODES[2]))])
 def test_scaled_losses(mode: str | Mapping[str, int], devices: int) -> None:
     """Gradients are unscaled before they are clipped."""
     reference, pm, tokens, target = pair(mode, devices)

@@ -168,7 +168,7 @@ def test_a_plan_with_experts_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("mode", "devices", "axes"),
     [
-        ({"data": 2, "tensor": 2}, 4, {}),
+        pytest.param({"data": 2, "tensor": 2}, 4, {}, marks=pytest.mark.slow),
         ("pipeline", 2, {}),
         *(
             pytest.param(mode, devices, axes, marks=pytest.mark.slow)

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from partitioner import PartitionedModel, partition
-from tests.support.running.slow_values import all_but
 
 IS_5 = int(version("transformers").partition(".")[0]) >= 5
 has_choice = pytest.mark.skipif(not IS_5, reason="needs transformers 5: earlier ones have one implementation of experts")
@@ -73,7 +72,8 @@ def trained(model: Any, mode: str | Mapping[str, int], devices: int, **options: 
     return pm
 
 
-@pytest.mark.parametrize("family", all_but(["mixtral"], FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_pipeline_cuts_the_batch(family: str) -> None:
     pm = trained(model_of(family), "pipeline", 2, n_microbatches=2)
     assert pm.plan.n_microbatches == 2

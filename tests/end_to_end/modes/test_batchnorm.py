@@ -20,6 +20,7 @@ from cost_models.hardware.clusters import Device, Link
 from cost_models.ops.work import Work
 from partitioner import ConfigError, InfeasiblePlanError, PartitionedModel, PartitionWarning, Plan, partition
 from partitioner.schedules.catalog import SCHEDULES
+from tests.support.running.slow_values import all_but
 
 ROWS = 8
 
@@ -128,10 +129,9 @@ MESHES: dict[str, tuple[int, str | dict[str, Any]]] = {
     "stages of unlike width": (3, {"pipeline": 2, "tensor": (2, 1)}),
     "auto": (4, "auto"),
 }
-SLOW = ("model", "fsdp x pipeline", "stages of unlike width")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MESHES])
+@pytest.mark.parametrize("name", all_but(["pipeline"], MESHES))
 def test_the_default_trains_as_the_model(name: str) -> None:
     devices, mode = MESHES[name]
     model = resnet()
@@ -216,7 +216,7 @@ SAID = r"BatchNorm under microbatches: .*\(norm1, norm2\).* each of {} microbatc
     [
         (2, "pipeline", {"n_microbatches": 4}),
         pytest.param(2, "pipeline", {"n_microbatches": 4, "batchnorm": "local"}, marks=pytest.mark.slow),
-        (4, {"data": 2, "pipeline": 2}, {"n_microbatches": 4}),
+        pytest.param(4, {"data": 2, "pipeline": 2}, {"n_microbatches": 4}, marks=pytest.mark.slow),
         pytest.param(2, "data", {"n_microbatches": 4}, marks=pytest.mark.slow),
         pytest.param(2, "auto", {"n_microbatches": 4}, marks=pytest.mark.slow),
     ],

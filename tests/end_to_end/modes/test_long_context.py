@@ -21,6 +21,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.plan import ATTENTION
 from tests.support.models.attention.gpt import Gpt
 from tests.support.models.zoo import case_named
+from tests.support.running.slow_values import slow
 from tests.support.running.transparency import first_difference
 
 LENGTH, WIDTH, HEADS = 8, 16, 4
@@ -101,9 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", ["grouped", "masked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("causal", "bidirectional", "biased"))]
-)
+@pytest.mark.parametrize("case", ["grouped", *slow("masked", "causal", "bidirectional", "biased")])
 def test_heads_are_exchanged_for_the_sequence(case: str) -> None:
     options, mask = CASES[case]
     pm = _assert_equal(Attention(**options).double(), 2, _inputs(mask), "ulysses")

@@ -155,7 +155,7 @@ def assert_trains_alike(model: nn.Module, pm: Any, inputs: tuple[Tensor, ...], t
 @pytest.mark.parametrize(
     ("mode", "devices"),
     [
-        pytest.param("pipeline", 2),
+        pytest.param("pipeline", 2, marks=pytest.mark.slow),
         pytest.param("sequence", 3, id="uneven_sequence", marks=pytest.mark.slow),
         *(pytest.param(mode, 2, marks=pytest.mark.slow) for mode in ("model", "tensor", "data", "fsdp")),
         pytest.param({"data": 2, "tensor": 2}, 4, id="data_tensor", marks=pytest.mark.slow),
@@ -203,10 +203,10 @@ def test_tables_that_are_read_by_length_train(mode: str | Mapping[str, int], dev
     ("mode", "devices", "planned", "called"),
     [
         ("tile", 2, (8, 8), [(16, 12)]),
-        ({"tile": (2, 2)}, 4, (TABLE, TABLE), [(8, 6)]),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in (
+                ({"tile": (2, 2)}, 4, (TABLE, TABLE), [(8, 6)]),
                 ("tile", 2, (8, 6), [(TABLE, TABLE), (4, 8), (7, 9)]),
                 ("tile", 2, (8, TABLE), [(TABLE, 8), (7, 9)]),
                 ({"tile": (2, 2)}, 4, (8, 8), [(TABLE, TABLE), (6, 8)]),

@@ -108,18 +108,18 @@ def test_schedules_with_several_stages_on_a_rank_share_none() -> None:
 TRAININGS = [
     ("perceptron", (2, 1), {}, "1F1B", 8),
     ("perceptron", (1, 2), {}, "ZB1P", 9),
-    ("residual", (3, 1), {}, "GPipe", 7),
-    ("group_norm_convolution", (2, 1), {}, "ZB1P", 9),
-    ("gpt", (2, 1), {}, "1F1B", 9),  # its embedding is read by both stages
+    pytest.param("residual", (3, 1), {}, "GPipe", 7, marks=pytest.mark.slow),
+    pytest.param("group_norm_convolution", (2, 1), {}, "ZB1P", 9, marks=pytest.mark.slow),
+    pytest.param("gpt", (2, 1), {}, "1F1B", 9, marks=pytest.mark.slow),  # its embedding is read by both stages
     pytest.param("gpt", (1, 2), {}, "GPipe", 8, marks=pytest.mark.slow),
     pytest.param("gpt", (2, 1), {"tensor": 2}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("gpt", (1, 2), {"data": 2}, "1F1B", 8, marks=pytest.mark.slow),
     ("shared_layer", (3, 2, 1), {}, "ZB1P", 11),
     pytest.param("unet", (1, 2, 1), {}, "1F1B", 8, marks=pytest.mark.slow),
-    ("branches", (2, 2), {}, "1F1B", 8),
+    pytest.param("branches", (2, 2), {}, "1F1B", 8, marks=pytest.mark.slow),
     ("nested_outputs", (2, 1), {}, "GPipe", 2),  # a batch of fewer rows than microbatches
     ("returns_loss", (1, 2), {}, "1F1B", 7),
-    ("integers_and_flags", (2, 1), {"fsdp": 2}, "1F1B", 8),
+    pytest.param("integers_and_flags", (2, 1), {"fsdp": 2}, "1F1B", 8, marks=pytest.mark.slow),
 ]
 
 

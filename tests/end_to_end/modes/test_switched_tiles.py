@@ -250,6 +250,7 @@ def test_less_than_space_alone() -> None:
     assert switched.simulate().step_time < 0.9 * space.simulate().step_time
 
 
+@pytest.mark.slow
 def test_tiles_throughout_unless_somebody_says_otherwise() -> None:
     """Whoever asks for tiles gets them wherever space is long enough."""
     plan = plan_of(traced(6), None, "a100-80gb:4x1")

@@ -94,9 +94,20 @@ class FlattenedNorm(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("devices", "mode"), [(2, "tile"), (4, {"tile": (2, 2)}), (4, {"tensor": 2, "tile": 2}), (1, {"tile": 2})], ids=str
+    ("start", "devices", "mode"),
+    [
+        (1, 2, "tile"),
+        (1, 1, {"tile": 2}),
+        (2, 1, {"tile": 2}),
+        pytest.param(2, 2, "tile", marks=pytest.mark.slow),
+        *(
+            pytest.param(start, 4, mode, marks=pytest.mark.slow)
+            for start in (1, 2)
+            for mode in ({"tile": (2, 2)}, {"tensor": 2, "tile": 2})
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("start", [1, 2])
 @pytest.mark.parametrize("groups", [2, *slow(1, 6)])
 def test_groups_of_channels_that_hold_space(groups: int, start: int, devices: int, mode: Mode) -> None:
     """A rank's part of a group is every element that its rows of the image have in it, in each of the channels."""
@@ -184,11 +195,11 @@ def test_tiles_inside_stages() -> None:
     ("layer", "shape", "grid"),
     [
         pytest.param(nn.Conv2d(2, 2, 9, padding=4), (6, 5), 6, id="halo_wider_than_a_neighbour"),
-        pytest.param(nn.Conv2d(2, 2, 3, padding=8, dilation=4), (7, 4), 4, id="padding_wider_than_a_tile"),
+        pytest.param(nn.Conv2d(2, 2, 3, padding=8, dilation=4), (7, 4), 4, id="padding_wider_than_a_tile", marks=pytest.mark.slow),
         pytest.param(
             nn.Conv2d(2, 2, 3, padding=2, padding_mode="circular"), (5, 5), (2, 2), id="around_the_ends_and_corners", marks=pytest.mark.slow
         ),
-        pytest.param(nn.Conv2d(2, 2, 3, padding=3, padding_mode="reflect"), (8, 5), (2, 2), id="mirrored_corners"),
+        pytest.param(nn.Conv2d(2, 2, 3, padding=3, padding_mode="reflect"), (8, 5), (2, 2), id="mirrored_corners", marks=pytest.mark.slow),
         pytest.param(nn.Conv2d(2, 2, 2, stride=3), (13, 11), (3, 2), id="elements_that_nobody_reads", marks=pytest.mark.slow),
     ],
 )

@@ -19,6 +19,7 @@ from passes.ir.mesh import Mesh, mesh_words, owning_pipelines, pipelines, receiv
 from tests.support.models.zoo import case_named
 from tests.support.planning.small_pipelines import assert_accumulated_and_clipped, assert_alike, assert_training_goes_on, inputs, perceptron
 from tests.support.planning.unlike_widths import Widths, mode, on, ranks_of
+from tests.support.running.slow_values import all_but, slow
 from tests.support.running.transparency import backward_steps, compare, first_difference, reference_steps
 
 # -- meshes ------------------------------------------------------------------------------------------------------------------------
@@ -61,10 +62,10 @@ TRAININGS = [
     ("perceptron", mode((1, 2)), "ZB1P", 9),
     pytest.param("perceptron", mode((1, 3, 2)), "GPipe", 7, marks=pytest.mark.slow),
     pytest.param("residual", mode((4, 2)), "1F1B", 7, marks=pytest.mark.slow),
-    ("residual", mode((2, 1)), "ZBV", 8),
+    pytest.param("residual", mode((2, 1)), "ZBV", 8, marks=pytest.mark.slow),
     pytest.param("residual", mode((1, 2)), "Interleaved1F1B", 8, marks=pytest.mark.slow),
     pytest.param("group_norm_convolution", mode((2, 1)), "ZB1P", 9, marks=pytest.mark.slow),
-    ("group_norm_convolution", {"data": 2, **mode((1, 2))}, "1F1B", 8),
+    pytest.param("group_norm_convolution", {"data": 2, **mode((1, 2))}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("branches", mode((2, 1)), "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("unet", mode((1, 2, 1)), "1F1B", 8, marks=pytest.mark.slow),
     # A size that is computed bears the name of a call.
@@ -75,7 +76,7 @@ TRAININGS = [
     pytest.param("in_place", mode((2, 1)), "ZB1P", 8, marks=pytest.mark.slow),
     pytest.param("mixture_of_experts", mode((1, 2)), "1F1B", 8, marks=pytest.mark.slow),
     ("nested_outputs", mode((2, 1)), "GPipe", 2),
-    ("returns_loss", mode((1, 2)), "1F1B", 7),
+    pytest.param("returns_loss", mode((1, 2)), "1F1B", 7, marks=pytest.mark.slow),
     pytest.param("integers_and_flags", {"fsdp": 2, **mode((2, 1))}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("perceptron", {"tensor": (2, 1), "pipeline": 2}, "1F1B", 8, marks=pytest.mark.slow),
     ("perceptron", {"pipeline": (2, 1), "tensor": (1, 2)}, "1F1B", 8),  # microbatches round-robin, then one on both
@@ -143,8 +144,8 @@ class Decoder(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("source", ["memory", "input", "numbers"])
-@pytest.mark.parametrize("widths", [(1, 2, 4), (4, 1, 2), (2, 1, 2)])
+@pytest.mark.parametrize("source", ["input", *slow("memory", "numbers")])
+@pytest.mark.parametrize("widths", all_but([(4, 1, 2)], [(1, 2, 4), (4, 1, 2), (2, 1, 2)]))
 def test_stages_that_read_the_same_value_begin_with_it(widths: Widths, source: str) -> None:
     """Each sums its own part of the gradient, whatever the others are cut into."""
     split = Constraints(split_spec={"up.1": "beginning", "up.2": "beginning"})
@@ -157,6 +158,7 @@ def test_accumulated_and_clipped_gradients() -> None:
     assert_accumulated_and_clipped(perceptron(), on((2, 1), n_microbatches=4))
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_under_other_plans() -> None:
     """Weights and what AdamW knows of them go from (2, 1) to one device and on to (1, 2), as if nothing had happened."""
     alone = partition(perceptron(), 1, example_inputs=inputs(12)[:1], progress=False)
@@ -196,7 +198,7 @@ def test_drawings() -> None:
     assert "rank 1" in str(draw_weight(pm, "0.weight"))
 
 
-@pytest.mark.parametrize("mesh", [mode((2, 1)), {"data": 2, **mode((1, 2))}, {"pipeline": (2, 1), "tensor": (1, 2)}], ids=str)
+@pytest.mark.parametrize("mesh", [mode((2, 1)), *slow({"data": 2, **mode((1, 2))}, {"pipeline": (2, 1), "tensor": (1, 2)})], ids=str)
 def test_sweeps_say_what_a_simulation_says(mesh: Mapping[str, Any], tmp_path: Path) -> None:
     cluster, count = f"v100:1x{ranks_of(mesh)}", ranks_of(mesh)
 

@@ -15,7 +15,7 @@ from tests.support.running.slow_values import slow
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("mode", ["fsdp", *slow("pipeline", "tensor", "data")])
+@pytest.mark.parametrize("mode", slow("fsdp", "pipeline", "tensor", "data"))
 def test_options(workers: Callable[[int], Workers], mode: str) -> None:
     assert workers(2).values(cases.option_problems, mode, timeout=120) == [[]] * 2
 
@@ -23,7 +23,7 @@ def test_options(workers: Callable[[int], Workers], mode: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "loaded", "size"),
     [
-        ("tensor", "pipeline", 2),
+        pytest.param("tensor", "pipeline", 2, marks=pytest.mark.slow),
         pytest.param("pipeline", "fsdp", 2, marks=pytest.mark.slow),
         pytest.param("fsdp", "tensor", 2, marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "fsdp": 2}, {"data": 2, "tensor": 2}, 4, marks=pytest.mark.slow),
@@ -36,7 +36,7 @@ def test_training_goes_on_under_another_plan(workers: Callable[[int], Workers], 
 @pytest.mark.parametrize(
     ("mode", "size"),
     [
-        ("tensor", 2),
+        pytest.param("tensor", 2, marks=pytest.mark.slow),
         pytest.param("pipeline", 2, marks=pytest.mark.slow),
         pytest.param({"fsdp": 2, "tensor": 2}, 4, marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "fsdp": 2}, 4, marks=pytest.mark.slow),

@@ -118,7 +118,7 @@ def test_a_rank_that_steps_its_optimizer_alone_is_refused_by_all(workers: Callab
 
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", ["pipeline", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("pipeline", marks=pytest.mark.slow), "fsdp"])
 def test_ranks_in_different_calls_do_not_wait_for_each_other(workers: Callable[[int], Workers], mode: str) -> None:
     """One has skipped a step whose batch does not tell, and gathers the weights where the other trains on."""
     for answer in workers(2).call(cases.end_a_step_early, mode, timeout=PROMPTLY):

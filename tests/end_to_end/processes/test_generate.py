@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
 @pytest.mark.parametrize(
     ("mode", "size"),
     [
-        ("pipeline", 2),
+        pytest.param("pipeline", 2, marks=pytest.mark.slow),
         pytest.param("tensor", 2, marks=pytest.mark.slow),
         pytest.param({"pipeline": 2, "tensor": 2}, 4, marks=pytest.mark.slow),
     ],

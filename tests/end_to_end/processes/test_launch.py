@@ -56,6 +56,7 @@ def test_order_of_a_mesh(workers: Callable[[int], Workers], mode: Mode, names: t
         assert not torch.equal(parts[0][0], parts[1][0])
 
 
+@pytest.mark.slow
 def test_models_on_disjoint_submeshes(workers: Callable[[int], Workers]) -> None:
     answers = workers(4).values(cases.disjoint_submeshes, timeout=PATIENCE)
     assert max(max(found, other) for found, other, _ in answers) < EXACT
@@ -129,6 +130,7 @@ def test_a_group_that_the_script_made(workers: Callable[[int], Workers], tmp_pat
         assert seconds == 40.0
 
 
+@pytest.mark.slow
 def test_groups_that_are_destroyed_and_made_again(workers: Callable[[int], Workers]) -> None:
     """At one address: what is left of the first would be taken for parts of the next."""
     answers = workers(4).values(cases.groups_made_again, f"tcp://{free_address()}", timeout=PATIENCE)

@@ -18,6 +18,7 @@ from tests.support.models.zoo import ZOO
 from tests.support.processes import torchrun_cases as cases
 from tests.support.processes import torchrun_meshes as meshes
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import slow
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV", "DualPipeV")
 PROMPTLY = 60.0
@@ -71,11 +72,12 @@ def test_calls_over_cut_axes(workers: Callable[[int], Workers], name: str, mode:
     assert workers(2).values(meshes.mesh_call_difference, name, mode, timeout=120) == [None] * 2
 
 
+@pytest.mark.slow
 def test_training_over_tiles(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(meshes.mesh_training_difference, "segmentation_of_volumes", "tile", timeout=170) == [None] * 2
 
 
-@pytest.mark.parametrize("attention", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", slow("ring", "ulysses"))
 def test_attention_shared_over_the_sequence(workers: Callable[[int], Workers], attention: str) -> None:
     assert workers(2).values(meshes.attention_training_difference, attention, timeout=170) == [None] * 2
 
@@ -166,7 +168,7 @@ def test_stages_that_ranks_take_turns_at(workers: Callable[[int], Workers], name
 @pytest.mark.parametrize(
     ("name", "mode", "size"),
     [
-        pytest.param("nested_outputs", {"pipeline": 2, "tensor": (2, 1)}, 3, id="two_and_one"),
+        pytest.param("nested_outputs", {"pipeline": 2, "tensor": (2, 1)}, 3, id="two_and_one", marks=pytest.mark.slow),
         pytest.param("returns_loss", {"pipeline": (1, 2), "tensor": (2, 1)}, 4, id="together_and_in_turn", marks=pytest.mark.slow),
         pytest.param("unet", {"pipeline": 3, "tensor": (1, 2, 1)}, 4, id="in_the_middle", marks=pytest.mark.slow),
         pytest.param("group_norm_convolution", {"data": 2, "pipeline": 2, "tensor": (1, 2)}, 6, id="replicas", marks=pytest.mark.slow),
@@ -199,7 +201,7 @@ def test_check_compares_what_a_process_sees(workers: Callable[[int], Workers]) -
 @pytest.mark.parametrize(
     ("name", "mode", "size"),
     [
-        ("gpt", "pipeline", 2),
+        pytest.param("gpt", "pipeline", 2, marks=pytest.mark.slow),
         pytest.param("branches", "pipeline", 4, marks=pytest.mark.slow),
         pytest.param("nested_outputs", "pipeline", 2, marks=pytest.mark.slow),
         pytest.param("shared_layer", "pipeline", 2, marks=pytest.mark.slow),
@@ -300,6 +302,7 @@ def printed_losses(launch: list[str], script: Path) -> list[str]:
 # -- failures ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_with_different_batches(workers: Callable[[int], Workers]) -> None:
     """Also on the ranks that have begun the step."""
     for answer in workers(4).call(cases.different_batch_sizes, 2, timeout=PROMPTLY):
@@ -319,6 +322,7 @@ def test_lengths_that_were_not_planned(workers: Callable[[int], Workers], mode: 
         assert max(differences) < 1e-12
 
 
+@pytest.mark.slow
 def test_ranks_with_different_lengths(workers: Callable[[int], Workers]) -> None:
     for answer in workers(2).call(cases.different_lengths, timeout=150):
         assert isinstance(answer.error, ConfigError)

@@ -139,7 +139,7 @@ def test_equal_in_every_mode(call: Callable[[nn.Module, Tensor], Tensor], mode: 
     _assert_equal(Model(call).double(), _inputs(), **MODES[mode])
 
 
-@pytest.mark.parametrize("call", [nested, nested_reentrant], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [nested, pytest.param(nested_reentrant, marks=pytest.mark.slow)], ids=lambda call: call.__name__)
 def test_dropout_draws_as_the_model_does(call: Callable[[nn.Module, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     _assert_equal(Model(call, 0.5).double(), _inputs(), **MODES["tensor"])

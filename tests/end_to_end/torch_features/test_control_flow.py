@@ -74,7 +74,7 @@ def each_step(model: Model, x: Tensor) -> Any:
 
 FLAGS = [torch.tensor(True), torch.tensor(False)]
 CASES = [(chosen, FLAGS[:1]), (nested, FLAGS), (two_results, FLAGS), (by_values, [None]), (recurrent, [None]), (each_step, [None])]
-QUICK = {chosen: ["pipeline", "tensor"], nested: ["tensor"], recurrent: ["tensor"], by_values: ["data"]}
+QUICK = {chosen: ["pipeline"], recurrent: ["tensor"], by_values: ["data"]}
 MODES: dict[str, dict[str, Any]] = {
     "model": {"devices": 2, "mode": "model"},
     "pipeline": {"devices": 2, "mode": "pipeline", "n_microbatches": 2},
