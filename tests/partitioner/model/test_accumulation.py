@@ -134,7 +134,7 @@ def test_what_is_cleared_is_gone(set_to_none: bool) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize(("mode", "devices"), [("data", 2), ({"data": 2, "tensor": 2}, 4)])
+@pytest.mark.parametrize(("mode", "devices"), [("data", 2), pytest.param({"data": 2, "tensor": 2}, 4, marks=pytest.mark.slow)])
 def test_parts_of_all_ranks_are_added_up_where_all_are_in_one_process(mode: str | Mapping[str, int], devices: int) -> None:
     """There is one ``.grad``: nothing is left to be summed, and a copy that several ranks hold counts once."""
     pm = made(mode, devices)

@@ -64,6 +64,7 @@ def test_tensor_parallel_stages_keep_their_heads_and_layers(caches: list[Decodin
     assert shapes(caches[0]) == [[(2, 2, 64, 8)] * 2] * 4  # half of the heads, keys and values of one of two layers
 
 
+@pytest.mark.slow
 def test_grouped_queries_sampling_beams_and_the_end_of_a_text(caches: list[Decoding]) -> None:
     model, pm = partitioned("llama", {"tensor": 2}, 2)
     ids, _ = prompt(2, 9)
@@ -136,6 +137,7 @@ def test_every_mode(name: str, devices: int, mode: Any) -> None:
     assert torch.equal(pm.generate(ids, **arguments), model.generate(ids, **arguments))
 
 
+@pytest.mark.slow
 def test_generation_reads_the_present_weights_and_ends_where_the_positions_do() -> None:
     model = causal_model("gpt2", n_positions=45)
     pm = partition(model, 2, "tensor", example_inputs=PROMPT)

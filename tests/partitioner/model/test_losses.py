@@ -24,6 +24,7 @@ from passes.ir.schedule import ActionKind
 from tests.support.processes import loss_cases as cases
 from tests.support.processes.loss_cases import MEANS, NEITHER, WIDTH, difference, labelled
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import all_but
 
 MODES: dict[str, dict[str, Any]] = {
     "pipeline": {"devices": 2, "mode": "pipeline", "n_microbatches": 3, "schedule": "1F1B"},
@@ -97,7 +98,7 @@ def test_sums_are_told_from_means(pm: PartitionedModel) -> None:
     assert difference(cases.model(), pm, total, x, target, loss_reduction="sum") is None
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", all_but(SCHEDULES.keys() - {"GPipe"}, SCHEDULES))
 def test_every_schedule_takes_a_loss_of_all_rows(schedule: str) -> None:
     x, target = labelled()
     pm = partitioned(devices=2, mode="pipeline", n_microbatches=3, schedule=schedule)
@@ -386,6 +387,7 @@ def test_memory_over_the_limit_is_announced() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", ["pipeline", "data"])
 def test_processes_refuse_together(workers: Callable[[int], Workers], mode: str) -> None:

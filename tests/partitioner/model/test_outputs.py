@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import ConfigError, PartitionedModel, PartitionWarning, partition
+from tests.support.running.slow_values import slow
 
 
 class Everything(nn.Module):
@@ -137,6 +138,7 @@ class Scaled(nn.Module):
         return result if labels is None else nn.functional.cross_entropy(result, labels)
 
 
+@pytest.mark.slow
 def test_other_values_and_dtypes_are_traced_in_whatever_order_they_come() -> None:
     model, x, classes = Scaled().double(), torch.rand(6, 4, dtype=torch.float64), torch.randint(3, (6,))
     pm = partition(model, devices=2, mode="fsdp", example_inputs=(x,), progress=False)
@@ -173,7 +175,7 @@ def test_values_that_change_in_every_call_are_announced(monkeypatch: pytest.Monk
     assert [len(each) for each in pm._forms._forms.values()] == [4]
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "tensor", "fsdp"])
+@pytest.mark.parametrize("mode", ["pipeline", *slow("tensor", "fsdp")])
 def test_other_arguments_than_the_examples_are_traced_when_they_come(mode: str) -> None:
     """The same plan and the same tensors: both kinds of call train them."""
     model, x, scale, shift = Named(), torch.rand(6, 4), torch.rand(4), torch.rand(6, 4)

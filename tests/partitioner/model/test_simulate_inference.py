@@ -41,12 +41,14 @@ def test_a_token_takes_the_time_to_read_the_weights(alone: PartitionedModel) -> 
     assert one.peak_memory[0] > weights
 
 
+@pytest.mark.slow
 def test_larger_batches_share_the_weights(alone: PartitionedModel) -> None:
     one, sixteen = alone.simulate_inference((1, 16), prompt=8, new_tokens=4).batches
     assert one.latency < sixteen.latency < 16 * one.latency
     assert sixteen.throughput > one.throughput
 
 
+@pytest.mark.slow
 def test_layers_cut_over_devices_answer_sooner(alone: PartitionedModel) -> None:
     pm = partition(causal_model("gpt2"), 2, "tensor", example_inputs=PROMPT, cluster=cluster(2), progress=False)
     (one,), (two,) = (each.simulate_inference((4,), prompt=8, new_tokens=4).batches for each in (alone, pm))

@@ -134,7 +134,7 @@ def differences(name: str, mode: Mode, precision: str) -> list[str]:
         pytest.param("gpt", "tensor", "bf16-mixed", marks=pytest.mark.slow),
         ("batch_norm_convolution", "data", "bf16-mixed"),
         pytest.param("group_norm_convolution", "tensor", "16-mixed", marks=pytest.mark.slow),
-        ("shared_layer", {"fsdp": 2, "pipeline": 2}, "bf16-mixed"),
+        pytest.param("shared_layer", {"fsdp": 2, "pipeline": 2}, "bf16-mixed", marks=pytest.mark.slow),
     ],
     ids=str,
 )

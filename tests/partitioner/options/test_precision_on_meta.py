@@ -23,6 +23,7 @@ from passes.ir.graph import Autocast, ModelGraph
 from passes.normalize.autocast.operation_lists import CUDA_OPERATIONS, operations_of, overload
 from tests.partitioner.options.test_precision import many_operations
 from tests.support.models.zoo import case_named
+from tests.support.running.slow_values import slow
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -37,6 +38,7 @@ def described(graph: ModelGraph) -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_casts_are_those_of_the_model_on_the_cpu(dtype: torch.dtype) -> None:
     model, inputs = many_operations()
@@ -174,8 +176,8 @@ def dtype_of_norm(pm: PartitionedModel) -> torch.dtype:
     return found
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "data", {"data": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("mode", ["pipeline", *slow("data", {"data": 2, "tensor": 2})], ids=str)
+@pytest.mark.parametrize("precision", ["bf16-mixed", *slow("16-mixed")])
 def test_plans_graphs_and_simulation(precision: str, mode: str | Mapping[str, int]) -> None:
     pm = planned(precision, mode)
     pm.verify()
@@ -211,6 +213,7 @@ def test_it_runs_once_it_is_initialized() -> None:
         torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss), loss.detach(), rtol=1e-2, atol=0)
 
 
+@pytest.mark.slow
 def test_memory_counts_the_bytes_of_the_precision() -> None:
     whole, mixed = (planned(precision).simulate().memory[0] for precision in (None, "bf16-mixed"))
     assert mixed.parameters == whole.parameters
@@ -220,6 +223,7 @@ def test_memory_counts_the_bytes_of_the_precision() -> None:
 # -- a model of transformers, as it comes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_blocks_of_llama_405b_with_the_default_cache() -> None:
     """Two of its 126 blocks, with its vocabulary: 10 billion parameters."""
     sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 8}

@@ -22,6 +22,7 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 from tests.support.models.attention.gpt import Gpt
 from tests.support.models.zoo import case_named
+from tests.support.running.slow_values import all_but, slow
 
 WIDTH, LENGTH = 8, 5
 
@@ -275,7 +276,7 @@ def traced_in_full(monkeypatch: pytest.MonkeyPatch, model: nn.Module, args: tupl
         return trace(model, args, kwargs)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name == "encoder" else name for name in MODELS])
+@pytest.mark.parametrize("name", all_but(["alternating", "tied", "threshold"], MODELS))
 def test_the_graph_is_that_of_all_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, n_written = MODELS[name]
     model, args = make(), example_of(name)
@@ -283,13 +284,14 @@ def test_the_graph_is_that_of_all_blocks(name: str, monkeypatch: pytest.MonkeyPa
     assert_equal_graphs(trace(model, args, {}), traced_in_full(monkeypatch, model, args, {}))
 
 
-@pytest.mark.parametrize("block", [InPlace, Constant, Quiet])
+@pytest.mark.parametrize("block", [InPlace, *slow(Constant, Quiet)])
 def test_what_cannot_be_written_from_one_is_traced_as_it_is(block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     model, args = Stack(block), example_of("")
     assert_equal_graphs(trace(model, args, {}), traced_in_full(monkeypatch, model, args, {}))
 
 
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "gpt2", "vit", "swin"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "t5", "gpt2", "vit", "swin"])
 def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     instance = case_named(name).build()
     full = traced_in_full(monkeypatch, instance.model, instance.args, instance.kwargs)

@@ -420,7 +420,8 @@ def test_threads_may_trace_at_once() -> None:
     assert found == [expected] * 3
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_models_without_memory_are_traced(name: str) -> None:
     case = case_named(name)
     with torch.device("meta"):

@@ -20,6 +20,7 @@ from torch._higher_order_ops import scan
 
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError, TraceError
+from tests.support.running.slow_values import all_but
 
 
 class Rounded(torch.autograd.Function):
@@ -204,7 +205,9 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", all_but(CASES.keys() - {loops_with_dropout, conditional}, CASES), ids=lambda function: function.__name__
+)
 def test_refused_by_module_and_line(function: Callable[..., Any]) -> None:
     problem, remedy = CASES[function]
     model = Model(function)

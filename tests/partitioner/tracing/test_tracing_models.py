@@ -16,7 +16,7 @@ from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO, case_named
 from tests.support.running.traced import assert_equal_runs, run_model, run_traced
 
-QUICK = ("batch_norm_convolution", "in_place", "integers_and_flags", "nested_outputs", "gru", "gpt2_with_cache")
+QUICK = ("batch_norm_convolution", "in_place", "integers_and_flags", "nested_outputs")
 
 
 @pytest.mark.parametrize(

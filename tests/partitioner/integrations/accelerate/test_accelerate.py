@@ -16,14 +16,14 @@ from tests.support.processes.processes import Workers
 
 KINDS = ("gpt", "resnet")
 MODES = ("pipeline", "fsdp", "tensor")
-QUICK = (("gpt", "pipeline", 2), ("resnet", "fsdp", 1))
+QUICK = (("resnet", "fsdp", 1),)
 CASES = [
     pytest.param(kind, mode, count, marks=() if (kind, mode, count) in QUICK else pytest.mark.slow)
     for kind in KINDS
     for mode in MODES
     for count in (1, 2)
 ]
-IN_PROCESSES = [QUICK[0], *(pytest.param(kind, mode, 1, marks=pytest.mark.slow) for kind in KINDS for mode in MODES)]
+IN_PROCESSES = [("gpt", "pipeline", 2), *((kind, mode, 1) for kind in KINDS for mode in MODES)]
 
 _whole: dict[tuple[str, int], Trained] = {}
 
@@ -53,6 +53,7 @@ def test_in_one_process(kind: str, mode: str, accumulation: int, tmp_path: Path)
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "mode", "accumulation"), IN_PROCESSES)
 def test_in_processes(kind: str, mode: str, accumulation: int, tmp_path: Path, workers: Callable[[int], Workers]) -> None:
@@ -116,6 +117,7 @@ def test_values_of_one_process_reach_all(workers: Callable[[int], Workers]) -> N
     assert first["triggers"] == [True, False]
 
 
+@pytest.mark.slow
 def test_autocast_around_a_call_is_that_of_the_model() -> None:
     """As ``Accelerator(mixed_precision="bf16")`` and ``TrainingArguments(bf16=True)`` call a model."""
     model = model_of("gpt").float()

@@ -36,12 +36,10 @@ def test_by_name_in_one_process(expected: list[float], tmp_path: Path) -> None:
     torch.testing.assert_close(fabric_losses("partitioner", "fsdp", tmp_path / "state.ckpt"), expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("strategy", "mode"),
-    [("partitioner", "pipeline"), *(pytest.param(*each, marks=pytest.mark.slow) for each in [("partitioner", "tensor"), (None, "fsdp")])],
-)
+@pytest.mark.parametrize(("strategy", "mode"), [("partitioner", "pipeline"), ("partitioner", "tensor"), (None, "fsdp")])
 def test_processes_train_as_one_device(
     strategy: Any, mode: str, expected: list[float], workers: Callable[[int], Workers], tmp_path: Path
 ) -> None:

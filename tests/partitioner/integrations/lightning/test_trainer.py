@@ -71,16 +71,11 @@ def logged(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-SLOW = pytest.mark.slow
-QUICK = {("gpt", "pipeline"), ("gpt", "fsdp")}
-RUNS = [
-    pytest.param(name, mode, marks=[] if (name, mode) in QUICK else SLOW, id=f"{name}-{mode}")
-    for name in ("gpt", "resnet")
-    for mode in MODES
-]
+ALL = [(name, mode) for name in ("gpt", "resnet") for mode in MODES]
+RUNS = pytest.mark.parametrize(("name", "mode"), ALL)
 
 
-@pytest.mark.parametrize(("name", "mode"), RUNS)
+@pytest.mark.parametrize(("name", "mode"), [("gpt", "pipeline"), *(pytest.param(*run, marks=pytest.mark.slow) for run in ALL[1:])])
 def test_losses_and_resumption_are_those_of_one_device(name: str, mode: str, whole: Any, tmp_path: Path) -> None:
     expected, end = whole(name)
     first, trainer = fit(name, partitioned(mode), tmp_path / "first", epochs=1)
@@ -99,9 +94,10 @@ def test_losses_and_resumption_are_those_of_one_device(name: str, mode: str, who
     assert {type(module) for module in second.modules()} == {type(module) for module in expected.modules()}  # the user's own again
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "mode"), [*RUNS[:1], *(pytest.param(*run.values, marks=SLOW, id=run.id) for run in RUNS[1:])])
+@RUNS
 def test_processes_train_as_one_device(name: str, mode: str, whole: Any, workers: Callable[[int], Workers], tmp_path: Path) -> None:
     expected, _ = whole(name)
     for losses, validated in workers(2).values(trainer_losses, name, mode, tmp_path, timeout=280):
@@ -181,6 +177,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(runs[1]), torch.tensor(runs[0]), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_the_name_in_the_registry_takes_the_devices_of_the_trainer(whole: Any, tmp_path: Path) -> None:
     module, trainer = fit("two models", "partitioner", tmp_path, devices=2)
     assert {model.plan.n_ranks for model in trainer.strategy.partitioned_models} == {2}

@@ -28,7 +28,7 @@ MODES: dict[str, tuple[Any, int]] = {
     "pipelines": ({"data": 2, "pipeline": 2}, 4),
     "mesh": ({"fsdp": 2, "tensor": 2}, 4),
 }
-QUICK = {("lora", "pipeline"), ("dropout", "data"), ("dora", "tensor"), ("ia3", "fsdp")}
+QUICK = {("ia3", "fsdp")}
 ATOL = 1e-12
 
 
@@ -96,6 +96,7 @@ def test_the_state_of_adapters_alone() -> None:
         pm.set_adapter("other")
 
 
+@pytest.mark.slow
 def test_adapters_are_switched_on_the_model() -> None:
     """Each adapter has a partitioned model of its own, which keeps it."""
     model, (tokens, _) = adapted("dropout"), batch()
@@ -132,9 +133,10 @@ def test_adapters_of_a_partitioned_model(config: Any) -> None:
     torch.testing.assert_close(pm(tokens), model(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("modes", [("pipeline", "fsdp"), pytest.param(("data", "tensor"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("modes", [("pipeline", "fsdp"), ("data", "tensor")])
 def test_processes(workers: Callable[[int], Workers], modes: tuple[str, ...]) -> None:
     assert workers(2).values(process_differences, "lora", modes, timeout=170) == [""] * 2
 

@@ -29,6 +29,7 @@ from tests.partitioner.integrations.torch_compile.networks import (
     twins,
 )
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import slow
 
 BATCHES = [(4, WIDTH), (4, WIDTH), (6, WIDTH)]
 TENSOR: dict[str, Any] = {"devices": 2, "mode": "tensor"}
@@ -72,7 +73,7 @@ def test_weights_gradients_and_buffers_are_the_models_own(partitioned: list[Part
         torch.testing.assert_close(compiled(model)(x), expected(x))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(Plain, marks=pytest.mark.slow), Checkpointed, Custom])
+@pytest.mark.parametrize("kind", [Checkpointed, *slow(Plain, Custom)])
 def test_what_dynamo_writes_as_graphs_of_their_own(kind: type[nn.Module]) -> None:
     model, expected = twins(kind)
     compare_training(compiled(model, {"devices": 2, "mode": "data"}, fullgraph=True), expected, model, [(4, WIDTH)])

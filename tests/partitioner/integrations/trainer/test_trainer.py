@@ -79,7 +79,7 @@ def test_local_rows_in_processes(kind: str, mode: str, options: dict[str, Any], 
 
 
 FEW_STEPS = [
-    ("counted", "data", "local"),
+    pytest.param("counted", "data", "local", marks=pytest.mark.slow),
     ("net inside", "tensor", "global"),
     pytest.param("net inside", "fsdp", "local", marks=pytest.mark.slow),
     pytest.param("model inside", "tensor", "global", marks=pytest.mark.slow),

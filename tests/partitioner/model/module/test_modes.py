@@ -20,8 +20,7 @@ from passes.ir.errors import PartitionWarning
 from tests.support.models.switched import switched
 from tests.support.processes import module_cases as cases
 from tests.support.processes.processes import Workers
-
-MODES = ["pipeline", "data", "fsdp", "tensor"]
+from tests.support.running.slow_values import slow
 
 
 def train_and_validate(module: nn.Module, x: Tensor, n_epochs: int = 2) -> list[Tensor]:
@@ -38,7 +37,7 @@ def train_and_validate(module: nn.Module, x: Tensor, n_epochs: int = 2) -> list[
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["pipeline", *slow("data", "fsdp", "tensor")])
 def test_training_and_validation_with_one_model(mode: str, training: bool) -> None:
     model, x = switched()
     pm = partition(copy.deepcopy(model), 2, mode, example_inputs=(x,), training=training, progress=False)
@@ -50,6 +49,7 @@ def test_training_and_validation_with_one_model(mode: str, training: bool) -> No
     assert model.training is False
 
 
+@pytest.mark.slow
 def test_programs_and_plans_are_of_the_mode() -> None:
     model, x = switched()
     pm = partition(model, 2, "data", example_inputs=(x,), progress=False)
@@ -125,6 +125,7 @@ def test_a_first_call_in_inference_mode() -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_processes(workers: Callable[[int], Workers]) -> None:

@@ -128,6 +128,7 @@ def test_inside_of_another_module(*, fullgraph: bool) -> None:
         expected.zero_grad()
 
 
+@pytest.mark.slow
 def test_calls_before_their_backwards_and_dropped_results() -> None:
     model = nn.Linear(WIDTH, WIDTH).double()
     pm = partitioned(model)

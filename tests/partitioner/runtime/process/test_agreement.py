@@ -96,6 +96,7 @@ def ask(
 questions = st.lists(st.tuples(st.sampled_from(["batch size", "program"]), st.integers(1, 2)), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @given(questions, st.integers(1, 4), st.integers(0, 100))
 def test_equal_values_pass(asked: list[Question], size: int, seed: int) -> None:
     assert ask([asked] * size, seed) == [""] * size

@@ -72,6 +72,7 @@ def test_equal_programs_have_equal_names_and_others_do_not() -> None:
     assert len(set(names)) == 3
 
 
+@pytest.mark.slow
 def test_channels_and_groups() -> None:
     traffic = traffic_of(step_programs("gpt", "1F1B", 3))
     assert {(0, 1), (1, 0), (1, 2), (2, 1)} <= set(traffic.channels)

@@ -44,7 +44,8 @@ def test_the_table_has_every_scheduler() -> None:
     assert cases.SCHEDULERS.keys() - {"SWALR"} == set(lr_scheduler.__all__) - {"LRScheduler"}
 
 
-@pytest.mark.parametrize("mode", ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "data", "pipeline"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "tensor", "data", "pipeline"])
 def test_all_ranks_in_one_process(mode: Mode) -> None:
     """Nothing is refused: parameters are those of the model."""
     found = cases.outcomes(made(mode, 2))
@@ -53,11 +54,9 @@ def test_all_ranks_in_one_process(mode: Mode) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    ("mode", "names"),
-    [("fsdp", SOME), *(pytest.param(mode, None, marks=pytest.mark.slow) for mode in ("fsdp", "tensor", "data", "pipeline"))],
-)
+@pytest.mark.parametrize(("mode", "names"), [("fsdp", SOME), *((mode, None) for mode in ("fsdp", "tensor", "data", "pipeline"))])
 def test_in_processes(mode: Mode, names: list[str] | None, workers: Callable[[int], Workers]) -> None:
     for found in workers(2).values(cases.outcomes_in_processes, mode, names, timeout=170):
         check(found, {} if mode == "data" else IN_PARTS)

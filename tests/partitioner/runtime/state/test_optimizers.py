@@ -32,11 +32,11 @@ from tests.support.processes.optimizer_cases import (
     whole_replicas,
 )
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import slow
 
 EXACT = 1e-12
-QUICK: list[tuple[Mode, int]] = [("data", 2), ("fsdp", 2), ("tensor", 2), ("pipeline", 2)]
-SLOW: list[tuple[Mode, int]] = [("zero1", 2), ("zero2", 2), ({"data": 2, "pipeline": 2}, 4), ({"data": 2, "tensor": 2}, 4)]
-MODES = [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+OTHERS: list[tuple[Mode, int]] = [("zero1", 2), ("zero2", 2), ({"data": 2, "pipeline": 2}, 4), ({"data": 2, "tensor": 2}, 4)]
+EVERY: list[tuple[Mode, int]] = [("data", 2), ("fsdp", 2), ("tensor", 2), ("pipeline", 2), *OTHERS]
 
 _made: dict[tuple[str, int], PartitionedModel] = {}
 
@@ -52,7 +52,7 @@ def fresh(mode: Mode, devices: int) -> PartitionedModel:
     return pm
 
 
-@pytest.mark.parametrize(("mode", "devices"), MODES, ids=str)
+@pytest.mark.parametrize(("mode", "devices"), [EVERY[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY[1:])], ids=str)
 def test_groups_by_original_name_train_as_on_the_model(mode: Mode, devices: int) -> None:
     assert difference_after(fresh(mode, devices)) < EXACT
 
@@ -81,7 +81,7 @@ def test_all_ranks_in_one_process_have_the_parameters_of_the_model(mode: Mode) -
             assert bool((part == 0.5).all()), name
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "clip_grad_norm_"])
+@pytest.mark.parametrize("name", ["Adafactor", *slow("LBFGS"), "Muon", "clip_grad_norm_"])
 @pytest.mark.parametrize(("mode", "devices"), [("tensor", 2), pytest.param({"fsdp": 2, "tensor": 2}, 4, marks=pytest.mark.slow)], ids=str)
 def test_optimizers_of_whole_matrices(mode: Mode, devices: int, name: str) -> None:
     """Muon computes in bfloat16: what rounding leaves of a gradient becomes a rounding of that."""
@@ -138,7 +138,7 @@ def test_a_parameter_that_the_model_writes_to_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("devices_apart")
 @pytest.mark.parametrize(
     ("mode", "devices"),
-    [("data", 2), ("tensor", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("fsdp", 2), *SLOW))],
+    [("data", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("tensor", 2), ("fsdp", 2), *OTHERS))],
     ids=str,
 )
 def test_copies_on_several_devices_do_not_diverge(mode: Mode, devices: int) -> None:
@@ -189,19 +189,17 @@ def test_what_an_optimizer_reads_is_said_of_classes_of_optimizers() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    ("mode", "devices"),
-    [("fsdp", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (*QUICK, *SLOW) if each[0] != "fsdp")],
-    ids=str,
-)
+@pytest.mark.parametrize(("mode", "devices"), EVERY, ids=str)
 def test_groups_train_as_on_the_model_in_processes(mode: Mode, devices: int, workers: Callable[[int], Workers]) -> None:
     assert max(workers(devices).values(groups_train_as_on_the_model, mode, timeout=170)) < EXACT, STEPS
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", ["tensor", pytest.param("fsdp", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.parametrize("mode", ["tensor", "fsdp", "pipeline"])
 def test_optimizers_of_parts_in_processes(mode: Mode, workers: Callable[[int], Workers]) -> None:
     """A pipeline keeps parameters whole, and a process has some of them."""
     for found in workers(2).values(optimizers_of_parts, mode, timeout=170):
@@ -216,8 +214,9 @@ def test_optimizers_of_parts_in_processes(mode: Mode, workers: Callable[[int], W
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow), pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["fsdp", "tensor", "pipeline"])
 def test_torchs_clipping_in_processes(mode: Mode, workers: Callable[[int], Workers]) -> None:
     assert max(workers(2).values(clipped, mode, timeout=170)) < EXACT
 
@@ -248,6 +247,7 @@ def test_parts_of_sums_are_not_taken_for_sums(workers: Callable[[int], Workers])
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_hooks_of_parameters_in_processes(workers: Callable[[int], Workers]) -> None:
     for later, before in workers(2).values(hooks_of_parts, "fsdp", timeout=170):

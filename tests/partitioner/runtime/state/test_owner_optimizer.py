@@ -16,6 +16,7 @@ from passes.ir.errors import ConfigError
 from tests.support.optimizers import owner_cases as cases
 from tests.support.processes.optimizer_cases import Mode, Undeclared, batches, made, model, square
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import all_but
 
 CLOSE = 1e-9
 EVERY = list(cases.MAKES)
@@ -34,7 +35,7 @@ def fresh(mode: Mode, devices: int) -> PartitionedModel:
 # -- in one process ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", all_but(["exact Muon", "Shampoo"], EVERY))
 @pytest.mark.parametrize("mode", ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tensor", "data", "pipeline"))])
 def test_trains_as_on_the_model(mode: Mode, name: str) -> None:
     """Accumulated, clipped, with groups, weight decay, a schedule of the rate, and parameters that are frozen on the way."""
@@ -150,16 +151,14 @@ def test_shapes_and_arguments_are_checked_by_the_class_itself() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("mode", "devices", "names"),
     [
         ("fsdp", 2, ["exact Muon"]),
-        *(pytest.param(mode, 2, EVERY, marks=pytest.mark.slow) for mode in ("fsdp", "tensor", "pipeline", "data", "zero1", "zero2")),
-        *(
-            pytest.param(mode, 4, EVERY, marks=pytest.mark.slow)
-            for mode in ({"data": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, "fsdp")
-        ),
+        *((mode, 2, EVERY) for mode in ("fsdp", "tensor", "pipeline", "data", "zero1", "zero2")),
+        *((mode, 4, EVERY) for mode in ({"data": 2, "tensor": 2}, {"pipeline": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, "fsdp")),
     ],
     ids=str,
 )
@@ -190,6 +189,7 @@ def test_checkpoints_in_processes(
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_plans_and_refusals_in_processes(workers: Callable[[int], Workers]) -> None:
     (text, between, again), *others = workers(2).values(cases.planned_in_processes, "fsdp", timeout=170)

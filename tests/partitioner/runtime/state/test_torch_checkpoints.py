@@ -32,6 +32,7 @@ from partitioner import ConfigError, PartitionedModel, partition
 from partitioner.runtime.state.checkpoint.dtensor_regions import dtensor_region, find_placements, submesh_of
 from passes.ir.mesh import Mesh
 from passes.spmd.shards import Block
+from tests.support.running.slow_values import slow
 
 _generator = torch.Generator().manual_seed(0)
 X = torch.rand(4, 3, 6, 6, dtype=torch.float64, generator=_generator)
@@ -105,7 +106,7 @@ def trained() -> tuple[PartitionedModel, Optimizer, nn.Module, Optimizer]:
 @pytest.mark.parametrize(
     "options",
     [
-        StateDictOptions(),
+        *slow(StateDictOptions()),
         StateDictOptions(full_state_dict=True),
         StateDictOptions(full_state_dict=True, cpu_offload=True),
         StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True),
