@@ -16,7 +16,10 @@ HERE = Path(__file__).parent
 PAIRS = sorted(path.relative_to(HERE).with_suffix("").as_posix() for path in HERE.rglob("*.txt"))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+LONG = {"normalize/inline/steps_of_scan", "normalize/randomness/draw_order/recurrent"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in PAIRS])
 def test_golden_pair(name: str, golden: Golden) -> None:
     path = HERE / f"{name}.txt"
     pair = read_pair(path.read_text(encoding="utf-8"))

@@ -55,11 +55,11 @@ def beside_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
         sys.modules.pop(name, None)
 
 
-LONG = {"cost-models", "field-guide", "integrations", "look-at-it", "modes", "planner", "read-a-program", "sweeps", "training"}
-"""Pages that partition many models."""
+QUICK = {"extending"}
+"""Pages that always run; the others partition many models, or large ones."""
 
 RUN = [
-    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in LONG else [])
+    pytest.param(page, id=page.stem, marks=[] if page.stem in QUICK else [pytest.mark.slow])
     for page in PAGES
     if "```python" in page.read_text(encoding="utf-8")
 ]

@@ -60,7 +60,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], dict[str, 
 }
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_another_length_is_the_model_traced_at_it(name: str) -> None:
     """But for a thousandth of the bytes: labels shifted by one, masks made of positions."""
     model, inputs = MODELS[name]
@@ -83,6 +84,7 @@ def test_another_length_is_the_model_traced_at_it(name: str) -> None:
     assert astray < 1e-3 * wanted
 
 
+@pytest.mark.slow
 def test_it_is_told_beside_the_step() -> None:
     pm = partition(gpt(LAYERS, WIDTH).train(), 2, "pipeline", example_inputs=(tokens(16),), progress=False)
     text = str(pm.cost_formula())

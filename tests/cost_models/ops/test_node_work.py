@@ -43,7 +43,7 @@ def counted(instance: Instance) -> int:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == "bert" else ()) for case in ZOO if case.name in MODELS]
+    "case", [pytest.param(case, id=case.name, marks=() if case.name == "unet" else pytest.mark.slow) for case in ZOO if case.name in MODELS]
 )
 def test_flops_of_a_training_step(case: Case) -> None:
     instance = case.build()

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = {
     "mesh": (gpt, 4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
     "convolutions": (convolutions, 2, "pipeline", {"schedule": "1F1B", "n_microbatches": 4}),
 }
-FAST = ("1F1B", "convolutions")
+FAST = ("convolutions",)
 
 
 @pytest.mark.filterwarnings("ignore:BatchNorm under microbatches:partitioner.PartitionWarning")

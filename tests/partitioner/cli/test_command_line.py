@@ -18,6 +18,7 @@ from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.results.store import Store
 from passes.ir.plan import Plan
 from tests import ROOT
+from tests.support.running.slow_values import all_but, slow
 
 FACTORIES = """
 import random
@@ -156,7 +157,7 @@ def test_the_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None
         assert re.search(rf"^ +{command} +\w", ran.printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", all_but(("inspect", "sweep", "report"), COMMANDS))
 def test_the_example_in_the_help_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     example = example_of(command, capsys)
     assert example.startswith(f"{command} net.py:factory " if command in OF_MODELS else f"{command} ")
@@ -195,7 +196,10 @@ def test_the_documents_name_every_command() -> None:
     assert [line.split()[0] for line in documented()] == [*COMMANDS, *COMMANDS]
 
 
-@pytest.mark.parametrize("line", documented())
+OF_README, OF_MODULE = documented()[: len(COMMANDS)], documented()[len(COMMANDS) :]
+
+
+@pytest.mark.parametrize("line", [*slow(*OF_README), *OF_MODULE])
 def test_documented_command_lines_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     if line.startswith("report"):
         keep_rows(Path("runs.db"))
@@ -215,6 +219,7 @@ def test_plan_tells_the_plan_in_words(capsys: pytest.CaptureFixture[str]) -> Non
     assert "|0F0|0F1|0F2|0F3|" in ran.printed
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_written_is_lowered_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--mode pipeline --schedule ZBV --microbatches 2 --cluster h100:1x4 --memory-limit 1GiB"
     first = Ran(f"plan net.py:factory --devices 2 {options} --json plan.json", capsys)
@@ -252,6 +257,7 @@ def test_inspect_prints_every_ranks_program(capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"send\(.*destination=1", ran.printed)
 
 
+@pytest.mark.slow
 def test_inspect_prints_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     options = "net.py:factory --devices 2 --schedule 1F1B"
     everything = Ran(f"inspect {options}", capsys).printed

@@ -90,6 +90,7 @@ def test_golden_texts_of_commands(name: str, golden: Golden, capsys: pytest.Capt
 # -- simulate --------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_simulate_tells_what_the_model_tells(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "simulate net.py:factory --devices 2 --mode pipeline --microbatches 2 --cluster h100:1x2"
     found = json.loads(printed(f"{line} --json", capsys))

@@ -192,6 +192,7 @@ def test_rows_are_written_out(tmp_path: Path) -> None:
         results.to_csv(tmp_path / "nowhere" / "rows.csv")
 
 
+@pytest.mark.slow
 def test_rows_are_written_as_parquet(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     results = small_sweep()

@@ -27,14 +27,15 @@ def partitioned(case: Case, **arguments: Any) -> PartitionedModel:
     return make_partitioned(case.build(), devices=3, mode="pipeline", n_microbatches=4, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        pytest.param("residual", "ZB1P", marks=pytest.mark.slow),
-        pytest.param("gpt", "ZBV", marks=pytest.mark.slow),
+        ("residual", "ZB1P"),
+        ("gpt", "ZBV"),
         ("returns_loss", "1F1B"),
         ("nested_outputs", "Interleaved1F1B"),
-        pytest.param("unet", "GPipe", marks=pytest.mark.slow),
+        ("unet", "GPipe"),
     ],
 )
 def test_equal_models_are_equal(name: str, schedule: str) -> None:
@@ -98,6 +99,7 @@ def test_everything_is_left_as_it_was() -> None:
     assert [graph.code for graph in pm.graphs] == text
 
 
+@pytest.mark.slow
 def test_batch_norm_differs_by_definition() -> None:
     case = case_named("batch_norm_convolution")
     report = partitioned(case).check(*case.build().args)

@@ -179,6 +179,7 @@ def test_the_table_of_a_weight_is_what_ranks_hold(mode: str | Mapping[str, int],
         assert table.rows[-1][1] * n_columns == count.numel()
 
 
+@pytest.mark.slow
 def test_a_weight_is_drawn_as_runs_of_heads() -> None:
     pm = gpt("tensor", 2)
     drawing = draw_weight(pm, "blocks.0.query_key_value.weight")
@@ -204,6 +205,7 @@ def test_a_long_table_says_that_it_goes_on() -> None:
 # -- differences -----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_side_by_side() -> None:
     pm = gpt("tensor", 2)
     found = diff(pm.graph(0), pm.graph(1))

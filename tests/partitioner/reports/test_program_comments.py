@@ -147,6 +147,7 @@ def test_comments_are_saved_with_a_program() -> None:
     assert restored.print_readable(print_output=False) == graph.print_readable(print_output=False)
 
 
+@pytest.mark.slow
 def test_the_explanation_tells_how_activations_lie() -> None:
     section = cut("tensor", 2).explain().partition("\nACTIVATIONS\n")[2].partition("\n\n")[0].splitlines()
     assert section[0].split() == ["value", "layout", "becomes"]

@@ -88,6 +88,7 @@ def test_the_page_is_whole_and_alone(text: str) -> None:
     assert targets >= {"plan", "devices", "drawing", "weights", "timeline", "memory", "communication", "formulas", "programs"}
 
 
+@pytest.mark.slow
 def test_the_numbers_are_the_models(model: PartitionedModel, text: str) -> None:
     page, simulation, explained = Page(text), model.simulate(), model.explained()
     top = "".join(page.words[""])

@@ -75,13 +75,14 @@ def test_html_is_escaped() -> None:
     assert "<b>" not in table.html_table([("a",), ("<b>",)], "<")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_ranks", "depth", "schedule"),
     [
         (2, 3, None),
-        pytest.param(8, 12, None, marks=pytest.mark.slow),
-        pytest.param(4, 6, "ZBV", marks=pytest.mark.slow),
-        pytest.param(4, 12, "Interleaved1F1B", marks=pytest.mark.slow),
+        (8, 12, None),
+        (4, 6, "ZBV"),
+        (4, 12, "Interleaved1F1B"),
     ],
 )
 def test_what_is_printed_fits_a_terminal(n_ranks: int, depth: int, schedule: str | None) -> None:
@@ -126,7 +127,7 @@ class Counter:
     ("name", "schedule"),
     [
         pytest.param("gpt", "ZB1P", marks=pytest.mark.slow),
-        ("unet", "1F1B"),
+        pytest.param("unet", "1F1B", marks=pytest.mark.slow),
         pytest.param("encoder_decoder", "ZBV", marks=pytest.mark.slow),
         ("returns_loss", "GPipe"),
     ],
@@ -143,6 +144,7 @@ def test_communication_is_what_a_step_sends(name: str, schedule: str, monkeypatc
     assert format_bytes(counter.bytes) in total
 
 
+@pytest.mark.slow
 def test_kept_bytes_are_what_a_forward_keeps() -> None:
     _, instance, pm = partitioned("gpt", devices=2, schedule="1F1B")
     lowered = pm.inspected().stages
@@ -163,6 +165,7 @@ def _saved_bytes(pm: PartitionedModel, lowered: LoweredStages, tokens: Tensor, l
     return sum(value.nbytes for value in saved if isinstance(value, Tensor))
 
 
+@pytest.mark.slow
 def test_the_explanation_says_why() -> None:
     *_, pm = partitioned("gpt", devices=2, schedule="1F1B")
     text = pm.explain()

@@ -173,6 +173,7 @@ def test_interleaving_one_stage_a_rank_is_1f1b(n_ranks: int) -> None:
         assert (interleaved.actions, interleaved.stage_ranks) == (plain.actions, plain.stage_ranks)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(case=st.sampled_from(CASES), n_ranks=st.integers(1, 20), m=st.integers(1, 50), v=st.integers(1, 5))
 def test_larger_numbers_keep_the_same_properties(case: tuple[str, int], n_ranks: int, m: int, v: int) -> None:

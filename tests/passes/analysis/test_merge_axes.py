@@ -12,6 +12,7 @@ from partitioner import Constraints, partition
 from partitioner.tracing.trace import trace
 from passes.analysis.axes import find_axes
 from passes.analysis.merge_axes import merge_short_axes
+from tests.support.running.slow_values import slow
 
 HEADS, GROUP, HEAD = 2, 2, 5
 
@@ -58,7 +59,7 @@ def test_neighbours_become_one_axis_where_they_stand_side_by_side() -> None:
     assert merge_short_axes(graph, axes, 2) == axes
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("devices", [2, *slow(3, 4)])
 def test_queries_are_cut_over_more_ranks_than_there_are_heads_of_keys(devices: int) -> None:
     model, x = traced()
     pm = partition(model, devices=devices, mode="tensor", example_inputs=(x,), constraints=Constraints(axes={"heads": "tensor"}))

@@ -148,7 +148,7 @@ def each_pair(*slow: str) -> pytest.MarkDecorator:
 
 
 class TestAgainstAutograd:
-    @each_pair("attention-none", "attention-selective", "attention-full", "convolution-selective")
+    @each_pair("attention-none", "attention-selective", "attention-full", "convolution-selective", "slice_writes-full")
     def test_whole_backward(self, name: str, recompute: Recompute) -> None:
         built = build(name, recompute)
         output, saved = built.forward()

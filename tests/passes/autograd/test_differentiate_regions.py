@@ -137,7 +137,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     ),
 }
 
-FAST = (("returned", 1), ("batch_norm", 1), ("shared", 2))
+FAST = (("batch_norm", 1),)
 
 
 def stages_of(model: nn.Module, x: Tensor, n_stages: int = 1) -> tuple[list[StageGraph], frozenset[str], list[frozenset[str]]]:

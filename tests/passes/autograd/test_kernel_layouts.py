@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import partition
+from tests.support.running.slow_values import slow
 
 
 class AttendedImage(nn.Module):
@@ -29,7 +30,7 @@ class AttendedImage(nn.Module):
         return image
 
 
-@pytest.mark.parametrize("mode", ["data", "fsdp"])
+@pytest.mark.parametrize("mode", ["data", *slow("fsdp")])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_group_normalisation_of_one_row_a_rank(mode: str, memory_format: torch.memory_format) -> None:
     model = AttendedImage()

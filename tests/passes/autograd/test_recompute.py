@@ -19,6 +19,7 @@ from passes.ir.comm import primitives as communication
 from passes.normalize.randomness.functional_rng import dropout_mask_again
 from passes.pipeline import differentiate_stages
 from tests.support.models.zoo import case_named
+from tests.support.running.slow_values import slow
 
 CASE = case_named("gpt")
 ROWS = 8
@@ -164,7 +165,8 @@ def test_the_attention_core_is_made_again_and_no_more() -> None:
     assert blocks <= kept["selective"] - masks - statistics - states <= blocks + around + SMALL
 
 
-@pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), pytest.param("selective", 1, marks=pytest.mark.slow), ("full", 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("recompute", "drawn_again"), [("none", 0), ("selective", 1), ("full", 3)])
 def test_masks_are_drawn_again_with_what_they_are_laid_over(recompute: str, drawn_again: int) -> None:
     """Selective: that of attention alone, which is larger than queries and keys; all are larger than the generator's state."""
     x = torch.rand(4, LENGTH, 16)
@@ -194,8 +196,8 @@ class GatheredMeans(nn.Module):
         return torch.as_tensor(self.last(largest + means))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("mesh", [{"tile": 2}, {"zero2": 2, "tile": 2}], ids=str)
+@pytest.mark.parametrize("recompute", ["selective", *slow("full")])
+@pytest.mark.parametrize("mesh", [{"tile": 2}, *slow({"zero2": 2, "tile": 2})], ids=str)
 def test_ranks_with_parts_of_unlike_sizes_gather_alike(mesh: dict[str, int], recompute: str) -> None:
     """What a rank saves depends on its sizes; what it gathers again must not: the others would wait."""
     torch.manual_seed(0)

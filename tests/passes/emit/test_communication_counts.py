@@ -84,6 +84,7 @@ def test_a_megatron_block_reduces_twice_forward_and_twice_backward(depth: int) -
         assert {each.n_bytes for each in found} == {ROWS * LENGTH * WIDTH * ELEMENT}
 
 
+@pytest.mark.slow
 def test_each_rank_holds_its_half_of_a_block() -> None:
     """All but what is added or multiplied to the whole residual stream: two norms and the biases of the two row-cut layers."""
     model, x = blocks(1)
@@ -173,6 +174,7 @@ def test_zero_gathers_parameters_once_and_scatters_gradients_once(mode: str) -> 
         assert moved == {all_gather: n_parameter_bytes(model) // 2, reduce_scatter: n_parameter_bytes(model)}
 
 
+@pytest.mark.slow
 def test_nothing_moves_that_nobody_cuts() -> None:
     model, x = blocks(2)
     for found in step_of(model, x, "pipeline", 2, 4):

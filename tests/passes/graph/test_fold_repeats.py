@@ -15,6 +15,7 @@ from partitioner.planner.solvers.stage_problem import stages_of
 from partitioner.tracing.trace import trace
 from passes.graph.repeated_subgraphs import fold_repeats
 from passes.ir.graph import ModelGraph
+from tests.support.running.slow_values import slow
 
 BLOCKS = 7
 
@@ -103,7 +104,7 @@ def test_folded_prices_are_those_of_the_whole_model() -> None:
     np.testing.assert_allclose(prices[0].limits(2), prices[1].limits(2))
 
 
-@pytest.mark.parametrize("constraints", [None, Constraints(axes={"ffn": "tensor"})])
+@pytest.mark.parametrize("constraints", [None, *slow(Constraints(axes={"ffn": "tensor"}))])
 def test_a_plan_of_a_folded_model_runs_as_the_model_does(constraints: Constraints | None) -> None:
     """Stages, by the names of all nodes; and axes, by the names that they have in the whole model."""
     model, x = Stack(), torch.rand(4, 6)

@@ -61,8 +61,11 @@ def placeholders(graph: ModelGraph, instance: Instance) -> list[Any]:
     return [values[node.name] for node in graph.graph.nodes if node.op == "placeholder"]
 
 
+LONG = {"clip", "encoder_decoder", "gpt", "group_norm_convolution", "gru", "lstm", "padded_attention", "unet"}
+
+
 def is_slow(case: Case) -> bool:
-    return case in pretrained.CASES or case.name in ("encoder_decoder", "gru")
+    return case in pretrained.CASES or case.name in LONG
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if is_slow(case) else ()) for case in ZOO])

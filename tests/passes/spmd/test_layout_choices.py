@@ -17,9 +17,13 @@ from passes.spmd.propagate import Layouts, assign_layouts
 from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO
 
-ALWAYS = ("perceptron", "convolution", "gpt", "lstm", "unet")
+QUICK = {(name, rows) for name in ("perceptron", "convolution", "gpt", "lstm", "unet") for rows in (False, True)} - {("lstm", True)}
 
-CASES = [pytest.param(case, id=case.name, marks=() if case.name in ALWAYS else pytest.mark.slow) for case in ZOO]
+CASES = [
+    pytest.param(case, rows, id=f"{case.name}-{rows}", marks=() if (case.name, rows) in QUICK else pytest.mark.slow)
+    for case in ZOO
+    for rows in (False, True)
+]
 
 
 def expect_equal(choices: LayoutChoices, choice: tuple[int, ...], plain: Layouts) -> None:
@@ -34,8 +38,7 @@ def expect_equal(choices: LayoutChoices, choice: tuple[int, ...], plain: Layouts
         assert held.at(every, choice).stored == plain.stored[name][0], name
 
 
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "rows"), CASES)
 def test_every_choice_is_that_of_the_plain_walk(case: Case, rows: bool) -> None:
     instance = case.build()
     graph = split_randomness(trace(instance.model, instance.args, dict(instance.kwargs), training=True))

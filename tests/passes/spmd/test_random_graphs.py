@@ -197,6 +197,7 @@ def check_one(data: st.DataObject) -> int:
     return sum(node.target in COLLECTIVES for node in made.parts[0].graph.nodes)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25, suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(st.data())
 def test_any_cut_of_any_graph(data: st.DataObject) -> None:

@@ -22,6 +22,7 @@ from passes.ir.graph import ModelGraph
 from passes.tiling.peak_memory import stream_size
 from passes.tiling.rewrite import grid_over, tiled_graph
 from tests.cost_models.simulator.test_simulated_memory import measured
+from tests.support.running.slow_values import slow
 from tests.support.samples.turned_space import Gram, Lines, Turned
 
 IMAGE = torch.randn(2, 3, 24, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -261,13 +262,13 @@ def test_a_model_without_parameters(has_buffers: bool, training: bool) -> None:
 @pytest.mark.parametrize(
     ("build", "dims"),
     [
-        pytest.param(lambda: nn.BatchNorm2d(9), (0, 2, 3, 1), id="batch_norm"),
+        pytest.param(lambda: nn.BatchNorm2d(9), (0, 2, 3, 1), id="batch_norm", marks=pytest.mark.slow),
         pytest.param(lambda: nn.BatchNorm2d(9, track_running_stats=False), (0, 2, 1, 3), id="batch_norm_without_buffers"),
-        pytest.param(lambda: nn.BatchNorm2d(3), (2, 1, 0, 3), id="batch_norm_of_rows"),
-        pytest.param(lambda: nn.GroupNorm(1, 9), (0, 2, 1, 3), id="one_group"),
-        pytest.param(lambda: nn.GroupNorm(9, 9), (0, 2, 3, 1), id="groups_of_one_channel"),
-        pytest.param(lambda: nn.GroupNorm(3, 3), (2, 1, 0, 3), id="groups_of_rows"),
-        pytest.param(lambda: nn.InstanceNorm2d(9, affine=True), (0, 2, 1, 3), id="instance_norm"),
+        pytest.param(lambda: nn.BatchNorm2d(3), (2, 1, 0, 3), id="batch_norm_of_rows", marks=pytest.mark.slow),
+        pytest.param(lambda: nn.GroupNorm(1, 9), (0, 2, 1, 3), id="one_group", marks=pytest.mark.slow),
+        pytest.param(lambda: nn.GroupNorm(9, 9), (0, 2, 3, 1), id="groups_of_one_channel", marks=pytest.mark.slow),
+        pytest.param(lambda: nn.GroupNorm(3, 3), (2, 1, 0, 3), id="groups_of_rows", marks=pytest.mark.slow),
+        pytest.param(lambda: nn.InstanceNorm2d(9, affine=True), (0, 2, 1, 3), id="instance_norm", marks=pytest.mark.slow),
     ],
 )
 def test_normalisations_of_which_space_is_the_channels_or_the_rows(build: Callable[[], nn.Module], dims: tuple[int, ...]) -> None:
@@ -285,6 +286,7 @@ def test_one_axis_that_is_height_and_width() -> None:
     trained_alike(model, partition(model, devices=1, plan=plan, example_inputs=(x,), progress=False), x)
 
 
+@pytest.mark.slow
 def test_slices_of_the_model_that_have_steps() -> None:
     """A slice of the model is computed in its tile; only slices that tiles are cut by are pieces of a whole value."""
     model = made(StridedAttention).train()
@@ -294,7 +296,7 @@ def test_slices_of_the_model_that_have_steps() -> None:
     trained_alike(model, pm, x)
 
 
-@pytest.mark.parametrize("budget", [0, 1000, 1536, 1920, 4000])
+@pytest.mark.parametrize("budget", [*slow(0), 1000, *slow(1536, 1920, 4000)])
 def test_a_value_that_is_returned_and_reduced(budget: int) -> None:
     model, x = made(ReducedAndReturned).train(), torch.randn(6, 11, 12, dtype=torch.float64)
     plan = partition(model, devices=1, mode={"tile": 2}, example_inputs=(x,), progress=False).plan
@@ -334,6 +336,7 @@ def test_a_forward_holds_no_more_than_was_predicted(build: Callable[[], nn.Modul
     assert peak < (forward_peak(graph) - given) * 2 / 3
 
 
+@pytest.mark.slow
 def test_a_step_holds_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every storage that a run makes, for as long as it is there."""
     model = made(Block).train()

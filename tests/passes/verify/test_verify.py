@@ -27,7 +27,10 @@ from tests.support.running.programs import programs
 
 N_RANKS = (2, 3, 4)
 
-LONG = {("residual", 2, "ZBV"), ("residual", 3, "ZB1P"), ("unet", 3, "Interleaved1F1B")}
+LONG = {
+    *(("residual", 2, "ZBV"), ("residual", 3, "1F1B"), ("residual", 3, "ZB1P"), ("residual", 4, "Interleaved1F1B")),
+    ("unet", 3, "Interleaved1F1B"),
+}
 """What takes seconds, and is slow for that."""
 
 
@@ -165,6 +168,7 @@ def _other_peer(node: fx.Node) -> None:
     node.kwargs = {**node.kwargs, key: 7}
 
 
+@pytest.mark.slow
 def test_a_receive_of_another_microbatch_size() -> None:
     """Equal for even batches, wrong for a batch of 9: only symbols tell."""
     found = tied()
@@ -182,6 +186,7 @@ def test_receives_posted_in_another_order() -> None:
     refused(found, f"{second.name} of rank 1 expects message 1", "from rank 0 to rank 1")
 
 
+@pytest.mark.slow
 def test_swapped_tags() -> None:
     found = fresh(programs(case_named("unet"), "1F1B", 2, 2)["train_step"])
     first, second = nodes(found[0], send)[:2]
@@ -227,6 +232,7 @@ def test_reading_what_is_still_pending() -> None:
     refused(found, user.name)
 
 
+@pytest.mark.slow
 def test_waiting_for_a_value() -> None:
     found = tied()
     waited = nodes(found[1], wait)[1]
@@ -260,6 +266,7 @@ def test_another_group() -> None:
     refused(found, f"rank 0, {node.name}: the group (0, 7) has ranks that are not there")
 
 
+@pytest.mark.slow
 def test_other_tensors_in_a_group() -> None:
     found = tied()
     node = nodes(found[0], all_reduce)[0]
@@ -280,6 +287,7 @@ def test_a_stage_called_with_values_of_other_shapes() -> None:
     refused(found, f"rank 1, {call.name}: gives ", "where the stage's")
 
 
+@pytest.mark.slow
 def test_a_stage_called_with_too_few_values() -> None:
     found = tied()
     call = next(node for node in nodes(found[1]) if node.op == "call_module" and "forward" in node.name)

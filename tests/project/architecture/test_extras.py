@@ -62,6 +62,7 @@ def test_every_module_is_imported_without_the_extras() -> None:
     assert run(EVERY_MODULE) == "all imported"
 
 
+@pytest.mark.slow
 def test_an_integration_names_its_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     integrations = sorted({path.stem for path in (ROOT / "partitioner/integrations").iterdir()} & set(extras))

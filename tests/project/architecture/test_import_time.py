@@ -29,6 +29,7 @@ def test_help_needs_no_torch() -> None:
     assert not set(HEAVY).intersection(loaded_by(code))
 
 
+@pytest.mark.slow
 def test_partition_imports_nothing_of_checkpoints() -> None:
     code = "import torch\nbefore = set(sys.modules)\nfrom partitioner import partition"
     assert not [name for name in loaded_by(code) if name.startswith("torch.distributed.checkpoint")]

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import pipe_split
 
 from partitioner import ConfigError, Constraints, partition
 from tests.support.models.attention.gpt import Block
+from tests.support.running.slow_values import slow
 
 
 class Layers(nn.Module):
@@ -82,7 +83,7 @@ def test_more_marks_than_stages_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a batch of 6 rows does not divide")
-@pytest.mark.parametrize("mode", ["data", "tensor", "auto", {"pipeline": 2, "data": 2}])
+@pytest.mark.parametrize("mode", ["data", "tensor", *slow("auto"), {"pipeline": 2, "data": 2}])
 def test_other_modes(mode: Any) -> None:
     """Without stages it says nothing; beside other dimensions it does."""
     torch.manual_seed(0)

@@ -21,20 +21,21 @@ from passes.analysis.replicable import replicable_nodes
 from passes.graph.schemas import bound_arguments
 from passes.ir.graph import ModelGraph
 from tests.support.models.zoo import case_named
+from tests.support.running.slow_values import slow
 
 MOST_CUTS = 12
 """Cuts tried on one model, evenly spread."""
 
 MODELS = (
     "batch_norm_convolution",
-    "gpt",
+    *slow("gpt"),
     "unet",
-    "padded_attention",
+    *slow("padded_attention"),
     "branches",
     "in_place",
     "integers_and_flags",
     "nested_outputs",
-    pytest.param("bert", marks=pytest.mark.slow),
+    *slow("bert"),
 )
 
 

@@ -51,7 +51,7 @@ CASES: Mapping[str, tuple[int, Any, dict[str, Any]]] = {
     "pipeline and tensor": (4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
     "pipeline and gathered parameters": (4, {"pipeline": 2, "fsdp": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
 }
-FAST = ("one device", "data", "1F1B")
+FAST = ("one device",)
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
@@ -142,16 +142,7 @@ TILES: Mapping[str, tuple[str, Any, dict[str, Any]]] = {
     "ResNet, interiors apart": ("ResNet", "tile", {"constraints": Constraints(halo="overlap")}),
     "ResNet, pipeline": ("ResNet", {"pipeline": 2, "tile": 2}, IN_A_PIPELINE),
 }
-FAST_TILES = (
-    "tiles",
-    "layer by layer",
-    "fetched once",
-    "interiors apart",
-    "microbatches",
-    "pipeline",
-    "normalised",
-    "normalised, replicas",
-)
+FAST_TILES = ("pipeline",)
 MEASURED_TILES = ("layer by layer", "fetched once", "interiors apart", "pipeline", "normalised", "U-Net", "ResNet")
 
 
@@ -207,7 +198,8 @@ INPUTS = {"convolutions": "input_1", "normalised": "input_1", "U-Net": "x", "Res
 """What programs call their images."""
 
 
-@pytest.mark.parametrize("mode", [pytest.param("fsdp", marks=pytest.mark.slow), "auto"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fsdp", "auto"])
 def test_a_limit_is_of_all_that_is_held(mode: str) -> None:
     """A plan at its own limit is found again; a byte less, and there is another one, or none."""
     x = torch.randint(VOCABULARY, (ROWS, LENGTH))

@@ -26,6 +26,7 @@ from passes.ir.mesh import STAGES, Mesh
 from tests import ROOT
 from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO, case_named
+from tests.support.running.slow_values import slow
 from tests.support.running.transparency import compare, partitioned_steps, reference_steps
 
 CASES = [pytest.param(case, id=case.name, marks=() if case.name == "perceptron" else pytest.mark.slow) for case in ZOO]
@@ -66,6 +67,7 @@ def test_no_mesh_is_faster(name: str, preset: str) -> None:
             assert best.step_time <= plan_mesh(graph, cluster, request(4, mode), None, mesh).step_time * (1 + 1e-9), dimensions
 
 
+@pytest.mark.slow
 def test_equal_inputs_give_equal_plans_that_survive_json() -> None:
     cluster = Cluster.preset("v100", 1, 4)
     first, second = (plan_auto(traced("perceptron"), cluster, request(4)) for _ in range(2))
@@ -107,7 +109,7 @@ def test_plans_and_programs_are_the_same_in_every_process() -> None:
     assert len(printed.pop().split()) == 2
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 2, *slow(3)])
 @pytest.mark.parametrize("training", [True, False])
 def test_any_number_of_devices_in_training_and_evaluation(devices: int, training: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).train(training)
@@ -157,7 +159,7 @@ def test_what_does_not_fit_is_refused_with_what_is_missing_and_what_would_do() -
 @pytest.mark.parametrize(
     ("constraints", "names"),
     [
-        ({"axes": {"heads": "tensor"}}, {"tensor"}),
+        pytest.param({"axes": {"heads": "tensor"}}, {"tensor"}, marks=pytest.mark.slow),
         ({"axes": {"batch": "fsdp"}}, {"fsdp"}),
     ],
 )

@@ -16,7 +16,12 @@ TOLERANCE = 0.15
 
 
 @pytest.mark.parametrize(
-    ("mode", "fixed"), [("tensor", {}), ("pipeline", {}), ("data", {"recompute": "full"})], ids=["tensor", "pipeline", "data"]
+    ("mode", "fixed"),
+    [
+        pytest.param("tensor", {}, marks=pytest.mark.slow, id="tensor"),
+        pytest.param("pipeline", {}, marks=pytest.mark.slow, id="pipeline"),
+        pytest.param("data", {"recompute": "full"}, id="data"),
+    ],
 )
 def test_a_plan_in_evaluation_is_of_the_forward(mode: str, fixed: dict[str, Any]) -> None:
     """The same seconds and bytes as the simulation of its programs, which have no backward, no gradients and no optimizer."""

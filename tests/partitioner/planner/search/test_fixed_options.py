@@ -19,8 +19,11 @@ QUICK = {
 }
 """A few of all: of each, some option was once better than the default by more than it stated."""
 
+LONG = {("narrowing perceptron", "pipeline x tensor", "h100:1x4")}
+"""Of those the ones that run with the full matrices alone."""
+
 EVERY = [
-    pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow, id=" - ".join(each))
+    pytest.param(*each, marks=() if each in QUICK - LONG else pytest.mark.slow, id=" - ".join(each))
     for (row, name), (column, mode), (place, cluster) in itertools.product(*map(enumerate, (REALISTIC, MODES, CLUSTERS)))
     if (each := (name, mode, cluster)) in QUICK or (row + column + place) % 2 == 0
 ]
@@ -57,6 +60,7 @@ def test_a_mode_that_is_kept_states_what_other_axes_would_take() -> None:
     assert "other axes than the mode means take less time" in kept.prediction.searched
 
 
+@pytest.mark.slow
 def test_tiles_state_what_other_axes_would_take() -> None:
     """``"tile"`` cuts space; with channels over the same ranks a step of this model takes less, which is said; or rows of space alone."""
     kept = plan_of("U-Net", "tile", "cpu:1x4")

@@ -24,6 +24,7 @@ from passes.ir.mesh import Mesh
 from tests.partitioner.planner.search.test_auto_space import best_by_brute_force
 from tests.support.models.zoo import case_named
 from tests.support.planning.all_plans import instance
+from tests.support.running.slow_values import slow
 
 CLUSTER = Cluster.preset("l4", nodes=2, devices_per_node=2)
 
@@ -59,7 +60,7 @@ def finished() -> tuple[Plan, int]:
     return planned(prices, None), -prices.left
 
 
-@pytest.mark.parametrize("seed", [5, 18, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [5, *slow(18, 13)])
 def test_whenever_it_is_interrupted_what_is_proved_is_true(seed: int) -> None:
     """The best of all plans, by brute force, is never below the bound; before there is a plan nothing can be taken."""
     given, every = instance(seed), Interrupts(0)
@@ -97,6 +98,7 @@ def test_what_was_under_way_may_be_as_fast_as_its_bound(proving: bool) -> None:
     assert (search.bound, search.gap) == (3.0, 0.7)
 
 
+@pytest.mark.slow
 def test_who_is_told_of_the_first_plan_may_take_it() -> None:
     def enough(_: str) -> None:
         raise KeyboardInterrupt
@@ -108,6 +110,7 @@ def test_who_is_told_of_the_first_plan_may_take_it() -> None:
     assert first.step_time * (1 - first.gap) <= whole.step_time
 
 
+@pytest.mark.slow
 def test_it_ends_everything_where_nobody_looks_on() -> None:
     _, count = finished()
     with pytest.raises(KeyboardInterrupt):

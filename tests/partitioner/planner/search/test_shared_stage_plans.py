@@ -34,6 +34,7 @@ class HeavyFront(nn.Module):
         return scores
 
 
+@pytest.mark.slow
 def test_a_heavy_front_gets_two_of_three_devices() -> None:
     """Replicas would sum the gradients of all weights over slow links, and of three stages one would have all the convolution's work."""
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ from passes.ir.mesh import Mesh
 from tests.support.models.zoo import case_named
 from tests.support.planning.small_pipelines import ALIKE, inputs, perceptron, planned_and_simulated
 from tests.support.planning.unlike_widths import Widths, mode, on
+from tests.support.running.slow_values import slow
 
 # -- plans -------------------------------------------------------------------------------------------------------------------------
 
@@ -43,9 +44,11 @@ def test_a_stage_of_twice_the_work_is_as_fast_on_twice_the_ranks() -> None:
     assert (planned, simulated) == pytest.approx((expected, expected), rel=0.02)
 
 
-@pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(("cut", "within"), [("6", 0.08), ("5", 0.12)], ids=["whole", "in_parts"])
+@pytest.mark.parametrize("widths", [*slow((2, 1)), (1, 2)])
+@pytest.mark.parametrize("recompute", ["none", *slow("full")])
+@pytest.mark.parametrize(
+    ("cut", "within"), [pytest.param("6", 0.08, id="whole"), pytest.param("5", 0.12, id="in_parts", marks=pytest.mark.slow)]
+)
 def test_planned_memory_and_time_are_those_of_the_simulation(cut: str, within: float, widths: Widths, recompute: str) -> None:
     """Layers of 64 -> 256 -> 64: behind a pair of them a value lies whole, inside of one in parts."""
     torch.manual_seed(0)
@@ -123,6 +126,7 @@ def test_meshes_that_cannot_be(given: dict[str, Any], devices: int, message: str
         partition(perceptron(), devices, given, example_inputs=inputs(12)[:1], progress=False)
 
 
+@pytest.mark.slow
 def test_a_parameter_of_stages_of_unlike_width_is_refused_by_name() -> None:
     instance = case_named("gpt").build()
     with pytest.raises(ConfigError, match=r"is shared by stages with tensor-parallel degree (1 and 2|2 and 1)") as refusal:

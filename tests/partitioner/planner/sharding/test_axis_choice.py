@@ -28,6 +28,7 @@ from passes.spmd.enumerate_layouts import layout_choices
 from tests.support.models.attention.gpt import Gpt
 from tests.support.models.zoo import case_named
 from tests.support.planning.fixed_options import graph_of, plan_of
+from tests.support.running.slow_values import slow
 
 
 def problem_of(graph: ModelGraph, pace: ClockRate | None, count: int) -> tuple[ChoiceProblem, list[tuple[int, ...]]]:
@@ -40,7 +41,7 @@ def problem_of(graph: ModelGraph, pace: ClockRate | None, count: int) -> tuple[C
 @pytest.mark.parametrize(
     "pace", [None, ClockRate(1e9, 1e9, 1e-9), ClockRate(1e12, 1e9, 1e-6)], ids=["asked for", "slow ranks", "fast ranks"]
 )
-@pytest.mark.parametrize("name", ["perceptron", "gpt"])
+@pytest.mark.parametrize("name", ["perceptron", *slow("gpt")])
 def test_no_choice_costs_less(name: str, pace: ClockRate | None) -> None:
     instance = case_named(name).build()
     graph = trace(instance.model, instance.args, dict(instance.kwargs), training=True)
@@ -95,6 +96,7 @@ def test_more_ranks_of_a_tensor_dimension_take_less_time(rows: int) -> None:
     assert all(later < 0.85 * earlier for earlier, later in itertools.pairwise(times)), times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT-2", "OPT"])
 def test_flattened_rows_count_as_rows(name: str) -> None:
     """What is multiplied with (batch * sequence, hidden) has the multiply-adds of (batch, sequence, hidden): 8 x 128 rows, not 8."""
@@ -109,8 +111,8 @@ def test_flattened_rows_count_as_rows(name: str) -> None:
     assert counted <= {8.0 * 128 * math.prod(shape) for shape in shapes if len(shape) == 2}
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
-@pytest.mark.parametrize("cluster", ["cpu:1x2", "h100:1x2"])
+@pytest.mark.parametrize("name", [*slow("GPT-2"), "OPT"])
+@pytest.mark.parametrize("cluster", [*slow("cpu:1x2"), "h100:1x2"])
 def test_no_axis_named_by_hand_beats_the_chosen_ones(name: str, cluster: str) -> None:
     """Rows that are flattened in front of a product are work, too: heads and feed-forward layers are cut, not the vocabulary alone."""
     default = plan_of(name, "tensor", cluster)

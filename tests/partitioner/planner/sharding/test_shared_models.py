@@ -45,7 +45,7 @@ def plan_of(name: str, mode: Any, cluster: str, models: SharedModels, **options:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("narrowing perceptron", "pipeline x tensor"),
+        pytest.param("narrowing perceptron", "pipeline x tensor", marks=pytest.mark.slow),
         ("tables", "tensor"),
         *(
             pytest.param(name, mode, marks=pytest.mark.slow)

@@ -105,6 +105,7 @@ def test_rows_that_meet_are_seen(name: str, batch_size: int | None) -> None:
     assert only_output(MIXED[name], batch_size).combine == "mixed"
 
 
+@pytest.mark.slow
 def test_microbatches_of_such_operations_give_the_numbers_of_the_batch() -> None:
     model = Between(lambda x: torch.cat([operation(x).flatten(1) for operation in KEPT.values()], 1))
     x = torch.randn(4, 6, 6, dtype=torch.float64)

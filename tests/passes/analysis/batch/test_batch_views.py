@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import sympy
 import torch
 from hypothesis import given, settings
@@ -99,6 +100,7 @@ def places(rows: Tensor, batch: int) -> Iterator[tuple[int, int]]:
                     yield dimension, before
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(sequences())
 def test_views(sequence: tuple[Shape, int, list[Step]]) -> None:

@@ -152,6 +152,7 @@ def test_a_descending_order_is_none_of_the_groups() -> None:
     assert has(graph, aten.sort)
 
 
+@pytest.mark.slow
 def test_two_mixtures_one_of_which_shows_its_order() -> None:
     model = nn.Sequential(Dropless(WIDTH), Shown(SHOWN["running sum"]))
     graph = traced(model, TOKENS)

@@ -12,17 +12,21 @@ from tests.support.running.tiles import first_difference_of_tiles
 from tests.support.samples.tile_operations import OPERATIONS, drawn
 
 DRAWS = 5
-"""Random calls of each operation; the first always runs."""
+"""Random calls of each operation."""
 
-LONG = ("average_pool", "patches")
-"""Operations whose first draw takes seconds, too."""
+QUICK = ("convolution", "padded_convolution")
+"""Operations whose first draw always runs."""
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")  # of even kernels, which is what they are for
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [pytest.param(name, seed, marks=(pytest.mark.slow,) if seed or name in LONG else ()) for name in OPERATIONS for seed in range(DRAWS)],
+    [
+        pytest.param(name, seed, marks=() if name in QUICK and seed == 0 else (pytest.mark.slow,))
+        for name in OPERATIONS
+        for seed in range(DRAWS)
+    ],
 )
 def test_operations(name: str, seed: int) -> None:
     """The result, the gradient of the input and those of the parameters, in float64."""

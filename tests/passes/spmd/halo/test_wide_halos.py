@@ -152,6 +152,7 @@ def test_models(case: Case, grid: Grid, *, training: bool) -> None:
     assert first_difference_of_tiles(model, instance.args[0], ranks(grid), {"tile": grid}, constraints=ONCE) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constraints", [None, ONCE], ids=["exchange", "recompute"])
 def test_rows_within_an_axis_of_space(constraints: Constraints | None) -> None:
     """Of a dimension that holds space outside and rows of the batch inside, no rank computes more than its own part."""
@@ -160,15 +161,16 @@ def test_rows_within_an_axis_of_space(constraints: Constraints | None) -> None:
     assert first_difference_of_tiles(model, x, 2, {"tile": 2}, constraints=constraints) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [
         pytest.param(nn.BatchNorm2d(9), id="batch_norm"),
         pytest.param(nn.GroupNorm(3, 9), id="group_norm"),
         pytest.param(nn.Conv2d(9, 9, 3, padding=1, groups=3), id="grouped_convolution"),
-        pytest.param(nn.InstanceNorm2d(9, affine=True), id="instance_norm", marks=pytest.mark.slow),
-        pytest.param(nn.BatchNorm2d(9, track_running_stats=False), id="batch_norm_without_buffers", marks=pytest.mark.slow),
-        pytest.param(nn.LayerNorm((9, 3, 6)), id="layer_norm", marks=pytest.mark.slow),
+        pytest.param(nn.InstanceNorm2d(9, affine=True), id="instance_norm"),
+        pytest.param(nn.BatchNorm2d(9, track_running_stats=False), id="batch_norm_without_buffers"),
+        pytest.param(nn.LayerNorm((9, 3, 6)), id="layer_norm"),
     ],
 )
 def test_layers_of_which_space_is_the_channels(layer: nn.Module) -> None:
@@ -180,9 +182,8 @@ def test_layers_of_which_space_is_the_channels(layer: nn.Module) -> None:
 MESHES: tuple[dict[str, Grid], ...] = ({"data": 2, "tile": 2}, {"tile": 2, "tensor": 2}, {"fsdp": 2, "tile": (2, 1)})
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=(pytest.mark.slow,) if index else ()) for index, mesh in enumerate(MESHES)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_beside_other_dimensions(mesh: dict[str, Grid]) -> None:
     model = stack(norm=True)
     x = torch.randn(4, 3, 16, 12, dtype=torch.float64)
@@ -223,6 +224,7 @@ def test_rows_at_seams_are_equal_bit_by_bit() -> None:
     assert torch.equal(found[..., 10:14], expected[..., 10:14])
 
 
+@pytest.mark.slow
 def test_statistics_count_no_row_twice() -> None:
     """Normalisation by the batch in training stands between runs; its stored statistics are those of the whole model."""
     layers = [
@@ -238,6 +240,7 @@ def test_statistics_count_no_row_twice() -> None:
     assert first_difference_of_tiles(model, x, 4, {"tile": (2, 2)}, constraints=ONCE) == ""
 
 
+@pytest.mark.slow
 def test_checked_side_by_side() -> None:
     model, x = stack(norm=True), torch.randn(2, 3, 16, 12, dtype=torch.float64)
     assert pm_of(model, x, 2, ONCE).check(x)
@@ -267,10 +270,10 @@ def messages(pm: PartitionedModel) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("norm", "constraints", "expected"),
     [
-        (True, ALWAYS, 3),
-        (True, ONCE, 1),
+        pytest.param(True, ALWAYS, 3, marks=pytest.mark.slow),
+        pytest.param(True, ONCE, 1, marks=pytest.mark.slow),
         (False, ONCE, 0),  # every rank cuts what it needs from the image
-        (True, Constraints(halo={"": "recompute", "5": "exchange"}), 2),
+        pytest.param(True, Constraints(halo={"": "recompute", "5": "exchange"}), 2, marks=pytest.mark.slow),
         (True, Constraints(halo={"": "exchange", "5": "recompute", "4": "recompute", "3": "recompute"}), 2),
     ],
 )
