@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 from partitioner.runtime.process.failure import Failure, Store
 from passes.ir.errors import CommunicationError
 
-__all__ = ["Interruptible", "InterruptibleStore"]
+__all__ = ["Interruptible", "InterruptibleStore", "ThreadStore"]
 
 T = TypeVar("T")
 
@@ -123,3 +123,31 @@ class InterruptibleStore:
 
     def check(self, keys: list[str]) -> bool:
         return self._calls.run(self._what, lambda: self._store.check(keys), self._limit)
+
+
+class ThreadStore:
+    """A store for a daemon thread, whose requests can be ended.
+
+    A daemon thread that comes back from a request while Python shuts down is ended inside of torch's C++ code, which aborts the process:
+    "terminate called without an active exception".
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._requests = threading.Lock()
+
+    def end(self) -> None:
+        """Wait for the present request, and let the thread wait in front of the next one for ever; at the exit of the process."""
+        self._requests.acquire(timeout=_GRACE)
+
+    def set(self, key: str, value: str) -> None:
+        with self._requests:
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        with self._requests:
+            return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._requests:
+            return self._store.check(keys)

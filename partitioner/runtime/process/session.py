@@ -265,6 +265,7 @@ def _end_sessions() -> None:
             session.watch.leave("has ended its script")
         elif not session.connections:
             session.watch.report(NO_CONNECTION, failure_of(session.watch.rank, error))
+        session.watch.end_requests()
     made_here = any(session.own_group and session.is_of(dist.group.WORLD) for session in _sessions.values())
     if made_here and dist.is_initialized():
         dist.destroy_process_group()

@@ -30,6 +30,7 @@ from typing import Any
 from partitioner.runtime.process.call_order import CallTable, RankCall, rank_list
 from partitioner.runtime.process.channel import Channel, connect, local_addresses
 from partitioner.runtime.process.failure import Failure, Store
+from partitioner.runtime.process.interruptible import ThreadStore
 from passes.ir.errors import CommunicationError
 
 __all__ = ["NO_CONNECTION", "ConnectionRecord", "Watch", "lost_rank"]
@@ -67,7 +68,7 @@ class Watch:
     def __init__(self, store: Store, rank: int, size: int, near: str | None, silence: float) -> None:
         self.rank = rank
         self.size = size
-        self._store = store
+        self._store = ThreadStore(store)
         self._near = near
         self._silence = silence
         self._changed = threading.Condition(threading.RLock())
@@ -89,7 +90,7 @@ class Watch:
         listener = _listen() if rank == 0 and size > 1 else None
         address = None if listener is None else [local_addresses(near), listener.getsockname()[1], token]
         # Before anything else: from here on, the death of this process is noticed.
-        store.set(f"came {rank}", json.dumps(address))
+        self._store.set(f"came {rank}", json.dumps(address))
         if size == 1:
             self._settled.set()
         else:
@@ -204,6 +205,10 @@ class Watch:
             if self.rank != 0:
                 for channel in self._channels.values():
                     channel.shut_down()
+
+    def end_requests(self) -> None:
+        """Let the thread of this watch make no further request to the store: Python is about to shut down."""
+        self._store.end()
 
     def _send_to_rank_0(self, message: Mapping[str, Any]) -> None:
         """Send a message to rank 0; before this rank is connected, keep it for later."""

@@ -48,6 +48,7 @@ def made(mode: Mode, factor: float = 1.0, name: str = "gpt") -> tuple[nn.Module,
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a batch of 8 rows does not divide over 3 ranks")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [("tensor", {"fsdp": 2, "pipeline": 2}), ({"data": 2, "tensor": 2}, "fsdp")],
