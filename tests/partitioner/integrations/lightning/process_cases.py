@@ -11,10 +11,11 @@ import torch
 from lightning import Fabric, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset
 
 from partitioner import ConfigError, partition
 from tests.partitioner.integrations.lightning.modules import OfTeacher, Recording, fit, loader, partitioned
+from tests.partitioner.integrations.loops import ROWS, data_of, model_of, spoil
 
 __all__ = [
     "fabric_losses",
@@ -82,30 +83,30 @@ def refused_teachers(folder: Path) -> list[str]:
     return said
 
 
-def fabric_losses(strategy: str | None, mode: str, path: Path) -> list[float]:
-    """Return the losses of ten steps of a loop of Fabric, with a checkpoint in the middle that a new model loads."""
+def fabric_losses(strategy: str | None, kind: str, mode: str, path: Path) -> list[float]:
+    """Return the losses of ten steps of a loop of Fabric, with a checkpoint in the middle that a spoiled model loads."""
     warnings.simplefilter("ignore")
     is_launched = "RANK" in os.environ
     fabric = Fabric(accelerator="cpu", devices=2 if is_launched else 1, precision="64-true", **({"strategy": strategy} if strategy else {}))
     fabric.launch()
-    torch.manual_seed(4)
-    x = torch.randn(80, 6, dtype=torch.float64)
+    data = data_of(kind, 10)
     losses: list[float] = []
     for half in range(2):
-        torch.manual_seed(5 + half)
-        net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6)).double()
-        model = net if mode == "whole" else partition(net, 2, mode, example_inputs=(x[:8],), progress=False)
+        net = model_of(kind)
+        if half:
+            spoil(net)
+        model = net if mode == "whole" else partition(net, 2, mode, example_inputs=(data.tensors[0][:ROWS],), progress=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = fabric.setup(model, optimizer)
-        rows = fabric.setup_dataloaders(DataLoader(TensorDataset(x[half * 40 :][:40]), batch_size=8))
+        rows = fabric.setup_dataloaders(DataLoader(Subset(data, range(half * 5 * ROWS, (half + 1) * 5 * ROWS)), batch_size=ROWS))
         state = {"model": model, "optimizer": optimizer, "step": 0}
         if half:
             fabric.load(path, state)
             assert state["step"] == 5
-        for number, (batch,) in enumerate(rows):
+        for number, (inputs, targets) in enumerate(rows):
             is_last = number % 2 == 1
             with fabric.no_backward_sync(model, enabled=not is_last):
-                loss = nn.functional.mse_loss(model(batch), batch)
+                loss = nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
                 fabric.backward(loss)
             if is_last:
                 fabric.clip_gradients(model, optimizer, max_norm=0.1)
