@@ -26,13 +26,14 @@ from partitioner.model.generation.simulate_inference import INFERENCE_EXAMPLES, 
 from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
-from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session
+from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session, tensors_of
 from partitioner.model.module.forms import Forms, at_sizes
+from partitioner.model.module.functional import call_with
 from partitioner.model.module.modes import Form, modes_of
 from partitioner.model.module.questions import ANSWERS, announce
 from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
-from partitioner.model.module.structure import ModuleInPlan, build_structure, refuse_replaced, registered_tensors
+from partitioner.model.module.structure import ModuleInPlan, RegisteredTensors, build_structure
 from partitioner.model.replan import Replanned, replan
 from partitioner.model.session import Session
 from partitioner.model.simulate import simulate
@@ -101,7 +102,7 @@ class PartitionedModel(ModuleInPlan):
         self._anchor = torch.empty(0, requires_grad=any(parameter.requires_grad for _, parameter in session.state.named_parameters()))
         build_structure(self, session.original, session.state, self._gathered, session.tracing.structure, session.tracing.modes)
         self._parts = tuple(self.modules())
-        self._tensor_places = registered_tensors(self)
+        self._tensor_places = RegisteredTensors.of(self)
         self._initial = frozenset({*vars(self), "_initial"})
         announce(session)
 
@@ -118,6 +119,13 @@ class PartitionedModel(ModuleInPlan):
             from partitioner.runtime.compiled.opaque_call import opaque_call  # noqa: PLC0415  it imports Dynamo, which only a compiler needs
 
             return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
+        if replaced := self._tensor_places.replaced():
+            with self._tensor_places.registered():
+                return call_with(self._form.session, self._run_forward, replaced, args, kwargs)
+        return self._run_forward(*args, **kwargs)
+
+    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result with the tensors of this model."""
         form_of_call, inputs = self._bind(args, kwargs, tracked=torch.is_grad_enabled())
         form = at_sizes(form_of_call, inputs)
         calls = form.calls
@@ -163,18 +171,17 @@ class PartitionedModel(ModuleInPlan):
             CommunicationError: a rank could not communicate.
         """
         refuse_hooks(self, "train_step()")
+        self._tensor_places.refuse_replaced()
         check_loss(loss_fn, loss_reduction)
         self._check_parameters()
         form_of_call, inputs = self._bind(args, kwargs, tracked=True)
         form_of_sizes = at_sizes(form_of_call, inputs)
-        lowering_for = form_of_sizes.session.lowerings.for_batch
-        prepared = form_of_sizes.losses.prepare(inputs, target, loss_fn, loss_reduction, lowering_for)
+        prepared = form_of_sizes.losses.prepare(inputs, target, loss_fn, loss_reduction, form_of_sizes.session.lowerings.for_batch)
         lowering, form = prepared.lowering, prepared.form
         differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
         programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
-        last_step = form_of_call.last_step
-        is_form_of_last_step = last_step is not None and last_step[-1] == form
-        if form.reduction == "batch" and not is_form_of_last_step:
+        is_new = form_of_call.last_step is None or form_of_call.last_step[-1] != form
+        if form.reduction == "batch" and is_new:
             schedule = lowering.schedule(self._session.plan.n_microbatches, form)
             warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
         form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
@@ -198,8 +205,7 @@ class PartitionedModel(ModuleInPlan):
             AttributeError: the model has no ``generate``.
             ConfigError: an argument is not supported, or there are more tokens than positions.
         """
-        is_training = any(part.training for part in self._parts)
-        return generate(self._first, self._decoders, is_training, input_ids, kwargs)
+        return generate(self._first, self._decoders, any(part.training for part in self._parts), input_ids, kwargs)
 
     @property
     def _form(self) -> Form:
@@ -223,7 +229,6 @@ class PartitionedModel(ModuleInPlan):
         """Return the form that serves a call, and its inputs, after bringing the parameters up to date."""
         check_values(self._first.state)
         refuse_global_hooks()
-        refuse_replaced(self._tensor_places)
         form = self._forms.of_call(modes_of(self), args, kwargs)
         form.session.state.refresh()
         self._forms.agree_on(form)
@@ -661,7 +666,7 @@ class PartitionedModel(ModuleInPlan):
         copy_tensors(self._first.state, copied._first.state)
         memo[id(self)] = copied
         memo.update({id(part): other for part, other in zip(self._parts, copied._parts, strict=True)})
-        memo.update({id(old): new for (_, old), (_, new) in zip(self._named_tensors(), copied._named_tensors(), strict=True)})
+        memo.update({id(old): new for old, new in zip(tensors_of(self), tensors_of(copied), strict=True)})
         copied.set_own(modes_of(self), copy.deepcopy(self.own_attributes(), memo))
         return copied
 
@@ -674,11 +679,6 @@ class PartitionedModel(ModuleInPlan):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the model with the present values, its plan, and how it was traced; see ``partitioner.model.module.copies``."""
         return _restored, (pickled(self._first), modes_of(self), self.own_attributes())
-
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and buffer of this process."""
-        yield from self.named_parameters()
-        yield from self.named_buffers()
 
     def own_attributes(self) -> dict[str, Any]:
         """Return attributes and hooks that were added since the model was partitioned."""

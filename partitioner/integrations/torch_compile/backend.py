@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from partitioner.api import partition
 from partitioner.integrations.options import checked_options
-from partitioner.integrations.torch_compile.functional_model import FunctionalModel
 from partitioner.integrations.torch_compile.graph_model import GraphModel, number_of, read_arguments
+from partitioner.model.module.functional import FunctionalModel
 from passes.ir.errors import ConfigError, level_of_caller
 from passes.ir.torch_private import graph_break, is_resumed
 
@@ -98,7 +98,7 @@ class PartitionedGraph:
                 raise
             hint = "torch.compile(..., dynamic=True), which leaves open the batch size that is a constant in this graph"
             raise ConfigError(error.problem, place=error.place, remedy=f"{error.remedy}; or {hint}") from error
-        return FunctionalModel(partitioned, state)
+        return FunctionalModel(partitioned.session, lambda inputs: partitioned(*inputs), state)
 
     def _warn(self) -> None:
         """Warn of a graph break, and of arguments that differ in each call."""
@@ -145,7 +145,7 @@ def _ambient_precision() -> str | None:
 
 def _fits(function: FunctionalModel, inputs: Sequence[Tensor]) -> bool:
     """Whether inputs have the sizes of a trace, apart from the batch."""
-    leaves = function.model.session.graph.inputs
+    leaves = function.session.graph.inputs
     return all(
         dimension == leaf.batch_dim or size == value.shape[dimension]
         for leaf, value in zip(leaves, inputs, strict=True)

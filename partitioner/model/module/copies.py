@@ -35,7 +35,7 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
 
-__all__ = ["Pickled", "copied_form", "copied_session", "copy_tensors", "fill", "pickled", "restored_session"]
+__all__ = ["Pickled", "copied_form", "copied_session", "copy_tensors", "fill", "pickled", "restored_session", "tensors_of"]
 
 
 def copied_session(session: Session) -> Session:
@@ -188,3 +188,8 @@ def fill(session: Session, saved: Pickled) -> None:
             state.copy_into(held, value)
     for stored, is_frozen in zip(state.stored_parameters(), saved.frozen, strict=True):
         stored.parameter.requires_grad_(not is_frozen)
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return every parameter and buffer of a module in this process."""
+    return [*module.parameters(), *module.buffers()]

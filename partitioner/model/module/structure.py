@@ -9,6 +9,7 @@ and its options (``in_features``, ``eps``) are those of the model. It computes n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from partitioner.runtime.state.part_gradient import plain
 from partitioner.tracing.restore import Structure
 from passes.ir.errors import ConfigError, Place
 
-__all__ = ["ModuleInPlan", "Source", "build_structure", "container_methods", "refuse_replaced", "registered_tensors"]
+__all__ = ["ModuleInPlan", "RegisteredTensors", "Source", "build_structure", "container_methods"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,24 +336,45 @@ class _Shards(dict[str, Any]):
         return [(key, part) for key, first in super().items() for part in (first, *self._others.get(key, ()))]
 
 
-def refuse_replaced(tables: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
-    """Raise ConfigError where a parameter or buffer was replaced without ``setattr``, as ``torch.func.functional_call`` does.
+@dataclass(frozen=True, eq=False)
+class RegisteredTensors:
+    """The parameters and buffers of a module, where they are registered.
 
-    Args:
-        tables: where each is registered: the table of its module, its key there, and the tensor.
+    Attributes:
+        places: the table of a module, the key there, the tensor, and its name.
     """
-    for table, key, tensor in tables:
-        if table[key] is not tensor:
+
+    places: tuple[tuple[dict[str, Any], str, Any, str], ...]
+
+    @classmethod
+    def of(cls, root: nn.Module) -> RegisteredTensors:
+        """Return those of a module and its parts."""
+        tables = [(part.__dict__[kind], path) for path, part in root.named_modules() for kind in ("_parameters", "_buffers")]
+        return cls(tuple((table, key, tensor, f"{path}.{key}".lstrip(".")) for table, path in tables for key, tensor in dict.items(table)))
+
+    def replaced(self) -> dict[str, Tensor]:
+        """Return name -> the tensor that has taken the place of the registered one without ``setattr``, by ``functional_call`` say."""
+        return {name: table[key] for table, key, tensor, name in self.places if table[key] is not tensor}
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """Return a context in which the registered tensors are in their places."""
+        others = [(table, key, table[key]) for table, key, tensor, _ in self.places if table[key] is not tensor]
+        for table, key, tensor, _ in self.places:
+            table[key] = tensor
+        try:
+            yield
+        finally:
+            for table, key, other in others:
+                table[key] = other
+
+    def refuse_replaced(self) -> None:
+        """Raise ConfigError if a tensor was replaced."""
+        for name in self.replaced():
             raise ConfigError(
-                f"{key} of a layer was replaced, as torch.func.functional_call does: programs read the tensors of the partitioned model",
-                remedy="call the model itself, functional_call(model, ...); or copy the values: pm.load_state_dict(values)",
+                f"{name} was replaced, as torch.func.functional_call does: a training step has the tensors of the partitioned model",
+                remedy="call pm(...) and .backward() with other tensors; or copy the values: pm.load_state_dict(values)",
             )
-
-
-def registered_tensors(root: nn.Module) -> tuple[tuple[dict[str, Any], str, Any], ...]:
-    """Return where each parameter and buffer is registered, for ``refuse_replaced``."""
-    tables = [part.__dict__[name] for part in root.modules() for name in ("_parameters", "_buffers")]
-    return tuple((table, key, tensor) for table in tables for key, tensor in dict.items(table))
 
 
 def build_structure(

@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from partitioner import PartitionedModel, partition
 from passes.ir.errors import ConfigError
@@ -109,15 +108,6 @@ def test_methods_that_are_refused(pair: tuple[nn.Module, PartitionedModel], name
     with pytest.raises(ConfigError, match=words) as caught:
         call(pair[1])
     assert "remedy: " in str(caught.value)
-
-
-def test_functional_calls_are_refused(pair: tuple[nn.Module, PartitionedModel]) -> None:
-    _, pm = pair
-    x = torch.randn(8, 6).double()
-    values = {name: p.detach().clone().requires_grad_() for name, p in pm.named_parameters()}
-    with pytest.raises(ConfigError, match=r"weight of a layer was replaced, as torch\.func\.functional_call does"):
-        functional_call(pm, values, (x,))
-    pm(x)  # it is as before
 
 
 def test_a_wrapper_that_would_copy_parameters_is_refused(pair: tuple[nn.Module, PartitionedModel]) -> None:

@@ -3,37 +3,42 @@
     result = f(parameters, buffers, inputs)        autograd gets the gradients of parameters and inputs, as from any operation
 
 The caller's optimizer, hooks and accumulation see their own parameters; the partitioned model computes in the memory of these where a
-rank can read it there, and with copies where it cannot (parts, other devices).
+rank can read it there, and with copies where it cannot (parts, other devices). ``torch.compile``'s backend calls a model so, and
+``torch.func.functional_call``, after which the model has its own tensors again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partitioner.model.partitioned_model import PartitionedModel
+from partitioner.model.session import Session
 from partitioner.runtime.state.gather import GatheredState
 from passes.graph.aliasing import mutated_arguments
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, first_few
 from passes.ir.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["FunctionalModel"]
+__all__ = ["FunctionalModel", "call_with"]
 
 
 class FunctionalModel:
     """A partitioned model as a function of its parameters, buffers and inputs.
 
     Args:
-        model: the partitioned model.
+        session: of the partitioned model.
+        run: calls it with positional inputs.
         state: the values of the first call. Processes that start with others would train other models: they raise ConfigError.
+        keeps: whether the model keeps the last values that it was given; else it has its own again after each forward and backward.
     """
 
-    def __init__(self, model: PartitionedModel, state: Mapping[str, Tensor]) -> None:
-        self.model = model
-        session = model.session
+    def __init__(
+        self, session: Session, run: Callable[[Sequence[Tensor]], Any], state: Mapping[str, Tensor], *, keeps: bool = True
+    ) -> None:
+        self.session, self._call_model, self._keeps = session, run, keeps
         if len(session.runtime.local_ranks) < session.runtime.n_ranks:
             sums = [tensor.detach().double().sum().item() for tensor in state.values() if not tensor.is_complex()]
             session.runtime.agree("values of parameters and buffers", repr(sums))
@@ -58,20 +63,32 @@ class FunctionalModel:
         return tree_unflatten([next(values) if leaf is _TENSOR else leaf for leaf in constants], tree)
 
     def _run(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> Any:
-        self.lend(state)
-        result = self.model(*inputs)
-        with torch.no_grad():
-            for name, value in self._gathered.whole(self._written).items():
-                if state[name] is not value:
-                    state[name].copy_(value)
+        with self.lent(state):
+            result = self._call_model(inputs)
+            with torch.no_grad():
+                for name, value in self._gathered.whole(name for name in self._written if name in state).items():
+                    if state[name] is not value:
+                        state[name].copy_(value)
         return result
 
-    def lend(self, state: Mapping[str, Tensor]) -> None:
+    @contextlib.contextmanager
+    def lent(self, state: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the programs compute with the caller's tensors."""
         with torch.no_grad():
-            for name, tensor in state.items():
-                self._state.lend(name, tensor.detach(), is_written=name in self._written)
-        self._state.refresh()
+            values = {name: tensor.detach() for name, tensor in state.items()}
+            own = [] if self._keeps else [(held, held.data) for name in values for _, held in self._state.held(name)]
+            for held, data in own:
+                held.data = torch.empty_like(data)
+            for name, value in values.items():
+                self._state.lend(name, value, is_written=name in self._written)
+            self._state.refresh()
+        try:
+            yield
+        finally:
+            for held, data in own:
+                held.data = data
+            if own:
+                self._state.refresh()
 
     def run_tracked(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return the result, which autograd tracks apart from the caller's graph, and the inputs that it depends on."""
@@ -86,14 +103,58 @@ class FunctionalModel:
     def differentiate(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         """Run the backward; return the gradients of the parameters under their names. Those of inputs are added to their ``.grad``."""
         pairs = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if grad is not None and output.requires_grad]
-        stored = [each.parameter for each in self._state.stored_parameters()]
-        for parameter in stored:
+        before = [(each.parameter, each.parameter.grad) for each in self._state.stored_parameters()]
+        for parameter, _ in before:
             parameter.grad = None
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         found = self._gathered.gradients()
-        for parameter in stored:
-            parameter.grad = None
+        for parameter, gradient in before:
+            parameter.grad = None if self._keeps else gradient
         return found
+
+
+def call_with(session: Session, run: Callable[..., Any], given: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a model with other tensors in place of some parameters and buffers, as ``torch.func.functional_call`` does.
+
+    Args:
+        session: of the partitioned model.
+        run: calls it with its own tensors.
+        given: original name -> the tensor that takes the place of the whole parameter or buffer.
+
+    Raises:
+        ConfigError: a tensor has another shape than what it takes the place of, or gradients are asked of a parameter that is not given and
+            of which this process has a part.
+    """
+    state = session.state
+    for name, tensor in given.items():
+        whole = next(iter(state.blocks_of_ranks(name).values())).shape
+        if tuple(tensor.shape) != tuple(whole):
+            raise ConfigError(
+                f"functional_call gives {name} with shape {tuple(tensor.shape)}, and the parameter has {tuple(whole)}",
+                remedy="pass whole tensors on every rank: those of pm.full_state_dict(), or made from it",
+            )
+    values, parts = dict(given), []
+    for stored in state.stored_parameters():
+        if stored.name not in given and stored.parameter.requires_grad:
+            values[stored.name] = stored.parameter
+            parts += [] if state.is_whole_everywhere(stored.name) and len(state.held(stored.name)) == 1 else [stored.name]
+    if torch.is_grad_enabled() and (parts or not state.all_have_all):
+        lacking = [name for name in state.parameter_names if name not in given]
+        if lacking:
+            raise ConfigError(
+                f"functional_call with gradients does not give {first_few(lacking)}, of which this process has a part or nothing",
+                remedy="give all parameters; or call under torch.no_grad()",
+            )
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run_with(inputs: Sequence[Tensor]) -> Any:
+        by_place = dict(zip(places, inputs, strict=True))
+        own_args, own_kwargs = tree_unflatten([by_place.get(place, leaf) for place, leaf in enumerate(leaves)], tree)
+        return run(*own_args, **own_kwargs)
+
+    chosen = values if torch.is_grad_enabled() else given
+    return FunctionalModel(session, run_with, chosen, keeps=False)(chosen, [leaves[place] for place in places])
 
 
 _TENSOR = object()
@@ -128,7 +189,7 @@ class _Call(torch.autograd.Function):
                 remedy="compile without the part that is differentiated twice, or run it without torch.compile",
             )
         # Autograd raises if a saved tensor was written since; ``.data`` of a parameter may have been replaced, or another one lent.
-        ctx.function.lend(dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True)))
-        found = ctx.function.differentiate(ctx.outputs, gradients)
+        with ctx.function.lent(dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))):
+            found = ctx.function.differentiate(ctx.outputs, gradients)
         of_inputs = [tensor.grad for tensor in ctx.inputs]
         return None, None, None, *(found.get(name) for name in ctx.names), *of_inputs
