@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 __all__ = [
     "CommunicationError",
@@ -21,6 +22,9 @@ __all__ = [
 
 _BETWEEN = ("partitioner", "passes", "cost_models", "torch", "contextlib")
 """Packages between a call of the user, or of a framework, and a warning: ``Module.__call__`` and decorators are on the way to ours."""
+
+_FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "peft", "pytorch_lightning", "transformers")
+"""Packages that call a partitioned model for the user."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,14 @@ class PartitionError(Exception):
         place: where in the model, when it is about one place.
         remedy: what the reader can do, one sentence or a few lines.
 
-    The text reads top to bottom as problem, place, remedy:
+    Attributes:
+        call: the user's call of a framework inside of which it was raised, in words; None outside of one.
+
+    The text reads top to bottom as problem, place, call, remedy:
 
         the model cannot be traced: its control flow depends on the values of a tensor
           where: module decoder, at net.py:40
+          during: Trainer.fit of lightning, called at train.py:12
           remedy: use torch.where or torch.cond in place of `if`
     """
 
@@ -65,12 +73,15 @@ class PartitionError(Exception):
         self.problem = problem
         self.place = place
         self.remedy = remedy
+        self.call = _call_of_framework()
         super().__init__(problem)
 
     def __str__(self) -> str:
         lines = [self.problem]
         if self.place is not None and str(self.place):
             lines.append(f"  where: {self.place}")
+        if self.call is not None:
+            lines.append(f"  during: {self.call}")
         if self.remedy is not None:
             lines.append("  remedy: " + self.remedy.replace("\n", "\n          "))
         return "\n".join(lines)
@@ -113,6 +124,27 @@ def first_few(names: Sequence[object], most: int = 3) -> str:
 def level_of_caller() -> int:
     """Return the ``stacklevel`` of a warning that points at the user's or a framework's call: the number of frames of ours and of torch."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+    while frame is not None and _package(frame) in _BETWEEN:
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _call_of_framework() -> str | None:
+    """Return the outermost call of a framework that neither it nor this package makes, in words; None outside of one.
+
+    The forward of a model of transformers that is traced here is no such call.
+    """
+    found, inner = None, inspect.currentframe()
+    while inner is not None:
+        outer = inner.f_back
+        while outer is not None and _package(outer) in ("torch", "contextlib"):
+            outer = outer.f_back
+        if outer is not None and _package(inner) in _FRAMEWORKS and _package(outer) not in (*_FRAMEWORKS, *_BETWEEN):
+            place = f"{outer.f_code.co_filename}:{outer.f_lineno}"
+            found = f"{inner.f_code.co_qualname} of {_package(inner)}, called at {place}"
+        inner = outer
+    return found
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
