@@ -22,7 +22,7 @@ from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError, first_few
-from passes.ir.torch_private import tree_leaves, version_of, will_run
+from passes.ir.torch_private import is_transformed, tree_leaves, version_of, will_run
 
 __all__ = ["backward_of_inputs", "outside_inference_mode", "tracked_forward", "tracks_gradients"]
 
@@ -68,10 +68,18 @@ def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs without gradients, and outside of inference mode, where it is called inside.
 
     What a call traces, stores or refreshes serves training, too, and autograd refuses tensors that were made in inference mode.
+
+    Raises:
+        ConfigError: it is called inside of a transform of ``torch.func``, which would have to transform programs.
     """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and is_transformed():
+            raise ConfigError(
+                "torch.func (grad, vmap, jacrev, ...) cannot transform a partitioned model: it does not see what programs compute",
+                remedy="call .backward() for gradients; give one batch where vmap would map over rows; or transform the model itself",
+            )
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return function(*args, **kwargs)
         with torch.inference_mode(mode=False), torch.no_grad():

@@ -49,6 +49,7 @@ __all__ = [
     "indexing_by_tensors",
     "is_profiling",
     "is_resumed",
+    "is_transformed",
     "is_view",
     "make_fx",
     "no_dispatch_modes",
@@ -147,6 +148,11 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
 def dynamo_source(placeholder: fx.Node) -> str:
     """Return where Dynamo reads an argument of one of its graphs, as Python: ``L['self']._modules['fc']._parameters['weight']``."""
     return str(placeholder._dynamo_source.name)  # type: ignore[attr-defined]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` (``grad``, ``vmap``, ...) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def graph_break(module: fx.GraphModule) -> tuple[str, str, int] | None:

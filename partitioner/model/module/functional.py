@@ -18,6 +18,8 @@ from torch import Tensor
 
 from partitioner.model.session import Session
 from partitioner.runtime.state.gather import GatheredState
+from partitioner.runtime.state.hooks import has_hooks
+from partitioner.runtime.state.parameters import State
 from passes.graph.aliasing import mutated_arguments
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.torch_private import TreeSpec, tree_flatten, tree_unflatten
@@ -75,7 +77,7 @@ class FunctionalModel:
     def lent(self, state: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the programs compute with the caller's tensors."""
         with torch.no_grad():
-            values = {name: tensor.detach() for name, tensor in state.items()}
+            values = {name: self._as_read(name, tensor.detach()) for name, tensor in state.items()}
             own = [] if self._keeps else [(held, held.data) for name in values for _, held in self._state.held(name)]
             for held, data in own:
                 held.data = torch.empty_like(data)
@@ -89,6 +91,10 @@ class FunctionalModel:
                 held.data = data
             if own:
                 self._state.refresh()
+
+    def _as_read(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor as it lies in memory for programs: those of a call, a slice of a vector say, as parameters do."""
+        return tensor if self._keeps or name in self._written else tensor.contiguous()
 
     def run_tracked(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return the result, which autograd tracks apart from the caller's graph, and the inputs that it depends on."""
@@ -122,29 +128,14 @@ def call_with(session: Session, run: Callable[..., Any], given: Mapping[str, Ten
         given: original name -> the tensor that takes the place of the whole parameter or buffer.
 
     Raises:
-        ConfigError: a tensor has another shape than what it takes the place of, or gradients are asked of a parameter that is not given and
-            of which this process has a part.
+        ConfigError: a tensor does not fit what it takes the place of; or gradients are asked of parameters that are frozen, have hooks, or
+            are not given and in parts.
     """
-    state = session.state
-    for name, tensor in given.items():
-        whole = next(iter(state.blocks_of_ranks(name).values())).shape
-        if tuple(tensor.shape) != tuple(whole):
-            raise ConfigError(
-                f"functional_call gives {name} with shape {tuple(tensor.shape)}, and the parameter has {tuple(whole)}",
-                remedy="pass whole tensors on every rank: those of pm.full_state_dict(), or made from it",
-            )
-    values, parts = dict(given), []
-    for stored in state.stored_parameters():
-        if stored.name not in given and stored.parameter.requires_grad:
-            values[stored.name] = stored.parameter
-            parts += [] if state.is_whole_everywhere(stored.name) and len(state.held(stored.name)) == 1 else [stored.name]
-    if torch.is_grad_enabled() and (parts or not state.all_have_all):
-        lacking = [name for name in state.parameter_names if name not in given]
-        if lacking:
-            raise ConfigError(
-                f"functional_call with gradients does not give {first_few(lacking)}, of which this process has a part or nothing",
-                remedy="give all parameters; or call under torch.no_grad()",
-            )
+    chosen = _once(session.state, given)
+    if torch.is_grad_enabled():
+        _check_gradients(session.state, chosen)
+        own = ((each.name, each.parameter) for each in session.state.stored_parameters() if each.parameter.requires_grad)
+        chosen |= {name: parameter for name, parameter in own if name not in chosen}
     leaves, tree = tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -153,8 +144,48 @@ def call_with(session: Session, run: Callable[..., Any], given: Mapping[str, Ten
         own_args, own_kwargs = tree_unflatten([by_place.get(place, leaf) for place, leaf in enumerate(leaves)], tree)
         return run(*own_args, **own_kwargs)
 
-    chosen = values if torch.is_grad_enabled() else given
     return FunctionalModel(session, run_with, chosen, keeps=False)(chosen, [leaves[place] for place in places])
+
+
+def _once(state: State, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, those of tied parameters once; raise ConfigError for one that does not fit."""
+    chosen: dict[str, Tensor] = {}
+    for name, tensor in given.items():
+        first = state.graph.aliases.get(name, name)
+        held = state.held(first)
+        whole, dtype = next(iter(state.blocks_of_ranks(first).values())).shape, held[0][1].dtype if held else tensor.dtype
+        if (tuple(tensor.shape), tensor.dtype) != (tuple(whole), dtype):
+            raise ConfigError(
+                f"functional_call gives {name} as {tuple(tensor.shape)} {tensor.dtype}, and the model has {tuple(whole)} {dtype}",
+                remedy="pass whole tensors on every rank: those of pm.full_state_dict(), or made from it",
+            )
+        if chosen.setdefault(first, tensor) is not tensor:
+            raise ConfigError(f"functional_call gives {name} and {first}, which are tied, different tensors", remedy="give them one tensor")
+    return chosen
+
+
+def _check_gradients(state: State, given: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError if the backward of a call with these tensors would not be that of the model."""
+    stored = list(state.stored_parameters())
+    frozen = [each.name for each in stored if not each.parameter.requires_grad and each.name in given and given[each.name].requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"functional_call asks for the gradient of {first_few(frozen)}, which is frozen in the partitioned model",
+            remedy="partition the model with requires_grad=True there",
+        )
+    hooked = [each.name for each in stored if has_hooks(each.parameter)]
+    if hooked:
+        raise ConfigError(
+            f"functional_call with gradients would call the hooks of {first_few(hooked)} with gradients of other tensors",
+            remedy="remove them from pm.parameters(), or call under torch.no_grad()",
+        )
+    is_whole = state.all_have_all and all(len(state.held(each.name)) == 1 for each in stored)
+    lacking = [name for name in state.parameter_names if state.graph.aliases.get(name, name) not in given]
+    if lacking and not is_whole:
+        raise ConfigError(
+            f"functional_call with gradients does not give {first_few(lacking)}, of which this process has a part or nothing",
+            remedy="give all parameters; or call under torch.no_grad()",
+        )
 
 
 _TENSOR = object()

@@ -119,6 +119,7 @@ def test_graphs_of_dynamo_say_where_they_come_from() -> None:
     assert "L['x']" in sources
     assert any(node.target is torch_private.set_grad_mode for node in first.graph.nodes)
     reason, file, _ = torch_private.graph_break(first) or ("", "", 0)
+    assert not torch_private.is_transformed()
     assert ("graph_break" in reason, file, torch_private.is_resumed(first)) == (True, __file__, False)
     assert (torch_private.graph_break(last), torch_private.is_resumed(last)) == (None, True)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch.func import functional_call
+from torch import nn
+from torch.func import functional_call, grad, vmap
 
-from partitioner import ConfigError
+from partitioner import ConfigError, partition
 from tests.partitioner.model.module.functional_cases import SOME, Mode, difference, differences_in_processes, pair, values_for
 from tests.support.processes.processes import Workers
 from tests.support.running.slow_values import slow
@@ -42,10 +44,12 @@ def test_in_other_modes_than_it_was_partitioned_in(trained_first: bool) -> None:
 
 def test_other_shapes_and_steps_are_refused() -> None:
     _, pm, x = pair("fsdp", training=True)
-    with pytest.raises(ConfigError, match=r"gives first\.weight with shape \(4, 6\), and the parameter has \(8, 6\)"):
+    with pytest.raises(ConfigError, match=r"gives first\.weight as \(4, 6\) torch\.float64, and the model has \(8, 6\) torch\.float64"):
         functional_call(pm, {"first.weight": torch.rand(4, 6).double()}, (x,))
+    with pytest.raises(ConfigError, match=r"gives scale as \(8,\) torch\.float32"):
+        functional_call(pm, {"scale": torch.rand(8)}, (x,))
 
-    class Step(torch.nn.Module):
+    class Step(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = pm
@@ -56,6 +60,64 @@ def test_other_shapes_and_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"first\.bias was replaced, as torch\.func\.functional_call does"):
         functional_call(Step(), {"inner.first.bias": torch.rand(8).double()}, (x,))
     pm(x)  # it is as before
+
+
+def test_gradients_that_would_be_others_are_refused() -> None:
+    _, pm, x = pair("fsdp", training=True)
+    weight = torch.rand(8, 6).double().requires_grad_()
+    hook = pm.get_parameter("last.bias").register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ConfigError, match=r"would call the hooks of last\.bias"):
+        functional_call(pm, {"first.weight": weight}, (x,))
+    hook.remove()
+    pm.get_parameter("first.weight").requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"asks for the gradient of first\.weight, which is frozen"):
+        functional_call(pm, {"first.weight": weight}, (x,))
+    functional_call(pm, {"first.weight": weight.detach()}, (x,)).sum().backward()
+    assert pm.get_parameter("last.weight").grad is not None
+
+
+class Tied(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(self.up(x).tanh())
+        return result
+
+
+@pytest.mark.parametrize("mode", ["tensor", *slow("pipeline")])
+def test_slices_of_a_vector_and_tied_weights(mode: str) -> None:
+    """As methods that learn to learn, or look at losses along a line, keep parameters."""
+    torch.manual_seed(0)
+    model, x = Tied().double(), torch.randn(4, 6, dtype=torch.float64)
+    pm = partition(copy.deepcopy(model), 2, mode, example_inputs=(x,), progress=False)
+    found = []
+    for module in (model, pm):
+        vector = torch.linspace(-1, 1, 42, dtype=torch.float64).requires_grad_()
+        given = {"up.weight": vector[:36].view(6, 6).t(), "up.bias": vector[36:]}
+        functional_call(module, given, (x,)).square().sum().backward()
+        found.append(vector.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
+    with pytest.raises(ConfigError, match="which are tied, different tensors"):
+        functional_call(pm, {"up.weight": torch.rand(6, 6).double(), "down.weight": torch.rand(6, 6).double()}, (x,), tie_weights=False)
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    model, pm, x = pair("data", training=False)
+    values = values_for(model)
+    calls: list[Callable[[], object]] = [
+        lambda: grad(lambda given: functional_call(pm, given, (x,)).sum())(values),
+        lambda: grad(lambda rows: pm(rows).sum())(x),
+        lambda: vmap(pm)(x.repeat(2, 1, 1)),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"torch\.func \(grad, vmap, jacrev, \.\.\.\) cannot transform a partitioned model"):
+            call()
+    torch.testing.assert_close(pm(x), model(x), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.gloo
