@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
+from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError
 
-__all__ = ["as_bytes", "from_bytes", "groups_of_all", "named_groups", "options_of", "parameter_names"]
+__all__ = ["as_bytes", "check_sendable", "from_bytes", "groups_of_all", "named_groups", "options_of", "parameter_names"]
 
 Group = dict[str, Any]
 """The options of a group, and under ``"params"`` the names of its parameters."""
@@ -33,7 +34,7 @@ def named_groups(state: State, runtime: Runtime, optimizer: Optimizer) -> list[G
     Collective if some rank holds nothing of some parameter.
 
     Raises:
-        ConfigError: a parameter has other options in another process.
+        ConfigError: a parameter has other options in another process; or an option is no plain value.
     """
     name_of = {id(parameter): name for name in parameter_names(state) for _, parameter in state.held(name)}
     own: list[Group] = []
@@ -43,9 +44,24 @@ def named_groups(state: State, runtime: Runtime, optimizer: Optimizer) -> list[G
     is_everywhere = all(len(state.blocks_in_processes(name)) == len(state.devices) for name in parameter_names(state))
     if is_everywhere or len(state.by_rank) == len(state.devices):
         return own
+    with runtime.failing_together():
+        check_sendable(own)
     lists = runtime.collect({str(min(state.by_rank)): as_bytes(own)})
     of_processes = [from_bytes(encoded) for _, encoded in sorted(lists.items(), key=lambda item: int(item[0])) if encoded is not None]
     return groups_of_all(of_processes, parameter_names(state))
+
+
+def check_sendable(groups: Sequence[Group]) -> None:
+    """Raise ConfigError for an option that other processes could not read."""
+    for number, group in enumerate(groups):
+        for name, value in options_of(group).items():
+            try:
+                from_bytes(as_bytes(value))
+            except Exception as error:  # pickling and unpickling raise whatever an object's class does
+                raise ConfigError(
+                    f"option {name} of group {number} of the optimizer is {described(value)}, which processes cannot send each other",
+                    remedy="keep numbers, texts, tuples and tensors in the groups of an optimizer of a pipeline",
+                ) from error
 
 
 def groups_of_all(of_processes: Sequence[Sequence[Group]], order: Sequence[str]) -> list[Group]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from partitioner.runtime.state.optimizers.named_groups import groups_of_all
+from partitioner.runtime.state.optimizers.named_groups import check_sendable, groups_of_all
 from passes.ir.errors import ConfigError
 from tests.support.processes.optimizer_cases import Mode, rates_in_processes
 from tests.support.processes.processes import Workers
@@ -57,6 +57,12 @@ def test_groups_of_all(of_processes: list[list[dict[str, Any]]], expected: list[
 def test_unlike_options_of_one_parameter_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"in\.weight is in groups of unlike options"):
         groups_of_all([[group("in.weight", lr=1)], [group("in.weight", lr=2)]], ORDER)
+
+
+@pytest.mark.parametrize("value", [lambda step: 0.1 * step, ConfigError("x")], ids=["function", "object"])
+def test_options_that_cannot_be_sent_are_named(value: object) -> None:
+    with pytest.raises(ConfigError, match="option rate of group 1 of the optimizer is"):
+        check_sendable([group("in.weight", lr=1), group("in.bias", rate=value)])
 
 
 @pytest.mark.gloo
