@@ -118,6 +118,7 @@ class PartitionedModel(ModuleInPlan):
         if torch.compiler.is_compiling():
             from partitioner.runtime.compiled.opaque_call import opaque_call  # noqa: PLC0415  it imports Dynamo, which only a compiler needs
 
+            self._tensor_places.refuse_replaced()
             return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
         if replaced := self._tensor_places.replaced():
             with self._tensor_places.registered():
@@ -125,7 +126,6 @@ class PartitionedModel(ModuleInPlan):
         return self._run_forward(*args, **kwargs)
 
     def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result with the tensors of this model."""
         form_of_call, inputs = self._bind(args, kwargs, tracked=torch.is_grad_enabled())
         form = at_sizes(form_of_call, inputs)
         calls = form.calls

@@ -120,6 +120,15 @@ def test_transforms_of_functions_are_refused() -> None:
     torch.testing.assert_close(pm(x), model(x), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+def test_compiled_code_around_it_is_refused() -> None:
+    """It would compute with the model's own tensors."""
+    model, pm, x = pair("data", training=False)
+    compiled = torch.compile(lambda given, rows: functional_call(pm, given, (rows,)), backend="eager")
+    with pytest.raises(ConfigError, match=r"was replaced, as torch\.func\.functional_call does"):
+        compiled(values_for(model), x)
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.timeout(180)
