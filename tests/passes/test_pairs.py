@@ -16,7 +16,16 @@ HERE = Path(__file__).parent
 PAIRS = sorted(path.relative_to(HERE).with_suffix("").as_posix() for path in HERE.rglob("*.txt"))
 
 
-LONG = {"normalize/inline/steps_of_scan", "normalize/randomness/draw_order/recurrent"}
+LONG = {
+    "autograd/differentiate/collectives",
+    "emit/place_on_mesh/data_parallel",
+    "emit/programs/one_f_one_b",
+    "normalize/inline/both_branches",
+    "normalize/inline/steps_of_scan",
+    "normalize/randomness/draw_order/recurrent",
+    "spmd/halo/emit/exchange",
+    "spmd/halo/emit/grid",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in PAIRS])

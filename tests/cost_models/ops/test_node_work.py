@@ -42,9 +42,8 @@ def counted(instance: Instance) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=() if case.name == "unet" else pytest.mark.slow) for case in ZOO if case.name in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in ZOO if case.name in MODELS])
 def test_flops_of_a_training_step(case: Case) -> None:
     instance = case.build()
     batch = next(leaf.shape[0] for leaf in tree_leaves((instance.args, instance.kwargs)) if isinstance(leaf, Tensor))

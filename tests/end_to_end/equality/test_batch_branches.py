@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import ConfigError, PartitionedModel, partition
-from tests.support.running.slow_values import all_but, slow
+from tests.support.running.slow_values import slow
 
 LARGE = 64
 
@@ -55,9 +56,16 @@ MODES: Mapping[str, tuple[str | Mapping[str, int], int]] = {
 }
 
 
-@pytest.mark.parametrize("mode", all_but(["pipeline", "data"], MODES))
-@pytest.mark.parametrize("is_constant", [False, True])
-@pytest.mark.parametrize("between", [_another_call, _another_number, _mixed_rows])
+QUICK = {(_another_call, True, "pipeline"), (_another_number, False, "data"), (_mixed_rows, False, "pipeline")}
+
+
+@pytest.mark.parametrize(
+    ("between", "is_constant", "mode"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product((_another_call, _another_number, _mixed_rows), (False, True), MODES)
+    ],
+)
 @pytest.mark.parametrize("traced", [8, *slow(32, 64)])
 def test_every_batch_size_gives_the_numbers_of_the_model(between: Callable[..., Tensor], is_constant: bool, traced: int, mode: str) -> None:
     torch.manual_seed(0)

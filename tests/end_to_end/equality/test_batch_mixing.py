@@ -106,19 +106,25 @@ def _returning(name: str) -> Case:
 
 
 CASES = (*map(_mixed, OPERATIONS), *map(_returning, LOSSES))
-PER_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-SLOW = ("ignored_labels", "largest_of_all", "mean_and_penalty", "row_number")
+def all_but_slow(*slow: str) -> pytest.MarkDecorator:
+    """Every case; those named are slow."""
+    marked = [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in slow else ()) for case in CASES]
+    return pytest.mark.parametrize("case", marked)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in SLOW else ()) for case in CASES])
+@all_but_slow(
+    *("attention_over_rows", "class_weights", "ignored_labels", "largest", "largest_of_all", "logarithm_of_the_mean", "masked_mean"),
+    *("mean", "mean_and_penalty", "product_of_means", "reshaped", "root_mean_square", "row_number", "sum_and_mean", "sum_by_rows"),
+    *("twice_the_mean", "weighted_classes"),
+)
 def test_numbers_stay_when_the_planner_chooses_the_microbatches(case: Case) -> None:
     other = partitioned_steps(case, devices=2, mode="pipeline")
     assert compare(reference_steps(case), other, case.tolerance) is None
 
 
-@PER_CASE
+@all_but_slow("ignored_labels", "mean_and_penalty", "sum_by_rows", "twice_the_mean", "weighted_classes")
 def test_numbers_stay_or_microbatches_are_refused(case: Case) -> None:
     try:
         difference = first_difference(case, devices=2, mode="pipeline", n_microbatches=4)

@@ -91,17 +91,17 @@ def model(name: str) -> nn.Module:
     ("name", "devices", "mode", "options"),
     [
         ("unread_norm", 2, "data", {}),
-        ("passed_averages", 2, "data", {}),
+        pytest.param("passed_averages", 2, "data", {}, marks=pytest.mark.slow),
         ("passed_averages", 2, "model", {}),
-        ("cache", 2, "data", {}),
+        pytest.param("cache", 2, "data", {}, marks=pytest.mark.slow),
         ("cache", 2, "fsdp", {}),
-        ("average", 2, "tensor", {}),
+        pytest.param("average", 2, "tensor", {}, marks=pytest.mark.slow),
         ("average", 2, "pipeline", {"n_microbatches": 4}),
         pytest.param("assigned", 2, "pipeline", {"n_microbatches": 3, "schedule": "GPipe"}, marks=pytest.mark.slow),
         pytest.param("sum", 2, "data", {}, marks=pytest.mark.slow),
         ("count", 3, {"pipeline": (2, 1)}, {"n_microbatches": 4, "recompute": "full"}),
         pytest.param("maximum", 2, "data", {}, marks=pytest.mark.slow),
-        ("spectral_norm", 2, "pipeline", {"n_microbatches": 4}),
+        pytest.param("spectral_norm", 2, "pipeline", {"n_microbatches": 4}, marks=pytest.mark.slow),
         pytest.param("spectral_norm_parametrization", 2, "pipeline", {"n_microbatches": 2, "schedule": "ZB1P"}, marks=pytest.mark.slow),
     ],
 )
@@ -126,6 +126,7 @@ def test_calls_of_one_normalisation_update_it_in_turn(calls: tuple[str, ...], de
     assert_trains_as_original(SharedNorm(*calls), devices, mode)
 
 
+@pytest.mark.slow
 def test_calls_of_one_normalisation_without_weights() -> None:
     torch.manual_seed(0)
     assert_trains_as_original(SharedNorm("unread images", "means", affine=False), 2, "tile")

@@ -118,7 +118,7 @@ DIAGONAL = {
     "clip": "sequence2",
     "padded_attention": "data2-sequence2-tensor2",
 }
-QUICK = {"perceptron", "returns_loss", "shared_layer", "branches", "nested_outputs"}
+QUICK = {"perceptron", "shared_layer", "nested_outputs"}
 """The cases of the diagonal that always run."""
 
 
@@ -206,7 +206,7 @@ def test_backward_as_any_module(name: str, setting: str) -> None:
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        ("nested_outputs", "tensor3"),
+        pytest.param("nested_outputs", "tensor3", marks=pytest.mark.slow),
         ("batch_norm_convolution", "data2-tensor2"),
         pytest.param("gpt", "tensor2", marks=pytest.mark.slow),
         pytest.param("integers_and_flags", "fsdp2", marks=pytest.mark.slow),
@@ -239,10 +239,9 @@ def test_a_batch_that_does_not_divide_is_computed_whole_and_said(mode: str) -> N
     assert compare_values(case.build().model(*instance.args), output, case.tolerance) is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a batch of 7 rows does not divide")
-@pytest.mark.parametrize(
-    ("name", "setting"), [("returns_loss", "data2"), pytest.param("whisper", "data2-pipeline2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "setting"), [("returns_loss", "data2"), ("whisper", "data2-pipeline2")])
 def test_batches_that_divide_and_others_take_turns(name: str, setting: str) -> None:
     """A model's own loss has another name where rows are cut; masks are computed in other stages where something is exchanged."""
     case, chosen = exact(case_named(name)), SETTINGS[setting]

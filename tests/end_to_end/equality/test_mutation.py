@@ -18,6 +18,7 @@ from partitioner.tracing.trace import trace
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.buffer_writes import verify_writes
 from passes.normalize.functionalize import functionalize
+from tests.support.running.slow_values import all_but
 from tests.support.running.traced import assert_equal_runs, run_model, run_traced
 from tests.support.running.writing_models import BUFFERS, IMAGES, VIEWS, Layers, assert_trains_as_original, example, refusal
 
@@ -43,7 +44,15 @@ def layers(name: str) -> nn.Module:
 # -- the graph -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*VIEWS, *IMAGES, *BUFFERS, "circular"])
+LONG = {
+    *("assigned", "average_read", "cache", "circular", "count", "dropped_channels", "quadrants", "queue", "recurrence", "ring"),
+    *("shapes", "stale_view", "strided", "sum", "transposed", "two_names", "unfold"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in (*VIEWS, *IMAGES, *BUFFERS, "circular")]
+)
 def test_a_traced_graph_writes_declared_buffers_alone(name: str) -> None:
     """And computes what the model does: results, gradients, buffers."""
     model = layers(name).double()
@@ -127,7 +136,10 @@ UNANNOTATED_VIEW_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 """Calls whose schemas do not say that they return their argument or a view of it, which they do for some arguments."""
 
 
-@pytest.mark.parametrize("name", [*VIEW_CALLS, *UNANNOTATED_VIEW_CALLS])
+QUICK_CALLS = ("slice", "split", "of_view", "alpha_dropout", "einsum", "feature_alpha_dropout")
+
+
+@pytest.mark.parametrize("name", all_but(QUICK_CALLS, [*VIEW_CALLS, *UNANNOTATED_VIEW_CALLS]))
 def test_a_write_through_a_view_reaches_its_base(name: str) -> None:
     take = (VIEW_CALLS | UNANNOTATED_VIEW_CALLS)[name]
 
@@ -143,7 +155,12 @@ def test_a_write_through_a_view_reaches_its_base(name: str) -> None:
     assert_traced_alike(Model())
 
 
-@pytest.mark.parametrize("name", UNANNOTATED_VIEW_CALLS)
+LONG_CALLS = {"channel_shuffle", "einsum", "feature_alpha_dropout", "feature_dropout", "sum_to_size"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG_CALLS else ()) for name in UNANNOTATED_VIEW_CALLS]
+)
 def test_gradients_of_a_write_through_what_may_be_a_view(name: str) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -271,11 +288,11 @@ def test_a_write_that_a_pass_leaves_is_found() -> None:
         pytest.param("circular", 1, {"tile": 2}, {}, marks=pytest.mark.slow),
         ("narrow", 2, "model", {}),
         pytest.param("dropped", 2, "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
-        ("dropped_channels", 1, {"tile": 2}, {}),
+        pytest.param("dropped_channels", 1, {"tile": 2}, {}, marks=pytest.mark.slow),
         pytest.param("dropped_channels", 2, "tile", {}, marks=pytest.mark.slow),
         ("dropped_buffer", 2, "data", {}),
-        ("border", 2, "tile", {}),
-        ("overwritten", 2, "data", {}),
+        pytest.param("border", 2, "tile", {}, marks=pytest.mark.slow),
+        pytest.param("overwritten", 2, "data", {}, marks=pytest.mark.slow),
         pytest.param("two_names", 2, "tensor", {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("no_grad", 2, "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
     ],
@@ -285,7 +302,12 @@ def test_a_model_that_writes_in_place_trains_as_it_is(name: str, devices: int, m
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("dropped", "pipeline"), ("dropped", "data"), pytest.param("dropped_channels", "tile", marks=pytest.mark.slow)]
+    ("name", "mode"),
+    [
+        pytest.param("dropped", "pipeline", marks=pytest.mark.slow),
+        ("dropped", "data"),
+        pytest.param("dropped_channels", "tile", marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_that_writes_in_place_evaluates_as_it_is(name: str, mode: str) -> None:
     model = layers(name).double().eval()

@@ -18,7 +18,8 @@ from tests.support.running.transparency import (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "shared_layer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "shared_layer"])
 def test_a_weight_tied_across_stages_gets_the_sum_of_its_gradients(name: str) -> None:
     """There each stage trains its own copy with its own part of the gradient, and nothing says so."""
     case = case_named(name)
@@ -42,7 +43,8 @@ def test_a_weight_tied_across_stages_stays_one_weight() -> None:
     assert all(torch.equal(copy, state["token.weight"]) for copy in copies)
 
 
-@pytest.mark.parametrize("name", ["branches", pytest.param("encoder_decoder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["branches", "encoder_decoder"])
 def test_a_value_used_by_several_later_stages_gets_the_sum_of_their_gradients(name: str) -> None:
     """There the backward fails."""
     assert first_difference(case_named(name), devices=4, mode="pipeline", schedule="1F1B") is None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import PartitionWarning, Plan, partition
-from tests.support.running.slow_values import slow
+from tests.support.running.slow_values import all_but, slow
 
 X = torch.randn(6, 8, dtype=torch.float64)
 
@@ -29,8 +29,8 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("mode", "recompute"),
     [
-        ("model", "none"),
         ("pipeline", "full"),
+        pytest.param("model", "none", marks=pytest.mark.slow),
         pytest.param("model", "full", marks=pytest.mark.slow),
         pytest.param("pipeline", "none", marks=pytest.mark.slow),
     ],
@@ -94,7 +94,8 @@ def test_cut_models_draw_the_masks_of_the_whole(mesh: dict[str, int]) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, *slow({"tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2})], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
 def test_a_model_that_begins_with_dropout(mesh: dict[str, int]) -> None:
     """The mask is written in front of all that a plan knows by name."""
     torch.manual_seed(1)
@@ -130,7 +131,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("mode", ["tensor", *slow("model", "data")])
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", all_but(["bernoulli_ of a number", "randn_like"], DRAWS))
 def test_numbers_lie_as_the_memory_of_a_transposed_value_does(draw: str, mode: str) -> None:
     class Transposed(nn.Module):
         """Attention of torch with ``batch_first=True`` drops values with such strides."""
@@ -177,7 +178,7 @@ KERNELS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
 
 
 @pytest.mark.parametrize("mode", ["data", *slow("model")])
-@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("kind", all_but(["batch norm, width before height", "roll, channels last"], KERNELS))
 def test_numbers_lie_as_kernels_lay_values_out(kind: str, mode: str) -> None:
     """These lay results out otherwise than their fake results say, and what follows keeps the order."""
     torch.manual_seed(1)
@@ -199,9 +200,19 @@ def channels_last(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64).to(memory_format=torch.channels_last)
 
 
+SHAPES = ((4, 4, 8, 4), (4, 3, 8, 5), (2, 3, 4, 5), (1, 3, 4, 5))  # sizes of 4: traced with another batch size
+QUICK_SHAPES = {("model", SHAPES[3]), ("data", SHAPES[0])}
+
+
 @pytest.mark.filterwarnings("ignore:a batch of 1 rows does not divide over 2 ranks")
-@pytest.mark.parametrize("shape", [(4, 4, 8, 4), (4, 3, 8, 5), (2, 3, 4, 5), (1, 3, 4, 5)])  # sizes of 4: traced with another batch size
-@pytest.mark.parametrize("mode", ["model", "data"])
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [
+        pytest.param(mode, shape, id=f"{mode}-shape{place}", marks=() if (mode, shape) in QUICK_SHAPES else pytest.mark.slow)
+        for mode in ("model", "data")
+        for place, shape in enumerate(SHAPES)
+    ],
+)
 def test_numbers_lie_as_the_memory_of_a_channels_last_input_does(shape: tuple[int, ...], mode: str) -> None:
     model, x = Dropped(), channels_last(*shape)
     pm = partition(model, devices=2, mode=mode, example_inputs=(x,))
@@ -239,7 +250,8 @@ def test_recurrent_layers_drop_what_they_drop_in_the_model(kind: str, mode: str)
     trained_with_the_same_draws(kind, mode)
 
 
-@pytest.mark.parametrize("mode", ["model", *slow("tensor")])  # the batch is the second dimension
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["model", "tensor"])  # the batch is the second dimension
 def test_recurrent_layers_that_take_time_first(mode: str) -> None:
     trained_with_the_same_draws("RNN, time first", mode)
 
@@ -285,10 +297,8 @@ class Towers(nn.Module):
         return torch.as_tensor(first + self.second(x.cos()))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stages"),
-    [("Interleaved1F1B", 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("1F1B", 2), ("ZBV", 4), ("ZBV", 6)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "stages"), [("Interleaved1F1B", 4), ("1F1B", 2), ("ZBV", 4), ("ZBV", 6)])
 def test_stages_draw_in_the_order_of_the_model(schedule: str, stages: int) -> None:
     """Whether they wait for each other or not: a rank whose stages read no other's could be ahead."""
     model = Towers()
@@ -328,8 +338,20 @@ def test_an_unread_draw_on_another_rank_comes_first() -> None:
 
 
 @pytest.mark.parametrize("with_gradients", [True, *slow(False)])
-@pytest.mark.parametrize(("devices", "mode"), [(1, "model"), (2, "model"), (2, "pipeline"), (2, "data")])
-@pytest.mark.parametrize("is_turned", [False, True], ids=["turned_inside", "turned_input"])
+@pytest.mark.parametrize(
+    ("is_turned", "devices", "mode"),
+    [
+        pytest.param(
+            is_turned,
+            devices,
+            mode,
+            id=f"{'turned_input' if is_turned else 'turned_inside'}-{devices}-{mode}",
+            marks=() if (is_turned, mode) in {(False, "pipeline"), (True, "data")} else pytest.mark.slow,
+        )
+        for is_turned in (False, True)
+        for devices, mode in ((1, "model"), (2, "model"), (2, "pipeline"), (2, "data"))
+    ],
+)
 def test_what_turns_back_to_rows_is_drawn_in_rows(devices: int, mode: str, *, is_turned: bool, with_gradients: bool) -> None:
     """A stage has dense inputs, whatever strides they have in the model: what it turns is not what the model turned back."""
 
@@ -354,8 +376,14 @@ def test_what_turns_back_to_rows_is_drawn_in_rows(devices: int, mode: str, *, is
 
 
 @pytest.mark.parametrize("devices", [2, *slow(1)])
-@pytest.mark.parametrize("is_turned_back", [False, True])
-@pytest.mark.parametrize("write", ["index_add", "through_view", "windows", "copy", "mask"])
+@pytest.mark.parametrize(
+    ("write", "is_turned_back"),
+    [
+        pytest.param(write, turned, marks=() if (write, turned) in {("index_add", False), ("through_view", True)} else pytest.mark.slow)
+        for write in ("index_add", "through_view", "windows", "copy", "mask")
+        for turned in (False, True)
+    ],
+)
 def test_what_is_written_in_place_is_drawn_in_its_memory(write: str, devices: int, *, is_turned_back: bool) -> None:
     """A write in place keeps the strides of a transpose; the operator without a write may return rows."""
 

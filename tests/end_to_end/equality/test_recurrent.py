@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models.case import Instance
-from tests.support.running.slow_values import slow
 from tests.support.running.transparency import compare_gradients, compare_values, make_partitioned
 
 ROWS, LENGTH, FEATURES, HIDDEN, CLASSES = 6, 3, 5, 4, 3
@@ -85,19 +84,22 @@ def test_first_layer(kind: type[nn.LSTM | nn.GRU], batch_first: bool, arguments:
     assert_trains_alike(Classifier(layer, width, batch_first=batch_first), devices=2, batch_first=batch_first, schedule="ZB1P")
 
 
-@pytest.mark.parametrize("arguments", [{"bias": False}, *slow({"proj_size": HIDDEN - 1})], ids=["no_bias", "projections"])
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [{"bias": False}, {"proj_size": HIDDEN - 1}], ids=["no_bias", "projections"])
 def test_other_weights(arguments: dict[str, Any]) -> None:
     torch.manual_seed(0)
     layer = nn.LSTM(FEATURES, HIDDEN, batch_first=True, **arguments)
     assert_trains_alike(Classifier(layer, layer.proj_size or HIDDEN), devices=2)
 
 
+@pytest.mark.slow
 def test_state_that_is_trained_under_fixed_weights() -> None:
     torch.manual_seed(0)
     assert_trains_alike(Classifier(FromLearnedState(), HIDDEN), devices=1)
 
 
-@pytest.mark.parametrize("recompute", ["full", *slow("none", "selective")])
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "none", "selective"])
 def test_layer_without_gradients(recompute: str) -> None:
     """The kernel for inference stays, and returns several values at once, of which the norm after it reads one."""
     torch.manual_seed(0)

@@ -27,7 +27,6 @@ from passes.ir.layout import Shard
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.local_shapes import Extents
 from passes.spmd.shards import block_of
-from tests.support.running.slow_values import slow
 
 BATCH, LENGTH, WIDTH, HEADS = 5, 7, 12, 3
 
@@ -237,7 +236,8 @@ def test_names_are_what_a_person_calls_them() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("kind", [*slow("gpt2", "opt"), "encoder"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "encoder"])
 def test_names_do_not_depend_on_training(kind: str) -> None:
     """In training, attention with dropout is decomposed: the width of a head is then contracted by a plain product of two activations."""
     tokens = torch.zeros(4, 8, dtype=torch.long)

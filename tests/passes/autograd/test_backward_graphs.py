@@ -148,7 +148,11 @@ def each_pair(*slow: str) -> pytest.MarkDecorator:
 
 
 class TestAgainstAutograd:
-    @each_pair("attention-none", "attention-selective", "attention-full", "convolution-selective", "slice_writes-full")
+    @each_pair(
+        *("attention-none", "attention-selective", "attention-full", "batch_norm-none", "batch_norm-selective"),
+        *("convolution-none", "convolution-selective", "convolution-full", "dropout-selective", "dropout-full"),
+        *("partly-none", "partly-full", "slice_writes-none", "slice_writes-selective", "slice_writes-full"),
+    )
     def test_whole_backward(self, name: str, recompute: Recompute) -> None:
         built = build(name, recompute)
         output, saved = built.forward()
@@ -160,7 +164,9 @@ class TestAgainstAutograd:
         named = dict(zip(training.arguments_with_gradient, of_arguments, strict=True))
         check(built, {**named, **dict(zip(training.parameters_with_gradient, of_parameters, strict=True))})
 
-    @each_pair("partly-selective")
+    @each_pair(
+        *("attention-selective", "attention-full", "convolution-none", "partly-selective", "slice_writes-selective", "slice_writes-full")
+    )
     def test_two_halves(self, name: str, recompute: Recompute) -> None:
         built = build(name, recompute)
         _, saved = built.forward()
@@ -174,7 +180,7 @@ class TestAgainstAutograd:
         check(built, {**named, **dict(zip(training.parameters_with_gradient, of_parameters, strict=True))})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "attention" else ()) for name in MODELS])
 def test_parameter_gradients_own_their_memory(name: str) -> None:
     built = build(name, "none")
     _, saved = built.forward()

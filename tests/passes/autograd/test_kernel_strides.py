@@ -23,7 +23,7 @@ class StepSizes(nn.Module):
         return nn.functional.softplus(self.project(x)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("mode", ["model", "data", "tensor"])
+@pytest.mark.parametrize("mode", ["model", "data", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_backward_of_softplus_of_what_is_transposed(mode: str) -> None:
     torch.manual_seed(0)
     model, x = StepSizes().double(), torch.rand(4, 3, 6, dtype=torch.float64)

@@ -96,6 +96,7 @@ def test_the_planner_recomputes_as_little_as_the_memory_allows() -> None:
         planned(None, memory_limit=peaks["full"] // 2)
 
 
+@pytest.mark.slow
 def test_recomputing_takes_longer() -> None:
     times = [planned(recompute).plan.step_time for recompute in ("none", "selective", "full")]
     assert times == sorted(times)

@@ -97,7 +97,7 @@ def test_each_rank_holds_its_half_of_a_block() -> None:
     assert sum(parameter.numel() for parameter in pm.parameters()) == total  # ranks of one process share what they all hold
 
 
-@pytest.mark.parametrize("n_microbatches", [1, 4])
+@pytest.mark.parametrize("n_microbatches", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_data_parallel_reduces_every_gradient_once(n_microbatches: int) -> None:
     model, x = perceptron()
     for found in step_of(model, x, "data", 2, n_microbatches):
@@ -164,7 +164,7 @@ def test_ranks_with_uneven_parts_send_the_same_together() -> None:
     assert moved[0] == moved[1] == moved[2]
 
 
-@pytest.mark.parametrize("mode", ["zero1", "zero2"])
+@pytest.mark.parametrize("mode", [pytest.param("zero1", marks=pytest.mark.slow), "zero2"])
 def test_zero_gathers_parameters_once_and_scatters_gradients_once(mode: str) -> None:
     model, x = perceptron()
     for found in step_of(model, x, mode, 2):

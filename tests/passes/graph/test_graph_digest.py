@@ -22,6 +22,7 @@ def digests(names: Sequence[str]) -> list[str]:
     return [graph_digest(trace(each.model, each.args, each.kwargs, training=None)) for each in instances]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_processes_have_the_same_digests(workers: Callable[[int], Workers]) -> None:

@@ -58,7 +58,7 @@ def assert_alike(one: ModelGraph, other: ModelGraph) -> None:
     assert allocations(one.graph).lies_in == allocations(other.graph).lies_in
 
 
-@pytest.mark.parametrize("case", ["gpt", "pieces"])
+@pytest.mark.parametrize("case", [pytest.param("gpt", marks=pytest.mark.slow), "pieces"])
 def test_a_fixed_graph(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, example = (Gpt(depth=4), TOKENS) if case == "gpt" else (Pieces(), torch.zeros(4, 6, 8))
     graph = trace(model, (example,), {})

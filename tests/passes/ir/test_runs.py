@@ -97,6 +97,7 @@ def carried_out(exchanges: Sequence[Exchange]) -> list[Tensor]:
 # -- runs --------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(readings())
 def test_texts_and_lists_say_the_same(reading: Reading) -> None:
     found = from_text(reading.wanted)
@@ -119,6 +120,7 @@ def test_texts_as_they_are_written(text: str, expected: list[list[int | None]]) 
     assert [elements(runs) for runs in from_text(text)] == expected
 
 
+@pytest.mark.slow
 @given(readings())
 def test_segments_are_who_has_what(reading: Reading) -> None:
     """Every place of every reader is filled once, by the rank that has the element."""

@@ -14,7 +14,7 @@ from passes.normalize.specialize_batch import fix_batch
 from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO
 
-FAST = ("unet",)
+FAST = ("perceptron",)
 
 
 @pytest.mark.parametrize("case", [pytest.param(each, marks=() if each.name in FAST else pytest.mark.slow, id=each.name) for each in ZOO])

@@ -61,7 +61,10 @@ def placeholders(graph: ModelGraph, instance: Instance) -> list[Any]:
     return [values[node.name] for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-LONG = {"clip", "encoder_decoder", "gpt", "group_norm_convolution", "gru", "lstm", "padded_attention", "unet"}
+LONG = {
+    *("batch_norm_convolution", "clip", "encoder_decoder", "gpt", "group_norm_convolution", "gru", "integers_and_flags", "lstm"),
+    *("padded_attention", "parameterless", "residual", "unet"),
+}
 
 
 def is_slow(case: Case) -> bool:

@@ -223,7 +223,7 @@ def assert_gradients(pm: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [*slow(True), False])
 def test_trains(training: bool) -> None:
     model = made(Block).train(training)
     pm = partition(model, devices=1, mode={"tile": (2, 1)}, example_inputs=(IMAGE,), progress=False)
@@ -251,24 +251,27 @@ class WithoutParameters(nn.Module):
         return F.avg_pool2d(F.lp_pool2d(x.abs() + 2.5, 2.0, 2), 3, 1, 1).sin()
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("has_buffers", [True, False])
+@pytest.mark.parametrize(
+    ("has_buffers", "training"),
+    [(True, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, False), (False, True), (False, False)))],
+)
 def test_a_model_without_parameters(has_buffers: bool, training: bool) -> None:
     model = WithoutParameters(has_buffers).double().train(training)
     pm = partition(model, devices=1, mode={"tile": 2}, example_inputs=(IMAGE,), progress=False)
     trained_alike(model, pm, IMAGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "dims"),
     [
-        pytest.param(lambda: nn.BatchNorm2d(9), (0, 2, 3, 1), id="batch_norm", marks=pytest.mark.slow),
+        pytest.param(lambda: nn.BatchNorm2d(9), (0, 2, 3, 1), id="batch_norm"),
         pytest.param(lambda: nn.BatchNorm2d(9, track_running_stats=False), (0, 2, 1, 3), id="batch_norm_without_buffers"),
-        pytest.param(lambda: nn.BatchNorm2d(3), (2, 1, 0, 3), id="batch_norm_of_rows", marks=pytest.mark.slow),
-        pytest.param(lambda: nn.GroupNorm(1, 9), (0, 2, 1, 3), id="one_group", marks=pytest.mark.slow),
-        pytest.param(lambda: nn.GroupNorm(9, 9), (0, 2, 3, 1), id="groups_of_one_channel", marks=pytest.mark.slow),
-        pytest.param(lambda: nn.GroupNorm(3, 3), (2, 1, 0, 3), id="groups_of_rows", marks=pytest.mark.slow),
-        pytest.param(lambda: nn.InstanceNorm2d(9, affine=True), (0, 2, 1, 3), id="instance_norm", marks=pytest.mark.slow),
+        pytest.param(lambda: nn.BatchNorm2d(3), (2, 1, 0, 3), id="batch_norm_of_rows"),
+        pytest.param(lambda: nn.GroupNorm(1, 9), (0, 2, 1, 3), id="one_group"),
+        pytest.param(lambda: nn.GroupNorm(9, 9), (0, 2, 3, 1), id="groups_of_one_channel"),
+        pytest.param(lambda: nn.GroupNorm(3, 3), (2, 1, 0, 3), id="groups_of_rows"),
+        pytest.param(lambda: nn.InstanceNorm2d(9, affine=True), (0, 2, 1, 3), id="instance_norm"),
     ],
 )
 def test_normalisations_of_which_space_is_the_channels_or_the_rows(build: Callable[[], nn.Module], dims: tuple[int, ...]) -> None:
@@ -278,6 +281,7 @@ def test_normalisations_of_which_space_is_the_channels_or_the_rows(build: Callab
     trained_alike(model, partition(model, devices=1, plan=plan, example_inputs=(x,), progress=False), x)
 
 
+@pytest.mark.slow
 def test_one_axis_that_is_height_and_width() -> None:
     """Tiles cut it along one of the two: no dimension of a value is cut by both."""
     model, x = made(Gram).train(), torch.randn(4, 3, 11, 9, dtype=torch.float64)

@@ -27,11 +27,11 @@ from tests.support.running.programs import programs
 
 N_RANKS = (2, 3, 4)
 
-LONG = {
-    *(("residual", 2, "ZBV"), ("residual", 3, "1F1B"), ("residual", 3, "ZB1P"), ("residual", 4, "Interleaved1F1B")),
-    ("unet", 3, "Interleaved1F1B"),
+QUICK = {
+    *(("residual", 2, schedule) for schedule in ("1F1B", "Interleaved1F1B", "ZB1P", "DualPipeV")),
+    *(("residual", 3, "GPipe"), ("residual", 4, "ZBV"), ("returns_loss", 2, "ZB1P")),
 }
-"""What takes seconds, and is slow for that."""
+"""What always runs: one case under every schedule, and one that computes its own loss."""
 
 
 def matrix() -> Iterator[ParameterSet]:
@@ -39,7 +39,7 @@ def matrix() -> Iterator[ParameterSet]:
     for row, case in enumerate(ZOO):
         own = (N_RANKS[row % 3], list(SCHEDULES)[(row + row // 6) % 6])
         for n_ranks, schedule in itertools.product(N_RANKS, SCHEDULES) if case.name == "residual" else (own,):
-            always = case.name in ("residual", "nested_outputs", "returns_loss", "unet") and (case.name, n_ranks, schedule) not in LONG
+            always = (case.name, n_ranks, schedule) in QUICK
             yield pytest.param(case, n_ranks, schedule, id=f"{case.name}-{n_ranks}-{schedule}", marks=() if always else pytest.mark.slow)
 
 
@@ -215,6 +215,7 @@ def test_a_pending_value_that_nobody_waits_for() -> None:
     refused(found, "receive_loss of rank 0 is never waited for")
 
 
+@pytest.mark.slow
 def test_waiting_twice() -> None:
     found = tied()
     once = named(found[0], "loss")
@@ -255,6 +256,7 @@ def test_a_message_to_itself() -> None:
     refused(found, f"rank 1, {first.name}: there is no other rank 1")
 
 
+@pytest.mark.slow
 def test_another_group() -> None:
     found = tied()
     node = nodes(found[0], all_reduce)[0]
@@ -304,6 +306,7 @@ def test_a_gradient_stored_for_another_parameter() -> None:
     refused(found, "rank 1, stage1_store_gradients: stores", "as the gradient of")
 
 
+@pytest.mark.slow
 def test_a_graph_that_reads_what_stands_behind() -> None:
     found = tied()
     graph = found[0].module.graph
@@ -314,6 +317,7 @@ def test_a_graph_that_reads_what_stands_behind() -> None:
     assert graph is found[0].module.graph
 
 
+@pytest.mark.slow
 def test_a_program_for_every_rank() -> None:
     with pytest.raises(VerificationError, match=r"there are programs for ranks \[0, 2\]"):
         verify([program for program in tied() if program.rank != 1])

@@ -113,7 +113,7 @@ def test_microbatches_of_such_operations_give_the_numbers_of_the_batch() -> None
     torch.testing.assert_close(pm(x), model(x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", TOTALS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "einsum_over_rows" else ()) for name in TOTALS])
 def test_microbatches_add_up(name: str) -> None:
     model = Between(TOTALS[name][1])
     x = torch.randn(4, 6, 6, dtype=torch.float64)

@@ -16,6 +16,7 @@ from partitioner.tracing.trace import trace
 from passes.graph.schemas import packet
 from passes.rules.ops.grouped_mm import _by_kernel, _outer_by_kernel, grouped_mm, grouped_outer
 from tests.support.models.attention.experts import EXPERTS, Dropless, back_by_inverse, ends_by_histogram
+from tests.support.running.slow_values import all_but
 
 aten = torch.ops.aten
 
@@ -95,7 +96,16 @@ def has(graph: fx.Graph, *operators: object) -> bool:
     return any(packet(node.target) in operators for node in graph.nodes)
 
 
-@pytest.mark.parametrize(("back", "ends"), [(back_by_inverse, by_one_hot), *((back, ends_by_histogram) for back in WAYS_BACK)])
+@pytest.mark.parametrize(
+    ("back", "ends"),
+    [
+        (back_by_inverse, by_one_hot),
+        *(
+            pytest.param(back, ends_by_histogram, marks=() if back in (back_by_adding, back_by_writing) else pytest.mark.slow)
+            for back in WAYS_BACK
+        ),
+    ],
+)
 def test_rows_are_computed_in_their_own_order(back: Callable[..., Tensor], ends: Callable[[Tensor], Tensor]) -> None:
     graph = traced(Dropless(WIDTH, back=back, ends=ends), TOKENS)
     assert not has(graph, aten.sort, aten.argsort, aten.histc, aten.cumsum, aten.arange)
@@ -122,7 +132,7 @@ SHOWN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("shown", all_but(["neighbours"], SHOWN))
 def test_an_order_that_is_seen_stays(shown: str) -> None:
     """And products of groups that are given by their ends are products of groups that are given by row."""
     graph = traced(Shown(SHOWN[shown]), TOKENS)

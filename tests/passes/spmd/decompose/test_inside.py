@@ -266,6 +266,7 @@ def test_it_never_gathers_what_is_cut(example: Example) -> None:
             assert node.meta["val"].numel() * 8 <= FEW_BYTES
 
 
+@pytest.mark.slow
 def test_every_operation_of_the_table_has_an_example() -> None:
     shown = set()
     for example in EXAMPLES:

@@ -14,7 +14,7 @@ from tests.support.samples.tile_operations import OPERATIONS, drawn
 DRAWS = 5
 """Random calls of each operation."""
 
-QUICK = ("convolution", "padded_convolution")
+QUICK = ("convolution",)
 """Operations whose first draw always runs."""
 
 
@@ -35,6 +35,7 @@ def test_operations(name: str, seed: int) -> None:
     assert first_difference_of_tiles(model, x, devices, {"tile": grid}) == ""
 
 
+@pytest.mark.slow
 def test_groups_of_one_channel() -> None:
     """A size of one is no factor; statistics run over space alone."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(4, 4)).double()

@@ -190,6 +190,7 @@ def test_beside_other_dimensions(mesh: dict[str, Grid]) -> None:
     assert first_difference_of_tiles(model, x, math.prod(map(ranks, mesh.values())), mesh, constraints=ONCE) == ""
 
 
+@pytest.mark.slow
 def test_a_run_in_two_stages() -> None:
     """What a stage sends holds the overlap, too."""
     torch.manual_seed(0)
@@ -274,7 +275,9 @@ def messages(pm: PartitionedModel) -> tuple[int, int]:
         pytest.param(True, ONCE, 1, marks=pytest.mark.slow),
         (False, ONCE, 0),  # every rank cuts what it needs from the image
         pytest.param(True, Constraints(halo={"": "recompute", "5": "exchange"}), 2, marks=pytest.mark.slow),
-        (True, Constraints(halo={"": "exchange", "5": "recompute", "4": "recompute", "3": "recompute"}), 2),
+        pytest.param(
+            True, Constraints(halo={"": "exchange", "5": "recompute", "4": "recompute", "3": "recompute"}), 2, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_messages(norm: bool, constraints: Constraints, expected: int) -> None:
@@ -286,6 +289,7 @@ def test_messages(norm: bool, constraints: Constraints, expected: int) -> None:
     assert sum(run.exchange_messages - run.recompute_messages for run in chosen) == 3 - expected
 
 
+@pytest.mark.slow
 def test_the_interior_is_computed_between_start_and_wait() -> None:
     """Forward and backward; what is left are the borders, of one row each, which read three."""
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
@@ -302,6 +306,7 @@ def test_the_interior_is_computed_between_start_and_wait() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_rows_that_move_are_those_of_the_composed_windows() -> None:
     """Three convolutions of 3 x 3 need three rows of the neighbour."""
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
@@ -352,6 +357,7 @@ def test_prices_are_those_of_the_formulas() -> None:
     assert run.recompute_time == pytest.approx(2 * (1.0 + 3 * row / BANDWIDTH) + (2 + 1) * 3 * convolution, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_plan_tells_and_keeps_the_choice() -> None:
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
     pm = pm_of(stack(norm=True), x, (2, 1), ONCE)
