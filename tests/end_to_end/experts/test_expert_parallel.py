@@ -165,21 +165,17 @@ def test_a_plan_with_experts_is_read_back() -> None:
 # -- routing without capacity: as many tokens for each expert as chose it ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "devices", "axes"),
     [
-        pytest.param({"data": 2, "tensor": 2}, 4, {}, marks=pytest.mark.slow),
+        ({"data": 2, "tensor": 2}, 4, {}),
         ("pipeline", 2, {}),
-        *(
-            pytest.param(mode, devices, axes, marks=pytest.mark.slow)
-            for mode, devices, axes in (
-                ("data", 2, {}),
-                ("fsdp", 2, {}),
-                ("tensor", 3, {"ffn": "tensor"}),
-                ("tensor", 2, {"experts": "tensor"}),
-                ({"pipeline": 2, "tensor": 2}, 4, {}),
-            )
-        ),
+        ("data", 2, {}),
+        ("fsdp", 2, {}),
+        ("tensor", 3, {"ffn": "tensor"}),
+        ("tensor", 2, {"experts": "tensor"}),
+        ({"pipeline": 2, "tensor": 2}, 4, {}),
     ],
 )
 def test_dropless(mode: str | Mapping[str, int], devices: int, axes: Mapping[str, str]) -> None:
@@ -193,6 +189,7 @@ def test_a_pipeline_cuts_the_batch_of_dropless_experts() -> None:
     assert not any("rows of the batch meet" in note for note in pm.plan.notes)
 
 
+@pytest.mark.slow
 def test_dropless_experts_are_cut_like_a_feed_forward_layer() -> None:
     """Columns, then rows: of the activations, one sum forward, and backward those of the tokens and of their weights."""
     instance = DROPLESS.build()
@@ -206,6 +203,7 @@ def test_dropless_experts_are_cut_like_a_feed_forward_layer() -> None:
     assert held["mixtures.0.down"] == (EXPERTS, 5, WIDTH)
 
 
+@pytest.mark.slow
 def test_other_axes_are_not_cut_over_replicas() -> None:
     with pytest.raises(ConfigError, match="cuts the batch, and experts beside it"):
         make_partitioned(ROUTED["index"].build(), mode="data", devices=2, constraints=Constraints(axes={"hidden": "data"}))

@@ -92,7 +92,8 @@ def test_training(family: str, mode: str | Mapping[str, int], devices: int) -> N
     trained(model_of(family), mode, devices)
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_are_cut_inside(family: str) -> None:
     """Columns and rows of each expert, as a feed-forward layer; nothing is computed whole, nothing is gathered."""
     pm = partition(model_of(family), 2, "tensor", example_kwargs=inputs(), progress=False)

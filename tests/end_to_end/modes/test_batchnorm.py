@@ -20,7 +20,6 @@ from cost_models.hardware.clusters import Device, Link
 from cost_models.ops.work import Work
 from partitioner import ConfigError, InfeasiblePlanError, PartitionedModel, PartitionWarning, Plan, partition
 from partitioner.schedules.catalog import SCHEDULES
-from tests.support.running.slow_values import all_but
 
 ROWS = 8
 
@@ -131,7 +130,8 @@ MESHES: dict[str, tuple[int, str | dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", all_but(["pipeline"], MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
 def test_the_default_trains_as_the_model(name: str) -> None:
     devices, mode = MESHES[name]
     model = resnet()
@@ -140,7 +140,8 @@ def test_the_default_trains_as_the_model(name: str) -> None:
     check_two_steps(model, pm)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(name, marks=[pytest.mark.slow] if name != "ZBV" else []) for name in SCHEDULES])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_exact(schedule: str) -> None:
     model = resnet()
     pm = partitioned(model, 2, "pipeline", schedule=schedule)
@@ -167,6 +168,7 @@ def test_resnet_of_transformers_is_exact() -> None:
             torch.testing.assert_close(state[name], buffer, msg=of(name))
 
 
+@pytest.mark.slow
 def test_why_the_batch_is_not_cut_is_a_note() -> None:
     text = " ".join(partitioned(convolutions(), 2, "pipeline").explain().split())
     assert (
@@ -175,6 +177,7 @@ def test_why_the_batch_is_not_cut_is_a_note() -> None:
     ) in text
 
 
+@pytest.mark.slow
 def test_evaluation_has_microbatches() -> None:
     """Stored statistics mix no rows."""
     model = convolutions().eval()
@@ -183,6 +186,7 @@ def test_evaluation_has_microbatches() -> None:
     torch.testing.assert_close(pm(images()), model(images()))
 
 
+@pytest.mark.slow
 def test_instance_statistics_are_no_reason_for_one_microbatch() -> None:
     model = convolutions(nn.InstanceNorm2d(4, affine=True))
     pm = partitioned(model, 2, "pipeline", cost_model=CountsFlops())
@@ -190,6 +194,7 @@ def test_instance_statistics_are_no_reason_for_one_microbatch() -> None:
     torch.testing.assert_close(pm(images()), model(images()))
 
 
+@pytest.mark.slow
 def test_running_statistics_of_instances_are_those_of_the_batch() -> None:
     model = convolutions(nn.InstanceNorm2d(4, track_running_stats=True))
     pm = partitioned(model, 2, "pipeline")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from partitioner import Plan, partition
 from passes.ir.comm import primitives as communication
+from tests.support.running.slow_values import slow
 
 
 def model() -> nn.Module:
@@ -24,7 +25,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
-@pytest.mark.parametrize("mode", ["data", "fsdp"])
+@pytest.mark.parametrize("mode", ["data", *slow("fsdp")])
 def test_is_what_replicas_of_the_model_do(mode: str) -> None:
     original, x, target = model(), torch.rand(8, 2, 6, 6, dtype=torch.float64), torch.randint(3, (8,))
     pm = partition(original, 2, mode, example_inputs=(x,), batchnorm="local", progress=False)
@@ -56,6 +57,7 @@ def test_statistics_are_not_communicated() -> None:
     assert counts["local"] == 0 < counts["sync"]
 
 
+@pytest.mark.slow
 def test_the_plan_says_which() -> None:
     x = torch.rand(8, 2, 6, 6, dtype=torch.float64)
     local = partition(model(), 2, "data", example_inputs=(x,), batchnorm="local", progress=False)

@@ -147,7 +147,8 @@ def test_attention_with_dropout_draws_the_masks_of_one_device() -> None:
     _assert_equal(Attention(dropout_p=0.3, is_causal=True).double(), 2, _inputs(), "ulysses", seed=3)
 
 
-@pytest.mark.parametrize(("attention", "kv_heads"), [("ring", 4), pytest.param("ulysses", 8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "kv_heads"), [("ring", 4), ("ulysses", 8)])
 def test_bytes_are_those_of_the_paper(attention: str, kv_heads: int) -> None:
     """Counted from the programs of the benchmark's model; of the ring with grouped heads, so that keys are smaller than queries."""
     subject = Subject(attention, ranks=4, length=8, kv_heads=kv_heads, layers=1)
@@ -171,6 +172,7 @@ def test_a_model_trains_like_the_original(mode: Any, attention: str) -> None:
     assert first_difference(case, n_microbatches=1, devices=devices, mode=mode, constraints=constraints) is None
 
 
+@pytest.mark.slow
 def test_the_planner_takes_the_faster_way() -> None:
     """Of unlike predictions the lower; of equal ones, the first of ``ATTENTION``."""
     model, inputs = Attention(is_causal=True).double(), _inputs()

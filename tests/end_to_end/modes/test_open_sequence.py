@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from partitioner import Plan, partition
 from partitioner.tracing.export import export
 from passes.ir.errors import ConfigError
-from tests.support.running.slow_values import slow
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -178,7 +177,8 @@ def assert_computes_alike(model: nn.Module, pm: Any, *inputs: Tensor) -> None:
         torch.testing.assert_close(pm(*inputs), model(*inputs), atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("planned", [8, *slow(TABLE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("planned", [8, TABLE])
 def test_tables_are_read_by_length(planned: int) -> None:
     model = Sliced()
     pm = partition(model, 2, "sequence", example_inputs=(tokens(planned),))
@@ -234,6 +234,7 @@ def test_a_length_beyond_the_table_of_positions_is_refused() -> None:
         pm(tokens(0))
 
 
+@pytest.mark.slow
 def test_a_saved_plan_serves_a_model_traced_with_another_length() -> None:
     model = Decoder()
     plan = Plan.from_json(partition(model, 2, "pipeline", example_inputs=(tokens(12),)).plan.to_json())

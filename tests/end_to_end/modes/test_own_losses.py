@@ -47,7 +47,6 @@ def t5() -> Any:
 
 
 MODELS = [llama, qwen3, gpt2, bert, t5]
-QUICK = {("bert", "sequence")}
 
 
 def made(make: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
@@ -61,13 +60,10 @@ def made(make: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 
 def cases() -> list[Any]:
     modes: list[Any] = ["tensor", "sequence", "data", "fsdp", "pipeline", {"data": 2, "tensor": 2}, {"sequence": 2, "tensor": 2}]
-    return [
-        pytest.param(make, mode, marks=() if (make.__name__, str(mode)) in QUICK else pytest.mark.slow, id=f"{make.__name__}-{mode}")
-        for make in MODELS
-        for mode in modes
-    ]
+    return [pytest.param(make, mode, id=f"{make.__name__}-{mode}") for make in MODELS for mode in modes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "mode"), cases())
 def test_a_step_is_that_of_the_model(make: Callable[[], Any], mode: Any) -> None:
     """Loss and gradients; then the forward, which returns everything, and its backward. Models normalise, and take losses, in float32."""
@@ -94,6 +90,7 @@ def messages(pm: Any) -> list[tuple[Any, int]]:
     return [(node.target, node.meta["bytes"]) for node in nodes]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_sends_what_megatron_does() -> None:
     """Four sums of activations a layer; the vocabulary: a sum behind the embedding, one of its gradient, and three numbers a token."""
     model, batch = made(gpt2)
@@ -106,6 +103,7 @@ def test_tensor_parallel_sends_what_megatron_does() -> None:
     assert sum(size for size in sums if size <= numbers) <= 3 * numbers
 
 
+@pytest.mark.slow
 def test_context_parallel_sends_keys_values_and_gradients() -> None:
     """Nothing else: no logits, no positions, no masks."""
     model, batch = made(gpt2)
@@ -213,6 +211,7 @@ def test_a_structure_that_cannot_hold_the_loss_alone() -> None:
     torch.testing.assert_close(pm(x).logits, model(x).logits)
 
 
+@pytest.mark.slow
 def test_a_head_that_the_loss_does_not_read_has_no_gradient() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:

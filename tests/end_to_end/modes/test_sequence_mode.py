@@ -25,7 +25,7 @@ WIDTH, LENGTH = 12, 5
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("gpt", 2),
+        pytest.param("gpt", 2, marks=pytest.mark.slow),
         pytest.param("vit", 2, marks=pytest.mark.slow),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("gpt", 3), ("llama", 2), ("bert", 3))),
     ],

@@ -35,6 +35,7 @@ from tests.support.planning.small_pipelines import (
     planned_and_simulated,
     wide,
 )
+from tests.support.running.slow_values import slow
 from tests.support.running.transparency import backward_steps, compare, first_difference, reference_steps
 
 SCHEDULES = ("GPipe", "1F1B", "ZB1P")
@@ -107,17 +108,17 @@ def test_schedules_with_several_stages_on_a_rank_share_none() -> None:
 
 TRAININGS = [
     ("perceptron", (2, 1), {}, "1F1B", 8),
-    ("perceptron", (1, 2), {}, "ZB1P", 9),
+    pytest.param("perceptron", (1, 2), {}, "ZB1P", 9, marks=pytest.mark.slow),
     pytest.param("residual", (3, 1), {}, "GPipe", 7, marks=pytest.mark.slow),
     pytest.param("group_norm_convolution", (2, 1), {}, "ZB1P", 9, marks=pytest.mark.slow),
     pytest.param("gpt", (2, 1), {}, "1F1B", 9, marks=pytest.mark.slow),  # its embedding is read by both stages
     pytest.param("gpt", (1, 2), {}, "GPipe", 8, marks=pytest.mark.slow),
     pytest.param("gpt", (2, 1), {"tensor": 2}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("gpt", (1, 2), {"data": 2}, "1F1B", 8, marks=pytest.mark.slow),
-    ("shared_layer", (3, 2, 1), {}, "ZB1P", 11),
+    pytest.param("shared_layer", (3, 2, 1), {}, "ZB1P", 11, marks=pytest.mark.slow),
     pytest.param("unet", (1, 2, 1), {}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("branches", (2, 2), {}, "1F1B", 8, marks=pytest.mark.slow),
-    ("nested_outputs", (2, 1), {}, "GPipe", 2),  # a batch of fewer rows than microbatches
+    pytest.param("nested_outputs", (2, 1), {}, "GPipe", 2, marks=pytest.mark.slow),  # a batch of fewer rows than microbatches
     ("returns_loss", (1, 2), {}, "1F1B", 7),
     pytest.param("integers_and_flags", (2, 1), {"fsdp": 2}, "1F1B", 8, marks=pytest.mark.slow),
 ]
@@ -133,7 +134,7 @@ def test_training(name: str, shape: Shape, beside: Mapping[str, int], schedule: 
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("nested_outputs", (2, 1)),
+        pytest.param("nested_outputs", (2, 1), marks=pytest.mark.slow),
         ("returns_loss", (1, 3)),
         pytest.param("gpt", (1, 2), marks=pytest.mark.slow),
         pytest.param("unet", (1, 2, 1), marks=pytest.mark.slow),
@@ -150,7 +151,7 @@ def on(shape: Shape, **arguments: Any) -> PartitionedModel:
     return partition(perceptron(), sum(shape), mode(shape), example_inputs=inputs(12)[:1], progress=False, **arguments)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 7, 23])
+@pytest.mark.parametrize("rows", [1, *slow(2, 5, 7, 23)])
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_batches_of_any_size(shape: Shape, rows: int) -> None:
     """Fewer microbatches than ranks of a stage leave some without any; gradients of inputs are those of all rows."""
@@ -161,6 +162,7 @@ def test_accumulated_and_clipped_gradients() -> None:
     assert_accumulated_and_clipped(perceptron(), on((2, 1), n_microbatches=4))
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_under_other_plans() -> None:
     """Weights and what AdamW knows of them go from (2, 1) to one device and on to (1, 2), as if nothing had happened."""
     alone = partition(perceptron(), 1, example_inputs=inputs(12)[:1], progress=False)
@@ -170,6 +172,7 @@ def test_a_training_goes_on_under_other_plans() -> None:
 # -- what is seen of it ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plans_and_reports_name_all_ranks_of_a_stage() -> None:
     pm = on((2, 1), n_microbatches=4, schedule="1F1B", constraints=Constraints(split_spec={"4": "beginning"}))
     assert pm.plan.mesh == (("pipeline", 3),)

@@ -221,6 +221,7 @@ def plan_of(graph: ModelGraph, axes: Mapping[str, str] | None, cluster: str) -> 
     return plan_mesh(graph, hardware, request, None, Mesh((("tile0", count),)))
 
 
+@pytest.mark.slow
 def test_space_early_and_batch_late_where_messages_are_slow() -> None:
     """Six images on four nodes: the batch in unlike parts, but for the first layers; less than tiles throughout."""
     graph = traced(6)

@@ -96,7 +96,7 @@ class FlattenedNorm(nn.Module):
 @pytest.mark.parametrize(
     ("start", "devices", "mode"),
     [
-        (1, 2, "tile"),
+        pytest.param(1, 2, "tile", marks=pytest.mark.slow),
         (1, 1, {"tile": 2}),
         (2, 1, {"tile": 2}),
         pytest.param(2, 2, "tile", marks=pytest.mark.slow),
@@ -135,15 +135,16 @@ def test_images_beside_stages_and_replicas(name: str, mesh: Mesh) -> None:
     assert first_difference_of_tiles(instance.model.eval(), instance.args[0], ranks_of(mesh), mesh) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "n_microbatches"),
     [
         ({"data": 2, "tile": 2}, 1),
-        pytest.param({"tile": (2, 2), "data": 2}, 1, marks=pytest.mark.slow),
-        pytest.param({"fsdp": 2, "tile": 2}, 1, marks=pytest.mark.slow),
-        pytest.param({"tile": 2, "tensor": 2}, 1, marks=pytest.mark.slow),
-        pytest.param({"pipeline": 2, "tile": 2}, 2, marks=pytest.mark.slow),
-        pytest.param({"pipeline": 2, "tile": (2, 2)}, 2, marks=pytest.mark.slow),
+        ({"tile": (2, 2), "data": 2}, 1),
+        ({"fsdp": 2, "tile": 2}, 1),
+        ({"tile": 2, "tensor": 2}, 1),
+        ({"pipeline": 2, "tile": 2}, 2),
+        ({"pipeline": 2, "tile": (2, 2)}, 2),
     ],
 )
 @pytest.mark.timeout(600)
@@ -161,7 +162,7 @@ def strided() -> tuple[nn.Module, torch.Tensor]:
 HEIGHT = Constraints(axes={"height": "tensor"})
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "tile": (2, 1)}])
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, *slow({"tensor": 2, "tile": (2, 1)})])
 def test_height_cut_by_name(mesh: Mesh) -> None:
     """Over a dimension that would cut channels of its own accord; beside tiles of the height, the outer of the two cuts what slides."""
     model, x = strided()
@@ -241,7 +242,8 @@ def convolutional(*, kernel: int = 3) -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
-@pytest.mark.parametrize(("tiles", "kernel"), [(4, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 3), (2, 5), (4, 5)))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tiles", "kernel"), [(4, 3), (2, 3), (2, 5), (4, 5)])
 def test_bytes_are_those_of_the_halo(tiles: int, kernel: int) -> None:
     """Each of the inner borders: ``kernel // 2`` rows each way, forward and backward, of the one layer that reads of another."""
     rows, height, width, element = 2, 16, 10, 8
@@ -278,7 +280,8 @@ GRIDS: dict[str, tuple[tuple[int, int], list[tuple[int, ...]]]] = {
 """What is cut -> a grid, and what is gathered: the result, for whoever called the model."""
 
 
-@pytest.mark.parametrize("cut", [pytest.param("height", marks=pytest.mark.slow), "width", pytest.param("both", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["height", "width", "both"])
 def test_patches_are_not_gathered(cut: str) -> None:
     grid, expected = GRIDS[cut]
     model, x = Patches().double(), torch.randn(2, 3, 12, 10, dtype=torch.float64)
@@ -289,6 +292,7 @@ def test_patches_are_not_gathered(cut: str) -> None:
     assert sorted(tuple(value.meta["val"].shape[1:]) for value in gathered) == expected
 
 
+@pytest.mark.slow
 def test_norms_gather_no_activations() -> None:
     """All that is gathered is the result, for whoever called the model."""
     x = torch.randn(2, 3, 16, 10, dtype=torch.float64)

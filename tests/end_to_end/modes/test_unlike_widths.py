@@ -58,7 +58,7 @@ def test_everybody_receives_what_crosses_once(widths: Widths) -> None:
 # -- exactness ---------------------------------------------------------------------------------------------------------------------
 
 TRAININGS = [
-    ("perceptron", mode((2, 1)), "1F1B", 8),
+    pytest.param("perceptron", mode((2, 1)), "1F1B", 8, marks=pytest.mark.slow),
     ("perceptron", mode((1, 2)), "ZB1P", 9),
     pytest.param("perceptron", mode((1, 3, 2)), "GPipe", 7, marks=pytest.mark.slow),
     pytest.param("residual", mode((4, 2)), "1F1B", 7, marks=pytest.mark.slow),
@@ -75,11 +75,12 @@ TRAININGS = [
     pytest.param("batch_norm_convolution", mode((1, 2)), "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("in_place", mode((2, 1)), "ZB1P", 8, marks=pytest.mark.slow),
     pytest.param("mixture_of_experts", mode((1, 2)), "1F1B", 8, marks=pytest.mark.slow),
-    ("nested_outputs", mode((2, 1)), "GPipe", 2),
+    pytest.param("nested_outputs", mode((2, 1)), "GPipe", 2, marks=pytest.mark.slow),
     pytest.param("returns_loss", mode((1, 2)), "1F1B", 7, marks=pytest.mark.slow),
     pytest.param("integers_and_flags", {"fsdp": 2, **mode((2, 1))}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("perceptron", {"tensor": (2, 1), "pipeline": 2}, "1F1B", 8, marks=pytest.mark.slow),
-    ("perceptron", {"pipeline": (2, 1), "tensor": (1, 2)}, "1F1B", 8),  # microbatches round-robin, then one on both
+    # Microbatches round-robin, then one on both.
+    pytest.param("perceptron", {"pipeline": (2, 1), "tensor": (1, 2)}, "1F1B", 8, marks=pytest.mark.slow),
     ("perceptron", {"pipeline": (1, 2), "tensor": (2, 1)}, "ZB1P", 9),  # two ranks have parts of the loss
     # The stages that read its embedding are as wide.
     pytest.param("gpt", mode((2, 1, 2)), "1F1B", 8, marks=pytest.mark.slow),
@@ -107,13 +108,14 @@ def test_backward_as_any_module(name: str, widths: Widths) -> None:
     assert compare(reference, other, case.tolerance) is None
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("widths", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("rows", [1, *slow(5)])
+@pytest.mark.parametrize("widths", [*slow((2, 1)), (1, 2)])
 def test_batches_of_any_size(widths: Widths, rows: int) -> None:
     """Gradients of inputs are those of all rows, on every rank."""
     assert_alike(perceptron(), on(widths, n_microbatches=5), rows)
 
 
+@pytest.mark.slow
 def test_a_value_that_lies_in_parts_is_made_whole_where_it_crosses() -> None:
     """Cut between a layer that gives columns and one that reads rows: each alone would send its half."""
     split = Constraints(split_spec={"1": "beginning"})
@@ -168,6 +170,7 @@ def test_a_training_goes_on_under_other_plans() -> None:
 # -- what is seen of it ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plans_programs_and_reports() -> None:
     pm = on((2, 1), n_microbatches=2, schedule="1F1B", constraints=Constraints(split_spec={"4": "beginning"}))
     assert (pm.plan.mesh, pm.plan.widths) == ((("pipeline", 2), ("tensor", 2)), (2, 1))
@@ -190,6 +193,7 @@ def test_plans_programs_and_reports() -> None:
     assert moved.kept[0] > 0
 
 
+@pytest.mark.slow
 def test_drawings() -> None:
     pm = on((2, 1), n_microbatches=2, schedule="1F1B", constraints=Constraints(split_spec={"4": "beginning"}))
     drawn = draw(pm).svg()
@@ -212,6 +216,7 @@ def test_sweeps_say_what_a_simulation_says(mesh: Mapping[str, Any], tmp_path: Pa
     assert row["peak_memory"] == max(pm.simulate().peak_memory)
 
 
+@pytest.mark.slow
 def test_a_sweep_tells_widths_apart(tmp_path: Path) -> None:
     """Two layers can be cut in one place alone: stages of the same nodes, on meshes of the same dimensions, and unlike programs."""
 

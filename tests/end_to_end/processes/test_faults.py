@@ -99,8 +99,9 @@ def test_samples_tell_batches_apart_and_not_their_last_digits() -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", [pytest.param("pipeline", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("mode", ["pipeline", "fsdp"])
 def test_a_rank_that_skips_a_step_is_refused_by_all(workers: Callable[[int], Workers], mode: str) -> None:
     for answer in workers(2).call(cases.skip_a_step, mode, timeout=PROMPTLY):
         assert isinstance(answer.error, ConfigError)
@@ -117,8 +118,9 @@ def test_a_rank_that_steps_its_optimizer_alone_is_refused_by_all(workers: Callab
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", [pytest.param("pipeline", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize("mode", ["pipeline", "fsdp"])
 def test_ranks_in_different_calls_do_not_wait_for_each_other(workers: Callable[[int], Workers], mode: str) -> None:
     """One has skipped a step whose batch does not tell, and gathers the weights where the other trains on."""
     for answer in workers(2).call(cases.end_a_step_early, mode, timeout=PROMPTLY):
@@ -155,9 +157,7 @@ def test_a_group_that_the_script_has_made_counts_as_torchrun(workers: Callable[[
 
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "mode", ["data", "tensor", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("pipeline", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["data", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("tensor", "fsdp", "pipeline"))])
 def test_processes_of_unlike_seeds_take_the_values_of_rank_0(workers: Callable[[int], Workers], mode: str) -> None:
     """A script need not set a seed: replicas, and parts of one parameter, are nevertheless those of one model."""
     for rank, (alike, apart, loss, said) in enumerate(workers(2).values(cases.unlike_values, mode)):

@@ -78,6 +78,7 @@ def test_a_process_outside_of_the_mesh_is_told(workers: Callable[[int], Workers]
         assert "if mesh.get_coordinate() is not None" in answers[process]
 
 
+@pytest.mark.slow
 def test_a_failure_stays_in_its_submesh(workers: Callable[[int], Workers]) -> None:
     answers = workers(4).values(cases.failure_in_a_submesh, timeout=PATIENCE)
     assert max(answers[:2]) < EXACT
@@ -112,12 +113,13 @@ def test_what_a_world_of_four_refuses(workers: Callable[[int], Workers]) -> None
 # -- launches ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "mode", "backend"),
     [
         ("tcp", "pipeline", "gloo"),
-        pytest.param("file", "fsdp", "gloo", marks=pytest.mark.slow),
-        pytest.param("tcp", "tensor", "cpu:gloo", marks=pytest.mark.slow),
+        ("file", "fsdp", "gloo"),
+        ("tcp", "tensor", "cpu:gloo"),
     ],
 )
 def test_a_group_that_the_script_made(workers: Callable[[int], Workers], tmp_path: Path, scheme: str, mode: Mode, backend: str) -> None:
@@ -153,6 +155,7 @@ def test_processes_of_other_launchers_without_an_address(workers: Callable[[int]
         assert "set MASTER_ADDR" in text
 
 
-@pytest.mark.parametrize("variables", [SRUN, pytest.param(MPIRUN, marks=pytest.mark.slow)], ids=["srun", "mpirun"])
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [SRUN, MPIRUN], ids=["srun", "mpirun"])
 def test_processes_of_other_launchers_connect(workers: Callable[[int], Workers], variables: dict[str, str]) -> None:
     assert max(found for _, found in workers(4).values(cases.launched_by, variables, free_address(), timeout=PATIENCE)) < EXACT

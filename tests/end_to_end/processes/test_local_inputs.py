@@ -30,11 +30,12 @@ def test_training(workers: Callable[[int], Workers], size: int, name: str, mode:
     assert workers(size).values(cases.training_difference, name, mode, timeout=120) == [None] * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
         pytest.param("gpt", {"data": 2, "pipeline": 2}, id="counted_targets"),
-        pytest.param("nested_outputs", "pipeline", marks=pytest.mark.slow),
+        ("nested_outputs", "pipeline"),
     ],
 )
 def test_ranks_leave_out_what_they_do_not_read(workers: Callable[[int], Workers], name: str, mode: cases.Mode) -> None:
@@ -81,6 +82,7 @@ _EITHER_FIRST = (
 """Who differs is told beside what most ranks have, and of two neither is most."""
 
 
+@pytest.mark.slow
 def test_unequal_rows(workers: Callable[[int], Workers]) -> None:
     for answer in workers(2).call(cases.unequal_rows, 1):
         assert isinstance(answer.error, ConfigError), answer.error

@@ -179,10 +179,12 @@ def test_stages_of_unlike_width(workers: Callable[[int], Workers], name: str, mo
     assert workers(size).values(cases.forward_difference, name, mode, timeout=170) == [None] * size
 
 
+@pytest.mark.slow
 def test_state(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(cases.state_moves) == [None, None]
 
 
+@pytest.mark.slow
 def test_processes_that_measure_share_a_plan(workers: Callable[[int], Workers]) -> None:
     """Each measures other times, and would make another plan."""
     first, other = workers(2).values(cases.plans_by_measured_times, timeout=PROMPTLY)
@@ -310,11 +312,14 @@ def test_ranks_with_different_batches(workers: Callable[[int], Workers]) -> None
         assert "rank 2 has batch size 6, the others 8" in str(answer.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "inputs"),
     [
-        pytest.param("pipeline", "global"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("data", "local"), ("sequence", "global"), ("tensor", "global"))),
+        ("pipeline", "global"),
+        ("data", "local"),
+        ("sequence", "global"),
+        ("tensor", "global"),
     ],
 )
 def test_lengths_that_were_not_planned(workers: Callable[[int], Workers], mode: str, inputs: str) -> None:
@@ -346,6 +351,7 @@ def test_ranks_that_make_different_calls(workers: Callable[[int], Workers]) -> N
         assert "the others train_step" in str(answer.error)
 
 
+@pytest.mark.slow
 def test_a_loss_that_raises_on_one_rank(workers: Callable[[int], Workers]) -> None:
     answers = workers(4).call(cases.failing_loss, timeout=PROMPTLY)
     raised = [rank for rank, answer in enumerate(answers) if isinstance(answer.error, ValueError)]
@@ -373,6 +379,7 @@ def test_a_failed_model_says_so_and_a_new_one_works(workers: Callable[[int], Wor
     assert workers(2).values(cases.training_difference, "linear", "1F1B") == [None, None]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_mid_step(workers: Callable[[int], Workers]) -> None:
     """Rank 0 does not communicate with rank 2: it hears of it from rank 1."""
     endings = workers(4).end_with(cases.train_for_ever, 2, timeout=PROMPTLY)
@@ -383,6 +390,7 @@ def test_a_rank_that_is_killed_in_mid_step(workers: Callable[[int], Workers]) ->
         assert "rank 2 has left" in endings[rank].output
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_between_steps(workers: Callable[[int], Workers]) -> None:
     endings = workers(2).end_with(cases.fail_between_steps, 1, timeout=PROMPTLY)
     assert [ending.code for ending in endings] == [1, 1]

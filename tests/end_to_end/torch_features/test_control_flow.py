@@ -74,7 +74,7 @@ def each_step(model: Model, x: Tensor) -> Any:
 
 FLAGS = [torch.tensor(True), torch.tensor(False)]
 CASES = [(chosen, FLAGS[:1]), (nested, FLAGS), (two_results, FLAGS), (by_values, [None]), (recurrent, [None]), (each_step, [None])]
-QUICK = {chosen: ["pipeline"], recurrent: ["tensor"], by_values: ["data"]}
+QUICK = {(by_values, "data")}
 MODES: dict[str, dict[str, Any]] = {
     "model": {"devices": 2, "mode": "model"},
     "pipeline": {"devices": 2, "mode": "pipeline", "n_microbatches": 2},
@@ -88,9 +88,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("function", "flags", "mode"),
     [
-        pytest.param(
-            function, flags, mode, marks=() if mode in QUICK.get(function, ()) else pytest.mark.slow, id=f"{function.__name__}-{mode}"
-        )
+        pytest.param(function, flags, mode, marks=() if (function, mode) in QUICK else pytest.mark.slow, id=f"{function.__name__}-{mode}")
         for function, flags in CASES
         for mode in MODES
         if mode != "pipeline" or function not in (by_values, nested)  # all rows of the batch decide or scale

@@ -170,9 +170,7 @@ def _parametrized() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize(
-    "mode", ["pipeline", "tensor", pytest.param("fsdp", marks=pytest.mark.slow), pytest.param("data", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["pipeline", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("tensor", "fsdp", "data"))])
 def test_parametrized_weights_train(mode: str) -> None:
     """Norms, orthogonal and pruned weights; the spectral norm's buffers are updated."""
     model, x = _parametrized(), _inputs()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from partitioner import PartitionedModel, partition
 from passes.ir.comm import primitives as communication
+from tests.support.running.slow_values import slow
 
 BATCHES = 3
 
@@ -77,10 +78,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[l
         pytest.param("data", 2, False, marks=pytest.mark.slow),
         ("data", 2, True),
         pytest.param({"data": 2, "tensor": 2}, 4, False, id="data2-tensor2-False", marks=pytest.mark.slow),
-        pytest.param({"data": 2, "tensor": 2}, 4, True, id="data2-tensor2-True"),
+        pytest.param({"data": 2, "tensor": 2}, 4, True, id="data2-tensor2-True", marks=pytest.mark.slow),
         ("fsdp", 2, False),
-        ("fsdp", 2, True),
-        pytest.param({"data": 2, "pipeline": 2}, 4, False, id="data2-pipeline2-False"),
+        pytest.param("fsdp", 2, True, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "pipeline": 2}, 4, False, id="data2-pipeline2-False", marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2}, 4, True, id="data2-pipeline2-True"),
     ],
 )
@@ -101,7 +102,7 @@ def test_sums_nothing_inside_and_once_outside(monkeypatch: pytest.MonkeyPatch) -
     assert counts == [0, 0, 1]
 
 
-@pytest.mark.parametrize("held", [(0,), (1,), (2,), (0, 2)])
+@pytest.mark.parametrize("held", [*slow((0,), (1,), (2,)), (0, 2)])
 def test_steps_may_come_in_any_order(held: tuple[int, ...]) -> None:
     """A gradient that is summed already stays what it is."""
     pm = made("data")
@@ -118,7 +119,7 @@ def test_steps_may_come_in_any_order(held: tuple[int, ...]) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, *slow(False)])
 def test_what_is_cleared_is_gone(set_to_none: bool) -> None:
     pm = made("data")
     optimizer = torch.optim.SGD(pm.parameters(), lr=0.1)

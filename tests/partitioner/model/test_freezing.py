@@ -100,8 +100,9 @@ def test_a_gradient_from_before_stays_as_it_is() -> None:
     assert_same_gradients(instance.model, pm)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices_apart")
-@pytest.mark.parametrize("how", [pytest.param("train_step", marks=pytest.mark.slow), "backward"])
+@pytest.mark.parametrize("how", ["train_step", "backward"])
 def test_parts_on_several_devices_frozen_in_part_are_refused(how: str) -> None:
     case = case_named("gpt")
     instance = case.build()

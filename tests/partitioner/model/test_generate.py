@@ -152,6 +152,7 @@ def test_generation_reads_the_present_weights_and_ends_where_the_positions_do() 
         pm.generate(ids, max_new_tokens=6, **GREEDY)
 
 
+@pytest.mark.slow
 def test_what_generate_does_not_take_is_refused_by_name() -> None:
     pm = partition(causal_model("gpt2"), 2, "tensor", example_inputs=PROMPT)
     ids, _ = prompt(2, 5)
@@ -172,6 +173,7 @@ def test_what_generate_does_not_take_is_refused_by_name() -> None:
             pm.generate(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_other_models_have_no_generate() -> None:
     pm = partition(nn.Linear(4, 4).eval(), 1, "model")
     with pytest.raises(AttributeError, match="Linear has no generate"):

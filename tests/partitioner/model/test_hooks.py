@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from partitioner import ConfigError, PartitionedModel, partition
+from tests.support.running.slow_values import slow
 
 Mode = str | dict[str, int]
 X, TARGET = torch.rand(8, 4, dtype=torch.float64), torch.rand(8, 3, dtype=torch.float64)
@@ -105,7 +106,7 @@ def test_backward_hooks_of_modules_are_refused(register: str) -> None:
     assert "module 2" in str(caught.value)
 
 
-@pytest.mark.parametrize("register", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("register", [*slow("forward_hook"), "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_all_modules_are_refused(register: str) -> None:
     reference = model()
     pm = parts(reference)
@@ -122,7 +123,7 @@ def test_hooks_of_all_modules_are_refused(register: str) -> None:
 # -- of parameters -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["train_step", "backward"])
+@pytest.mark.parametrize("how", ["train_step", *slow("backward")])
 @pytest.mark.parametrize("mode", ["data", "tensor", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp", "pipeline"))])
 def test_tensor_hooks_of_the_model_see_whole_gradients(mode: Mode, how: str) -> None:
     """Each once a step, with the gradient of the step alone, whatever ``.grad`` holds."""
@@ -142,7 +143,7 @@ def test_tensor_hooks_of_the_model_see_whole_gradients(mode: Mode, how: str) -> 
     assert all(parameter.grad is None for parameter in pm_model.parameters())
 
 
-@pytest.mark.parametrize("how", ["train_step", "backward"])
+@pytest.mark.parametrize("how", [*slow("train_step"), "backward"])
 def test_hooks_of_the_parameters_of_the_partitioned_model(how: str) -> None:
     reference, pm = model(), parts(model(), "tensor")
     order: list[str] = []
@@ -297,7 +298,7 @@ def test_hooks_of_the_partitioned_model_are_called_by_calls() -> None:
 @pytest.mark.parametrize(
     ("register", "kind"),
     [
-        ("register_forward_hook", "forward hook"),
+        pytest.param("register_forward_hook", "forward hook", marks=pytest.mark.slow),
         ("register_forward_pre_hook", "forward pre-hook"),
         ("register_full_backward_hook", "backward hook"),
     ],

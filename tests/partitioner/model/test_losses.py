@@ -24,7 +24,7 @@ from passes.ir.schedule import ActionKind
 from tests.support.processes import loss_cases as cases
 from tests.support.processes.loss_cases import MEANS, NEITHER, WIDTH, difference, labelled
 from tests.support.processes.processes import Workers
-from tests.support.running.slow_values import all_but
+from tests.support.running.slow_values import all_but, slow
 
 MODES: dict[str, dict[str, Any]] = {
     "pipeline": {"devices": 2, "mode": "pipeline", "n_microbatches": 3, "schedule": "1F1B"},
@@ -98,14 +98,14 @@ def test_sums_are_told_from_means(pm: PartitionedModel) -> None:
     assert difference(cases.model(), pm, total, x, target, loss_reduction="sum") is None
 
 
-@pytest.mark.parametrize("schedule", all_but(SCHEDULES.keys() - {"GPipe"}, SCHEDULES))
+@pytest.mark.parametrize("schedule", all_but(["1F1B", "Interleaved1F1B"], SCHEDULES))
 def test_every_schedule_takes_a_loss_of_all_rows(schedule: str) -> None:
     x, target = labelled()
     pm = partitioned(devices=2, mode="pipeline", n_microbatches=3, schedule=schedule)
     assert difference(cases.model(), pm, NEITHER["weighted"], x, target, loss_reduction="batch") is None
 
 
-@pytest.mark.parametrize("stages", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("stages", [(1, 2), *slow((2, 1))], ids=str)
 def test_ranks_that_share_a_stage(stages: tuple[int, ...]) -> None:
     x, target = labelled()
     pm = partitioned(devices=3, mode={"pipeline": stages}, n_microbatches=4)
@@ -327,7 +327,7 @@ class Returning(nn.Module):
         return {"loss": self.loss_fn(logits, target), "logits": logits}
 
 
-@pytest.mark.parametrize("name", ["weighted", "root_mean_square", "masked"])
+@pytest.mark.parametrize("name", ["weighted", *slow("root_mean_square", "masked")])
 def test_a_model_that_returns_its_loss(name: str) -> None:
     x, target = labelled()
     model = Returning(NEITHER[name])
@@ -359,6 +359,7 @@ def test_a_function_of_the_loss_that_the_model_returns() -> None:
 # -- what is said of it ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_and_order_of_the_last_step_are_reported() -> None:
     x, target = labelled(rows=32)
     pm = partition(cases.model(), devices=2, mode="pipeline", n_microbatches=8, schedule="1F1B", example_inputs=(x,))

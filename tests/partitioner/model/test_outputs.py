@@ -49,7 +49,7 @@ def loss_of(output: dict[str, Any], target: object = None) -> Tensor:
     return torch.as_tensor(output["y"].pow(2).mean() + output["scale"] * 0.1 + output["hidden"].mean())
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2_ranks", "3_ranks"])
+@pytest.fixture(scope="module", params=[2, *slow(3)], ids=["2_ranks", "3_ranks"])
 def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, PartitionedModel]:
     torch.manual_seed(0)
     model = Everything().double()

@@ -21,7 +21,7 @@ def partitioned(devices: int, mode: str | dict[str, int]) -> tuple[PartitionedMo
     return partition(model, devices, mode, example_inputs=(x,), n_microbatches=4, schedule="1F1B", progress=False), x
 
 
-@pytest.mark.parametrize(("devices", "mode"), [(2, "pipeline"), (4, {"pipeline": 2, "tensor": 2})])
+@pytest.mark.parametrize(("devices", "mode"), [(2, "pipeline"), pytest.param(4, {"pipeline": 2, "tensor": 2}, marks=pytest.mark.slow)])
 def test_slices_have_the_names_and_the_order_of_the_simulation(devices: int, mode: str | dict[str, int]) -> None:
     pm, x = partitioned(devices, mode)
     with pm.record() as run:

@@ -186,6 +186,7 @@ def test_blocks_are_those_that_the_new_model_holds() -> None:
         assert replanned.moves.kept[rank] + replanned.moves.received(rank) + replanned.moves.loaded(rank) == size
 
 
+@pytest.mark.slow
 def test_a_lost_rank_takes_along_what_it_alone_held() -> None:
     pm = partitioned(4, mode="tensor")
     lost: Replanned = pm.replan(2, "tensor", survivors=[0, 3])
@@ -195,6 +196,7 @@ def test_a_lost_rank_takes_along_what_it_alone_held() -> None:
     assert (copies.moves.from_checkpoint, copies.moves.between_ranks) == (0, 0)
 
 
+@pytest.mark.slow
 def test_less_memory_asks_for_another_plan() -> None:
     pm = partitioned(2, mode="data")
     limit = int(max(pm.plan.memory) * 0.7)

@@ -22,7 +22,15 @@ class Counting(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:a batch of 7 rows does not divide")
 @pytest.mark.parametrize(
-    ("devices", "mode"), [(2, "pipeline"), (2, "data"), (2, "tensor"), (2, "fsdp"), (4, {"data": 2, "pipeline": 2})], ids=str
+    ("devices", "mode"),
+    [
+        (2, "pipeline"),
+        (2, "data"),
+        pytest.param(2, "tensor", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp", marks=pytest.mark.slow),
+        (4, {"data": 2, "pipeline": 2}),
+    ],
+    ids=str,
 )
 def test_a_returned_size_counts_the_whole_batch(devices: int, mode: Any) -> None:
     torch.manual_seed(0)

@@ -56,6 +56,7 @@ def test_layers_cut_over_devices_answer_sooner(alone: PartitionedModel) -> None:
     assert max(two.peak_memory) < 0.75 * one.peak_memory[0]
 
 
+@pytest.mark.slow
 def test_the_table(alone: PartitionedModel) -> None:
     lines = str(alone.simulate_inference((1, 2), prompt=8, new_tokens=4)).splitlines()
     assert lines[0] == "prompts of 8 tokens, 4 new tokens a row"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from partitioner import partition
 from passes.ir.comm.microbatch import add_gradients, add_gradients_in_place
+from tests.support.running.slow_values import slow
 
 ROWS, WIDTH = 8, 4
 
@@ -46,7 +47,7 @@ def plain() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"plain": plain, "one gradient": OneGradient, "expanded gradient": ExpandedGradient}
 
 
-@pytest.mark.parametrize("mode", ["pipeline", {"data": 2, "pipeline": 1}, {"fsdp": 2, "pipeline": 1}])
+@pytest.mark.parametrize("mode", ["pipeline", *slow({"data": 2, "pipeline": 1}), {"fsdp": 2, "pipeline": 1}])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_microbatches_add_up(name: str, mode: str | dict[str, int]) -> None:
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.torch_private import is_profiling
 from tests.partitioner.runtime.profiler_cases import partitioned, profiled_names, step
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import slow
 
 
 def actions(pm: PartitionedModel, rank: int) -> set[str]:
@@ -29,7 +30,7 @@ def transfers(pm: PartitionedModel, rank: int) -> set[str]:
     return {node.name for node in pm.graph(rank).graph.nodes if node.target in (send, receive, *COLLECTIVES)}
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "fsdp", "tensor"])
+@pytest.mark.parametrize("mode", ["pipeline", *slow("fsdp", "tensor")])
 def test_names(mode: str) -> None:
     pm, x = partitioned(mode)
     expected = step(pm, x)
@@ -51,6 +52,7 @@ def test_names(mode: str) -> None:
     assert torch.isfinite(expected)
 
 
+@pytest.mark.slow
 def test_ranges_are_nested() -> None:
     """Also where a stage waits for the random numbers of the one in front of it."""
     own = {"train_step of rank 0", "train_step of rank 1"}

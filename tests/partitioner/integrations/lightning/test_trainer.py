@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from partitioner import ConfigError, PartitionError
 from tests.support.processes.processes import Workers
-from tests.support.running.slow_values import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -75,7 +74,8 @@ ALL = [(name, mode) for name in ("gpt", "resnet") for mode in MODES]
 RUNS = pytest.mark.parametrize(("name", "mode"), ALL)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("gpt", "pipeline"), *(pytest.param(*run, marks=pytest.mark.slow) for run in ALL[1:])])
+@pytest.mark.slow
+@RUNS
 def test_losses_and_resumption_are_those_of_one_device(name: str, mode: str, whole: Any, tmp_path: Path) -> None:
     expected, end = whole(name)
     first, trainer = fit(name, partitioned(mode), tmp_path / "first", epochs=1)
@@ -106,8 +106,9 @@ def test_processes_train_as_one_device(name: str, mode: str, whole: Any, workers
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["pipeline", *slow("fsdp", "tensor")])
+@pytest.mark.parametrize("mode", MODES)
 def test_processes_average_a_teacher_by_hand(mode: str, whole: Any, workers: Callable[[int], Workers], tmp_path: Path) -> None:
     """Each process has the same part of both."""
     expected, _ = whole("teacher")
@@ -117,6 +118,7 @@ def test_processes_average_a_teacher_by_hand(mode: str, whole: Any, workers: Cal
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_processes_refuse_a_teacher_that_they_could_not_average(workers: Callable[[int], Workers], tmp_path: Path) -> None:
     for in_forward, in_optimizer in workers(2).values(refused_teachers, tmp_path, timeout=280):

@@ -56,6 +56,7 @@ def test_training(kind: str, mode: str) -> None:
     assert {name for name, each in pm.named_parameters() if each in optimizer.state} == set(trained)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_cost_no_communication_and_no_memory() -> None:
     model = adapted("dropout")
     pm = partitioned(model, "data")
@@ -66,6 +67,7 @@ def test_frozen_parameters_cost_no_communication_and_no_memory() -> None:
     assert step.memory[0].highest["gradients"][0] <= trained
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
     model, (tokens, _) = adapted("lora"), batch()
     pm = partitioned(model, "fsdp")
@@ -84,6 +86,7 @@ def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
     torch.testing.assert_close(pm(tokens), expected, rtol=0, atol=ATOL)  # its model was merged, it was not
 
 
+@pytest.mark.slow
 def test_the_state_of_adapters_alone() -> None:
     """Without layers that are trained whole, peft reads the state from the partitioned model itself."""
     model = adapted("dropout")

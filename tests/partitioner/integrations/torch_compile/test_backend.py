@@ -29,7 +29,6 @@ from tests.partitioner.integrations.torch_compile.networks import (
     twins,
 )
 from tests.support.processes.processes import Workers
-from tests.support.running.slow_values import slow
 
 BATCHES = [(4, WIDTH), (4, WIDTH), (6, WIDTH)]
 TENSOR: dict[str, Any] = {"devices": 2, "mode": "tensor"}
@@ -59,6 +58,7 @@ def compiled(model: nn.Module, options: dict[str, Any] | None = None, **keywords
     return torch.compile(model, backend="partitioner", options=options or TENSOR, **keywords)
 
 
+@pytest.mark.slow
 def test_weights_gradients_and_buffers_are_the_models_own(partitioned: list[PartitionedModel]) -> None:
     model, expected = twins(Normalized)
     compare_training(compiled(model, fullgraph=True), expected, model, BATCHES, times=3)
@@ -73,7 +73,8 @@ def test_weights_gradients_and_buffers_are_the_models_own(partitioned: list[Part
         torch.testing.assert_close(compiled(model)(x), expected(x))
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, *slow(Plain, Custom)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Checkpointed, Plain, Custom])
 def test_what_dynamo_writes_as_graphs_of_their_own(kind: type[nn.Module]) -> None:
     model, expected = twins(kind)
     compare_training(compiled(model, {"devices": 2, "mode": "data"}, fullgraph=True), expected, model, [(4, WIDTH)])
@@ -89,6 +90,7 @@ def test_parts_between_graph_breaks_are_partitioned_one_by_one(partitioned: list
         compiled(twins(Breaking)[0], fullgraph=True)(torch.randn(4, WIDTH, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_an_open_batch_is_cut_into_microbatches(partitioned: list[PartitionedModel]) -> None:
     model, expected = twins(Heads)
     options = {"devices": 2, "mode": "pipeline", "n_microbatches": 2}

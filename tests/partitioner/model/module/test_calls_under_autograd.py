@@ -112,11 +112,12 @@ def two_calls(module: nn.Module) -> None:
     (3 * first).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "data", *slow("tensor", "fsdp")])
+@pytest.mark.parametrize("mode", ["pipeline", *slow("data", "tensor", "fsdp")])
 def test_a_change_of_what_no_backward_reads_is_allowed(mode: str) -> None:
     assert_same(two_calls, mode)
 
 
+@pytest.mark.slow
 def test_two_models_may_step_in_turn() -> None:
     """The order of a generator and a discriminator: each optimizer changes parameters that the other backward does not read."""
 
@@ -221,7 +222,7 @@ def given(x: Tensor, _y: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["pipeline", *slow("data")])
-@pytest.mark.parametrize("asks", [mode_of_gradients, hidden, given])
+@pytest.mark.parametrize("asks", [mode_of_gradients, hidden, *slow(given)])
 def test_what_a_model_asks_of_autograd_is_answered_as_in_the_call(asks: Callable[[Tensor, Tensor], bool], mode: str) -> None:
     reference = Asking(asks)
     pm = parts(copy.deepcopy(reference), mode)
@@ -277,12 +278,14 @@ def anomalies_detected(module: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["pipeline", *slow("data")])
-@pytest.mark.parametrize("steps", [under_checkpoint, inside_checkpoint, offloaded, anomalies_detected], ids=lambda steps: steps.__name__)
+@pytest.mark.parametrize(
+    "steps", [under_checkpoint, *slow(inside_checkpoint, offloaded, anomalies_detected)], ids=lambda steps: steps.__name__
+)
 def test_a_first_call_traces_apart_from_the_autograd_around_it(steps: Callable[[nn.Module], Any], mode: str) -> None:
     assert_same(steps, mode)
 
 
-@pytest.mark.parametrize("around", [torch.autograd.graph.save_on_cpu, lambda: torch.autograd.set_detect_anomaly(mode=True)])
+@pytest.mark.parametrize("around", [torch.autograd.graph.save_on_cpu, *slow(lambda: torch.autograd.set_detect_anomaly(mode=True))])
 def test_a_first_step_traces_apart_from_the_autograd_around_it(around: Callable[[], Any]) -> None:
     reference, pm = model(), parts(model())
     with around():

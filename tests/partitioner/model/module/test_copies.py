@@ -20,7 +20,6 @@ from partitioner import PartitionedModel, partition
 from tests.support.models.switched import switched
 from tests.support.processes import module_cases as cases
 from tests.support.processes.processes import Workers
-from tests.support.running.slow_values import slow
 
 
 def trained(module: nn.Module, x: Tensor) -> nn.Module:
@@ -42,12 +41,13 @@ def saved(pm: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    [copy.deepcopy, *slow(lambda pm: pickle.loads(pickle.dumps(pm)), saved)],  # noqa: S301
+    [copy.deepcopy, lambda pm: pickle.loads(pickle.dumps(pm)), saved],  # noqa: S301
     ids=["deepcopy", "pickle", "save"],
 )
-@pytest.mark.parametrize("mode", ["data", *slow("tensor")])
+@pytest.mark.parametrize("mode", ["data", "tensor"])
 def test_copies_compute_the_same_and_train_apart(mode: str, how: Callable[[Any], Any]) -> None:
     pm, x = make(mode)
     trained(pm, x)
@@ -87,9 +87,8 @@ def test_copies_inside_other_objects() -> None:
     torch.testing.assert_close(shared.eval()(x), pm.eval()(x))
 
 
-@pytest.mark.parametrize(
-    "options", [*slow({}), {"use_buffers": True}, *slow({"multi_avg_fn": get_ema_multi_avg_fn(0.9)})], ids=["swa", "buffers", "ema"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"use_buffers": True}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}], ids=["swa", "buffers", "ema"])
 def test_averages_of_weights(options: dict[str, Any]) -> None:
     model, x = switched()
     pm = partition(copy.deepcopy(model), 2, "tensor", example_inputs=(x,), progress=False)

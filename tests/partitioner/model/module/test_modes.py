@@ -36,7 +36,7 @@ def train_and_validate(module: nn.Module, x: Tensor, n_epochs: int = 2) -> list[
     return results
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, *slow(False)])
 @pytest.mark.parametrize("mode", ["pipeline", *slow("data", "fsdp", "tensor")])
 def test_training_and_validation_with_one_model(mode: str, training: bool) -> None:
     model, x = switched()
@@ -103,6 +103,7 @@ def test_a_model_with_a_train_method_of_its_own() -> None:
     assert [part.training for part in pm.modules()] == [part.training for part in model.modules()] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_microbatches_that_would_change_statistics() -> None:
     """A plan for evaluation has several microbatches; in training there is one, unless the user asked for more."""
     model, x = switched()
@@ -115,6 +116,7 @@ def test_microbatches_that_would_change_statistics() -> None:
         assert free.train().plan.n_microbatches == 1
 
 
+@pytest.mark.slow
 def test_a_first_call_in_inference_mode() -> None:
     """What is traced and stored by it serves training."""
     model, x = switched()
@@ -164,6 +166,7 @@ def change(model: Any) -> None:
     model.base = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_changed_after_it_was_partitioned() -> None:
     """Other modes are those of the model that was partitioned, and the model stays as it is now."""
     torch.manual_seed(0)

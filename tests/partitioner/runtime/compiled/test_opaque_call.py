@@ -75,8 +75,9 @@ def compare_step(run: Any, pm: PartitionedModel, model: nn.Module, rows: int) ->
     torch.testing.assert_close(pm.full_state_dict(), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("is_called_before", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_called_before", [False, True])
+@pytest.mark.parametrize("fullgraph", [False, True])
 def test_training_and_evaluation(*, is_called_before: bool, fullgraph: bool) -> None:
     model = Net().double()
     pm = partitioned(model, example_kwargs=FLAG)
@@ -110,7 +111,8 @@ def test_compile_in_place() -> None:
         compare_step(pm, pm, model, rows)
 
 
-@pytest.mark.parametrize("fullgraph", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [False, True])
 def test_inside_of_another_module(*, fullgraph: bool) -> None:
     inner, head = nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, 2).double()
     pm = partitioned(inner)
@@ -160,6 +162,7 @@ def test_accumulation_without_communication() -> None:
     torch.testing.assert_close(pm.full_gradients(), {name: p.grad for name, p in model.named_parameters()})
 
 
+@pytest.mark.slow
 def test_a_model_that_is_traced_for_each_batch_size() -> None:
     model = Fixed().double()
     pm = partitioned(model)
@@ -208,6 +211,7 @@ class Asking(nn.Module):
         return 2 * y if torch.is_grad_enabled() else y
 
 
+@pytest.mark.slow
 def test_a_trace_without_gradients_is_made_before_the_compiled_call() -> None:
     model = Asking().double()
     pm, x = partitioned(model), batch(4)

@@ -52,7 +52,8 @@ def fresh(mode: Mode, devices: int) -> PartitionedModel:
     return pm
 
 
-@pytest.mark.parametrize(("mode", "devices"), [EVERY[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY[1:])], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "devices"), EVERY, ids=str)
 def test_groups_by_original_name_train_as_on_the_model(mode: Mode, devices: int) -> None:
     assert difference_after(fresh(mode, devices)) < EXACT
 
@@ -64,7 +65,7 @@ def test_groups_by_exact_name_train_as_on_the_model(mode: Mode, devices: int) ->
     assert difference_after(fresh(mode, devices), by_name, steps=3) < EXACT
 
 
-@pytest.mark.parametrize("mode", ["data", "tensor", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["data", *slow("tensor", "fsdp")])
 def test_all_ranks_in_one_process_have_the_parameters_of_the_model(mode: Mode) -> None:
     """Each name once, each tensor whole, in the model's order; every rank reads its part of that very memory."""
     pm = fresh(mode, 2)
@@ -135,12 +136,9 @@ def test_a_parameter_that_the_model_writes_to_is_refused_by_name() -> None:
         partition(Renormed(), 2, "data", example_inputs=(torch.zeros(4, 3, dtype=torch.long),), progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices_apart")
-@pytest.mark.parametrize(
-    ("mode", "devices"),
-    [("data", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("tensor", 2), ("fsdp", 2), *OTHERS))],
-    ids=str,
-)
+@pytest.mark.parametrize(("mode", "devices"), [("data", 2), ("tensor", 2), ("fsdp", 2), *OTHERS], ids=str)
 def test_copies_on_several_devices_do_not_diverge(mode: Mode, devices: int) -> None:
     assert difference_after(made(mode, devices), steps=4) < EXACT
     if mode == "data":
@@ -162,6 +160,7 @@ def gradient_norm() -> torch.Tensor:
     return nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices_apart")
 def test_some_parts_of_a_parameter_are_not_updated_alone() -> None:
     pm = made("tensor", 2)
@@ -239,6 +238,7 @@ def test_every_optimizer_of_whole_replicas_is_right(workers: Callable[[int], Wor
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_parts_of_sums_are_not_taken_for_sums(workers: Callable[[int], Workers]) -> None:
     for said in workers(2).values(parts_of_sums, timeout=170):
@@ -257,6 +257,7 @@ def test_hooks_of_parameters_in_processes(workers: Callable[[int], Workers]) -> 
         assert max(workers(2).values(hooks_of_whole_parameters, mode, timeout=170)) < EXACT
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_the_original_is_told_apart() -> None:
     original = model()
     pm = partition(original, 2, "data", example_inputs=(batches(1)[0][0],), progress=False)

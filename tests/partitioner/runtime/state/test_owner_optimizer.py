@@ -42,15 +42,16 @@ def test_trains_as_on_the_model(mode: Mode, name: str) -> None:
     assert cases.owned_difference(fresh(mode, 2), name) < CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices_apart")
 @pytest.mark.parametrize(
     ("mode", "devices", "names"),
     [
         ("tensor", 2, ["Shampoo"]),
-        pytest.param("tensor", 2, EVERY, marks=pytest.mark.slow),
-        pytest.param("fsdp", 2, EVERY, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "tensor": 2}, 4, EVERY, marks=pytest.mark.slow),
-        pytest.param({"pipeline": 2, "fsdp": 2}, 4, EVERY, marks=pytest.mark.slow),
+        ("tensor", 2, EVERY),
+        ("fsdp", 2, EVERY),
+        ({"data": 2, "tensor": 2}, 4, EVERY),
+        ({"pipeline": 2, "fsdp": 2}, 4, EVERY),
     ],
     ids=str,
 )
@@ -61,10 +62,8 @@ def test_owners_on_several_devices_of_one_process(mode: Mode, devices: int, name
         assert not cases.full_state_problems(cases.restored(pm), name)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("fsdp", "pipeline"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("pipeline", "tensor"), ("tensor", "fsdp")))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "pipeline"), ("pipeline", "tensor"), ("tensor", "fsdp")])
 def test_a_checkpoint_continues_in_another_plan(before: Mode, after: Mode, tmp_path: Path) -> None:
     assert cases.resumed_difference("Shampoo", fresh(before, 2), fresh(after, 2), str(tmp_path)) < CLOSE
 

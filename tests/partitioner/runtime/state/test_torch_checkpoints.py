@@ -108,7 +108,7 @@ def trained() -> tuple[PartitionedModel, Optimizer, nn.Module, Optimizer]:
     [
         *slow(StateDictOptions()),
         StateDictOptions(full_state_dict=True),
-        StateDictOptions(full_state_dict=True, cpu_offload=True),
+        *slow(StateDictOptions(full_state_dict=True, cpu_offload=True)),
         StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True),
         StateDictOptions(ignore_frozen_params=True),
     ],
@@ -134,6 +134,7 @@ def test_states_are_those_of_the_model(
     assert equal(get_optimizer_state_dict(other, other_optimizer, options=options), wanted_optimizer)
 
 
+@pytest.mark.slow
 def test_dcp_by_turns(trained: tuple[PartitionedModel, Optimizer, nn.Module, Optimizer], tmp_path: Path) -> None:
     """Saved asynchronously, in each form; what was saved are the values at the call."""
     pm, optimizer, whole, _ = trained
