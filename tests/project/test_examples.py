@@ -58,12 +58,15 @@ PLANNED = {
 
 LONG = frozenset(
     {
+        "accelerate_training",
         "clip_contrastive",
+        "elastic_training",
         "encoder_decoder",
         "four_quadrants",
         "gpt3_on_1024_gpus",
         "gpt_pipeline",
         "lenet_data_parallel",
+        "lightning_fabric",
         "lightning_trainer",
         "llama_tensor",
         "lora_adapters",
@@ -78,6 +81,7 @@ LONG = frozenset(
         "torchrun_training",
         "trainer_gpt2",
         "transformers_from_config",
+        "two_block_convolution",
         "unet_skips",
         "unet_space_then_batch",
     }

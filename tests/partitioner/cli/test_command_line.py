@@ -157,7 +157,7 @@ def test_the_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None
         assert re.search(rf"^ +{command} +\w", ran.printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", all_but(("inspect", "sweep", "report"), COMMANDS))
+@pytest.mark.parametrize("command", all_but(("inspect", "report"), COMMANDS))
 def test_the_example_in_the_help_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     example = example_of(command, capsys)
     assert example.startswith(f"{command} net.py:factory " if command in OF_MODELS else f"{command} ")
@@ -199,7 +199,9 @@ def test_the_documents_name_every_command() -> None:
 OF_README, OF_MODULE = documented()[: len(COMMANDS)], documented()[len(COMMANDS) :]
 
 
-@pytest.mark.parametrize("line", [*slow(*OF_README), *OF_MODULE])
+@pytest.mark.parametrize(
+    "line", [*slow(*OF_README), *all_but((line for line in OF_MODULE if line.startswith(("inspect", "report"))), OF_MODULE)]
+)
 def test_documented_command_lines_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     if line.startswith("report"):
         keep_rows(Path("runs.db"))
@@ -275,7 +277,7 @@ def test_inspect_of_a_rank_that_is_not_there(rank: int, capsys: pytest.CaptureFi
 # -- check -----------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factory", ["factory", "masked"])
+@pytest.mark.parametrize("factory", [*slow("factory"), "masked"])
 def test_check_of_an_equal_model(factory: str, capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran(f"check net.py:{factory} --devices 2 --schedule 1F1B --microbatches 2", capsys)
     assert (ran.code, ran.complaint) == (0, "")

@@ -24,6 +24,7 @@ from partitioner.cli.run import EXIT_CODES
 from partitioner.experiments.results.store import Store
 from passes.ir.plan import Plan
 from tests.support.golden_text import Golden
+from tests.support.running.slow_values import all_but
 
 NET = """
 import torch
@@ -82,7 +83,7 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", all_but(("command_plan", "command_simulate"), GOLDEN))
 def test_golden_texts_of_commands(name: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
     golden(name, printed(GOLDEN[name], capsys))
 
@@ -119,6 +120,7 @@ def test_inference_is_simulated_for_batches_of_several_sizes(capsys: pytest.Capt
     assert re.search(r"^ +2 +\S+ .s +[\d,.]+ rows/s", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_plan_is_simulated_on_another_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     printed("plan net.py:factory --devices 2 --mode data --cluster h100:1x2 --json plan.json", capsys)
     times = [
@@ -145,7 +147,12 @@ def test_json_on_standard_output_stands_alone(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(
     ("options", "begins"),
-    [("--format dot", "digraph"), ("--format svg", "<svg"), ("--output m.dot", "digraph"), ("--output m.svg --rank 1", "<svg")],
+    [
+        ("--format dot", "digraph"),
+        pytest.param("--format svg", "<svg", marks=pytest.mark.slow),
+        pytest.param("--output m.dot", "digraph", marks=pytest.mark.slow),
+        ("--output m.svg --rank 1", "<svg"),
+    ],
 )
 def test_inspect_draws(options: str, begins: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(f"inspect net.py:factory --devices 2 --mode pipeline --microbatches 2 {options}", capsys)
@@ -180,6 +187,7 @@ def test_a_sweep_is_kept_resumed_and_reported(folder: Path, capsys: pytest.Captu
     assert printed("report runs.db", capsys).endswith("6 placements, 1 failed\n")
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_some_by_chance(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(json.loads(printed("sweep sweep.toml --store runs.db --samples 2 --seed 3 --json", capsys))) == 2
 

@@ -167,6 +167,7 @@ def test_a_row_tells_what_partition_tells(tmp_path: Path) -> None:
         assert row["communication"] == pytest.approx(sum(simulation.communication.values()), abs=len(simulation.communication))
 
 
+@pytest.mark.slow
 def test_the_best_row_is_the_least() -> None:
     results = small_sweep()
     times = {row["key"]: row["step_time"] for row in results.rows() if row["devices"] == 4}
@@ -392,8 +393,9 @@ def test_a_worker_that_dies_or_hangs_is_a_reason() -> None:
     assert found[8] == "the process that planned it ended with code 3"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, 20])
 def test_nothing_is_lost_or_doubled_by_kills(kills: int, tmp_path: Path) -> None:
     """A sweep is killed at random moments; what a run has kept, the next one finds and leaves as it is."""
     path, many = tmp_path / "runs.db", kills > 10

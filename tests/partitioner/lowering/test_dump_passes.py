@@ -25,7 +25,10 @@ def code(text: str) -> list[str]:
     return [line.partition("  #")[0] for line in text.splitlines() if not line.strip().startswith("#")]
 
 
-@pytest.mark.parametrize(("mode", "devices"), [("pipeline", 2), ({"data": 2, "tensor": 2}, 4), ("model", 1)])
+@pytest.mark.parametrize(
+    ("mode", "devices"),
+    [pytest.param("pipeline", 2, marks=pytest.mark.slow), ({"data": 2, "tensor": 2}, 4), pytest.param("model", 1, marks=pytest.mark.slow)],
+)
 def test_every_phase_has_a_line_and_what_changed_a_file(mode: str | dict[str, int], devices: int, tmp_path: Path) -> None:
     perceptron(mode, devices).dump_passes(tmp_path / "passes")
     lines = (tmp_path / "passes" / "phases.txt").read_text(encoding="utf-8").splitlines()[1:]

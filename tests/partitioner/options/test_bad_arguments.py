@@ -135,6 +135,7 @@ def call_with_extra(call: Callable[..., Any], extra: Any) -> Any:
     return call(extra)
 
 
+@pytest.mark.slow
 def test_every_parameter_refuses_what_it_cannot_take(pm: PartitionedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right or refused: a call returns, or raises a PartitionError."""
     monkeypatch.chdir(tmp_path)  # some names of files are right

@@ -104,7 +104,9 @@ def test_accelerators_have_the_numbers_of_the_mesh(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("mesh", "mode"), [(((2, 2), ("dp", "tp")), "auto"), (((2,), None), "pipeline")], ids=["the mode of its names", "without names"]
+    ("mesh", "mode"),
+    [pytest.param(((2, 2), ("dp", "tp")), "auto", marks=pytest.mark.slow), (((2,), None), "pipeline")],
+    ids=["the mode of its names", "without names"],
 )
 def test_all_ranks_in_one_process(mesh: tuple[tuple[int, ...], tuple[str, ...] | None], mode: Mode) -> None:
     pm = partition(model(), mesh_of(*mesh), mode, example_inputs=batch()[:1], progress=False)

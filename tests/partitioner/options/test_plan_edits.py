@@ -147,8 +147,9 @@ def test_every_edit_is_a_plan_or_named(name: str) -> None:
     assert all(isinstance(plan, Decided) for _, plan in found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a batch of .* rows does not divide")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "pipeline" else pytest.mark.slow) for name in PLANS])
+@pytest.mark.parametrize("name", PLANS)
 def test_every_edit_that_decides_runs_right_or_is_refused(name: str) -> None:
     case = made(name)
     seen = {decisions(case.plan)}

@@ -15,7 +15,7 @@ def perceptron(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), nn.Dropout(0.1), nn.Tanh(), nn.Linear(width, 4))
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "tensor", "auto"])
+@pytest.mark.parametrize("mode", ["pipeline", "tensor", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_plan_for_another_model_is_refused(mode: str) -> None:
     """Nodes have the same names in both."""
     x = torch.randn(4, 8)
@@ -24,7 +24,7 @@ def test_a_plan_for_another_model_is_refused(mode: str) -> None:
         partition(perceptron(32), 2, plan=plan, example_inputs=(x,), progress=False)
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "tensor"])
+@pytest.mark.parametrize("mode", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_a_plan_for_training_fits_in_evaluation(mode: str) -> None:
     """There are fewer nodes: it fits where no stage begins with a dropout."""
     x = torch.randn(4, 8)

@@ -96,6 +96,7 @@ def test_a_region_of_the_model_itself() -> None:
     assert torch.equal(pm(x), model(x))
 
 
+@pytest.mark.slow
 def test_what_casts_inside_is_refused_by_name() -> None:
     instance = case_named("lstm").build(dtype=torch.float32)
     with pytest.raises(TraceError, match=r"aten.lstm.input changes its precision inside under torch.autocast"):
@@ -128,13 +129,14 @@ def differences(name: str, mode: Mode, precision: str) -> list[str]:
     return wrong + [key for key, gradient in gradients.items() if not close(found[key], gradient, dtype, scale)]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode", "precision"),
     [
-        pytest.param("gpt", "tensor", "bf16-mixed", marks=pytest.mark.slow),
+        ("gpt", "tensor", "bf16-mixed"),
         ("batch_norm_convolution", "data", "bf16-mixed"),
-        pytest.param("group_norm_convolution", "tensor", "16-mixed", marks=pytest.mark.slow),
-        pytest.param("shared_layer", {"fsdp": 2, "pipeline": 2}, "bf16-mixed", marks=pytest.mark.slow),
+        ("group_norm_convolution", "tensor", "16-mixed"),
+        ("shared_layer", {"fsdp": 2, "pipeline": 2}, "bf16-mixed"),
     ],
     ids=str,
 )
@@ -177,6 +179,7 @@ def test_a_scaler_outside() -> None:
     assert all(close(state[name], tensor, torch.float16) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_memory_counts_the_bytes_of_the_precision() -> None:
     whole, mixed, half = (perceptron(precision, 4096)[1].simulate().memory[0] for precision in (None, "bf16-mixed", "bf16-true"))
     assert mixed.parameters == whole.parameters == 2 * half.parameters
@@ -200,6 +203,7 @@ def test_true_converts_a_copy() -> None:
     assert pm.check(x)
 
 
+@pytest.mark.slow
 def test_single_precision_of_a_double_model() -> None:
     instance = case_named("perceptron").build()
     pm = make_partitioned(instance, devices=2, mode="tensor", precision="32-true")

@@ -190,6 +190,7 @@ def test_plans_graphs_and_simulation(precision: str, mode: str | Mapping[str, in
         pm.train_step(torch.randn(4096, 16), target=torch.randn(4096, 4), loss_fn=nn.functional.mse_loss)
 
 
+@pytest.mark.slow
 def test_the_planned_device_decides_what_is_cast() -> None:
     """A GPU normalizes in single precision, a CPU in that of its input."""
     assert dtype_of_norm(planned("bf16-mixed")) == torch.float32
@@ -197,6 +198,7 @@ def test_the_planned_device_decides_what_is_cast() -> None:
     assert dtype_of_norm(planned("bf16-mixed", cluster="cpu:1x4")) == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_it_runs_once_it_is_initialized() -> None:
     """As the model does under autocast, which casts by the list of the CPU in one and by that of the planned device in the other."""
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))

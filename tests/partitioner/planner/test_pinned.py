@@ -79,6 +79,7 @@ def test_contenders_stand_in_order() -> None:
     assert Plan.from_json(plan.to_json()).prediction == plan.prediction
 
 
+@pytest.mark.slow
 def test_the_explanation_shows_plans_and_proofs() -> None:
     pm = gpt(4)
     text = pm.explain(prices=True)
@@ -102,6 +103,7 @@ def test_the_gap_of_the_choice_of_axes_is_told() -> None:
     assert gpt(2, mode="pipeline").plan.prediction.axes_gap is None
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_given_has_no_prices() -> None:
     plan = gpt(2, mode="data").plan
     assert "PINNED" not in gpt(2, plan=plan).explain(prices=True)

@@ -58,6 +58,7 @@ def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     assert report, str(report)
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs() -> None:
     case = case_named("residual")
     (x,) = case.build().args
@@ -79,6 +80,7 @@ def test_present_weights_are_compared() -> None:
     assert pm.check(*instance.args)
 
 
+@pytest.mark.slow
 def test_everything_is_left_as_it_was() -> None:
     case = case_named("batch_norm_convolution")
     instance = case.build()
@@ -111,6 +113,7 @@ def test_batch_norm_differs_by_definition() -> None:
     assert any(part.name == "buffers" and len(part.comparisons) == 6 for part in report.parts)
 
 
+@pytest.mark.slow
 def test_batch_norm_in_evaluation_does_not_differ() -> None:
     case = case_named("batch_norm_convolution")
     instance = case.build()

@@ -82,6 +82,7 @@ def test_a_cycle_is_refused() -> None:
 # -- the drawing of a model ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_drawn_with_its_messages() -> None:
     pm = gpt("pipeline", 2)
     diagram = draw(pm).diagram

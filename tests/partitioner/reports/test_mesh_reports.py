@@ -179,6 +179,7 @@ def test_axes_of_grouped_attention_have_the_names_that_a_person_uses() -> None:
     assert layouts["input_layernorm.weight"] == "[hidden]"
 
 
+@pytest.mark.slow
 def test_what_bounds_a_step_is_told_by_ranks_of_the_mesh() -> None:
     explained = gpt({"data": 2, "pipeline": 2}, 4).explained()
     plan = explained.plan.predicted(bound_by="stage 1 on rank 1 is the slowest")

@@ -74,6 +74,7 @@ def text(model: PartitionedModel, tmp_path_factory: pytest.TempPathFactory) -> s
     return path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_alone(text: str) -> None:
     page = Page(text)
     assert page.open == []
@@ -108,6 +109,7 @@ def test_the_numbers_are_the_models(model: PartitionedModel, text: str) -> None:
     assert "[3*heads/tensor*head, hidden]" in "".join(page.words["plan"])
 
 
+@pytest.mark.slow
 def test_programs_are_there_line_by_line(model: PartitionedModel, text: str) -> None:
     programs = re.findall(r'<pre class="program">(.*?)</pre>', text, re.DOTALL)
     assert len(programs) == 4
@@ -117,6 +119,7 @@ def test_programs_are_there_line_by_line(model: PartitionedModel, text: str) -> 
     assert re.search(r'<b class="communication">.*all_reduce\(', programs[0])
 
 
+@pytest.mark.slow
 def test_formulas_are_typeset(model: PartitionedModel, text: str) -> None:
     """The bytes that leave the first stage: (b, 6, 16) numbers of four bytes."""
     found = re.search(r"<td>bytes of activations that leave stage 0</td><td><math[^>]*>(.*?)</math>", text)

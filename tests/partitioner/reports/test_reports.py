@@ -44,6 +44,7 @@ def test_examples_in_docstrings(module: ModuleType) -> None:
 # -- the table -------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_table_counts_the_models_parameters() -> None:
     _, instance, pm = partitioned("gpt", devices=3)
     lines = str(pm).splitlines()
@@ -185,11 +186,13 @@ def test_the_explanation_says_why() -> None:
     assert len({transfer.value for transfer in transfers(lowered, programs)}) >= 4
 
 
+@pytest.mark.slow
 def test_notes_are_told() -> None:
     *_, pm = partitioned("batch_norm_convolution", devices=2)
     assert "NOTES\n  1. batch normalisation in training (1, 5)" in pm.explain()
 
 
+@pytest.mark.slow
 def test_the_hardware_that_was_planned_for_is_named() -> None:
     """Memory "of 74.5 GiB" is that of an H100, not of the CPU that runs the programs."""
     instance = case_named("perceptron").build()

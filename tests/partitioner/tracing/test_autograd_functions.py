@@ -253,7 +253,7 @@ def _assert_equal(model: nn.Module, pm: Any, x: Tensor) -> None:
 
 @pytest.mark.parametrize("n_rows", [4, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["data", "tensor", *slow("model", "fsdp", {"data": 2, "tensor": 2})])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", all_but([rounded, rows], FUNCTIONS), ids=lambda function: function.__name__)
 def test_gradients_are_those_of_the_function(function: Callable[..., Any], mode: Any, n_rows: int) -> None:
     torch.manual_seed(0)
     model, x = Model(function).double(), _inputs(n_rows)
@@ -262,7 +262,7 @@ def test_gradients_are_those_of_the_function(function: Callable[..., Any], mode:
     _assert_equal(model, pm, x)
 
 
-@pytest.mark.parametrize("function", [*slow(swish), *FUNCTIONS[1:]], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", all_but([product, clipped, spread], FUNCTIONS), ids=lambda function: function.__name__)
 def test_one_row_a_rank(function: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model, x = Model(function).double(), _inputs(4)
@@ -270,7 +270,7 @@ def test_one_row_a_rank(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", all_but(CUT.keys() - {rows}, [each for each in FUNCTIONS if CUT[each][0] is None]), ids=lambda function: function.__name__
+    "function", all_but([normed], [each for each in FUNCTIONS if CUT[each][0] is None]), ids=lambda function: function.__name__
 )
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_microbatches(function: Callable[..., Any], recompute: str) -> None:
@@ -280,7 +280,9 @@ def test_microbatches(function: Callable[..., Any], recompute: str) -> None:
     _assert_equal(model, pm, x)
 
 
-@pytest.mark.parametrize("function", [*slow(swish), *FUNCTIONS[1:]], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", all_but([rounded, averaged, clipped, halved, rows, spread], FUNCTIONS), ids=lambda function: function.__name__
+)
 def test_how_it_may_be_cut(function: Callable[..., Any]) -> None:
     graph = trace(Model(function), (_inputs(4).float(),))
     calls = [node for node in graph.computing_nodes() if "autograd_function" in str(node.target)]
@@ -334,7 +336,7 @@ def without_gradients(model: Model, x: Tensor) -> Any:
     return x + rounded
 
 
-@pytest.mark.parametrize("mode", ["tensor", "pipeline", *slow("data", "fsdp")])
+@pytest.mark.parametrize("mode", all_but(["pipeline"], ["tensor", "pipeline", "data", "fsdp"]))
 @pytest.mark.parametrize("function", [nested, sized, *slow(twice), without_gradients], ids=lambda function: function.__name__)
 def test_unusual_calls(function: Callable[..., Any], mode: str) -> None:
     torch.manual_seed(0)
@@ -434,6 +436,7 @@ def test_another_batch_size() -> None:
         _assert_equal(model, pm, _inputs(n_rows))
 
 
+@pytest.mark.slow
 def test_tiles() -> None:
     """A convolution on both sides of a function, its rows of pixels in tiles."""
 
@@ -452,7 +455,7 @@ def test_tiles() -> None:
         _assert_equal(model, partition(copy.deepcopy(model), devices, mode, example_inputs=(x,)), x)
 
 
-@pytest.mark.parametrize("mode", ["data", "tensor", "pipeline"])
+@pytest.mark.parametrize("mode", [*slow("data", "tensor"), "pipeline"])
 def test_a_view_of_what_is_written_later(mode: str) -> None:
     """A function that gives its input back gives its memory back: a later write shows."""
 

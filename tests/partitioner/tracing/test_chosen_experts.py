@@ -216,9 +216,9 @@ def assigned(model: Mixture, x: Tensor, chosen: Tensor, _: Tensor, __: Tensor) -
     [
         pytest.param(by_number, "something else for its last expert than for its first", marks=pytest.mark.slow),
         (some, "visits 2 of 4 experts"),
-        (slices, "without alike experts in a ModuleList"),
+        pytest.param(slices, "without alike experts in a ModuleList", marks=pytest.mark.slow),
         (padding, "without alike experts in a ModuleList"),
-        (means, "mixes the tokens of an expert"),
+        pytest.param(means, "mixes the tokens of an expert", marks=pytest.mark.slow),
         pytest.param(assigned, "assigns what the experts give", marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -229,6 +229,7 @@ def test_what_is_not_the_same_for_every_expert_is_refused(loop: Callable[..., Te
     assert "let the body of the loop be the same for every expert" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_unlike_experts_are_refused() -> None:
     model = Mixture(compared)
     model.experts[2] = Expert(INNER + 1)

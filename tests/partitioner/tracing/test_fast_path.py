@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ class Encoder(nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_padded_positions() -> None:
     torch.manual_seed(0)
     model = Encoder().double().eval()
@@ -38,6 +40,7 @@ def test_padded_positions() -> None:
     assert not expected[mask].any()  # else the note is no longer true
 
 
+@pytest.mark.slow
 def test_training_has_no_note() -> None:
     model = Encoder().double()
     x, mask = torch.randn(4, 5, 8, dtype=torch.float64), torch.zeros(4, 5, dtype=torch.bool)

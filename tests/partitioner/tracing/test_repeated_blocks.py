@@ -276,7 +276,7 @@ def traced_in_full(monkeypatch: pytest.MonkeyPatch, model: nn.Module, args: tupl
         return trace(model, args, kwargs)
 
 
-@pytest.mark.parametrize("name", all_but(["alternating", "tied", "threshold"], MODELS))
+@pytest.mark.parametrize("name", all_but(["threshold"], MODELS))
 def test_the_graph_is_that_of_all_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, n_written = MODELS[name]
     model, args = make(), example_of(name)

@@ -49,7 +49,7 @@ def names_of(graph: ModelGraph) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt",
+        pytest.param("gpt", marks=pytest.mark.slow),
         "batch_norm_convolution",
         "nested_outputs",
         pytest.param("llama", marks=pytest.mark.slow),
@@ -158,6 +158,7 @@ def test_outputs_are_named_by_their_path() -> None:
     assert trace(Call(lambda layer, x: layer(x)), (torch.zeros(3, 6),)).outputs[0].name == ""
 
 
+@pytest.mark.slow
 def test_the_caches_of_transformers_come_out() -> None:
     instance = case_named("gpt2_with_cache").build()
     graph = trace(instance.model, instance.args, instance.kwargs)
@@ -171,7 +172,7 @@ def test_the_caches_of_transformers_come_out() -> None:
 # -- batch -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 6])
+@pytest.mark.parametrize("batch_size", [1, 2, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_mask_as_long_as_the_batch_is_no_batch(batch_size: int) -> None:
     """Of (sequence, sequence) with as many tokens as rows; the key mask of (batch, sequence) beside it is one."""
 

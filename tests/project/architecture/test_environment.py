@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
+
 from partitioner.runtime.process.launcher import VARIABLES
 from tests.project.architecture.imports import imports_of
 from tests.project.architecture.source_tree import package_sources, report, sources
@@ -22,6 +24,7 @@ OTHER_LAUNCHERS = {
 ACCESS = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
+@pytest.mark.slow
 def test_the_packages_read_the_environment_in_one_file() -> None:
     offences = [
         f"{source.at(node)}: {ast.unparse(node)}"
@@ -46,6 +49,7 @@ def test_what_is_read_is_what_launchers_set() -> None:
     assert not offences, report(offences, f"read {TORCHRUN_VARIABLES.pattern} by literal name; anything else is an argument")
 
 
+@pytest.mark.slow
 def test_the_environment_is_reached_by_its_full_name() -> None:
     """Otherwise the other rules would not see it."""
     offences = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 from tests.project.architecture.source_tree import PACKAGES, ROOT, report, sources
 
 FILE_LINES = 700
@@ -31,6 +33,7 @@ def is_entry(path: Path) -> bool:
     return path.name not in {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 
 
+@pytest.mark.slow
 def test_functions_are_short() -> None:
     offences = []
     for source in sources():

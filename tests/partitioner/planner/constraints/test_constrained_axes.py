@@ -130,14 +130,14 @@ def test_one_axis_of_several_is_named_by_its_number() -> None:
 @pytest.mark.parametrize(
     ("axes", "mode", "words"),
     [
-        ({"head_count": "tensor"}, "tensor", ("no axis 'head_count'", "heads", "ffn")),
+        pytest.param({"head_count": "tensor"}, "tensor", ("no axis 'head_count'", "heads", "ffn"), marks=pytest.mark.slow),
         ({"heads": "expert"}, "tensor", ("'expert'", "the mesh has tensor")),
-        ({"heads": "tensor"}, "pipeline", ("'tensor'", "the mesh has pipeline")),
+        pytest.param({"heads": "tensor"}, "pipeline", ("'tensor'", "the mesh has pipeline"), marks=pytest.mark.slow),
         ({"heads": "pipeline"}, "pipeline", ("cuts the graph",)),
-        ({"head_count": "tensor"}, "auto", ("no axis 'head_count'", "heads", "ffn")),
-        ({"heads": "expert"}, "auto", ("'expert'", "the mesh has pipeline")),
-        ({"heads": "data"}, "data", ("cuts the batch, and experts beside it",)),
-        ({"batch": "tensor"}, "tensor", ("any axis but the batch",)),
+        pytest.param({"head_count": "tensor"}, "auto", ("no axis 'head_count'", "heads", "ffn"), marks=pytest.mark.slow),
+        pytest.param({"heads": "expert"}, "auto", ("'expert'", "the mesh has pipeline"), marks=pytest.mark.slow),
+        pytest.param({"heads": "data"}, "data", ("cuts the batch, and experts beside it",), marks=pytest.mark.slow),
+        pytest.param({"batch": "tensor"}, "tensor", ("any axis but the batch",), marks=pytest.mark.slow),
         ({"heads": "tensor"}, {"tensor": 8}, ("size 4", "8 parts")),
     ],
 )
@@ -177,10 +177,12 @@ def test_the_rows_of_an_embedding_are_its_words(style: str) -> None:
     assert shape_of(llama({"embed_tokens": style}), "embed_tokens.weight") == (5, WIDTH)
 
 
+@pytest.mark.slow
 def test_the_columns_of_an_embedding_are_its_features() -> None:
     assert shape_of(llama({"embed_tokens": "colwise"}), "embed_tokens.weight") == (10, WIDTH // 2)
 
 
+@pytest.mark.slow
 def test_what_leaves_whole_is_cut_all_the_same() -> None:
     assert shape_of(llama({"lm_head": "colwise_rep"}), "lm_head.weight") == (5, WIDTH)
 
@@ -213,6 +215,7 @@ def test_patterns_need_a_tensor_dimension() -> None:
         partition(Llama(), 2, "data", example_inputs=(torch.randint(10, (2, LENGTH)),), constraints=Constraints(tp_plan=FEED_FORWARD))
 
 
+@pytest.mark.slow
 def test_a_dimension_of_one_rank_holds_all_that_it_would_cut() -> None:
     model, x = blocks(), torch.randn(2, LENGTH, WIDTH)
     named = Constraints(axes={"heads": "tp", "batch": "data"}, tp_plan={"*.up": "colwise"})

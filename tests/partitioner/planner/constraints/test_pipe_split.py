@@ -44,7 +44,14 @@ def stages(*starts: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("mode", ["pipeline", "model"])
-@pytest.mark.parametrize(("marks", "starts"), [((0, 4), (0, 1, 5)), ((1, 2, 5), (0, 2, 3)), ((-1, 3, 4), (0, 4, 5))])
+@pytest.mark.parametrize(
+    ("marks", "starts"),
+    [
+        ((0, 4), (0, 1, 5)),
+        pytest.param((1, 2, 5), (0, 2, 3), marks=pytest.mark.slow),
+        pytest.param((-1, 3, 4), (0, 4, 5), marks=pytest.mark.slow),
+    ],
+)
 def test_stages_begin_where_it_is_called(marks: tuple[int, ...], starts: tuple[int, ...], mode: str) -> None:
     """A mark in front of everything, or behind it, cuts nothing."""
     torch.manual_seed(0)
@@ -59,6 +66,7 @@ def test_stages_begin_where_it_is_called(marks: tuple[int, ...], starts: tuple[i
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_traced_once() -> None:
     x = torch.randn(4, 5, 16)
     pm = partition(Layers((0, 4), lambda: Block(16, 2)), 3, "pipeline", example_inputs=(x,))
@@ -83,7 +91,7 @@ def test_more_marks_than_stages_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a batch of 6 rows does not divide")
-@pytest.mark.parametrize("mode", ["data", "tensor", *slow("auto"), {"pipeline": 2, "data": 2}])
+@pytest.mark.parametrize("mode", ["data", *slow("tensor", "auto", {"pipeline": 2, "data": 2})])
 def test_other_modes(mode: Any) -> None:
     """Without stages it says nothing; beside other dimensions it does."""
     torch.manual_seed(0)
@@ -100,6 +108,7 @@ def test_auto_passes_over_what_has_too_few_stages() -> None:
     assert len(pm.plan.stages) in (1, 3)
 
 
+@pytest.mark.slow
 def test_behind_a_call_of_several_results() -> None:
     class Best(nn.Module):
         def __init__(self) -> None:

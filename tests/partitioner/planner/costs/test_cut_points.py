@@ -27,15 +27,10 @@ MOST_CUTS = 12
 """Cuts tried on one model, evenly spread."""
 
 MODELS = (
-    "batch_norm_convolution",
-    *slow("gpt"),
-    "unet",
-    *slow("padded_attention"),
+    *slow("batch_norm_convolution", "gpt", "unet", "padded_attention"),
     "branches",
     "in_place",
-    "integers_and_flags",
-    "nested_outputs",
-    *slow("bert"),
+    *slow("integers_and_flags", "nested_outputs", "bert"),
 )
 
 

@@ -51,10 +51,10 @@ CASES: Mapping[str, tuple[int, Any, dict[str, Any]]] = {
     "pipeline and tensor": (4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
     "pipeline and gathered parameters": (4, {"pipeline": 2, "fsdp": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
 }
-FAST = ("one device",)
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_plan_holds_what_a_run_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     devices, mode, options = CASES[name]
     x, target = (torch.randint(VOCABULARY, (ROWS, LENGTH)) for _ in range(2))
@@ -155,8 +155,9 @@ def of_tiles(name: str) -> tuple[PartitionedModel, torch.Tensor]:
     return partition(make(), 4, mode, example_inputs=(x,), optimizer="adamw", progress=False, **{"recompute": "none", **options}), x
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:BatchNorm under microbatches:partitioner.PartitionWarning")
-@pytest.mark.parametrize("name", [name if name in FAST_TILES else pytest.param(name, marks=pytest.mark.slow) for name in TILES])
+@pytest.mark.parametrize("name", TILES)
 def test_a_plan_of_tiles_holds_what_the_simulation_of_its_programs_holds(name: str) -> None:
     pm, _ = of_tiles(name)
     below = HELD_UP if name.endswith("pipeline") else BELOW

@@ -80,6 +80,7 @@ def test_small_parameters_of_each_stage_travel_by_themselves() -> None:
     assert simulated < pm.plan.step_time < 1.1 * simulated
 
 
+@pytest.mark.slow
 def test_parameters_that_a_recomputed_forward_needs_are_gathered_once_more() -> None:
     """Once in the backward, whether or not ranks would have kept them: the messages are the same."""
     kept, dropped = (over_a_slow_link(128, 4, mode, recompute="full") for mode in ("zero1", "fsdp"))
@@ -87,6 +88,7 @@ def test_parameters_that_a_recomputed_forward_needs_are_gathered_once_more() -> 
     assert kept.plan.step_time == pytest.approx(dropped.plan.step_time, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_every_message_of_gradients_begins_anew() -> None:
     """Four of them, where processors that move messages compute nothing meanwhile."""
     pm = over_a_slow_link(768, 4, "data", 1.0)
@@ -122,7 +124,7 @@ WRITTEN_OUT: Mapping[str, Callable[[], tuple[nn.Module, Tensor, Mapping[str, int
 }
 
 
-@pytest.mark.parametrize("name", all_but(("batch", "root mean square"), WRITTEN_OUT))
+@pytest.mark.parametrize("name", all_but(("batch",), WRITTEN_OUT))
 def test_norms_over_what_is_cut_are_priced_as_they_run(name: str) -> None:
     """Such a norm is seven kernels forward and more back, and goes over its part twice as often as one kernel does."""
     with torch.device("meta"):

@@ -77,6 +77,7 @@ def test_equal_inputs_give_equal_plans_that_survive_json() -> None:
     assert (read, read.prediction) == (first, first.prediction)
 
 
+@pytest.mark.slow
 def test_a_saved_plan_lowers_to_the_same_programs() -> None:
     instance = case_named("perceptron").build()
     found = partition(instance.model, devices=2, example_inputs=instance.args, progress=False)
@@ -168,6 +169,7 @@ def test_constraints_narrow_the_search(constraints: Mapping[str, Any], names: se
     assert names <= {name for name, _ in plan.mesh}
 
 
+@pytest.mark.slow
 def test_a_schedule_asks_for_a_pipeline() -> None:
     plan = plan_auto(traced("gpt"), Cluster.preset("a100-80gb", 1, 2), request(2, schedule="GPipe"))
     assert (plan.schedule, dict(plan.mesh)["pipeline"]) == ("GPipe", 2)
@@ -182,6 +184,7 @@ def test_slow_links_lie_between_stages() -> None:
     assert plan.mesh[0] == ("pipeline", 2), plan.mesh
 
 
+@pytest.mark.slow
 def test_the_runner_up_and_the_reason_are_told() -> None:
     plan = plan_auto(traced("perceptron"), Cluster.preset("cpu", 1, 4), request(4))
     assert plan.prediction.bound_by

@@ -19,7 +19,11 @@ QUICK = {
 }
 """A few of all: of each, some option was once better than the default by more than it stated."""
 
-LONG = {("narrowing perceptron", "pipeline x tensor", "h100:1x4")}
+LONG = {
+    ("narrowing perceptron", "pipeline x tensor", "h100:1x4"),
+    ("convolutions", "tensor", "h100:1x4"),
+    ("tables", "tensor", "cpu:1x4"),
+}
 """Of those the ones that run with the full matrices alone."""
 
 EVERY = [
@@ -48,6 +52,7 @@ def test_one_microbatch_is_among_those_of_a_pipeline() -> None:
     assert default.gap == 0.0
 
 
+@pytest.mark.slow
 def test_a_mode_that_is_kept_states_what_other_axes_would_take() -> None:
     """``"sequence"`` cuts the sequence alone; with the vocabulary cut over the same ranks a step takes less, which is said."""
     kept = plan_of("GPT-2", "sequence", "cpu:1x4")

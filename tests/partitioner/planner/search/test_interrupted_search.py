@@ -24,7 +24,6 @@ from passes.ir.mesh import Mesh
 from tests.partitioner.planner.search.test_auto_space import best_by_brute_force
 from tests.support.models.zoo import case_named
 from tests.support.planning.all_plans import instance
-from tests.support.running.slow_values import slow
 
 CLUSTER = Cluster.preset("l4", nodes=2, devices_per_node=2)
 
@@ -60,7 +59,8 @@ def finished() -> tuple[Plan, int]:
     return planned(prices, None), -prices.left
 
 
-@pytest.mark.parametrize("seed", [5, *slow(18, 13)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5, 18, 13])
 def test_whenever_it_is_interrupted_what_is_proved_is_true(seed: int) -> None:
     """The best of all plans, by brute force, is never below the bound; before there is a plan nothing can be taken."""
     given, every = instance(seed), Interrupts(0)

@@ -110,13 +110,13 @@ def best_plan(given: Instance, mesh: Mesh) -> Plan | None:
     return plan
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 16 else pytest.mark.slow) for seed in range(70)])
+@pytest.mark.parametrize("seed", all_but(set(range(16)) - {2, 11}, range(70)))
 def test_the_plan_is_the_best_of_all_cuts(seed: int) -> None:
     given, mesh = with_stages(seed)
     best_plan(given, mesh)
 
 
-@pytest.mark.parametrize("seed", all_but((0, 1, 3, 4, 5, 6, 8, 9, 10, 11), range(40)))
+@pytest.mark.parametrize("seed", all_but((0, 1, 5, 8), range(40)))
 def test_the_plan_is_the_best_of_all_cuts_of_stages_that_ranks_share(seed: int) -> None:
     draw = random.Random(seed)
     given, shapes = next(found for found in map(with_shapes, itertools.count(seed, 1000)) if found[1])
@@ -126,7 +126,7 @@ def test_the_plan_is_the_best_of_all_cuts_of_stages_that_ranks_share(seed: int) 
     assert plan is None or plan.replicas == request.replicas
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.slow) for seed in range(40)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 2 else pytest.mark.slow) for seed in range(40)])
 def test_the_plan_is_the_best_of_all_cuts_of_stages_of_unlike_width(seed: int) -> None:
     draw = random.Random(seed)
     given, shapes = next(found for found in map(with_widths, itertools.count(seed, 1000)) if found[1])
@@ -169,7 +169,7 @@ def only(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "allowed_widths", lambda *_: iter([]))
 
 
-@pytest.mark.parametrize("name", all_but(("perceptron, GPipe", "perceptron, ZB1P", "U-Net, 1F1B"), SETTINGS))
+@pytest.mark.parametrize("name", all_but(("perceptron, GPipe",), SETTINGS))
 def test_no_plan_of_the_mesh_in_auto_is_faster(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it takes little time to find out: there are a few cuts and one schedule."""
     (model, inputs), mode, schedule, count = SETTINGS[name]

@@ -95,6 +95,7 @@ def test_borders_in_repeated_blocks_cost_what_they_cost_in_a_model_that_is_not_f
     assert folded == gathered() != []
 
 
+@pytest.mark.slow
 def test_plans_are_those_of_equal_widths_where_all_are_equal() -> None:
     plans = [on((2, 2)).plan, partition(perceptron(), 4, {"pipeline": 2, "tensor": 2}, example_inputs=inputs(12)[:1], progress=False).plan]
     assert plans[0] == plans[1]
@@ -150,11 +151,11 @@ def test_a_parameter_that_would_be_shared_wherever_stages_are_cut_is_refused_by_
     ("changes", "message"),
     [
         ({"widths": (2, 1, 1)}, "widths.* do not fit the mesh"),
-        ({"widths": (2,)}, "widths.* do not fit the mesh"),
-        ({"widths": (3, 0)}, "widths.* do not fit the mesh"),
+        pytest.param({"widths": (2,)}, "widths.* do not fit the mesh", marks=pytest.mark.slow),
+        pytest.param({"widths": (3, 0)}, "widths.* do not fit the mesh", marks=pytest.mark.slow),
         ({"mesh": (("pipeline", 2), ("tensor", 4))}, "have no dimension of 4"),
-        ({"mesh": (("pipeline", 2),)}, "widths.* do not fit the mesh"),
-        ({"widths": ()}, "mesh: it has 4 ranks, and the plan names 3 devices"),
+        pytest.param({"mesh": (("pipeline", 2),)}, "widths.* do not fit the mesh", marks=pytest.mark.slow),
+        pytest.param({"widths": ()}, "mesh: it has 4 ranks, and the plan names 3 devices", marks=pytest.mark.slow),
     ],
 )
 def test_plans_that_do_not_fit_themselves(changes: dict[str, Any], message: str) -> None:

@@ -42,15 +42,16 @@ def plan_of(name: str, mode: Any, cluster: str, models: SharedModels, **options:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param("narrowing perceptron", "pipeline x tensor", marks=pytest.mark.slow),
+        ("narrowing perceptron", "pipeline x tensor"),
         ("tables", "tensor"),
-        *(
-            pytest.param(name, mode, marks=pytest.mark.slow)
-            for name, mode in (("small GPT", "tensor"), ("convolutions", "tile"), ("small GPT", "pipeline x tensor"), ("GPT-2", "auto"))
-        ),
+        ("small GPT", "tensor"),
+        ("convolutions", "tile"),
+        ("small GPT", "pipeline x tensor"),
+        ("GPT-2", "auto"),
     ],
 )
 def test_plans_are_those_made_alone(name: str, mode: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +37,7 @@ class SmallAlexNet(nn.Module):
         return scores
 
 
+@pytest.mark.slow
 def test_convolutions_cut_the_batch_and_linear_layers_channels_each_in_its_stage() -> None:
     torch.manual_seed(0)
     model, images, target = SmallAlexNet().double(), torch.randn(16, 3, 32, 32, dtype=torch.float64), torch.randint(10, (16,))
