@@ -165,17 +165,21 @@ def test_a_plan_with_experts_is_read_back() -> None:
 # -- routing without capacity: as many tokens for each expert as chose it ---------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "devices", "axes"),
     [
-        ({"data": 2, "tensor": 2}, 4, {}),
+        pytest.param({"data": 2, "tensor": 2}, 4, {}, marks=pytest.mark.slow),
         ("pipeline", 2, {}),
-        ("data", 2, {}),
-        ("fsdp", 2, {}),
-        ("tensor", 3, {"ffn": "tensor"}),
-        ("tensor", 2, {"experts": "tensor"}),
-        ({"pipeline": 2, "tensor": 2}, 4, {}),
+        *(
+            pytest.param(mode, devices, axes, marks=pytest.mark.slow)
+            for mode, devices, axes in (
+                ("data", 2, {}),
+                ("fsdp", 2, {}),
+                ("tensor", 3, {"ffn": "tensor"}),
+                ("tensor", 2, {"experts": "tensor"}),
+                ({"pipeline": 2, "tensor": 2}, 4, {}),
+            )
+        ),
     ],
 )
 def test_dropless(mode: str | Mapping[str, int], devices: int, axes: Mapping[str, str]) -> None:

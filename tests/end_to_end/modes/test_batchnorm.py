@@ -20,6 +20,7 @@ from cost_models.hardware.clusters import Device, Link
 from cost_models.ops.work import Work
 from partitioner import ConfigError, InfeasiblePlanError, PartitionedModel, PartitionWarning, Plan, partition
 from partitioner.schedules.catalog import SCHEDULES
+from tests.support.running.slow_values import all_but
 
 ROWS = 8
 
@@ -130,8 +131,7 @@ MESHES: dict[str, tuple[int, str | dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", all_but(["pipeline"], MESHES))
 def test_the_default_trains_as_the_model(name: str) -> None:
     devices, mode = MESHES[name]
     model = resnet()

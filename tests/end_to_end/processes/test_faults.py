@@ -99,9 +99,8 @@ def test_samples_tell_batches_apart_and_not_their_last_digits() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", ["pipeline", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("pipeline", marks=pytest.mark.slow), "fsdp"])
 def test_a_rank_that_skips_a_step_is_refused_by_all(workers: Callable[[int], Workers], mode: str) -> None:
     for answer in workers(2).call(cases.skip_a_step, mode, timeout=PROMPTLY):
         assert isinstance(answer.error, ConfigError)

@@ -82,7 +82,6 @@ _EITHER_FIRST = (
 """Who differs is told beside what most ranks have, and of two neither is most."""
 
 
-@pytest.mark.slow
 def test_unequal_rows(workers: Callable[[int], Workers]) -> None:
     for answer in workers(2).call(cases.unequal_rows, 1):
         assert isinstance(answer.error, ConfigError), answer.error

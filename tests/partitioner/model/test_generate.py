@@ -152,7 +152,6 @@ def test_generation_reads_the_present_weights_and_ends_where_the_positions_do() 
         pm.generate(ids, max_new_tokens=6, **GREEDY)
 
 
-@pytest.mark.slow
 def test_what_generate_does_not_take_is_refused_by_name() -> None:
     pm = partition(causal_model("gpt2"), 2, "tensor", example_inputs=PROMPT)
     ids, _ = prompt(2, 5)

@@ -129,14 +129,13 @@ def differences(name: str, mode: Mode, precision: str) -> list[str]:
     return wrong + [key for key, gradient in gradients.items() if not close(found[key], gradient, dtype, scale)]  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode", "precision"),
     [
-        ("gpt", "tensor", "bf16-mixed"),
+        pytest.param("gpt", "tensor", "bf16-mixed", marks=pytest.mark.slow),
         ("batch_norm_convolution", "data", "bf16-mixed"),
-        ("group_norm_convolution", "tensor", "16-mixed"),
-        ("shared_layer", {"fsdp": 2, "pipeline": 2}, "bf16-mixed"),
+        pytest.param("group_norm_convolution", "tensor", "16-mixed", marks=pytest.mark.slow),
+        pytest.param("shared_layer", {"fsdp": 2, "pipeline": 2}, "bf16-mixed", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ class Import:
 
 def imports_of(source: Source) -> Iterator[Import]:
     """Every import, also inside functions and under TYPE_CHECKING."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, None, node)
@@ -48,8 +48,8 @@ def imports_of(source: Source) -> Iterator[Import]:
 
 def dotted_names(source: Source) -> Iterator[tuple[str, ast.Attribute]]:
     """Every complete ``a.b.c`` in the code that starts at a plain name."""
-    inner = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(source.tree):
+    inner = {id(node.value) for node in source.nodes if isinstance(node, ast.Attribute)}
+    for node in source.nodes:
         if not isinstance(node, ast.Attribute) or id(node) in inner:
             continue
         parts = [node.attr]

@@ -48,6 +48,11 @@ class Source:
         """Dotted name: ``passes.ir.plan``; a package is named by its folder."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of its syntax, which each rule looks through."""
+        return tuple(ast.walk(self.tree))
+
     def at(self, node: ast.AST) -> str:
         """Where a node is, as editors and terminals link it."""
         return f"{self.path}:{getattr(node, 'lineno', 1)}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
-
 from partitioner.runtime.process.launcher import VARIABLES
 from tests.project.architecture.imports import imports_of
 from tests.project.architecture.source_tree import package_sources, report, sources
@@ -24,13 +22,12 @@ OTHER_LAUNCHERS = {
 ACCESS = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
-@pytest.mark.slow
 def test_the_packages_read_the_environment_in_one_file() -> None:
     offences = [
         f"{source.at(node)}: {ast.unparse(node)}"
         for source in package_sources()
         if source.path != LAUNCHER
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if is_access(node)
     ]
     assert not offences, report(offences, f"make it an argument; what launchers set is read in {LAUNCHER}")
@@ -43,13 +40,12 @@ def test_what_is_read_is_what_launchers_set() -> None:
         f"{source.at(node)}: {ast.unparse(node)}"
         for source in sources()
         if source.path.startswith(SCRIPTS)
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if (key := variable(node)) is not None and not TORCHRUN_VARIABLES.fullmatch(key)
     ]
     assert not offences, report(offences, f"read {TORCHRUN_VARIABLES.pattern} by literal name; anything else is an argument")
 
 
-@pytest.mark.slow
 def test_the_environment_is_reached_by_its_full_name() -> None:
     """Otherwise the other rules would not see it."""
     offences = [

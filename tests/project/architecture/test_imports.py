@@ -8,15 +8,12 @@ import subprocess
 import sys
 import tomllib
 
-import pytest
-
 from tests.project.architecture.imports import imports_of
 from tests.project.architecture.source_tree import PACKAGES, ROOT, package_sources, report
 
 BOTTOM = "passes.ir"
 
 
-@pytest.mark.slow
 def test_layers_and_cycles() -> None:
     """The contracts of ``[tool.importlinter]`` in pyproject.toml."""
     program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True, no_logo=True))"
@@ -38,7 +35,6 @@ def test_shared_words_import_nothing_above_them() -> None:
     assert not offences, report(offences, f"{BOTTOM} holds the words that everybody shares: move the word down or the code up")
 
 
-@pytest.mark.slow
 def test_nobody_imports_from_a_package_that_holds_it() -> None:
     """A name re-exported by ``a/__init__.py`` and used inside ``a`` is a cycle that waits to close."""
     modules = {source.module for source in package_sources()}
@@ -67,12 +63,11 @@ def test_importing_needs_the_base_dependencies_alone() -> None:
     )
 
 
-@pytest.mark.slow
 def test_imports_are_absolute() -> None:
     offences = [
         f"{source.at(node)}: relative import"
         for source in package_sources()
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not offences, report(offences, "write the whole name: from passes.ir.plan import Plan")

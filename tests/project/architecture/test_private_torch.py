@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
-import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -20,7 +19,6 @@ TESTS = "tests/"
 GATEWAY = "passes/ir/torch_private.py"
 
 
-@pytest.mark.slow
 def test_private_torch_is_used_in_one_file() -> None:
     offences = [
         f"{place}: {name}"
@@ -31,7 +29,6 @@ def test_private_torch_is_used_in_one_file() -> None:
     assert not offences, report(offences, f"use public torch API; where there is none, name it in {GATEWAY}, with the reason, and test it")
 
 
-@pytest.mark.slow
 def test_what_the_gateway_names_is_used() -> None:
     used = {found.full_name.rpartition(".")[2] for source in sources() if source.path != GATEWAY for found in imports_of(source)}
     assert not set(torch_private.__all__) - used, f"{GATEWAY} names what nothing uses any more"
@@ -96,7 +93,6 @@ def test_process_groups_beside_those_of_new_group() -> None:
     assert (x.tolist(), group.rank(), group.size()) == ([1.0, 1.0], 0, 1)
 
 
-@pytest.mark.slow
 def test_graphs_of_dynamo_say_where_they_come_from() -> None:
     graphs: list[torch.fx.GraphModule] = []
 

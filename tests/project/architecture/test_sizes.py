@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from tests.project.architecture.source_tree import PACKAGES, ROOT, report, sources
 
 FILE_LINES = 700
@@ -33,11 +31,10 @@ def is_entry(path: Path) -> bool:
     return path.name not in {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 
 
-@pytest.mark.slow
 def test_functions_are_short() -> None:
     offences = []
     for source in sources():
-        functions = (node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        functions = (node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
         lengths = {node: function_length(node) for node in functions}
         offences += [f"{source.at(node)}: {node.name} has {length} lines" for node, length in lengths.items() if length > FUNCTION_LINES]
     remedy = f"name the steps and make each a function; the limit is {FUNCTION_LINES} lines without the docstring"
