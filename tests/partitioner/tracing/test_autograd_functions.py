@@ -251,6 +251,7 @@ def _assert_equal(model: nn.Module, pm: Any, x: Tensor) -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:a batch of 3 rows does not divide")
 @pytest.mark.parametrize("n_rows", [4, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["data", "tensor", *slow("model", "fsdp", {"data": 2, "tensor": 2})])
 @pytest.mark.parametrize("function", all_but([rounded, rows], FUNCTIONS), ids=lambda function: function.__name__)
