@@ -23,6 +23,9 @@ __all__ = ["check", "inspect", "plan", "simulate"]
 _DECIDED_BY_PLAN = ("mode", "schedule", "microbatches", "cluster", "memory_limit", "recompute")
 """Options whose values ``--plan`` gives."""
 
+_OF_INFERENCE = ("batches", "prompt", "new_tokens", "requests")
+"""Options of ``--inference``."""
+
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a model, and explain the plan."""
@@ -84,7 +87,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     """Run a step, or inference, on a clock."""
     if arguments.inference:
         return _simulate_inference(arguments)
-    needless = [name for name in ("batches", "prompt", "new_tokens") if getattr(arguments, name) is not None]
+    needless = [name for name in _OF_INFERENCE if getattr(arguments, name) is not None]
     if needless:
         raise ConfigError(f"--{needless[0].replace('_', '-')} is for inference", remedy="add --inference")
     pm = _partition(call_factory(arguments.factory), arguments)
@@ -116,12 +119,13 @@ def _simulate_inference(arguments: argparse.Namespace) -> int:
     made = call_factory(arguments.factory)
     made.model.eval()
     pm = _partition(made, arguments)
-    batches = {} if arguments.batches is None else {"batches": arguments.batches}
-    table = pm.simulate_inference(prompt=arguments.prompt, new_tokens=arguments.new_tokens, **batches)
+    given = {name: value for name in _OF_INFERENCE if (value := getattr(arguments, name)) is not None}
+    table = pm.simulate_inference(**given)
     say(arguments, str(table))
     numbers = [
         {
             "batch": each.rows,
+            "requests": each.requests,
             "first_token": each.first_token,
             "per_token": each.per_token,
             "latency": each.latency,

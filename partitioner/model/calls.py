@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -164,6 +164,12 @@ class Calls:
         Raises:
             ConfigError: the call lacks an input that a rank reads.
         """
+        return self.start(lowering, programs, inputs, extra)()
+
+    def start(
+        self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> Callable[[], dict[int, Any]]:
+        """Begin what ``run`` does; return the function that ends it, see ``Runtime.start``."""
         arguments: dict[int, dict[str, Any]] = {}
         for rank in self._runtime.local_ranks:
             names = programs.programs[rank].placeholders
@@ -180,12 +186,18 @@ class Calls:
         self._state.gradients.begin()
         with without_autocast():  # casts are operations of the programs
             if len(arguments) == self._runtime.n_ranks:
-                results = self._runtime.run(programs, arguments)
+                finish = self._runtime.start(programs, arguments)
             else:
-                results = self._runtime.run(programs, arguments, self._common_tensors(inputs, extra), self._optimizer_steps.counts())
-        with self._runtime.failing_together():
-            self._state.finish()
-        return results
+                finish = self._runtime.start(programs, arguments, self._common_tensors(inputs, extra), self._optimizer_steps.counts())
+
+        def finished() -> dict[int, Any]:
+            with without_autocast():
+                results = finish()
+            with self._runtime.failing_together():
+                self._state.finish()
+            return results
+
+        return finished
 
     @property
     def parameters(self) -> list[nn.Parameter]:

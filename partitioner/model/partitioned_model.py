@@ -190,16 +190,16 @@ class PartitionedModel(ModuleInPlan):
         assert isinstance(loss, Tensor)
         return loss
 
-    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+    def generate(self, input_ids: Tensor | Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
         """Return what ``model.generate(input_ids, **kwargs)`` of transformers returns, computed by the ranks.
 
         Each rank caches the keys and values of its own heads, layers and rows. Prompts of any length and batches of any size are served,
-        up to the number of positions of the model. Programs are lowered for lengths that are powers of two, when first needed.
+        up to the number of positions of the model. Programs are lowered for lengths that are powers of two, when first needed. Of several
+        requests a pipeline computes one on each of its ranks at the same time; a list of what each returns is returned.
 
         Args:
-            input_ids: (batch, tokens), the same on every rank.
-            kwargs: those of ``model.generate``: ``max_new_tokens``, ``attention_mask`` (0 for padding, in front), ``eos_token_id``,
-                ``pad_token_id``, ``do_sample``, ``num_beams``, ``streamer``, ``generation_config``, ...
+            input_ids: (batch, tokens), the same on every rank; of several requests a list, and ``attention_mask`` then is one, too.
+            kwargs: those of ``model.generate``: ``max_new_tokens``, ``attention_mask`` (0 for padding, in front), ``do_sample``, ...
 
         Raises:
             AttributeError: the model has no ``generate``.
@@ -395,25 +395,25 @@ class PartitionedModel(ModuleInPlan):
         prompt: int | None = None,
         new_tokens: int | None = None,
         cluster: Cluster | str | None = None,
+        requests: int = 1,
     ) -> InferenceTable:
         """Simulate inference: latency and throughput of batches of several sizes, as a table.
 
         Of a causal language model of transformers the programs of ``generate`` are simulated: the prompt in chunks, then one token after
-        the other. Of any other model the forward is. One batch is in flight at a time.
+        the other. Of any other model the forward is.
 
         Args:
             batches: rows of each batch, over all devices.
-            prompt: tokens of each row that are given; None: 128, for a model that generates.
-            new_tokens: tokens of each row that are generated; None: 128, for a model that generates.
+            prompt, new_tokens: of each row, given and generated; None: 128, for a model that generates.
             cluster: the hardware; None: that which the model was planned for.
+            requests: batches in flight, as of ``generate([...])``.
 
         Raises:
-            ConfigError: the model is in training mode, ranks cannot share the rows of a batch evenly, or there are more tokens than
-                positions.
+            ConfigError: the model is in training mode, ranks cannot share rows evenly, or there are more tokens than positions.
         """
         if any(part.training for part in self._parts):
             raise ConfigError("inference is simulated of a model in evaluation mode", remedy="pm.eval()")
-        return simulate_inference(self._session, self._decoders, batches, prompt, new_tokens, cluster)
+        return simulate_inference(self._session, self._decoders, batches, prompt, new_tokens, cluster, requests)
 
     @checked_arguments(VALUES, EXAMPLES)
     def replan(

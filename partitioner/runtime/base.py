@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -40,6 +40,18 @@ class Runtime(Protocol):
             inputs: rank -> placeholder of its program -> value.
             given: name -> tensor that the script passed, the same on all ranks that pass it; compared to find skipped steps.
             optimizer_steps: the distinct step counts of the optimizers of this process, compared likewise.
+        """
+
+    def start(
+        self,
+        programs: ProgramSet,
+        inputs: Mapping[int, Mapping[str, Any]],
+        given: Mapping[str, Tensor] | None = None,
+        optimizer_steps: Sequence[int] = (),
+    ) -> Callable[[], dict[int, Any]]:
+        """Begin what ``run`` does, and return the function that ends it; other runs may begin meanwhile, and end in the same order.
+
+        A rank in a process of its own runs until it waits for the message of the results, if it starts no communication behind.
         """
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:

@@ -207,6 +207,17 @@ class EmbeddedRuntime:
                     _advance(rank, running, waiting, results)
         return results
 
+    def start(
+        self,
+        programs: ProgramSet,
+        inputs: Mapping[int, Mapping[str, Any]],
+        given: Mapping[str, Tensor] | None = None,
+        optimizer_steps: Sequence[int] = (),
+    ) -> Callable[[], dict[int, Any]]:
+        """Run every rank's program; return what returns the results. No rank is left waiting, since the next one runs when one waits."""
+        results = self.run(programs, inputs, given, optimizer_steps)
+        return lambda: results
+
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """Return the value as text: one process runs all ranks, so there is nothing to compare."""
         return None if value is None else str(value)

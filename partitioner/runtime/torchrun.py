@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -103,6 +103,16 @@ class TorchrunRuntime:
             CommunicationError: another rank has left, or did not answer in time; names the first failure of any rank.
             ConfigError: the ranks run different programs.
         """
+        return self.start(programs, inputs, given, optimizer_steps)()
+
+    def start(
+        self,
+        programs: ProgramSet,
+        inputs: Mapping[int, Mapping[str, Any]],
+        given: Mapping[str, Tensor] | None = None,
+        optimizer_steps: Sequence[int] = (),
+    ) -> Callable[[], dict[int, Any]]:
+        """Run this rank's program until it waits for the results of another; return what waits for them."""
         with self.failing_together() as connection, torch.no_grad():
             prepared = self._prepare(programs)
             connection.agreement.agree("program", f"{prepared.traffic.name} of model {self._number}", in_step=True)
@@ -112,9 +122,16 @@ class TorchrunRuntime:
             connection.begin_call(f"{kind} of model {self._number}", compared, optimizer_steps)
             connection.open(prepared.traffic)
             transport = DistributedTransport(connection, prepared)
-            result = _result_of(programs.executables[self._rank].start(transport, inputs[self._rank]))
-            transport.finish()
-        return {self._rank: result}
+            run = programs.executables[self._rank].start(transport, inputs[self._rank])
+            found = _go_on(run)
+
+        def finish() -> dict[int, Any]:
+            with self._reporting_errors(), torch.no_grad():
+                result = _go_on(run) if found is _AWAITED else found
+                transport.finish()
+            return {self._rank: result}
+
+        return finish
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[Connection]:
@@ -124,6 +141,12 @@ class TorchrunRuntime:
         except PartitionError as error:
             self.members.explain(error)
             raise
+        with self._reporting_errors() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _reporting_errors(self) -> Iterator[Connection]:
+        """As ``failing_together``, in the midst of what all ranks do."""
         try:
             yield self._connection
         except BaseException as error:
@@ -173,13 +196,17 @@ class TorchrunRuntime:
         return self._prepared[programs]
 
 
-def _result_of(run: Run) -> Any:
-    """Run a program and return its result; it never yields, since waits block in this runtime."""
+_AWAITED = object()
+"""Stands for the result of a program that waits for it."""
+
+
+def _go_on(run: Run) -> Any:
+    """Run a program to its end and return its result; ``_AWAITED`` where it waits for the results of another rank, which it does once."""
     try:
         next(run)
     except StopIteration as end:
         return end.value
-    raise AssertionError("a wait that blocks is always ready")
+    return _AWAITED
 
 
 def _broadcast(own: Tensor | None, shape_and_dtype: tuple[torch.Size, torch.dtype], source: int, connection: Connection) -> Tensor:

@@ -10,7 +10,7 @@ layers of its stages, the rows of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -98,13 +98,16 @@ class Decoder:
         padded = max(_SHORTEST_CACHE, 1 << (length - 1).bit_length())
         return padded if self.limit is None else min(padded, self.limit)
 
-    def extend(self, decoding: Decoding, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    def extend(
+        self, decoding: Decoding, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, meanwhile: Callable[[], None]
+    ) -> Tensor:
         """Run the forward of further tokens; return the logits of the last one, (batch, 1, vocabulary), on every rank.
 
         Args:
             input_ids: (batch, tokens).
             attention_mask: (batch, tokens up to here), 0 for padding.
             position_ids: (batch, tokens).
+            meanwhile: called while other ranks compute; may extend other caches.
         """
         end = decoding.used + input_ids.shape[1]
         if end > decoding.length:
@@ -114,13 +117,19 @@ class Decoder:
         for start, count, size in _chunks(first, end, decoding.length):
             columns = slice(start - first, start - first + count)
             ids, positions = (_padded(tensor[:, columns], size) for tensor in (input_ids, position_ids))
-            logits = self._run(decoding, ids, attention_mask, positions, start, count)
+            finish = self._start(decoding, ids, attention_mask, positions, start, count)
             decoding.used = start + count
+            try:
+                meanwhile()
+            finally:
+                logits = finish()
         assert logits is not None
         return logits
 
-    def _run(self, decoding: Decoding, ids: Tensor, attention_mask: Tensor, positions: Tensor, start: int, count: int) -> Tensor:
-        """Run one chunk, of which ``count`` tokens count."""
+    def _start(
+        self, decoding: Decoding, ids: Tensor, attention_mask: Tensor, positions: Tensor, start: int, count: int
+    ) -> Callable[[], Tensor]:
+        """Begin one chunk, of which ``count`` tokens count; return what returns the logits."""
         batch, size = ids.shape
         programs = self._programs_for(size, decoding.length)
         mask = attention_mask.new_ones(batch, decoding.length)  # of later positions: the model leaves them out, as they are in the future
@@ -133,9 +142,13 @@ class Decoder:
         if not decoding.caches:
             decoding.caches = {rank: dict(self._empty(lowering, rank, batch)) for rank in self._session.runtime.local_ranks}
         inputs = BoundInputs({name: tensor for name, tensor in tensors.items() if name is not None}, batch, frozenset(), {})
-        results = programs.calls.run(lowering, lowering.forward(n_microbatches), inputs, decoding.caches)
-        (logits,) = results[self._session.runtime.local_ranks[0]]
-        assert isinstance(logits, Tensor)
+        finish = programs.calls.start(lowering, lowering.forward(n_microbatches), inputs, decoding.caches)
+
+        def logits() -> Tensor:
+            (found,) = finish()[self._session.runtime.local_ranks[0]]
+            assert isinstance(found, Tensor)
+            return found
+
         return logits
 
     def _empty(self, lowering: Lowering, rank: int, batch: int) -> Iterator[tuple[str, Tensor]]:
@@ -166,12 +179,19 @@ class Decoder:
 
     # -- programs ------------------------------------------------------------------------------------------------------------------
 
-    def forwards(self, start: int, end: int, length: int, batch: int) -> Iterator[ProgramSet]:
-        """Yield the programs that extend caches for ``length`` tokens from ``start`` to ``end`` tokens, in the order in which they run."""
+    def forwards(self, start: int, end: int, length: int, batch: int, count: int = 1) -> Iterator[ProgramSet]:
+        """Yield the programs that extend caches for ``length`` tokens from ``start`` to ``end`` tokens, in the order in which they run.
+
+        Args:
+            batch: rows.
+            count: of batches of so many rows, which are microbatches of the programs.
+        """
         positions = self._cache_length(length)
         for _, _, size in _chunks(start, end, positions):
             n_microbatches, lowering = self._programs_for(size, positions).lowerings.for_batch(batch)
-            yield lowering.forward(n_microbatches)
+            if count > 1:
+                lowering = self._programs_for(size, positions).lowerings.for_batch(count * batch)[1]
+            yield lowering.forward(count * n_microbatches)
 
     def _programs_for(self, size: int, length: int) -> _Programs:
         """Return the programs of a chunk size and a cache length, lowered when first used."""

@@ -3,7 +3,11 @@
 a model that generates     prompt in chunks, then token after token     first token, time per token, tokens a second
 any other                  one forward                                  latency, rows a second
 
-The programs are those that ``pm.generate`` and ``pm(...)`` run. One batch is in flight at a time, as there.
+The programs are those that ``pm.generate`` and ``pm(...)`` run. Of several requests in flight, each a batch of its own, one takes
+
+    max(time of one alone, time of a round)          a round: programs of 2k microbatches less those of k, for k requests
+
+between one result and its next, since stages are filled meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import simulate_programs
 from partitioner.model.generation.decoder import Decoder
-from partitioner.model.generation.generate import most_positions
+from partitioner.model.generation.generate import most_in_flight, most_positions
 from partitioner.model.session import Session
 from partitioner.model.simulate import machine_of
 from partitioner.options.arguments import EXAMPLES, VALUES
@@ -29,7 +33,13 @@ from passes.ir.errors import ConfigError
 __all__ = ["INFERENCE_EXAMPLES", "INFERENCE_VALUES", "InferenceTable", "SimulatedBatch", "simulate_inference"]
 
 INFERENCE_VALUES: Mapping[str, Rule] = MappingProxyType(
-    {"batches": each_of(at_least(1)), "prompt": at_least(1), "new_tokens": at_least(1), "cluster": VALUES["cluster"]}
+    {
+        "batches": each_of(at_least(1)),
+        "prompt": at_least(1),
+        "new_tokens": at_least(1),
+        "cluster": VALUES["cluster"],
+        "requests": at_least(1),
+    }
 )
 """Argument of ``simulate_inference`` -> check of its value."""
 
@@ -39,6 +49,7 @@ INFERENCE_EXAMPLES: Mapping[str, str] = MappingProxyType(
         "prompt": "512, or leave it out",
         "new_tokens": "128, or leave it out",
         "cluster": EXAMPLES["cluster"],
+        "requests": "2, or leave it out",
     }
 )
 """Argument -> an example of its value, for error messages."""
@@ -55,7 +66,8 @@ class SimulatedBatch:
         new_tokens: of each row; 0 for a model that does not generate.
         latency: seconds until the last token, or the result, is there.
         first_token: seconds until the first token is there; the latency of a model that does not generate.
-        peak_memory: for each device, the most bytes that it holds at once: weights, cache and activations.
+        peak_memory: for each device, the most bytes that it holds at once: weights, caches and activations.
+        requests: such batches in flight.
     """
 
     rows: int
@@ -63,6 +75,7 @@ class SimulatedBatch:
     latency: float
     first_token: float
     peak_memory: tuple[int, ...]
+    requests: int = 1
 
     @property
     def per_token(self) -> float:
@@ -71,8 +84,8 @@ class SimulatedBatch:
 
     @property
     def throughput(self) -> float:
-        """Tokens a second of all rows together; rows a second for a model that does not generate."""
-        return self.rows * max(1, self.new_tokens) / self.latency if self.latency else 0.0
+        """Tokens a second of all rows and requests together; rows a second for a model that does not generate."""
+        return self.requests * self.rows * max(1, self.new_tokens) / self.latency if self.latency else 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,8 @@ class InferenceTable:
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
         asked = f"prompts of {self.prompt} tokens, {self.batches[0].new_tokens} new tokens a row" if generates else "one forward a batch"
+        if (requests := self.batches[0].requests) > 1:
+            asked += f", {requests} requests in flight"
         return "\n".join([asked, "", *lines])
 
 
@@ -109,6 +124,7 @@ def simulate_inference(
     prompt: int | None,
     new_tokens: int | None,
     cluster: Cluster | str | None,
+    requests: int,
 ) -> InferenceTable:
     """Simulate batches; see ``PartitionedModel.simulate_inference``.
 
@@ -123,10 +139,10 @@ def simulate_inference(
         said = "no batch is given" if not batches else f"{parts} ranks share the rows of a batch, and {uneven[0]} rows do not divide"
         raise ConfigError(said, remedy=f"batches=({parts}, {2 * parts}, {4 * parts})")
     if not hasattr(session.original, "generate"):
-        if prompt is not None or new_tokens is not None:
-            raise ConfigError(f"{session.name} generates no tokens", remedy="leave out prompt and new_tokens")
+        if prompt is not None or new_tokens is not None or requests > 1:
+            raise ConfigError(f"{session.name} generates no tokens", remedy="leave out prompt, new_tokens and requests")
         return InferenceTable(tuple(_forward(session, machine, each) for each in batches), 0)
-    return _generation(session, decoders, batches, prompt or 128, new_tokens or 128, machine)
+    return _generation(session, decoders, batches, prompt or 128, new_tokens or 128, machine, requests)
 
 
 def _forward(session: Session, machine: Cluster, rows: int) -> SimulatedBatch:
@@ -137,7 +153,7 @@ def _forward(session: Session, machine: Cluster, rows: int) -> SimulatedBatch:
 
 
 def _generation(
-    session: Session, decoders: list[Decoder], batches: Sequence[int], prompt: int, new_tokens: int, machine: Cluster
+    session: Session, decoders: list[Decoder], batches: Sequence[int], prompt: int, new_tokens: int, machine: Cluster, requests: int
 ) -> InferenceTable:
     """Simulate the chunks of a prompt, and a token after it, which every further token repeats."""
     limit = most_positions(session.original)
@@ -151,12 +167,35 @@ def _generation(
         decoders.append(Decoder(session, limit))
     found = []
     for rows in batches:
-        chunks = [_simulated(session, machine, each, rows) for each in decoders[0].forwards(0, prompt, length, rows)]
-        tokens = [_simulated(session, machine, each, rows) for each in decoders[0].forwards(prompt, prompt + 1, length, rows)]
-        first = sum(each.step_time for each in chunks)
-        latency = first + (new_tokens - 1) * sum(each.step_time for each in tokens)
-        found.append(SimulatedBatch(rows, new_tokens, latency, first, _highest([*chunks, *tokens])))
+        first, prefilled = _answering(session, decoders[0], machine, rows, requests, (0, prompt, length))
+        per_token, decoded = _answering(session, decoders[0], machine, rows, requests, (prompt, prompt + 1, length))
+        latency = first + (new_tokens - 1) * per_token
+        found.append(SimulatedBatch(rows, new_tokens, latency, first, _highest([*prefilled, *decoded]), requests))
     return InferenceTable(tuple(found), prompt)
+
+
+def _answering(
+    session: Session, decoder: Decoder, machine: Cluster, rows: int, requests: int, tokens: tuple[int, int, int]
+) -> tuple[float, list[Simulation]]:
+    """Simulate how several requests, of so many rows each, go on by some tokens.
+
+    Args:
+        tokens: that there are, that there will be, and for which caches are.
+
+    Returns:
+        The time that each of the requests takes, and simulations with the caches of all.
+    """
+
+    def simulated(count: int) -> list[Simulation]:
+        return [_simulated(session, machine, each, count * rows) for each in decoder.forwards(*tokens, rows, count)]
+
+    alone = simulated(1)
+    if requests == 1 or most_in_flight(session) == 1:
+        return requests * sum(each.step_time for each in alone), alone if requests == 1 else simulated(requests)
+    once, twice = simulated(requests), simulated(2 * requests)
+    pairs = zip(once, twice, strict=True)
+    rounds = (two.step_time - one.step_time for one, two in pairs)
+    return sum(max(each.step_time, time) for each, time in zip(alone, rounds, strict=True)), once
 
 
 def _simulated(session: Session, machine: Cluster, programs: ProgramSet, rows: int) -> Simulation:

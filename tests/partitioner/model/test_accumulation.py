@@ -60,15 +60,15 @@ def step(pm: PartitionedModel, x: Tensor, target: Tensor, *, by_backward: bool) 
 def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[list[int]]:
     """How many sums of gradients of parameters each run of a program starts on rank 0."""
     counts: list[int] = []
-    run = pm._session.runtime.run
+    start = pm._session.runtime.start
 
     def counting(programs: object, inputs: object) -> object:
         nodes = programs.programs[0].module.graph.nodes  # type: ignore[attr-defined]
         counts.append(sum(node.target is communication.all_reduce and "store_gradients" in node.name for node in nodes))
-        return run(programs, inputs)  # type: ignore[arg-type]
+        return start(programs, inputs)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(pm._session.runtime, "run", counting)
+        patch.setattr(pm._session.runtime, "start", counting)
         yield counts
 
 
