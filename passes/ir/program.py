@@ -116,6 +116,9 @@ class StoreGradients(nn.Module):
     def bind(self, slots: Mapping[str, GradientSlot]) -> None:
         self._slots = tuple(None if name is None else (slots[name], self.unsummed.get(name, ())) for name in self.names)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_slots": ()}  # of the model that runs the program: a saved one is bound anew
+
     def forward(self, gradients: Sequence[Tensor]) -> None:
         for slot_and_ranks, gradient in zip(self._slots, gradients, strict=True):
             if slot_and_ranks is not None:

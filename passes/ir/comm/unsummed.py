@@ -10,7 +10,7 @@ A summed gradient that is already in ``.grad`` is divided among the ranks first,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -46,6 +46,9 @@ class AddUnsummed(nn.Module):
 
     def bind(self, slots: Mapping[str, GradientSlot]) -> None:
         self._slots = tuple(None if name is None else slots[name] for name in self.names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_slots": ()}  # of the model that runs the program: a saved one is bound anew
 
     def forward(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         parts = [None if slot is None else slot.take_unsummed() for slot in self._slots]
