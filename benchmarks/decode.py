@@ -3,7 +3,8 @@
     python -m benchmarks.decode            # starts two processes with one thread each, gloo
 
 GPT-2, Llama and Qwen3-MoE of eight layers, from config: prompts of 16 tokens, 16 new tokens, batches of 1 and 8. In one process the model
-has one thread; over two, "pipeline" halves the layers, of which one process computes at a time, and "tensor" halves each product.
+has one thread; over two, "pipeline" halves the layers, of which one process computes at a time, and "tensor" halves each product. Two
+requests are two such batches, answered one after another by one process, and in flight at once over the stages of two.
 """
 
 from __future__ import annotations
@@ -55,22 +56,18 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 """Model -> what makes it, and the layer in front of which the second stage begins."""
 
 
-def _generating(model: Any, prompt: Tensor, new_tokens: int = NEW) -> Callable[[], Tensor]:
-    def step() -> Tensor:
-        tokens: Tensor = model.generate(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-        return tokens
-
-    return step
+def _generating(model: Any, prompt: Tensor | list[Tensor]) -> Callable[[], Any]:
+    return lambda: model.generate(prompt, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
 
 
-def _in_one_process(step: Callable[[], Tensor]) -> Callable[[], Tensor | None]:
+def _in_one_process(step: Callable[[], object]) -> Callable[[], object]:
     """The first process generates; the other waits."""
     return lambda: step() if dist.get_rank() == 0 else None
 
 
 def _parts(model: nn.Module, prompt: Tensor, mode: str, layer: str) -> PartitionedModel:
-    constraints = Constraints(split_spec={layer: "beginning"}) if mode == "pipeline" else None
-    return partition(model, ["cpu"] * 2, mode, example_inputs=(prompt,), constraints=constraints, progress=False)
+    stages: dict[str, Any] = {"schedule": "1F1B", "constraints": Constraints(split_spec={layer: "beginning"})}
+    return partition(model, ["cpu"] * 2, mode, example_inputs=(prompt,), progress=False, **(stages if mode == "pipeline" else {}))
 
 
 def _row(name: str, batch: int, found: dict[str, Measured]) -> tuple[str, ...]:
@@ -80,8 +77,25 @@ def _row(name: str, batch: int, found: dict[str, Measured]) -> tuple[str, ...]:
     return (f"{name}, batch {batch}", *per_token, *throughput, *ratios)
 
 
+def _requests(name: str, model: Any, pm: PartitionedModel, prompt: Tensor, rounds: int) -> tuple[str, ...]:
+    """Measure two requests: one after another in one process and over the stages, and in flight at once."""
+    prompts = [prompt, prompt.flip(0, 1)]
+    alone, stages = ([_generating(each, one) for one in prompts] for each in (model, pm))
+    in_flight = _generating(pm, prompts)
+    assert all(torch.equal(tokens, step()) for tokens, step in zip(in_flight(), alone, strict=True)), f"other tokens than those of {name}"
+    contestants = {
+        "one process": _in_one_process(lambda: [step() for step in alone]),
+        "in turn": lambda: [step() for step in stages],
+        "in flight": in_flight,
+    }
+    found = measure(contestants, rounds, 1)
+    tokens = 2 * NEW * len(prompt)
+    throughput = [f"{tokens / each.wall:,.0f}" for each in found.values()]
+    return (name, *throughput, f"{found['one process'].beside(found['in flight']):.2f}x")
+
+
 def generation(rounds: int) -> None:
-    rows = []
+    rows, several = [], []
     for name, (make, layer) in MODELS.items():
         torch.manual_seed(0)
         model = make().eval()
@@ -92,8 +106,11 @@ def generation(rounds: int) -> None:
             ours = {mode: _generating(pm, prompt) for mode, pm in split.items()}
             assert all(torch.equal(step(), expected) for step in ours.values()), f"other tokens than those of {name}"
             rows.append(_row(name, batch, measure({"one process": _in_one_process(_generating(model, prompt)), **ours}, rounds, 1)))
+            several.append(_requests(f"{name}, batch {batch}", model, split["pipeline"], prompt, rounds))
     head = ("ms a token", "one process", "pipeline", "tensor", "tokens/s, one", "pipeline", "tensor", "pipeline / one", "tensor / one")
     table(f"Generation: {LAYERS} layers of width {WIDTH}, prompts of {PROMPT} tokens, {NEW} new ones; tokens are equal", head, rows)
+    heading = ("tokens/s", "one process", "pipeline, in turn", "pipeline, in flight", "in flight, times one process")
+    table("Two requests; tokens are equal", heading, several)
 
 
 if __name__ == "__main__":
