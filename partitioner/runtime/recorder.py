@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import time
+from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -73,7 +74,7 @@ class Recorder:
         self.communicated: list[Slice] = []
         self._section = ""
         self._section_start: float | None = None
-        self._started: dict[str, float] = {}
+        self._started: defaultdict[str, deque[float]] = defaultdict(deque)  # a name may be under way in several runs at once
 
     def begin(self, section: str) -> None:
         """Begin an action, which ends the one before."""
@@ -92,7 +93,7 @@ class Recorder:
 
     def start(self, name: str) -> None:
         """Note the start of a transfer."""
-        self._started[name] = time.time()
+        self._started[name].append(time.time())
 
     def started(self) -> None:
         """Do nothing: a transfer begins with the call that starts it."""
@@ -100,7 +101,8 @@ class Recorder:
     def wait(self, name: str) -> None:
         """Note that the rank waits for a transfer: the action pauses."""
         self.end()
-        self._started.setdefault(name, time.time())
+        if not self._started[name]:
+            self._started[name].append(time.time())
 
     def take(self, name: str) -> None:
         """Do nothing: it is waited for already."""
@@ -108,13 +110,14 @@ class Recorder:
     def arrived(self, name: str) -> None:
         """Note the end of the wait: the action goes on."""
         now = time.time()
-        self.communicated.append(Slice(self.rank, name, "", self._started.pop(name), now, "transfer"))
+        self.communicated.append(Slice(self.rank, name, "", self._started[name].popleft(), now, "transfer"))
         self._section_start = now
 
     def finish(self) -> None:
         """Note the end of the program: transfers that were never waited for get slices without duration."""
-        self.communicated += [Slice(self.rank, name, "", start, start, "transfer") for name, start in self._started.items()]
-        self._started = {}
+        under_way = [(name, start) for name, starts in self._started.items() for start in starts]
+        self.communicated += [Slice(self.rank, name, "", start, start, "transfer") for name, start in under_way]
+        self._started.clear()
 
 
 class ProfilerRecorder:
