@@ -53,7 +53,7 @@ def test_casts_of_models(name: str, dtype: torch.dtype) -> None:
     case = case_named(name)
     instance = case.build(dtype=torch.float32)
     with torch.device("meta"):
-        on_meta = case.build(dtype=torch.float32).model
+        on_meta = case.model().to(torch.float32).train()
     expected = described(trace(instance.model, instance.args, instance.kwargs, autocast=Autocast("cpu", dtype)))
     assert described(trace(on_meta, instance.args, instance.kwargs, autocast=Autocast("cpu", dtype, planned_for="cpu"))) == expected
 
