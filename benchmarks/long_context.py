@@ -107,8 +107,9 @@ class Subject:
 
     @property
     def memory(self) -> int:
-        """Peak bytes of a rank in a simulated step, without parameters, gradients and optimizer state."""
-        return max(memory.highest["activations"][0] for memory in self.partitioned.simulate().memory)
+        """Peak bytes of a rank in a simulated step, without parameters, gradients, optimizer state and the input, which callers keep."""
+        of_input = ROWS * self.length * WIDTH * ELEMENT
+        return max(memory.highest["activations"][0] for memory in self.partitioned.simulate().memory) - of_input
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
