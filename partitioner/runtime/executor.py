@@ -172,7 +172,8 @@ class _Writer:
             attribute = operator.attrgetter(str(node.target))(self.module)
             return [f"{node.name} = {self._object(node.target, attribute)}"]
         if _is_read_by_group(node):
-            return [f"{node.name} = {self._value(tuple(node.args[0]))}"]
+            matrices: Any = node.args[0]
+            return [f"{node.name} = {self._value(tuple(matrices))}"]
         if node.target is operator.getitem:
             value, index = node.args
             return [f"{node.name} = {self._value(value)}[{self._value(index)}]"]

@@ -43,7 +43,7 @@ class Stacks(TorchDispatchMode):
     """Counts the stacks of matrices."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,6 +74,7 @@ def test_training(mode: str) -> None:
     pm.train_step(x, target=x, loss_fn=F.mse_loss)
     F.mse_loss(model(x), x).backward()
     for name, gradient in pm.full_gradients().items():
+        assert gradient is not None
         expected = model.get_parameter(name).grad
         torch.testing.assert_close(gradient, torch.zeros_like(gradient) if expected is None else expected, rtol=1e-12, atol=1e-12)
 
@@ -88,11 +89,13 @@ def test_it_is_the_product_with_the_stack(transposed: bool, group: list[int]) ->
 
 
 def read_otherwise(stacked: Tensor, rows: Tensor, group: Tensor) -> Tensor:
-    return grouped_mm(rows, stacked, group) + stacked.sum((0, 1))
+    result: Tensor = grouped_mm(rows, stacked, group) + stacked.sum((0, 1))
+    return result
 
 
 def along_another_dimension(stacked: Tensor, rows: Tensor, group: Tensor) -> Tensor:
-    return grouped_mm(rows, stacked, group)
+    result: Tensor = grouped_mm(rows, stacked, group)
+    return result
 
 
 @pytest.mark.slow
