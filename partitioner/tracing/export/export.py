@@ -83,10 +83,10 @@ def export(
         of_statistics = stack.enter_context(record_statistics_in_checkpoints())
         of_fast_paths = stack.enter_context(record_fast_paths())
         questions = stack.enter_context(keep_autograd_out())
+        stack.enter_context(TRACING)
+        stack.enter_context(torch.inference_mode(mode=False))  # restores gradients, too: as they are now
+        stack.enter_context(torch.set_grad_enabled(inputs.with_gradients))  # sets them when it is made
         for context in (
-            TRACING,
-            torch.inference_mode(mode=False),
-            torch.set_grad_enabled(inputs.with_gradients),
             traced_in(inputs.autocast),
             autocast_as_cpu(inputs.autocast),
             meta_as_cpu(inputs.autocast),

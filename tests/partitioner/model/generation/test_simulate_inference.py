@@ -39,6 +39,7 @@ def test_a_token_takes_the_time_to_read_the_weights(alone: PartitionedModel) -> 
     assert one.latency == pytest.approx(one.first_token + 3 * one.per_token)
     assert one.throughput == pytest.approx(4 / one.latency)
     assert one.peak_memory[0] > weights
+    assert torch.is_grad_enabled()
 
 
 @pytest.mark.slow
