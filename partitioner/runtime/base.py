@@ -27,21 +27,6 @@ class Runtime(Protocol):
     def members(self) -> Members | None:
         """Return the process of each rank; None: all ranks are in this one."""
 
-    def run(
-        self,
-        programs: ProgramSet,
-        inputs: Mapping[int, Mapping[str, Any]],
-        given: Mapping[str, Tensor] | None = None,
-        optimizer_steps: Sequence[int] = (),
-    ) -> dict[int, Any]:
-        """Run the program of every rank of this process; return rank -> result.
-
-        Args:
-            inputs: rank -> placeholder of its program -> value.
-            given: name -> tensor that the script passed, the same on all ranks that pass it; compared to find skipped steps.
-            optimizer_steps: the distinct step counts of the optimizers of this process, compared likewise.
-        """
-
     def start(
         self,
         programs: ProgramSet,
@@ -49,9 +34,15 @@ class Runtime(Protocol):
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
     ) -> Callable[[], dict[int, Any]]:
-        """Begin what ``run`` does, and return the function that ends it; other runs may begin meanwhile, and end in the same order.
+        """Run the program of every rank of this process; return what returns rank -> result.
 
-        A rank in a process of its own runs until it waits for the message of the results, if it starts no communication behind.
+        A rank in a process of its own runs until it waits for the message of the results, if it starts no communication behind; the
+        function that is returned waits for it. Other runs may start meanwhile, and end in the same order.
+
+        Args:
+            inputs: rank -> placeholder of its program -> value.
+            given: name -> tensor that the script passed, the same on all ranks that pass it; compared to find skipped steps.
+            optimizer_steps: the distinct step counts of the optimizers of this process, compared likewise.
         """
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
@@ -60,7 +51,7 @@ class Runtime(Protocol):
         Args:
             what: the question, in the words of errors; the same on all ranks, which remember the last value agreed on.
             value: of this process.
-            in_step: whether ``run``, ``collect`` or ``reduce`` follows. A process whose value was agreed on last does not wait; those that
+            in_step: whether ``start``, ``collect`` or ``reduce`` follows. A process whose value was agreed on last does not wait; those who
                 wait, with another value or None, must hear that it went on. The method that follows tells them; else ``agree`` does.
 
         Returns:

@@ -181,14 +181,14 @@ class EmbeddedRuntime:
         self.n_ranks = len(self.devices)
         self.local_ranks = tuple(range(self.n_ranks))
 
-    def run(
+    def start(
         self,
         programs: ProgramSet,
         inputs: Mapping[int, Mapping[str, Any]],
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
-    ) -> dict[int, Any]:
-        """Run every rank's program; return rank -> result.
+    ) -> Callable[[], dict[int, Any]]:
+        """Run every rank's program; return what returns rank -> result. No rank is left waiting: the next one runs when one waits.
 
         Raises:
             CommunicationError: deadlock, all ranks are blocked; names what each waits for.
@@ -205,17 +205,6 @@ class EmbeddedRuntime:
                     raise _deadlock(waiting)
                 for rank in runnable:
                     _advance(rank, running, waiting, results)
-        return results
-
-    def start(
-        self,
-        programs: ProgramSet,
-        inputs: Mapping[int, Mapping[str, Any]],
-        given: Mapping[str, Tensor] | None = None,
-        optimizer_steps: Sequence[int] = (),
-    ) -> Callable[[], dict[int, Any]]:
-        """Run every rank's program; return what returns the results. No rank is left waiting, since the next one runs when one waits."""
-        results = self.run(programs, inputs, given, optimizer_steps)
         return lambda: results
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:

@@ -90,21 +90,6 @@ class TorchrunRuntime:
         self._number = self._connection.number_model()
         self._prepared: WeakKeyDictionary[ProgramSet, PreparedTraffic] = WeakKeyDictionary()
 
-    def run(
-        self,
-        programs: ProgramSet,
-        inputs: Mapping[int, Mapping[str, Any]],
-        given: Mapping[str, Tensor] | None = None,
-        optimizer_steps: Sequence[int] = (),
-    ) -> dict[int, Any]:
-        """Run this rank's program; return ``{rank: result}``.
-
-        Raises:
-            CommunicationError: another rank has left, or did not answer in time; names the first failure of any rank.
-            ConfigError: the ranks run different programs.
-        """
-        return self.start(programs, inputs, given, optimizer_steps)()
-
     def start(
         self,
         programs: ProgramSet,
@@ -112,7 +97,12 @@ class TorchrunRuntime:
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
     ) -> Callable[[], dict[int, Any]]:
-        """Run this rank's program until it waits for the results of another; return what waits for them."""
+        """Run this rank's program until it waits for the results of another; return what waits for them and returns ``{rank: result}``.
+
+        Raises:
+            CommunicationError: another rank has left, or did not answer in time; names the first failure of any rank.
+            ConfigError: the ranks run different programs.
+        """
         with self.failing_together() as connection, torch.no_grad():
             prepared = self._prepare(programs)
             connection.agreement.agree("program", f"{prepared.traffic.name} of model {self._number}", in_step=True)
