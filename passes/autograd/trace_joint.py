@@ -29,7 +29,7 @@ from passes.graph.fake_tensors import fake_mode
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import Place, TraceError
 from passes.ir.torch_private import make_fx, pytree, use_lazy_graph_module
-from passes.normalize.functionalize import functionalize
+from passes.normalize.functional.functionalize import functionalize
 from passes.stages.split import StageGraph
 
 __all__ = ["Joint", "contiguous_like", "differentiate", "differentiate_from", "example_of", "returned_nodes"]

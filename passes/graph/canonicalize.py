@@ -9,7 +9,7 @@ Before:                                        After:
 
 Programs run without autograd, so ``detach`` is the identity; a transpose of a transpose and a slice of everything are too.
 
-``remove_noise`` takes a graph without in-place writes (after ``passes.normalize.functionalize``), and removes unread values too:
+``remove_noise`` takes a graph without in-place writes (after ``passes.normalize.functional.functionalize``), and removes unread values too:
 
 Before:                                              After:
 

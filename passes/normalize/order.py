@@ -16,7 +16,8 @@ from passes.ir.graph import Autocast
 from passes.ir.phase import Phase, PhaseRunner
 from passes.normalize.autocast.casts import write_casts
 from passes.normalize.autocast.operation_lists import traced_in
-from passes.normalize.functionalize import functionalize
+from passes.normalize.causal_masks import name_masks
+from passes.normalize.functional.functionalize import functionalize
 from passes.normalize.inline.control_flow import inline_control_flow
 from passes.normalize.inline.subgraphs import inline_subgraphs
 from passes.normalize.inline.vmap import inline_vmap
@@ -137,7 +138,7 @@ def _tidy(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     return replace(exported, graph=name_nodes(exported.graph))
 
 
-FUNCTIONAL = ("functionalize", "remove_noise", "expert_rows", "row_orders", "draw_order", "tidy")
+FUNCTIONAL = ("functionalize", "remove_noise", "causal_masks", "expert_rows", "row_orders", "draw_order", "tidy")
 """The steps after which no call writes memory, except the declared writes of buffers."""
 
 NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
@@ -150,14 +151,15 @@ NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("symbolic_batch", _symbolic_batch),
     Phase("functionalize", _functionalize),
     Phase("remove_noise", _rewriting(lambda exported: remove_noise(exported.graph, exported.without_gradient))),
+    Phase("causal_masks", _rewriting(lambda exported: name_masks(exported.graph, exported.batch))),
     Phase("expert_rows", _rewriting(lambda exported: erase_expert_rows(exported.graph))),
     Phase("row_orders", _rewriting(lambda exported: keep_rows_in_order(exported.graph))),
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )
 """The order: one name for each tensor, operators of control flow inlined, ``vmap`` inlined, casts as calls, subgraphs inlined, lengths
-numbers, sizes read from the batch, no writes, no no-ops, no marks around the rows of
-experts, rows in their own order, draws in the order of memory, names."""
+numbers, sizes read from the batch, no writes, no no-ops, causal masks by their name, no marks around the rows of experts, rows in their own
+order, draws in the order of memory, names."""
 
 _N_FOR_ALL_SIZES = [phase.name for phase in NORMALIZE].index("fix_sizes")
 """The steps in front of ``fix_sizes`` are the same for all sizes."""

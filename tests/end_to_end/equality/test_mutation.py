@@ -17,7 +17,7 @@ from partitioner import ConfigError, TraceError, VerificationError, partition
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.buffer_writes import verify_writes
-from passes.normalize.functionalize import functionalize
+from passes.normalize.functional.functionalize import functionalize
 from tests.support.running.slow_values import all_but
 from tests.support.running.traced import assert_equal_runs, run_model, run_traced
 from tests.support.running.writing_models import BUFFERS, IMAGES, VIEWS, Layers, assert_trains_as_original, example, refusal

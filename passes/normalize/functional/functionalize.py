@@ -11,9 +11,9 @@ Before:                                            After:
                                                        copy_ = aten.copy_(buffer, n)       the declared write
 
 Every tensor is a base or a view of another. A write through any name of a base gives the base a new value
-(``passes.normalize.view_inverses``); a later reader of any other name takes its view again from the new value. A write to a buffer is
-declared once, by a ``copy_`` of its new value behind the last write. Normalisations in training write their running statistics themselves,
-which is declared, too.
+(``view_inverses``); a later reader of any other name takes its view again from the new value. A write to a buffer is declared once, by a
+``copy_`` of its new value behind the last write. Normalisations in training write their running statistics themselves, which is declared,
+too.
 
 A write through a detached name changes values without gradients: the base keeps its history and takes the new numbers.
 """
@@ -44,8 +44,8 @@ from passes.graph.schemas import (
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import OpOverload
+from passes.normalize.functional.view_inverses import View, inverse
 from passes.normalize.randomness.draw_order import FILLED, draw_in_rows, laid_out_anew
-from passes.normalize.view_inverses import View, inverse
 
 __all__ = ["functionalize"]
 

@@ -1,0 +1,122 @@
+"""Masks that are computed from positions: causal ones, and those that hide nothing, lose their tensors; all others stay."""
+
+# A module returns Any when it is called.
+# mypy: no-warn-return-any
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from partitioner.tracing.trace import trace
+from passes.graph.schemas import bound_arguments
+from passes.ir.graph import ModelGraph
+from passes.normalize import causal_masks
+from tests.support.running.traced import assert_equal_runs, run_model, run_traced
+
+LENGTH, WIDTH, HEADS = 6, 8, 2
+
+aten = torch.ops.aten
+
+
+class Masked(nn.Module):
+    """Attention with a mask of two positions, as libraries build them: of the whole batch, for each of its rows."""
+
+    def __init__(self, mask: Callable[[Tensor, Tensor], Tensor], keys: int = LENGTH) -> None:
+        super().__init__()
+        self.mask, self.keys = mask, keys
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.project(x).chunk(3, 2))
+        rows, columns = torch.arange(x.shape[1], device=x.device), torch.arange(self.keys, device=x.device)
+        mask = self.mask(rows.view(-1, 1), columns.view(1, -1)).expand(x.shape[0], 1, -1, -1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k[:, :, : self.keys], v[:, :, : self.keys], attn_mask=mask, scale=0.3)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+def traced(model: nn.Module, length: int = LENGTH) -> ModelGraph:
+    """Trace, and compare with the model for another batch."""
+    torch.manual_seed(0)
+    graph = trace(model.double(), (torch.randn(4, length, WIDTH, dtype=torch.float64),))
+    args = (torch.randn(5, length, WIDTH, dtype=torch.float64),)
+    assert_equal_runs(run_traced(graph, model, args, {}), run_model(model, args, {}))
+    return graph
+
+
+def attention_of(graph: ModelGraph) -> fx.Node:
+    (node,) = (node for node in graph.computing_nodes() if node.target is aten.scaled_dot_product_attention.default)
+    return node
+
+
+def added(shown: Tensor, value: float) -> Tensor:
+    return torch.zeros(shown.shape, dtype=torch.float64, device=shown.device).masked_fill(~shown, value)
+
+
+CAUSAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "boolean": lambda rows, columns: columns <= rows,
+    "both_ways": lambda rows, columns: (columns <= rows) & (rows >= 0),
+    "infinite": lambda rows, columns: added(columns <= rows, -math.inf),
+    "least_number": lambda rows, columns: added(columns <= rows, torch.finfo(torch.float64).min),
+    "triangle": lambda rows, columns: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(),
+}
+
+OTHER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "strict": lambda rows, columns: (columns < rows) | (columns == 0),
+    "window": lambda rows, columns: (columns <= rows) & (columns > rows - 3),
+    "prefix": lambda rows, columns: (columns <= rows) | (columns < 2),
+    "backwards": lambda rows, columns: columns >= rows,
+    "soft": lambda rows, columns: added(columns <= rows, -1e4),
+    "slopes": lambda rows, columns: added(columns <= rows, -math.inf) - (rows - columns).abs() / 4,
+}
+
+
+@pytest.mark.parametrize("mask", CAUSAL.values(), ids=CAUSAL)
+def test_a_causal_mask_is_said_to_be_one(mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+    graph = traced(Masked(mask))
+    arguments = bound_arguments(attention_of(graph))
+    assert arguments["is_causal"]
+    assert arguments["attn_mask"] is None
+    assert arguments["scale"] == 0.3
+    assert not any(node.target is aten.arange.default for node in graph.computing_nodes()), "what the mask alone read is gone"
+
+
+def test_a_mask_that_hides_nothing_is_none() -> None:
+    arguments = bound_arguments(attention_of(traced(Masked(lambda rows, columns: columns >= rows * 0))))
+    assert not arguments["is_causal"]
+    assert arguments["attn_mask"] is None
+
+
+@pytest.mark.parametrize("mask", OTHER.values(), ids=OTHER)
+def test_any_other_mask_stays(mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert isinstance(bound_arguments(attention_of(traced(Masked(mask))))["attn_mask"], fx.Node)
+
+
+def test_queries_and_keys_of_unlike_number() -> None:
+    """``is_causal`` counts both from the first: a mask that does so, too, is causal; one that ends with the last query is not."""
+    assert bound_arguments(attention_of(traced(Masked(CAUSAL["boolean"], keys=4))))["is_causal"]
+    assert not bound_arguments(attention_of(traced(Masked(lambda rows, columns: columns <= rows - 2 + 0 * columns, keys=4))))["is_causal"]
+
+
+def test_a_mask_that_depends_on_an_input_stays() -> None:
+    class Padded(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mask = lambda rows, columns: (columns <= rows) & (x[0, 0, 0] > -100)
+            return super().forward(x)
+
+    assert isinstance(bound_arguments(attention_of(traced(Padded(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
+
+
+def test_a_mask_that_is_too_large_to_look_at_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_masks, "LARGEST", LENGTH)
+    assert isinstance(bound_arguments(attention_of(traced(Masked(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
+
+
+def test_a_model_on_meta() -> None:
+    model = Masked(CAUSAL["boolean"]).to("meta")
+    graph = trace(model, (torch.empty(4, LENGTH, WIDTH, device="meta"),))
+    assert bound_arguments(attention_of(graph))["is_causal"]
