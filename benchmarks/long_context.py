@@ -1,4 +1,4 @@
-"""Memory and bytes of the ways to share attention over a sequence, gather, Ulysses and ring, counted from the programs.
+"""Memory and bytes of the ways to share attention over a sequence, gather, Ulysses, ring and zigzag, counted from the programs.
 
     python -m benchmarks.long_context                                        # 4 ranks, sequences of 512 to 4096
     python -m benchmarks.long_context --lengths 4096 --ranks 2 4 --kv-heads 2
@@ -6,23 +6,28 @@
 memory       the most that a rank has at once beyond parameters, gradients and optimizer state, in a training step of two layers
 sent         bytes that leave a rank for attention in a step, forward and backward
 paper        the same by the papers' formulas, of B bytes of queries and K of keys (as many of values) over n ranks:
-             gather 4 K (n - 1) / n, Ulysses (4 B + 4 K) (n - 1) / n^2, ring 6 K (n - 1) / n
+             gather 4 K (n - 1) / n, Ulysses (4 B + 4 K) (n - 1) / n^2, ring 6 K (n - 1) / n; zigzag, of
+             which there is no paper's, (4 B + 4 K) / n more for the order of the sequence, less what is in place: of 2n pieces one, or two
+             if 3 does not divide n
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from partitioner import Constraints, PartitionedModel, partition
-from passes.ir.comm.primitives import all_gather, all_to_all, halo_exchange, reduce_scatter
+from passes.ir.comm.index_ranges import largest_message, segments
+from passes.ir.comm.primitives import all_gather, all_to_all, halo_add, halo_exchange, reduce_scatter
 from passes.ir.plan import ATTENTION
 from passes.ir.schedule import Action
 
@@ -64,6 +69,16 @@ class Summed(nn.Module):
         return result
 
 
+def _exchanged(node: fx.Node) -> float:
+    """Return the bytes that leave a mean rank in an exchange of positions of the sequence, from what each rank reads of others."""
+    of_tensors: Any = node.kwargs
+    (owned,), (wanted,) = of_tensors["owned"], of_tensors["wanted"]
+    copies = segments(owned, wanted)
+    pairs = itertools.permutations(range(len(owned)), 2)
+    of_others = [copy.count for reader, owner in pairs for copy in copies[reader][owner]]
+    return float(node.meta["bytes"]) / largest_message(owned, wanted) * sum(of_others) / len(owned)
+
+
 @dataclass(frozen=True)
 class Subject:
     """The benchmark's model over its sequence, with one way to share attention.
@@ -91,19 +106,28 @@ class Subject:
 
     @property
     def sent(self) -> float:
-        """Bytes that leave the first rank for attention in a step: all collectives of forward and backward are of attention."""
+        """Bytes that leave a rank for attention in a step, of a mean rank: all collectives of forward and backward are of attention."""
         others = self.ranks - 1
-        leaving = {all_gather: others, reduce_scatter: others / self.ranks, all_to_all: others / self.ranks, halo_exchange: 1}
+        leaving = {all_gather: others, reduce_scatter: others / self.ranks, all_to_all: others / self.ranks}
         nodes = [node for node in self.partitioned.graph(0).graph.nodes if isinstance(node.meta.get("section"), Action)]
-        return float(sum(leaving[node.target] * node.meta["bytes"] for node in nodes if node.target in leaving))
+        exchanged = sum(_exchanged(node) for node in nodes if node.target in (halo_exchange, halo_add))
+        return float(exchanged + sum(leaving[node.target] * node.meta["bytes"] for node in nodes if node.target in leaving))
 
     @property
     def paper(self) -> float:
         """The same by the formula."""
         of_queries = ROWS * self.length * WIDTH * ELEMENT
         of_keys = of_queries * self.kv_heads / HEADS
-        formulas = {"gather": 4 * of_keys, "ulysses": (4 * of_queries + 4 * of_keys) / self.ranks, "ring": 6 * of_keys}
-        return self.layers * formulas[self.attention] * (self.ranks - 1) / self.ranks
+        all_operands, others = 4 * of_queries + 4 * of_keys, (self.ranks - 1) / self.ranks
+        in_place = (1 if self.ranks % 3 == 0 else 2) / (2 * self.ranks)
+        ring = 6 * of_keys * others
+        formulas = {
+            "gather": 4 * of_keys * others,
+            "ulysses": all_operands * others / self.ranks,
+            "ring": ring,
+            "zigzag": ring + all_operands * (1 - in_place) / self.ranks,
+        }
+        return self.layers * formulas[self.attention]
 
     @property
     def memory(self) -> int:

@@ -15,6 +15,7 @@ that multiply no operands (pointwise, normalisation, pooling) move bytes and cou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from cost_models.ops.work import Product
@@ -94,14 +95,19 @@ def attention_gradients(call: Call) -> Products:
 
 
 def _attention_products(call: Call, *products: tuple[str, str, str]) -> Products:
-    """Products (one operand, the other, what they make); scores have the loops of queries and keys that are not summed."""
+    """Products (one operand, the other, what they make); scores have the loops of queries and keys that are not summed.
+
+    Fused kernels leave out the half of the scores that ``is_causal`` hides.
+    """
     loops = loops_of_call(call)
     if loops is None:
         return ()
     terms = {name: _factors(loops.operands[call.operand_indices(name)[0]]) for name in ("query", "key", "value")}
     terms["result"] = _factors(loops.results[0])
     terms["scores"] = (terms["query"] & terms["result"]) | (terms["key"] & terms["value"])
-    return tuple(_product(terms[one], terms[other], terms[made], _sizes(loops)) for one, other, made in products)
+    whole = tuple(_product(terms[one], terms[other], terms[made], _sizes(loops)) for one, other, made in products)
+    is_half = call.arguments.get("is_causal") and call.shape("query")[-2] == call.shape("key")[-2]
+    return tuple(replace(product, computed=0.5) for product in whole) if is_half else whole
 
 
 def _terms(call: Call, loops: Loops, names: Sequence[str], *, windowed: bool) -> tuple[list[frozenset[int]], Sequence[Size]]:

@@ -237,7 +237,7 @@ def call_work(call: Call) -> Work:
 def _line(target: OpOverload) -> Operation:
     """Return the table's line of an operator, or one for operators that only differentiated graphs have."""
     name = target.overloadpacket.__name__
-    if name.startswith("_scaled_dot_product"):
+    if name.startswith(("_scaled_dot_product", "attention_block")):
         products = attention_gradients if name.endswith("_backward") else attention
         return Operation(lambda call: products(_flash(call)), family="attention")
     if packet(target) is aten.convolution_backward:

@@ -39,8 +39,9 @@ def product_time(product: Product, device: Device, dtype: torch.dtype) -> float:
     """Seconds of arithmetic of a batch of products, whose sizes are numbers. A device without tiles has no quantisation."""
     rate = device.flops(dtype)
     if not device.tiles:
-        return float(product.flops) / rate
-    return min(_tiled(product, device, dtype, tile, parts) for tile in device.tiles for parts in _SPLITS if _may_split(product, parts))
+        return product.computed * float(product.flops) / rate
+    tiled = (_tiled(product, device, dtype, tile, parts) for tile in device.tiles for parts in _SPLITS if _may_split(product, parts))
+    return product.computed * min(tiled)
 
 
 def _may_split(product: Product, parts: int) -> bool:

@@ -39,12 +39,17 @@ class Values(Protocol):
 
 @dataclass(frozen=True)
 class Product:
-    """A batch of matrix products, as drawn above; a convolution is one over unfolded windows."""
+    """A batch of matrix products, as drawn above; a convolution is one over unfolded windows.
+
+    Attributes:
+        computed: the part that kernels compute: those of attention leave out what a causal mask hides, which FLOPs count by convention.
+    """
 
     batch: Size
     rows: Size
     columns: Size
     inner: Size
+    computed: float = 1.0
 
     @property
     def flops(self) -> Size:
@@ -95,7 +100,8 @@ class Work:
             share: the part of the work that is meant, of a graph whose batch is no symbol. Rows of products shrink with it.
         """
         products = tuple(
-            Product(values[each.batch], values[each.rows] * share, values[each.columns], values[each.inner]) for each in self.products
+            replace(each, batch=values[each.batch], rows=values[each.rows] * share, columns=values[each.columns], inner=values[each.inner])
+            for each in self.products
         )
         call = at_numbers(self.call, values) if self.call is not None and share == 1 else None
         return replace(self, flops=values[self.flops] * share, bytes=values[self.bytes] * share, products=products, call=call)

@@ -49,7 +49,8 @@ class Constraints:
             compute; of all layers, or module name -> of its layers. A module has the entry of its longest prefix; what has none is planned.
         attention: how the ranks of the mesh dimension ``"sequence"`` share attention: ``"gather"``, each gathers all keys and values;
             ``"ulysses"``, they exchange their part of the sequence for a part of the heads and back; ``"ring"``, keys and values go round
-            the ranks, a part at a time.
+            the ranks, a part at a time; ``"zigzag"``, the same with an early and a late piece of the sequence on each rank, so that what a
+            causal mask hides is computed by nobody.
     """
 
     device_map: Mapping[str, int | str | torch.device] | None = None

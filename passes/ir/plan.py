@@ -25,9 +25,9 @@ RECOMPUTE = ("none", "selective", "full")
 BATCHNORM = ("sync", "local")
 """Statistics of batch normalisation if the batch is sharded: over all rows, or over each rank's own rows."""
 
-ATTENTION = ("gather", "ulysses", "ring")
-"""How ranks of a sequence dimension share attention: each gathers all keys and values; they exchange the sequence for heads and back; or
-keys and values go round all ranks, a part at a time."""
+ATTENTION = ("gather", "ulysses", "ring", "zigzag")
+"""How ranks of a sequence dimension share attention: each gathers all keys and values; they exchange the sequence for heads and back; keys
+and values go round all ranks, a part at a time; or they do so where each has an early and a late piece of the sequence."""
 
 
 @dataclass(frozen=True)

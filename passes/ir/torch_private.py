@@ -43,6 +43,8 @@ __all__ = [
     "autograd_dispatch",
     "dynamo_source",
     "enable_python_dispatcher",
+    "flash_attention",
+    "flash_attention_gradients",
     "foreach_add_",
     "foreach_norm",
     "graph_break",
@@ -69,6 +71,8 @@ __all__ = [
     "will_run",
     "without_saved_tensors_hooks",
 ]
+
+aten = torch.ops.aten
 
 T = TypeVar("T")
 
@@ -197,3 +201,74 @@ def process_group(backend: str, store: Store, rank: int, size: int, timeout: tim
     else:
         group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
     return group
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor] | None:
+    """Return the result of fused attention, and the logarithm of the sum of exponentials of each row; None: no kernel takes the call.
+
+    ``torch.nn.functional.scaled_dot_product_attention`` keeps these logarithms to itself, and attention by blocks needs them.
+
+    Args:
+        mask: added to scores.
+        is_causal: of as many queries as keys.
+    """
+    if not _has_flash_attention(query, key, value, mask):
+        return None
+    operands = [_with_four_dimensions(x) for x in (query, key, value)]
+    if query.is_cuda:
+        result, log_total = aten._scaled_dot_product_flash_attention(*operands, 0.0, is_causal, scale=scale)[:2]
+    else:
+        added = None if mask is None else _with_four_dimensions(mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2]))
+        result, log_total = aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, is_causal, attn_mask=added, scale=scale)
+    return result.reshape(*query.shape[:-1], value.shape[-1]), log_total.reshape(query.shape[:-1])
+
+
+def flash_attention_gradients(
+    grad: Tensor,
+    result: Tensor,
+    log_total: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the gradients of queries, keys and values of ``flash_attention``, given a result and logarithms; None: no kernel."""
+    if not _has_flash_attention(query, key, value, mask):
+        return None
+    rows = [_with_four_dimensions(x.contiguous()) for x in (grad, query)]
+    blocks, given = [_with_four_dimensions(x) for x in (key, value)], _with_four_dimensions(result.contiguous())
+    totals = _with_four_dimensions(log_total.unsqueeze(-1)).squeeze(-1).contiguous()
+    if query.is_cuda:
+        no_dropout = query.new_empty(2, dtype=torch.uint64)
+        sizes = (None, None, query.shape[-2], key.shape[-2])
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *rows, *blocks, given, totals, *sizes, 0.0, is_causal, no_dropout, no_dropout.new_empty(0), scale=scale
+        )
+    else:
+        added = None if mask is None else _with_four_dimensions(mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2]))
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = kernel(*rows, *blocks, given, totals, 0.0, is_causal, attn_mask=added, scale=scale)
+    of_query, of_key, of_value = (each.reshape(x.shape) for each, x in zip(grads, (query, key, value), strict=True))
+    return of_query, of_key, of_value
+
+
+def _with_four_dimensions(x: Tensor) -> Tensor:
+    """Return a tensor with rows, heads, positions and features, and features that lie beside each other."""
+    x = x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _has_flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether torch has a fused kernel for attention whose result it can be asked for with the logarithms of sums."""
+    width = query.shape[-1]
+    if value.shape[-1] != width or not query.numel() or not key.numel():
+        return False
+    if query.is_cuda:
+        is_half = query.dtype in (torch.bfloat16, torch.float16)
+        return is_half and mask is None and width <= 256 and width % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)

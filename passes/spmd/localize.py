@@ -32,7 +32,6 @@ from passes.graph.lazy_graph_module import rewritten
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, call_with, packet, tensor_operands
 from passes.graph.symbolic_sizes import emit_size, size_of
-from passes.ir.comm.functional import halo_exchange
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
@@ -41,7 +40,7 @@ from passes.rules.loops import LocalCall, Loops, Size
 from passes.spmd.decompose.builder import PartWriter, ReductionCut, ReductionWriter
 from passes.spmd.decompose.pooling_resize import WindowWriter, write_windows
 from passes.spmd.decompose.registry import decomposition_of
-from passes.spmd.decompose.ring_attention import RING, ring_attention
+from passes.spmd.decompose.ring_attention import ring_attention
 from passes.spmd.halo.emit import HaloWriter
 from passes.spmd.halo.overlap import Interior, interior_of
 from passes.spmd.halo.regions import Slide, slides_of, window_dimensions
@@ -290,15 +289,10 @@ class _Localizer:
 
     def _emit_ring(self, node: fx.Node, arguments: Mapping[str, Any]) -> fx.Node:
         """Emit attention whose keys and values go round the ranks of a mesh dimension."""
-
-        def emit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> fx.Node:
-            emitted = self.emit(function, args, kwargs, name, node)
-            if function is halo_exchange:
-                emitted.meta["custom"] = {RING: True}
-            return emitted
-
-        over, count = self.extents.mesh[self.layouts.rings[node.name]]
-        return ring_attention(PartWriter(emit, arguments, node.name), over, count)
+        ring = self.layouts.rings[node.name]
+        over, count = self.extents.mesh[ring.dimension]
+        emit = functools.partial(self.emit, like=node)
+        return ring_attention(PartWriter(emit, arguments, node.name), over, count, is_zigzag=ring.is_zigzag)
 
     def _inner_size(self, node: fx.Node, cut: Cut) -> Size:
         """Return the product of the sizes of a factor's axes inside the sharded one."""

@@ -39,13 +39,26 @@ from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varyi
 from passes.ir.mesh import SEQUENCE, TILES, WIDTH
 from passes.rules.loops import Loops
 from passes.spmd.decompose.registry import decomposition_of
-from passes.spmd.decompose.ring_attention import can_ring
+from passes.spmd.decompose.ring_attention import can_ring, is_causal
 from passes.stages.boundary_layouts import is_whole
 
 __all__ = ["CallAlong", "Cut", "Intervals", "LayoutWalk", "Layouts", "assign_layouts", "bytes_moved"]
 
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
 """For each rank along a mesh dimension, where its interval starts and stops."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How the keys and values of an attention call go round ranks.
+
+    Attributes:
+        dimension: the index of their mesh dimension.
+        is_zigzag: whether each rank then has an early and a late piece of the sequence, so that a causal mask spares all the same work.
+    """
+
+    dimension: int
+    is_zigzag: bool
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Layouts:
             (``passes.spmd.halo.wide``); else None.
         fetched: value -> the same for intervals that ranks fetch once for several readers.
         overlapped: calls whose interior is computed during their halo exchange (``passes.spmd.halo.overlap``).
-        rings: attention call -> the index of the mesh dimension round which its keys and values go (``decompose.ring_attention``).
+        rings: attention call -> the ranks round which its keys and values go (``decompose.ring_attention``).
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -75,7 +88,7 @@ class Layouts:
     wide: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     fetched: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     overlapped: frozenset[str] = frozenset()
-    rings: Mapping[str, int] = field(default_factory=dict)
+    rings: Mapping[str, Ring] = field(default_factory=dict)
 
 
 def assign_layouts(
@@ -153,8 +166,8 @@ class LayoutWalk:
         parameters = [axes.of(name) for name in graph.parameters if name in axes.tensors]
         self.parameter_axes = {axis for tensor in parameters for dimension in tensor for axis in dimension}
         self._exchanged_heads = head_axes(graph, axes) if attention == "ulysses" else frozenset[int]()
-        self._in_rings = attention == "ring"
-        self._rings: dict[str, int] = {}
+        self._in_rings, self._in_zigzag = attention in ("ring", "zigzag"), attention == "zigzag"
+        self._rings: dict[str, Ring] = {}
         self.current: dict[tuple[str, int], list[Placement | None]] = {}
         self._summed_together = summed_together(graph.graph, axes)
         self._unambiguous: dict[tuple[str, Cut], bool] = {}
@@ -246,7 +259,7 @@ class LayoutWalk:
             call = CallAlong(node, loops, tuple(operands), current, {**placements, **ring})
             cut = self._cheapest_cut(call, mesh_dimension, cuts)
             if cut is not None and cut.factor in ring:
-                self._rings[node.name] = mesh_dimension
+                self._rings[node.name] = Ring(mesh_dimension, self._in_zigzag and self._has_two_pieces(node, operands, mesh_dimension))
             passes_sum = self._passes_sum(call) and (cut is None or node.name in self._summed_together)
             cut = None if passes_sum else cut
             cuts.append(cut)
@@ -397,6 +410,11 @@ class LayoutWalk:
             return {}
         (queries,) = loops.operands[0][-2]
         return {queries: {place: Shard(key[0], len(self.axes.of(operands[place].name)) - 2) for place in (1, 2)}}
+
+    def _has_two_pieces(self, node: fx.Node, operands: Sequence[fx.Node], mesh_dimension: int) -> bool:
+        """Return whether every rank can have two pieces of one size of a causal call's queries, and the same of its keys."""
+        query, key = (self.axes.sizes[self.axes.of(operand.name)[-2][0]] for operand in operands[:2])
+        return is_causal(node) and query == key and query % (2 * self.mesh[mesh_dimension][1]) == 0
 
     @cached_property
     def _with_gradient(self) -> frozenset[fx.Node]:

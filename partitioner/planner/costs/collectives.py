@@ -283,15 +283,20 @@ def _ring_messages(
     node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]
 ) -> Iterator[tuple[object, Exchange]]:
     """Yield the messages of keys and values that go round the ranks: in the backward once more, with their gradients."""
-    index = layouts.rings.get(node.name)
-    if index is None:
+    ring = layouts.rings.get(node.name)
+    if ring is None:
         return
-    (name, count), parts = layouts.mesh[index], sizes.operands(node)
-    for place, operand in enumerate(axes.operands[node.name][1:3]):
+    (name, count), parts = layouts.mesh[ring.dimension], sizes.operands(node)
+    query, *blocks = axes.operands[node.name][:3]
+    for place, operand in enumerate(blocks):
         (part,) = parts[operand]
         back: Collective | None = "halo_exchange" if operand.name in flowing else None
         for step in range(1, count):
             yield (node.name, "ring", place, step), Exchange(node.name, part.bytes, name, "halo_exchange", back, back)
+    for place, operand in enumerate((query, *blocks, query) if ring.is_zigzag else ()):  # the result has the size of the queries
+        (part,) = parts[operand]
+        back = "halo_exchange" if operand.name in flowing else None
+        yield (node.name, "zigzag", place), Exchange(node.name, part.bytes, name, "halo_exchange", back)
 
 
 def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,9 @@ sharded in space            sum | all_reduce | distances, squares, sum | all_red
 
 ``passes.spmd.decompose`` lists the kernels of each decomposition, forward and backward.
 
-Attention on a ring does the work of one block at each of its steps, by kernels that read and write scores, and holds those of one block.
+Attention on a ring does the work of one block at each of its steps, and joins the result with what it has: fused kernels, which keep no
+scores. Each step of a causal ring takes as long as on the rank for which its block counts whole. In zigzag order a block has four products
+of pieces, and a rank computes those alone that a causal mask does not hide.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from passes.graph.schemas import bound_arguments
 from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.spmd.decompose.registry import SINGLE_BYTES, Decomposition, decomposition_of
+from passes.spmd.decompose.ring_attention import is_causal, products_of_pieces
 from passes.spmd.propagate import Layouts
 
 __all__ = ["with_decompositions"]
@@ -35,7 +38,8 @@ def with_decompositions(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts:
     for node in (node for node in graph.computing_nodes() if node.name in layouts.rings):
         parts = sizes.operands(node)
         blocks = [parts[operand][0] for operand in axes.operands[node.name][:3]]
-        cost = _with_ring(cost, node, layouts.mesh[layouts.rings[node.name]][1], *blocks)
+        ring = layouts.rings[node.name]
+        cost = _with_ring(cost, node, layouts.mesh[ring.dimension][1], *blocks, is_zigzag=ring.is_zigzag)
     decomposed: dict[str, OperationCost] = {}
     for node in graph.computing_nodes():
         loops = [axes.loops[node.name].factors[factor].name for _, factor in reduced_in_parts(node.name, axes, layouts)]
@@ -45,21 +49,28 @@ def with_decompositions(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts:
     return dataclasses.replace(cost, nodes={**cost.nodes, **decomposed}) if decomposed else cost
 
 
-def _with_ring(cost: GraphCost, node: fx.Node, count: int, query: TensorSpec, key: TensorSpec, value: TensorSpec) -> GraphCost:
+def _with_ring(
+    cost: GraphCost, node: fx.Node, count: int, query: TensorSpec, key: TensorSpec, value: TensorSpec, *, is_zigzag: bool
+) -> GraphCost:
     """Return the costs with those of attention on a ring of ``count`` ranks, from those of one block of its parts."""
     whole = cost.nodes[node.name]
     precise = max(SINGLE_BYTES, whole.dtype.itemsize) / whole.dtype.itemsize
-    scores = query.bytes / query.shape[-1] * key.shape[-2] * precise
+    products, pieces = (products_of_pieces(count), 2) if is_zigzag else (count, 1)
+    result = query.bytes / query.shape[-1] * value.shape[-1] * precise / pieces
+    # Of a causal block a kernel computes half: that is the first of a ring, and two of the own products of pieces in zigzag order.
+    blocks = (products - 1) / pieces**2 if is_zigzag else count - 0.5 * is_causal(node)
 
-    def steps(work: Work, launches: int, passes: int) -> Work:
+    def steps(work: Work, passes: int) -> Work:
         if not work.launches:
             return work
-        return Work(work.flops * count, (work.bytes + passes * scores) * count, launches * count, work.family, work.products * count)
+        moved = (work.bytes / pieces + passes * result) * products
+        repeated = tuple(dataclasses.replace(product, batch=product.batch * blocks, computed=1.0) for product in work.products)
+        return Work(work.flops * blocks, moved, (work.launches + _JOINING) * products, work.family, repeated)
 
-    forward, backward = steps(whole.forward, *_RING_FORWARD), steps(whole.backward_input, *_RING_BACKWARD)
+    forward, backward = steps(whole.forward, _RING_FORWARD), steps(whole.backward_input, _RING_BACKWARD)
     nodes = {**cost.nodes, node.name: dataclasses.replace(whole, forward=forward, backward_input=backward)}
     block = max(cost.allocation_bytes, default=-1) + 1
-    size = _RING_SCORES * scores + _RING_BLOCKS * (key.bytes + value.bytes)
+    size = _RING_RESULTS * result * pieces + _RING_BLOCKS * (key.bytes + value.bytes)
     *copies, touched = cost.touched[node.name]
     return dataclasses.replace(
         cost,
@@ -70,11 +81,14 @@ def _with_ring(cost: GraphCost, node: fx.Node, count: int, query: TensorSpec, ke
     )
 
 
-_RING_FORWARD, _RING_BACKWARD = (14, 10), (16, 12)
-"""Kernels of one step of a ring, and their passes over the scores of a block."""
+_JOINING = 1
+"""Kernels that join the result of a block, or add its gradients, beside those of attention."""
 
-_RING_SCORES, _RING_BLOCKS = 3, 3
-"""Scores, or values of their size, that are in memory at once; blocks of keys and values beside the own ones: the next, and gradients."""
+_RING_FORWARD, _RING_BACKWARD = 3, 6
+"""Passes over a result, or queries, in that: two are read and one is written; the same for gradients of queries, keys and values."""
+
+_RING_RESULTS, _RING_BLOCKS = 3, 3
+"""Results in memory at once: of a block, of those before, and of both; blocks of keys and values beside the own: the next, gradients."""
 
 
 def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decomposition, result: Size) -> OperationCost:

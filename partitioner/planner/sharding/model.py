@@ -456,6 +456,8 @@ class MeshCut:
     @property
     def shares_attention(self) -> bool:
         """Whether some attention is shared as ``attention`` says: false for models whose heads are too few, say."""
+        if self.attention == "zigzag":
+            return any(ring.is_zigzag for ring in self.layouts.rings.values())
         if self.attention == "ring":
             return bool(self.layouts.rings)
         index = self.part.cutting.names.index(SEQUENCE)
@@ -478,6 +480,12 @@ class MeshCut:
         if self.attention == ATTENTION[0] or self.shares_attention:
             return
         count = self.part.cutting.length(SEQUENCE)
+        if self.attention == "zigzag":
+            raise ConfigError(
+                f'attention="zigzag": no attention of the model gives {count} ranks an early and a late piece of the sequence each',
+                remedy="it needs F.scaled_dot_product_attention with a causal mask, without dropout, and a sequence that "
+                f'{2 * count} divides; or use attention="ring"',
+            )
         if self.attention == "ring":
             raise ConfigError(
                 f'attention="ring": no attention of the model can send its keys and values round {count} ranks',

@@ -17,7 +17,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.program import StoreGradients
 from passes.ir.schedule import Action, ActionKind
-from passes.spmd.decompose.ring_attention import RING
+from passes.spmd.decompose.ring_attention import RING, ZIGZAG
 
 __all__ = ["Purpose", "Purposes", "dimensions_of", "items_of"]
 
@@ -49,6 +49,12 @@ _WORDS: Mapping[Any, tuple[str, str]] = {
 }
 """Collective -> the operation in words; the reason, for activations and their gradients."""
 
+_REASONS: Mapping[str, str] = {
+    RING: "keys and values go round the ranks",
+    ZIGZAG: "each rank gets an early and a late piece of the sequence, or gives them back",
+}
+"""The reason of a message that is marked so."""
+
 
 def dimensions_of(group: Sequence[int], mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh dimensions along which the ranks of a group differ."""
@@ -77,8 +83,8 @@ class Purposes:
         """
         function: Any = node.target
         operation, reason = _WORDS[function]
-        if any(RING in (item.meta.get("custom") or {}) for item in items_of(node)):
-            reason = "keys and values go round the ranks"
+        marks = set().union(*(item.meta.get("custom") or () for item in items_of(node)))
+        reason = next((_REASONS[mark] for mark in _REASONS if mark in marks), reason)
         operands: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
         section = node.meta.get("section")
         is_backward = isinstance(section, Action) and section.kind != ActionKind.FORWARD

@@ -94,6 +94,7 @@ _ATTENTION = {
     "gather": "gather: each rank has its queries, and gathers keys and values",
     "ulysses": "ulysses: ranks exchange their part of the sequence for a part of the heads, and back",
     "ring": "ring: keys and values go round the ranks",
+    "zigzag": "zigzag: keys and values go round the ranks, each of which has an early and a late piece of the sequence",
 }
 """``Plan.attention`` in words."""
 

@@ -4,66 +4,91 @@ rank 0   queries 0, keys 0   |  queries 0, keys 3   |  queries 0, keys 2   |  qu
 rank 1   queries 1, keys 1   |  queries 1, keys 0   |  queries 1, keys 3   |  queries 1, keys 2
          own                    K, V of the rank before, while the last block is computed
 
-The sums of a row go on from block to block, by the online softmax (Milakov, Gimelshein, 2018; Liu, Zaharia, Abbeel, "Ring attention with
-blockwise transformers", 2023):
+What a row has of the blocks so far is joined with what it has of one more, by the online softmax (Milakov, Gimelshein, 2018; Liu, Zaharia,
+Abbeel, "Ring attention with blockwise transformers", 2023):
 
-    top'    = max(top, max(scores))
-    sums'   = sums  exp(top - top') + exp(scores - top') V
-    total'  = total exp(top - top') + sum(exp(scores - top'))           at the end: sums / total
+    result, log_total = join_blocks(result, log_total, *attention_block(query, key, value))
 
-Autograd would keep every block of keys, values and scores. So the steps are written without gradients, and end in an operator of our own,
-``finish_attention``, whose backward goes round the ring once more. It saves queries, own keys and values, the result O and the logarithm L
-of the totals, and computes for each block (Dao et al., "FlashAttention", 2022)
-
-    P = exp(scores - L)        D = sum(dO O)        dS = P (dO V^T - D)        dQ += dS K        dK += dS^T Q        dV += P^T dO
+Autograd would keep every block of keys and values. So the steps are written without gradients, and end in an operator of our own,
+``finish_attention``, whose backward goes round the ring once more, and adds up the gradients of each block (``attention_block_backward``).
+It saves queries, own keys and values, the result and the logarithm of the totals.
 
 Keys and values are sent with the gradients that were added to them so far, own ones come last, so that gradients are then at home. Forward,
 2 (n - 1) blocks leave a rank, and backward 4 (n - 1). All ranks have parts of one size, and so one graph; which block a rank has at a step
 only shows in positions, of which each takes its own.
+
+A causal mask hides half of all that, but each step lasts as long as the rank that is left with work. In zigzag order (Zhu,
+"ring-flash-attention", 2024; Brandon et al., "Striped attention", 2023, has another), a rank has an early and a late piece of the sequence:
+
+    rank 0   0 7    |    rank 1   1 6    |    rank 2   2 5    |    rank 3   3 4                     4 ranks: pieces 0 to 7
+
+Of the keys j, 2n - 1 - j of another rank it then needs, at every step, two products of pieces: late queries with early keys, and the early
+queries with the early keys if j < r, or the late ones with the late keys if not. Of its own it needs three: 2n + 1 in place of 4n. Queries,
+keys and values come into this order in front of the ring, and the result leaves it behind: a ``halo_exchange`` each.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch.fx.traceback import annotate
+from torch.fx.traceback import annotate, get_current_meta
 
 from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.functional import GRADIENT, halo_exchange, take
+from passes.spmd.decompose.attention_block import attention_block, attention_block_backward, join_blocks, row_totals
 from passes.spmd.decompose.builder import PartWriter
 
-__all__ = ["RING", "RING_STATE", "can_ring", "ring_attention"]
+__all__ = ["RING", "RING_STATE", "ZIGZAG", "can_ring", "is_causal", "products_of_pieces", "ring_attention"]
 
 aten = torch.ops.aten
 
 RING = "ring"
 """The key in ``meta["custom"]`` that marks messages of a ring, for reports."""
 
-_EMPTY = -math.inf
-"""The logarithm of a sum of no terms: of a row that attends to nothing, whose result is zero."""
+ZIGZAG = "zigzag"
+"""The key that marks messages that change between the orders of the sequence."""
 
-_HALF = (torch.bfloat16, torch.float16)
+Which: TypeAlias = Any
+"""The number of a piece; or a node (tensor) that is true on the ranks where it is the first of two, and false where it is the second."""
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """Attention of some own queries to the keys of a block.
+
+    Attributes:
+        queries, keys: the pieces.
+        mask: of these queries and keys; None: none.
+        is_causal: whether a query attends to no keys behind its own place in the piece.
+        counts: a node (tensor) that is true on the ranks where the block counts; None: on all.
+    """
+
+    queries: Which
+    keys: Which
+    mask: Any = None
+    is_causal: bool = False
+    counts: Any = None
 
 
 @dataclass(frozen=True)
 class _Ring:
     """One attention call on a ring, as forward and backward share it: on nodes that are emitted, or on tensors.
 
-    Queries of heads that share keys lie behind each other, as more rows of one head: (..., heads of keys, group x queries, features).
-
     Attributes:
         call: emits a call, or runs it: ``call(function, *arguments, **keywords)``.
         value_of: gives the tensor that a node stands for; of a tensor, itself.
         mask: of own queries and all keys, boolean or added to scores; None: none.
-        group: the number of heads of queries for each head of keys.
-        n_queries, n_keys: number of own queries, and of own keys.
+        is_causal: whether a query attends to no keys behind its own position.
+        is_zigzag: whether a rank has two pieces of the sequence, an early and a late one; else it has one.
+        scale: of the products of queries and keys.
+        n_queries, n_keys: number of own queries, and of own keys, in a piece.
         over, count: the mesh dimension, and its ranks.
     """
 
@@ -71,78 +96,100 @@ class _Ring:
     value_of: Callable[[Any], Tensor]
     mask: Any
     is_causal: bool
+    is_zigzag: bool
     scale: float
-    group: int
     n_queries: int
     n_keys: int
     over: str
     count: int
 
-    def by_rows(self, heads: Any) -> Any:
-        """Return queries, or what has their shape, with heads that share keys as rows of one head."""
-        if self.group == 1:
-            return heads
-        shape = [self.value_of(heads).shape[-3] // self.group, self.group]
-        return self.call(aten.flatten.using_ints, self.call(aten.unflatten.int, heads, -3, shape), -3, -2)
+    def visits(self, like: Any, step: int) -> list[_Visit]:
+        """Return what a rank computes at a step, at which it has the keys of the rank ``step`` before it."""
+        if self.is_zigzag and step == 0:
+            return [_Visit(0, 0, is_causal=True), _Visit(1, 0), _Visit(1, 1, is_causal=True)]
+        if self.is_zigzag:
+            is_earlier = self._is_earlier(like, step)
+            return [_Visit(1, 0), _Visit(is_earlier, is_earlier)]
+        if not self.is_causal:
+            return [_Visit(0, 0, None if self.mask is None else self._mask_of_block(like, step))]
+        if self.n_queries != self.n_keys:
+            return [_Visit(0, 0, self._causal_mask(like, step))]
+        return [_Visit(0, 0, counts=self._is_earlier(like, step)) if step else _Visit(0, 0, is_causal=True)]
 
-    def by_heads(self, rows: Any) -> Any:
-        """Return the inverse of ``by_rows``."""
-        if self.group == 1:
-            return rows
-        return self.call(aten.flatten.using_ints, self.call(aten.unflatten.int, rows, -2, [self.group, self.n_queries]), -4, -3)
+    def _is_earlier(self, like: Any, step: int) -> Any:
+        """Return whether the block of a step comes before this rank's own in the sequence."""
+        ranks = self.call(aten.ge.Scalar, self._every(like, self.count), step)
+        return self.call(take, ranks, 0, self.over, self.count, [], 0)
+
+    def pieces(self, x: Any, dim: int = -2) -> list[Any]:
+        """Return the pieces of own queries, keys, or what has their positions in a dimension."""
+        if not self.is_zigzag:
+            return [x]
+        size = self.value_of(x).shape[dim] // 2
+        return [self.call(aten.narrow.default, x, dim, start, size) for start in (0, size)]
+
+    def whole(self, pieces: Sequence[Any], dim: int) -> Any:
+        """Return the inverse of ``pieces``."""
+        return self.call(aten.cat.default, list(pieces), dim) if len(pieces) > 1 else pieces[0]
+
+    def of(self, pieces: Sequence[Any], which: Which) -> Any:
+        """Return a piece."""
+        return pieces[which] if isinstance(which, int) else self.call(aten.where.self, which, *pieces)
+
+    def replaced(self, pieces: Sequence[Any], which: Which, piece: Any) -> list[Any]:
+        """Return pieces with another in the place of one."""
+        if isinstance(which, int):
+            return [piece if place == which else each for place, each in enumerate(pieces)]
+        return [self.call(aten.where.self, which, piece, pieces[0]), self.call(aten.where.self, which, pieces[1], piece)]
 
     def rotated(self, block: Any) -> Any:
         """Send a block to the next rank, and receive that of the rank before."""
-        value = self.value_of(block)
-        size = int(value.shape[-2])
+        size = int(self.value_of(block).shape[-2])
         starts = [(rank - 1) % self.count * size for rank in range(self.count)]
-        wanted = "|".join(f"{start}:{start + size}" for start in starts)
-        return self.call(halo_exchange, block, value.dim() - 2, self.over, [size] * self.count, wanted, size, size, 0.0)
+        return self._exchanged(block, RING, "|".join(f"{start}:{start + size}" for start in starts))
 
-    def scores(self, query: Any, key: Any, step: int) -> Any:
-        """Return the scores of own queries and the keys of a step; minus infinity where a query does not attend to a key."""
-        products = self.call(aten.matmul.default, query, self.call(aten.transpose.int, key, -2, -1))
-        scores = self.call(aten.mul.Tensor, self.precise(products), self.scale)
-        mask = self._mask(query, step)
-        if mask is None:
-            return scores
-        if self.group > 1:
-            scores = self.call(aten.unflatten.int, scores, -2, [self.group, self.n_queries])
-        if self.value_of(mask).dtype == torch.bool:
-            scores = self.call(aten.masked_fill.Scalar, scores, mask, _EMPTY)
-        else:
-            scores = self.call(aten.add.Tensor, scores, mask)
-        return self.call(aten.flatten.using_ints, scores, -3, -2) if self.group > 1 else scores
+    def in_zigzag(self, x: Any) -> Any:
+        """Send the pieces of the sequence to the ranks that have them in zigzag order."""
+        last = 2 * self.count - 1
+        return self._exchanged(x, ZIGZAG, self._runs((rank, last - rank) for rank in range(self.count)))
 
-    def _mask(self, query: Any, step: int) -> Any:
-        """Return what is added to the scores of a step, or is true where they do not count; None: all count."""
-        if self.is_causal:
-            rows, columns = self._positions(query, self.n_queries, 0), self._positions(query, self.n_keys, step)
-            return self.call(aten.gt.Tensor, self.call(aten.unsqueeze.default, columns, 0), self.call(aten.unsqueeze.default, rows, 1))
-        if self.mask is None:
-            return None
-        mask, shape = self.mask, self.value_of(self.mask).shape
-        if self.group > 1 and len(shape) > 2:
-            grouped = shape[-3] != 1
-            mask = self.call(aten.unflatten.int, mask, -3, [-1, self.group]) if grouped else self.call(aten.unsqueeze.default, mask, -3)
-        if shape[-1] != 1:
-            mask = self.call(aten.index_select.default, mask, -1, self._positions(query, self.n_keys, step))
-        return self.call(aten.logical_not.default, mask) if self.value_of(mask).dtype == torch.bool else mask
+    def in_order(self, x: Any) -> Any:
+        """Send the pieces back: the inverse of ``in_zigzag``."""
+        last = 2 * self.count - 1
+        places = [2 * piece if piece < self.count else 2 * (last - piece) + 1 for piece in range(2 * self.count)]
+        return self._exchanged(x, ZIGZAG, self._runs(zip(places[::2], places[1::2], strict=True)))
+
+    def _runs(self, pieces: Iterable[tuple[int, int]]) -> str:
+        """Return the runs of elements that ranks read (``passes.ir.comm.index_ranges``), from the two pieces of each."""
+        size = self.n_queries
+        return "|".join(" ".join(f"{piece * size}:{(piece + 1) * size}" for piece in pair) for pair in pieces)
+
+    def _exchanged(self, x: Any, mark: str, wanted: str) -> Any:
+        value = self.value_of(x)
+        size = int(value.shape[-2])
+        arguments = (x, value.dim() - 2, self.over, [size] * self.count, wanted, size, size, 0.0)
+        with annotate({mark: True}):
+            return self.call(halo_exchange, *arguments)
+
+    def _mask_of_block(self, like: Any, step: int) -> Any:
+        """Return the mask of the keys of a step."""
+        if self.value_of(self.mask).shape[-1] == 1:
+            return self.mask
+        return self.call(aten.index_select.default, self.mask, -1, self._positions(like, self.n_keys, step))
+
+    def _causal_mask(self, like: Any, step: int) -> Any:
+        """Return where the keys of a step are not behind the queries."""
+        columns = self.call(aten.unsqueeze.default, self._positions(like, self.n_keys, step), 0)
+        return self.call(aten.le.Tensor, columns, self.call(aten.unsqueeze.default, self._positions(like, self.n_queries, 0), 1))
+
+    def _every(self, like: Any, size: int) -> Any:
+        return self.call(aten.arange.default, size, device=self.value_of(like).device)
 
     def _positions(self, like: Any, size: int, step: int) -> Any:
         """Return the positions of the block that this rank has at a step: that of the rank ``step`` before it."""
-        every = self.call(aten.arange.default, size * self.count, device=self.value_of(like).device)
+        every = self._every(like, size * self.count)
         shifted = self.call(aten.roll.default, every, [step * size]) if step else every
         return self.call(take, shifted, 0, self.over, self.count, [], 0)
-
-    def precise(self, x: Any) -> Any:
-        """Return a value in single precision if it is of half precision: sums over blocks, and of exponentials, need it."""
-        return self.call(aten.to.dtype, x, torch.float32) if self.value_of(x).dtype in _HALF else x
-
-    def like(self, x: Any, other: Any) -> Any:
-        """Return a value in the dtype of another."""
-        dtype = self.value_of(other).dtype
-        return x if self.value_of(x).dtype == dtype else self.call(aten.to.dtype, x, dtype)
 
 
 def can_ring(node: fx.Node, operands: Sequence[fx.Node], with_gradient: Collection[fx.Node]) -> bool:
@@ -160,129 +207,144 @@ def can_ring(node: fx.Node, operands: Sequence[fx.Node], with_gradient: Collecti
     return is_batched and not arguments["dropout_p"] and arguments["attn_mask"] not in with_gradient
 
 
-def ring_attention(write: PartWriter, over: str, count: int) -> fx.Node:
+def is_causal(node: fx.Node) -> bool:
+    """Return whether the mask of an attention call is that of its positions: then zigzag order spares the products that it hides."""
+    arguments = bound_arguments(node)
+    return bool(arguments["is_causal"]) and arguments["attn_mask"] is None
+
+
+def products_of_pieces(count: int) -> int:
+    """Return how many products of pieces a rank computes in zigzag order, where a ring of ``count`` ranks has 4 for each of its steps."""
+    return 2 * count + 1
+
+
+def ring_attention(write: PartWriter, over: str, count: int, *, is_zigzag: bool) -> fx.Node:
     """Emit attention of own queries, keys and values, with blocks that go round the ranks of a mesh dimension."""
+
+    def call(function: Any, /, *arguments: Any, **keywords: Any) -> fx.Node:
+        node, marks = write.call(function, *arguments, **keywords), get_current_meta().get("custom")
+        if marks:
+            node.meta["custom"] = dict(marks)
+        return node
+
     given = write.arguments
-    query, key, value = (write.call(aten.detach.default, given[name]) for name in ("query", "key", "value"))
-    heads, kv_heads = (each.meta["val"].shape[-3] if each.meta["val"].dim() > 3 else 1 for each in (query, key))
+    query, key, value = given["query"], given["key"], given["value"]
     scale = given.get("scale")
     scale = 1 / math.sqrt(query.meta["val"].shape[-1]) if scale is None else scale
-    group, n_queries, n_keys = int(heads // kv_heads), int(query.meta["val"].shape[-2]), int(key.meta["val"].shape[-2])
-    sizes = (group, n_queries, n_keys, over, count)
-    ring = _Ring(write.call, lambda node: node.meta["val"], given["attn_mask"], bool(given["is_causal"]), scale, *sizes)
-    sums, top, total = _forward(ring, write.call(aten.contiguous.default, ring.by_rows(query)), key, value)
-    log_total = write.call(log_sum_exp, top, total)
-    arguments = (sums, total, log_total, given["query"], given["key"], given["value"], given["attn_mask"])
-    return write.call(finish_attention, *arguments, ring.is_causal, scale, *sizes)
+    n_queries, n_keys = (int(each.meta["val"].shape[-2]) // (2 if is_zigzag else 1) for each in (query, key))
+    rest = (bool(given["is_causal"]), is_zigzag, scale, n_queries, n_keys, over, count)
+    ring = _Ring(call, lambda node: node.meta["val"], given["attn_mask"], *rest)
+    if is_zigzag:
+        query, key, value = (ring.in_zigzag(each) for each in (query, key, value))
+    result, log_total = _forward(ring, *(call(aten.detach.default, each) for each in (query, key, value)))
+    finished = call(finish_attention, result, call(row_totals, log_total), query, key, value, given["attn_mask"], *rest)
+    return ring.in_order(finished) if is_zigzag else finished
 
 
-def _forward(ring: _Ring, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    """Return the sums of values with weights, the largest score and the sum of weights of each row, over all blocks."""
-    call, sums, top, total = ring.call, None, None, None
+def _forward(ring: _Ring, query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+    """Return the result of attention to all blocks, in the dtype of its sums, and the logarithm of the total of each row."""
+    call, queries = ring.call, ring.pieces(query)
+    results, log_totals = ([None] * len(queries) for _ in range(2))
     for step in range(ring.count):
         following = (ring.rotated(key), ring.rotated(value)) if step < ring.count - 1 else None
-        scores = ring.scores(query, key, step)
-        own_top = call(aten.amax.default, scores, [-1], True)
-        new_top = own_top if top is None else call(aten.maximum.default, top, own_top)
-        finite = call(aten.masked_fill.Scalar, new_top, call(aten.eq.Scalar, new_top, _EMPTY), 0.0)
-        weights = call(aten.exp.default, call(aten.sub.Tensor, scores, finite))
-        own_total = call(aten.sum.dim_IntList, weights, [-1], True)
-        own_sums = ring.precise(call(aten.matmul.default, ring.like(weights, value), value))
-        if top is None:
-            sums, total = own_sums, own_total
-        else:
-            factor = call(aten.exp.default, call(aten.sub.Tensor, top, finite))
-            sums = call(aten.add.Tensor, call(aten.mul.Tensor, sums, factor), own_sums)
-            total = call(aten.add.Tensor, call(aten.mul.Tensor, total, factor), own_total)
-        top = new_top
+        keys, values = ring.pieces(key), ring.pieces(value)
+        for visit in ring.visits(query, step):
+            operands = (ring.of(queries, visit.queries), ring.of(keys, visit.keys), ring.of(values, visit.keys))
+            block = call(attention_block, *operands, visit.mask, visit.is_causal, ring.scale)
+            result, log_total = (call(operator.getitem, block, place) for place in range(2))
+            if visit.counts is not None:
+                log_total = call(aten.where.ScalarOther, visit.counts, log_total, -math.inf)
+            before = (ring.of(results, visit.queries), ring.of(log_totals, visit.queries))
+            if before[0] is not None:
+                joined = call(join_blocks, *before, result, log_total)
+                result, log_total = (call(operator.getitem, joined, place) for place in range(2))
+            results, log_totals = ring.replaced(results, visit.queries, result), ring.replaced(log_totals, visit.queries, log_total)
         if following is not None:
             key, value = following
-    return sums, top, total
+    return ring.whole(results, -2), ring.whole(log_totals, -1)
 
 
-# -- operators -------------------------------------------------------------------------------------------------------------------------
-
-torch.library.define("partitioner::log_sum_exp", "(Tensor top, Tensor total) -> Tensor")
-
-log_sum_exp = torch.ops.partitioner.log_sum_exp.default
-"""The logarithm of the sum of exponentials of each row, from the largest score and the sum of what exceeds it; infinite for no terms."""
+# -- the operator that ends a ring -----------------------------------------------------------------------------------------------------
 
 torch.library.define(
     "partitioner::finish_attention",
-    "(Tensor sums, Tensor total, Tensor log_total, Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, float scale, "
-    "int group, int n_queries, int n_keys, str over, int count) -> Tensor",
+    "(Tensor result, Tensor log_total, Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, bool is_zigzag, float scale, "
+    "int n_queries, int n_keys, str over, int count) -> Tensor",
 )
 
 finish_attention = torch.ops.partitioner.finish_attention.default
-"""Divide the sums of a ring by their totals, and give zeros for rows that attend to nothing. The backward is that of the whole ring.
+"""Round the result of a ring to the dtype of its operands. The backward is that of the whole ring.
 
-``log_total``: ``log_sum_exp`` of the rows; the other arguments are those of ``_Ring``.
+``log_total``: ``row_totals`` of the rows; the other arguments are those of ``_Ring``.
 """
 
-RING_STATE = (log_sum_exp, finish_attention)
+RING_STATE = (row_totals, finish_attention)
 """What the backward of a ring reads of its forward: to compute it again, blocks would go round once more."""
 
 
-def _log_sum_exp(top: Tensor, total: Tensor) -> Tensor:
-    return (top + total.log()).masked_fill(total == 0, math.inf)  # then exp(score - it) is zero
+def _finish(result: Tensor, _log_total: Tensor, query: Tensor, *_rest: Any) -> Tensor:
+    return result.to(query.dtype, copy=True)
 
 
-def _finish(sums: Tensor, total: Tensor, _log_total: Tensor, query: Tensor, _key: Tensor, value: Tensor, *_rest: Any) -> Tensor:
-    result = sums / total.masked_fill(total == 0, 1.0)
-    return result.view(*query.shape[:-1], value.shape[-1]).to(query.dtype)
-
-
-def _fake_finish(_sums: Tensor, _total: Tensor, _log_total: Tensor, query: Tensor, _key: Tensor, value: Tensor, *_rest: Any) -> Tensor:
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+def _fake_finish(result: Tensor, _log_total: Tensor, query: Tensor, *_rest: Any) -> Tensor:
+    return query.new_empty(result.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, log_total, query, key, value, mask, *ctx.rest = inputs
+    _, log_total, query, key, value, mask, *ctx.rest = inputs
     ctx.save_for_backward(output, log_total, query, key, value, mask)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of queries, keys and values, by the formulas above."""
+    """Return the gradients of queries, keys and values."""
     result, log_total, query, key, value, mask = ctx.saved_tensors
 
-    def call(function: Any, *arguments: Any, **keywords: Any) -> Any:
-        with annotate({GRADIENT: True, RING: True}) if function is halo_exchange else contextlib.nullcontext():
+    def call(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        if function is not halo_exchange:
+            return function(*arguments, **keywords)
+        with annotate({GRADIENT: True}):
             return function(*arguments, **keywords)
 
     ring = _Ring(call, lambda tensor: tensor, mask, *ctx.rest)
-    rows, of_rows, result_rows = (ring.by_rows(each).contiguous() for each in (query, grad, result))  # every step reads them
-    grads = _gradients(ring, rows, of_rows, result_rows, log_total, key, value)
-    return (None, None, None, *grads, None, *(None for _ in ctx.rest))
+    rows = (ring.pieces(grad), ring.pieces(result), ring.pieces(log_total, -1))
+    return (None, None, *_gradients(ring, rows, query, key, value), None, *(None for _ in ctx.rest))
 
 
 def _gradients(
-    ring: _Ring, query: Tensor, grad: Tensor, result: Tensor, log_total: Tensor, own_key: Tensor, own_value: Tensor
+    ring: _Ring, of_rows: tuple[list[Tensor], list[Tensor], list[Tensor]], query: Tensor, own_key: Tensor, own_value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, own keys and own values: of others' blocks first, whose gradients so come home at the end."""
-    moved = (ring.precise(grad) * ring.precise(result)).sum(-1, keepdim=True)
-    key, value, of_query, of_key, of_value = own_key, own_value, None, None, None
+    """Return the gradients of queries, own keys and own values: of others' blocks first, whose gradients so come home at the end.
+
+    Args:
+        of_rows: the pieces of gradient and result, and of the logarithms of totals.
+    """
+    queries = ring.pieces(query)
+    of_query, of_key, of_value = (_zeros(ring, each, is_precise=each is query) for each in (query, own_key, own_value))
+    key, value = own_key, own_value
     for step in (*range(1, ring.count), 0):
-        if step:
-            key, value = ring.rotated(key), ring.rotated(value)
-        else:
-            key, value = own_key, own_value
-        if of_key is not None and of_value is not None:
-            of_key, of_value = ring.rotated(of_key), ring.rotated(of_value)
-        weights = (ring.scores(query, key, step) - log_total).exp()
-        added_value = ring.like(weights, value).mT @ grad
-        of_scores = ring.like(weights * (ring.precise(grad @ value.mT) - moved) * ring.scale, query)
-        added_query, added_key = ring.precise(of_scores @ key), of_scores.mT @ query
-        of_query = added_query if of_query is None else of_query + added_query
-        of_key = added_key if of_key is None else of_key + added_key
-        of_value = added_value if of_value is None else of_value + added_value
-    assert of_query is not None
-    assert of_key is not None
-    assert of_value is not None
-    return ring.by_heads(ring.like(of_query, query)), of_key, of_value
+        key, value = (ring.rotated(key), ring.rotated(value)) if step else (own_key, own_value)
+        if step != 1:
+            of_key, of_value = (ring.pieces(ring.rotated(ring.whole(pieces, -2))) for pieces in (of_key, of_value))
+        keys, values = ring.pieces(key), ring.pieces(value)
+        for visit in ring.visits(own_key, step):
+            rows, block = visit.queries, visit.keys
+            grad, result, log_total = (ring.of(pieces, rows) for pieces in of_rows)
+            if visit.counts is not None:
+                log_total = torch.where(visit.counts, log_total, math.inf)
+            operands = (ring.of(queries, rows), ring.of(keys, block), ring.of(values, block))
+            added = attention_block_backward(grad, result, log_total, *operands, visit.mask, visit.is_causal, ring.scale)
+            of_query = ring.replaced(of_query, rows, ring.of(of_query, rows) + added[0])
+            of_key = ring.replaced(of_key, block, ring.of(of_key, block) + added[1])
+            of_value = ring.replaced(of_value, block, ring.of(of_value, block) + added[2])
+    return ring.whole(of_query, -2).to(query.dtype), ring.whole(of_key, -2), ring.whole(of_value, -2)
 
 
-torch.library.impl(log_sum_exp.name(), "CompositeExplicitAutograd", _log_sum_exp)
-torch.library.register_fake(log_sum_exp.name(), lambda top, _total: torch.empty_like(top))
+def _zeros(ring: _Ring, x: Tensor, *, is_precise: bool) -> list[Tensor]:
+    """Return zeros in the place of each piece; in the dtype of sums over blocks if they stay on this rank."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if is_precise else x.dtype
+    return [torch.zeros(piece.shape, dtype=dtype, device=piece.device) for piece in ring.pieces(x)]
+
+
 torch.library.impl(finish_attention.name(), "CompositeExplicitAutograd", _finish)
 torch.library.register_fake(finish_attention.name(), _fake_finish)
 torch.library.register_autograd(finish_attention.name(), _backward, setup_context=_setup_context)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -19,7 +20,9 @@ from partitioner import Constraints, PartitionedModel, Plan, partition
 from passes.ir.comm.primitives import halo_exchange
 from passes.ir.errors import ConfigError
 from passes.ir.plan import ATTENTION
-from tests.support.models.attention.gpt import Gpt
+from passes.spmd.decompose.attention_block import attention_block
+from tests.support.models.attention.gpt import VOCABULARY, Gpt
+from tests.support.models.case import classes
 from tests.support.models.zoo import case_named
 from tests.support.running.slow_values import slow
 from tests.support.running.transparency import first_difference
@@ -121,6 +124,54 @@ def test_keys_and_values_go_round_a_ring(case: str, devices: int) -> None:
     assert all(any(node.target is halo_exchange for node in nodes) for nodes in programs)
 
 
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [(2, {"kv_heads": 2}), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, {"scale": 0.3}), (4, {"kv_heads": 1}), (5, {})))],
+)
+def test_causal_attention_in_zigzag_order(devices: int, options: dict[str, Any]) -> None:
+    """Of 2n pieces of the keys, a rank attends to 2n + 1 in its two pieces of queries: a causal mask hides the others."""
+    pm = _assert_equal(Attention(is_causal=True, **options).double(), devices, _inputs(length=4 * devices), "zigzag")
+    for rank in range(devices):
+        sections = [node.meta.get("section") for node in pm.graph(rank).graph.nodes if node.target is attention_block]
+        assert len(sections) == 2 * devices + 1
+
+
+@pytest.mark.slow
+def test_zigzag_beside_attention_without_a_causal_mask() -> None:
+    """Attention to all positions goes round as a ring, without another order."""
+    model = nn.Sequential(Attention(is_causal=True), Attention()).double()
+    pm = _assert_equal(model, 2, _inputs(), "zigzag")
+    assert pm.plan.notes == _partitioned(model, 2, _inputs(), "ring").plan.notes
+    blocks = [node for node in pm.graph(0).graph.nodes if node.target is attention_block]
+    assert len(blocks) == 5 + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["ring", "zigzag"])
+def test_attention_in_half_precision(attention: str) -> None:
+    """Sums over blocks are in single precision: as close to the model in double precision as the model's own bfloat16 is, or twice that."""
+    model = Attention(is_causal=True, kv_heads=2).double()
+    x = _inputs(length=32)[0]
+    exact, half = model(x), copy.deepcopy(model).bfloat16()(x.bfloat16())
+    pm = _partitioned(copy.deepcopy(model).bfloat16(), 4, (x.bfloat16(),), attention)
+    assert (pm(x.bfloat16()) - exact).abs().max() <= 2 * (half - exact).abs().max()
+
+
+@pytest.mark.slow
+def test_values_of_another_width_than_keys() -> None:
+    """No fused kernel takes them."""
+
+    class Wide(Attention):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            q, k = (linear(x).unflatten(2, (HEADS, 4)).transpose(1, 2) for linear in (self.query, self.key))
+            v = torch.cat([self.value(x), x], 2).unflatten(2, (HEADS, 8)).transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(mixed.transpose(1, 2).flatten(2)[..., :WIDTH])
+
+    for attention in ("ring", "zigzag"):
+        _assert_equal(Wide().double(), 2, _inputs(), attention)
+
+
 @pytest.mark.slow
 def test_a_ring_in_every_recomputation_policy() -> None:
     x = _inputs()[0]
@@ -128,12 +179,14 @@ def test_a_ring_in_every_recomputation_policy() -> None:
     reference = copy.deepcopy(model)
     expected = nn.functional.mse_loss(reference(x), x)
     expected.backward()
-    for recompute in ("none", "selective", "full"):
-        constraints = Constraints(attention="ring")
+    for recompute, attention in itertools.product(("none", "selective", "full"), ("ring", "zigzag")):
+        constraints = Constraints(attention=attention)
         pm = partition(model, 2, "sequence", example_inputs=(x,), constraints=constraints, recompute=recompute, progress=False)
         torch.testing.assert_close(pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss), expected)
         for name, gradient in pm.full_gradients().items():
-            torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=0, atol=1e-12, msg=f"{recompute} {name}")
+            torch.testing.assert_close(
+                gradient, reference.get_parameter(name).grad, rtol=0, atol=1e-12, msg=f"{recompute} {attention} {name}"
+            )
 
 
 @pytest.mark.slow
@@ -148,7 +201,7 @@ def test_attention_with_dropout_draws_the_masks_of_one_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "kv_heads"), [("ring", 4), ("ulysses", 8)])
+@pytest.mark.parametrize(("attention", "kv_heads"), [("ring", 4), ("ulysses", 8), ("zigzag", 4)])
 def test_bytes_are_those_of_the_paper(attention: str, kv_heads: int) -> None:
     """Counted from the programs of the benchmark's model; of the ring with grouped heads, so that keys are smaller than queries."""
     subject = Subject(attention, ranks=4, length=8, kv_heads=kv_heads, layers=1)
@@ -166,9 +219,14 @@ def test_memory_stays_flat_while_sequence_and_ranks_double_together() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sequence", {"data": 2, "sequence": 2}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2}])
-@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("attention", ["ulysses", "ring", "zigzag"])
 def test_a_model_trains_like_the_original(mode: Any, attention: str) -> None:
-    case = dataclasses.replace(case_named("gpt"), model=lambda: Gpt(width=16, heads=4))
+    case = dataclasses.replace(
+        case_named("gpt"),
+        model=lambda: Gpt(width=16, heads=4),
+        inputs=lambda generator, rows: ((classes(generator, VOCABULARY, rows, 4),), {}),
+        target=lambda generator, rows: classes(generator, VOCABULARY, rows, 4),
+    )
     devices, constraints = 2 if isinstance(mode, str) else 4, Constraints(attention=attention)
     assert first_difference(case, n_microbatches=1, devices=devices, mode=mode, constraints=constraints) is None
 
@@ -188,6 +246,7 @@ def test_the_planner_takes_the_faster_way() -> None:
     [
         ({"heads": 2, "kv_heads": 2}, "", 3, "ulysses", "no attention of the model has heads that 3 ranks"),
         ({}, "", 3, "ring", "can send its keys and values round 3 ranks"),
+        pytest.param({}, "", 2, "zigzag", "gives 2 ranks an early and a late piece", marks=pytest.mark.slow),
         pytest.param({}, "float", 2, "ring", "can send its keys and values round 2 ranks", marks=pytest.mark.slow),
         pytest.param({"dropout_p": 0.1}, "", 2, "ring", "can send its keys and values round 2 ranks", marks=pytest.mark.slow),
     ],
@@ -210,10 +269,12 @@ def _llama(kv_heads: int) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("attention", "masked"), [*((each, False) for each in ATTENTION), *((each, True) for each in ATTENTION[:-1])])
 def test_llama_with_grouped_heads(attention: str, masked: bool) -> None:
-    """Logits and gradients in float64, by a loss of the logits in float64; a mask pads the first sample on the left."""
+    """Logits and gradients in float64, by a loss of the logits in float64; a mask pads the first sample on the left.
+
+    Without it, the library's mask of positions is a causal one, which can be in zigzag order.
+    """
     model, tokens = _llama(kv_heads=2), torch.randint(31, (2, 8))
     inputs = {"input_ids": tokens} | ({"attention_mask": torch.ones(2, 8, dtype=torch.long)} if masked else {})
     if masked:

@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes
 
-__all__ = ["CASES", "Block", "Gpt"]
+__all__ = ["CASES", "VOCABULARY", "Block", "Gpt"]
 
 VOCABULARY = 23
 LENGTH = 6

@@ -1,0 +1,210 @@
+"""Attention to one block of keys, with what it takes to put blocks together, and the gradients of one block of the whole.
+
+    keys 0                           keys 1
+    result, log_total           +    result, log_total            =    attention to keys 0 and 1
+    softmax(q k0^T) v0               softmax(q k1^T) v1                the mean of both results, weighted by their totals
+
+A total is the sum of the exponentials of a row's scores; blocks have its logarithm L (Dao et al., "FlashAttention", 2022). The gradients of
+a block need the result O and the L of all blocks:
+
+    P = exp(scores - L)        D = sum(dO O)        dS = P (dO V^T - D)        dQ += dS K        dK += dS^T Q        dV += P^T dO
+
+which is what the backward of a fused kernel computes, if it is given them in the place of its own. Where there is no kernel for a call, its
+scores are in memory: for masks on GPUs, and values that are wider or narrower than keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.ir.torch_private import flash_attention, flash_attention_gradients
+
+__all__ = ["attention_block", "attention_block_backward", "join_blocks", "row_totals"]
+
+_BLOCK = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float scale"
+
+torch.library.define("partitioner::attention_block", f"({_BLOCK}) -> (Tensor, Tensor)")
+torch.library.define(
+    "partitioner::attention_block_backward", f"(Tensor grad, Tensor result, Tensor log_total, {_BLOCK}) -> (Tensor, Tensor, Tensor)"
+)
+torch.library.define(
+    "partitioner::join_blocks", "(Tensor result, Tensor log_total, Tensor other, Tensor other_log_total) -> (Tensor, Tensor)"
+)
+torch.library.define("partitioner::row_totals", "(Tensor log_total) -> Tensor")
+
+attention_block = torch.ops.partitioner.attention_block.default
+"""The result of attention to a block of keys, and the logarithm of the total of each row, (..., heads, queries): minus infinity for a row
+that attends to none of them, whose result is zero. Heads of keys may be fewer than those of queries."""
+
+attention_block_backward = torch.ops.partitioner.attention_block_backward.default
+"""The gradients of the queries, keys and values of a block, where ``result`` and ``log_total`` are those of all blocks (``row_totals``)."""
+
+join_blocks = torch.ops.partitioner.join_blocks.default
+"""Result and logarithm of the totals of two blocks together; the result in single precision, or double."""
+
+row_totals = torch.ops.partitioner.row_totals.default
+"""The logarithm of totals as gradients read it: infinite for rows that attend to nothing, so that exp(score - it) is zero."""
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums over blocks, and of exponentials."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def _group(query: Tensor, key: Tensor) -> int:
+    """Return how many heads of queries share a head of keys."""
+    return query.shape[-3] // key.shape[-3] if query.dim() > 3 else 1
+
+
+def _by_rows(x: Tensor, group: int) -> Tensor:
+    """Return queries, or what has their shape, with those of heads that share keys as rows of one head."""
+    return x if group == 1 else x.unflatten(-3, (-1, group)).flatten(-3, -2)
+
+
+def _by_heads(x: Tensor, group: int) -> Tensor:
+    """Return the inverse of ``_by_rows``."""
+    return x if group == 1 else x.unflatten(-2, (group, -1)).flatten(-4, -3)
+
+
+def _repeated(x: Tensor, group: int) -> Tensor:
+    """Return keys or values once for each head of queries."""
+    return x if group == 1 else x.repeat_interleave(group, -3)
+
+
+def _summed(grad: Tensor, group: int) -> Tensor:
+    """Return the gradient of what was repeated."""
+    return grad if group == 1 else grad.unflatten(-3, (-1, group)).sum(-3)
+
+
+def _added(mask: Tensor | None, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor | None:
+    """Return what is added to scores: minus infinity where a query does not attend to a key."""
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -math.inf)
+
+
+def _attention_block(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    group = _group(query, key)
+    if mask is None and not is_causal:
+        result, log_total = _rows_of_block(_by_rows(query, group), key, value, None, is_causal=False, scale=scale)
+        return _by_heads(result, group).contiguous(), _by_heads(log_total.unsqueeze(-1), group).squeeze(-1).contiguous()
+    result, log_total = _rows_of_block(query, _repeated(key, group), _repeated(value, group), mask, is_causal=is_causal, scale=scale)
+    return result.contiguous(), log_total.contiguous()
+
+
+def _rows_of_block(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return ``attention_block`` of as many heads of keys as of queries."""
+    is_square = query.shape[-2] == key.shape[-2]
+    added = _added(mask, query, key, is_causal=is_causal and not is_square)
+    fused = flash_attention(query, key, value, added, is_causal=is_causal and is_square, scale=scale)
+    if fused is not None:
+        result, log_total = fused
+        if added is None:
+            return result, log_total
+        is_empty = (added == -math.inf).all(-1).expand(log_total.shape)  # kernels differ in what they give for such rows
+        return result.masked_fill(is_empty.unsqueeze(-1), 0), log_total.masked_fill(is_empty, -math.inf)
+    scores = _scores(query, key, _added(mask, query, key, is_causal=is_causal), scale)
+    log_total = scores.logsumexp(-1)
+    weights = (scores - log_total.masked_fill(log_total == -math.inf, 0).unsqueeze(-1)).exp()
+    return weights.to(value.dtype) @ value, log_total
+
+
+def _scores(query: Tensor, key: Tensor, added: Tensor | None, scale: float) -> Tensor:
+    scores = (query @ key.mT).to(_precise(query.dtype)) * scale
+    return scores if added is None else scores + added
+
+
+def _attention_block_backward(
+    grad: Tensor,
+    result: Tensor,
+    log_total: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = _group(query, key)
+    if mask is None and not is_causal:
+        rows = [_by_rows(x, group) for x in (grad, result, log_total.unsqueeze(-1), query)]
+        of_query, of_key, of_value = _gradients_of_rows(rows, key, value, None, is_causal=False, scale=scale)
+        of_query = _by_heads(of_query, group)
+    else:
+        rows = [grad, result, log_total.unsqueeze(-1), query]
+        blocks = _repeated(key, group), _repeated(value, group)
+        of_query, of_key, of_value = _gradients_of_rows(rows, *blocks, mask, is_causal=is_causal, scale=scale)
+        of_key, of_value = _summed(of_key, group), _summed(of_value, group)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
+
+
+def _gradients_of_rows(
+    rows: Sequence[Tensor], key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``attention_block_backward`` of as many heads of keys as of queries.
+
+    Args:
+        rows: gradient, result, logarithm of totals, (..., queries, 1), and queries.
+    """
+    grad, result, log_total, query = rows
+    is_square = query.shape[-2] == key.shape[-2]
+    added = _added(mask, query, key, is_causal=is_causal and not is_square)
+    whole = (grad, result, log_total.squeeze(-1))
+    fused = flash_attention_gradients(*whole, query, key, value, added, is_causal=is_causal and is_square, scale=scale)
+    if fused is not None:
+        return fused
+    weights = (_scores(query, key, _added(mask, query, key, is_causal=is_causal), scale) - log_total).exp()
+    moved = (grad.to(weights.dtype) * result.to(weights.dtype)).sum(-1, keepdim=True)
+    of_value = weights.to(value.dtype).mT @ grad
+    of_scores = (weights * ((grad @ value.mT).to(weights.dtype) - moved) * scale).to(query.dtype)
+    return of_scores @ key, of_scores.mT @ query, of_value
+
+
+def _join_blocks(result: Tensor, log_total: Tensor, other: Tensor, other_log_total: Tensor) -> tuple[Tensor, Tensor]:
+    log_joined = torch.logaddexp(log_total, other_log_total)
+    finite = log_joined.masked_fill(log_joined == -math.inf, 0)  # two blocks without a key for a row are none together
+    shares = [(each - finite).exp().unsqueeze(-1) for each in (log_total, other_log_total)]
+    return result * shares[0] + other * shares[1], log_joined
+
+
+def _row_totals(log_total: Tensor) -> Tensor:
+    return log_total.masked_fill(log_total == -math.inf, math.inf)
+
+
+def _fake_block(query: Tensor, _key: Tensor, value: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    rows = query.shape[:-1]
+    return value.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=_precise(query.dtype))
+
+
+def _fake_block_backward(
+    _grad: Tensor, _result: Tensor, _log_total: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
+    return of_query, of_key, of_value
+
+
+def _fake_join(result: Tensor, log_total: Tensor, _other: Tensor, _other_log_total: Tensor) -> tuple[Tensor, Tensor]:
+    return result.new_empty(result.shape, dtype=_precise(result.dtype)), torch.empty_like(log_total)
+
+
+for _operator, _run, _fake in (
+    (attention_block, _attention_block, _fake_block),
+    (attention_block_backward, _attention_block_backward, _fake_block_backward),
+    (join_blocks, _join_blocks, _fake_join),
+    (row_totals, _row_totals, torch.empty_like),
+):
+    torch.library.impl(_operator.name(), "CompositeExplicitAutograd", _run)
+    torch.library.register_fake(_operator.name(), _fake)
