@@ -10,7 +10,8 @@ Libraries build such masks where they cannot see that no sample is padded, as in
 ranks that share a sequence balance it, and nobody keeps a mask of queries times keys.
 
 A mask that depends on no tensor that a model is given is computed once, here, for a batch of two. It must be the triangle in all of its
-elements: a window, a prefix, or packed sequences stay a mask.
+elements: a window, a prefix, or packed sequences stay a mask. That its rows of a larger batch are no others follows from the rules of the
+operations that compute it: none mixes rows, and none reads their numbers but to pick from rows that are all alike.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import bound_arguments, draws, packet, written_arguments
 from passes.graph.symbolic_sizes import SIZE_OPERATORS, bytes_of
 from passes.ir.torch_private import OpOverload
+from passes.normalize.rows.row_dimension import UNREAD, row_dimension
 
 __all__ = ["LARGEST", "name_masks"]
 
@@ -49,7 +51,9 @@ def name_masks(graph: fx.Graph, batch: fx.Node | None) -> None:
             continue
         arguments = bound_arguments(node)
         mask = arguments["attn_mask"]
-        if not isinstance(mask, fx.Node) or arguments["is_causal"] or not _is_of_positions(mask, batch):
+        if not isinstance(mask, fx.Node) or arguments["is_causal"]:
+            continue
+        if not _is_of_positions(mask, batch) or not _has_equal_rows(mask):
             continue
         meaning = _meaning(_value(mask, values), *(arguments[name].meta["val"].shape[-2] for name in ("query", "key")))
         if meaning is not None:
@@ -70,6 +74,42 @@ def _is_of_positions(mask: fx.Node, batch: fx.Node | None) -> bool:
             return False
         value = node.meta.get("val")
         if isinstance(value, Tensor) and bytes_of(value, _symbol(batch), _BATCH) > LARGEST:
+            return False
+    return True
+
+
+_FILLED = frozenset({aten.ones, aten.zeros, aten.full, aten.new_ones, aten.new_zeros, aten.new_full, aten.expand, aten.repeat})
+"""Operations whose results have equal rows, if their operands have none."""
+
+_MOVED = frozenset({aten.view, aten.reshape, aten.unsqueeze, aten.expand, aten.to})
+"""Operations whose results have the numbers of their operand."""
+
+
+def _has_equal_rows(mask: fx.Node) -> bool:
+    """Return whether a mask is the same for each row of any batch."""
+    equal: dict[fx.Node, int] = {}
+    numbers: dict[fx.Node, int] = {}
+    needed = with_ancestors([mask])
+    for node in (node for node in mask.graph.nodes if node in needed and isinstance(node.meta.get("val"), Tensor)):
+        own = [dimension for dimension, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)]
+        of_rows = {source: {**equal, **numbers}[source] for source in node.all_input_nodes if source in equal or source in numbers}
+        if not own and not of_rows:
+            continue
+        name, is_numbered = packet(node.target), any(source in numbers for source in of_rows)
+        if len(own) != 1:
+            return False
+        if not of_rows and name is aten.arange:
+            numbers[node] = own[0]
+        elif is_numbered and name is aten.index:
+            picked, places = bound_arguments(node)["self"], bound_arguments(node)["indices"]
+            if picked not in equal or any(place in numbers and dimension != equal[picked] for dimension, place in enumerate(places)):
+                return False
+            equal[node] = own[0]
+        elif of_rows and row_dimension(node, of_rows) in (own[0], UNREAD) and (not is_numbered or name in _MOVED):
+            (numbers if is_numbered else equal)[node] = own[0]
+        elif not of_rows and name in _FILLED:
+            equal[node] = own[0]
+        else:
             return False
     return True
 

@@ -147,7 +147,7 @@ class _ChosenExperts(TorchFunctionMode):
 
     def _end_body(self) -> None:
         for module in self._answered:
-            del module.forward
+            vars(module).pop("forward", None)  # torch.export erases what it finds assigned, where a loop is the last of the model
         self._answered.clear()
 
     def counts(self) -> list[int]:

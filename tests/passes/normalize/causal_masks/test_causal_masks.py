@@ -111,6 +111,40 @@ def test_a_mask_that_depends_on_an_input_stays() -> None:
     assert isinstance(bound_arguments(attention_of(traced(Padded(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
 
 
+@pytest.mark.parametrize(
+    "rows_of",
+    [
+        lambda x: torch.arange(x.shape[0]) > 7,
+        lambda x: torch.ones(x.shape[0], dtype=torch.long).cumsum(0) > 7,
+        lambda x: torch.arange(x.shape[0]).flip(0) > 7,
+        lambda x: torch.arange(2 * x.shape[0])[: x.shape[0]] > 7,
+        lambda x: (torch.arange(40) > 7)[torch.arange(x.shape[0])],
+    ],
+)
+def test_a_mask_that_is_another_for_late_rows_stays(rows_of: Callable[[Tensor], Tensor]) -> None:
+    """It is causal for small batches."""
+
+    class ByRow(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mask = lambda rows, columns: (columns <= rows) | rows_of(x)[:, None, None, None]
+            return super().forward(x)
+
+    assert isinstance(bound_arguments(attention_of(traced(ByRow(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
+
+
+def test_the_mask_of_the_library() -> None:
+    """transformers picks sequences by the number of the row, of rows that are all alike."""
+
+    class ByRow(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            sequence = torch.arange(LENGTH).unsqueeze(0).expand(x.shape[0], -1).cumsum(1) * 0
+            index = torch.arange(x.shape[0]).view(-1, 1, 1)
+            self.mask = lambda rows, columns: ((columns <= rows) & (sequence[index, rows] == sequence[index, columns])).unsqueeze(1)
+            return super().forward(x)
+
+    assert bound_arguments(attention_of(traced(ByRow(CAUSAL["boolean"]))))["is_causal"]
+
+
 def test_a_mask_that_is_too_large_to_look_at_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_masks, "LARGEST", LENGTH)
     assert isinstance(bound_arguments(attention_of(traced(Masked(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
