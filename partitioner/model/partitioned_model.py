@@ -377,8 +377,8 @@ class PartitionedModel(ModuleInPlan):
 
     @checked_arguments()
     def record(self) -> AbstractContextManager[Recording]:
-        """Record when every rank computes and communicates; slices have the names of those of ``simulate().timeline``."""
-        return record(self._session.runtime)
+        """Record when ranks compute and communicate, by the names of ``simulate().timeline``, and the load of experts."""
+        return record(self._session.runtime, self.plan.grid)
 
     @checked_arguments(VALUES, EXAMPLES)
     def simulate(self, cluster: Cluster | str | None = None) -> Simulation:

@@ -39,11 +39,12 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.runtime.recorder import active_recorders, in_profiler_ranges
+from passes.graph.provenance import module_path
 from passes.graph.schemas import draws
 from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, wait
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
-from passes.rules.ops.grouped_mm import grouped_mm, grouped_mm_of_each
+from passes.rules.ops.grouped_mm import PRODUCT_CUTS, grouped_mm, grouped_mm_of_each
 
 __all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call"]
 
@@ -104,11 +105,12 @@ class _Writer:
     Args:
         module: whose graph it is.
         recorded: add calls of a recorder (``partitioner.runtime.recorder``), which is then the last argument.
+        counted: add those of them alone that count the rows of experts, in the graph of a stage.
     """
 
-    def __init__(self, module: fx.GraphModule, *, recorded: bool = False) -> None:
+    def __init__(self, module: fx.GraphModule, *, recorded: bool = False, counted: bool = False) -> None:
         self.module = module
-        self.recorded = recorded
+        self.recorded, self.counted = recorded, counted
         self.names: dict[str, Any] = {}
         self.draws = _DrawOrder(module)
         self._last_use = _last_uses(module.graph)
@@ -132,7 +134,7 @@ class _Writer:
     def _lines(self, *first: str) -> list[str]:
         """The lines of the function, whose arguments are ``first``, the placeholders, and a recorder if there is one."""
         placeholders = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
-        last = ["recorder"] if self.recorded else []
+        last = ["recorder"] if self.recorded or self.counted else []
         lines = [f"def run({', '.join([*first, *placeholders, *last])}):"]
         section = ""
         for node in self.module.graph.nodes:
@@ -151,6 +153,8 @@ class _Writer:
 
     def _add_recording(self, node: fx.Node, lines: list[str]) -> list[str]:
         """Add calls of the recorder around the lines of a node."""
+        if node.target is grouped_mm and (self.counted or (self.recorded and _is_forward(node))):
+            return [*lines, self._counting(node)]
         if not self.recorded:
             return lines
         if node.op == "output":
@@ -161,6 +165,12 @@ class _Writer:
         if node.target in COMMUNICATION:
             return [f"recorder.start({node.name!r})", *lines, "recorder.started()"]
         return lines
+
+    def _counting(self, node: fx.Node) -> str:
+        """Let the recorder count the rows of a product by groups."""
+        cuts = (node.meta.get("custom") or {}).get(PRODUCT_CUTS, ())
+        weight, group = (self._value(node.args[place]) for place in (1, 2))
+        return f"recorder.chose({_mixture(node)!r}, {group}, len({weight}), {self._value(cuts)})"
 
     def _statement(self, node: fx.Node) -> list[str]:
         """The lines that compute a node."""
@@ -193,11 +203,19 @@ class _Writer:
             module = self.module.get_submodule(target)
             function: Callable[..., Any] = module.forward
             if isinstance(module, StageCall):
-                writer = _Writer(module.graph)
+                writer = _Writer(module.graph, counted=self._counts(node))
                 function = functools.partial(writer.compile(writer.function(), target), *module.bound)
             self._calls[target] = (self._object(target, function), "*" if getattr(module, "takes_tuple", False) else "")
         name, star = self._calls[target]  # "*" unpacks a tuple that is the first argument
-        return f"{name}({star}{self._arguments(node)})"
+        last = ", recorder" if self._counts(node) else ""
+        return f"{name}({star}{self._arguments(node)}{last})"
+
+    def _counts(self, node: fx.Node) -> bool:
+        """Return whether the rows of experts are counted in a stage that a node calls."""
+        if not self.recorded or not _is_forward(node):
+            return False
+        module = self.module.get_submodule(str(node.target))
+        return isinstance(module, StageCall) and any(inner.target is grouped_mm for inner in module.graph.graph.nodes)
 
     def _arguments(self, node: fx.Node) -> str:
         keywords = [f"{name}={self._value(value)}" for name, value in node.kwargs.items()]
@@ -263,6 +281,27 @@ class _DrawOrder:
             if node is self._last[stage]:
                 statement = [*statement, f"transport.end_draw_turn({stage})"]
         return statement
+
+
+def _mixture(product: fx.Node) -> str:
+    """Return the module of the experts of a product by groups.
+
+    Experts that are modules of their own, ``"mlp.experts.0.up"``, have their matrices stacked: then it is the list, ``"mlp.experts"``.
+    """
+    path, weight = module_path(product), product.args[1]
+    while isinstance(weight, fx.Node) and weight.target is not aten.stack.default and len(weight.all_input_nodes) == 1:
+        weight = weight.all_input_nodes[0]
+    if not isinstance(weight, fx.Node) or weight.target is not aten.stack.default:
+        return path
+    parts = path.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1]]) if numbers else path
+
+
+def _is_forward(node: fx.Node) -> bool:
+    """Whether a node computes a forward, and not a backward that may compute it again."""
+    section = node.meta.get("section")
+    return isinstance(section, Action) and section.kind is ActionKind.FORWARD
 
 
 def _draws(node: fx.Node, module: fx.GraphModule) -> bool:

@@ -23,9 +23,12 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from cost_models.simulator.events import Slice
+from partitioner.runtime.expert_load import Chosen
 from passes.ir.torch_private import is_profiling
 
 __all__ = ["ProgramRecorder", "Recorder", "active_recorders", "in_profiler_ranges", "recording"]
@@ -58,6 +61,16 @@ class ProgramRecorder(Protocol):
     def arrived(self, name: str) -> None:
         """Note the end of the wait: the action goes on."""
 
+    def chose(self, module: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
+        """Note the expert of each row of a product of this rank.
+
+        Args:
+            module: that routes the rows.
+            group: the number of the expert of each row; of an expert that the rank does not have, none of its numbers.
+            n_experts: how many the rank has.
+            cuts: what mesh dimensions cut of the product (``passes.rules.ops.grouped_mm.PRODUCT_CUTS``).
+        """
+
 
 class Recorder:
     """Records the slices of one rank; the generated program calls its methods.
@@ -75,10 +88,18 @@ class Recorder:
         self._section = ""
         self._section_start: float | None = None
         self._started: defaultdict[str, deque[float]] = defaultdict(deque)  # a name may be under way in several runs at once
+        self._chosen: dict[str, Chosen] = {}
+        self._groups: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    @property
+    def chosen(self) -> tuple[Chosen, ...]:
+        """What the rank computed of each mixture of experts."""
+        return tuple(self._chosen.values())
 
     def begin(self, section: str) -> None:
         """Begin an action, which ends the one before."""
         self.end()
+        self._groups.clear()
         self._section, self._section_start = section, time.time()
 
     def end(self) -> None:
@@ -112,6 +133,18 @@ class Recorder:
         now = time.time()
         self.communicated.append(Slice(self.rank, name, "", self._started[name].popleft(), now, "transfer"))
         self._section_start = now
+
+    def chose(self, module: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
+        """Count the rows of each expert, once of all products of a mixture in an action: they have the same groups."""
+        seen = self._groups[module]
+        if any(torch.equal(group, other) for other in seen):
+            return
+        seen.append(group)
+        name = module if len(seen) == 1 else f"{module} ({len(seen)})".strip()
+        counts = torch.bincount(group[(group >= 0) & (group < n_experts)], minlength=n_experts).tolist()
+        before = self._chosen.get(name)
+        total = counts if before is None else [one + other for one, other in zip(before.counts, counts, strict=True)]
+        self._chosen[name] = Chosen(name, tuple(total), cuts)
 
     def finish(self) -> None:
         """Note the end of the program: transfers that were never waited for get slices without duration."""
@@ -164,6 +197,9 @@ class ProfilerRecorder:
         self.end()
         self.resume()
 
+    def chose(self, module: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
+        """Do nothing: a trace has no counts."""
+
     def _enter(self, name: str) -> None:
         entered = record_function(name)
         entered.__enter__()
@@ -179,7 +215,7 @@ class _Several:
     def __getattr__(self, name: str) -> Any:
         methods = [getattr(recorder, name) for recorder in self._recorders]
 
-        def call(*arguments: str) -> None:
+        def call(*arguments: Any) -> None:
             for method in methods:
                 method(*arguments)
 

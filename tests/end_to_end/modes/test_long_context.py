@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
@@ -21,9 +20,7 @@ from passes.ir.comm.primitives import halo_exchange
 from passes.ir.errors import ConfigError
 from passes.ir.plan import ATTENTION
 from passes.spmd.decompose.attention_block import attention_block
-from tests.support.models.attention.gpt import VOCABULARY, Gpt
-from tests.support.models.case import classes
-from tests.support.models.zoo import case_named
+from tests.support.models.attention.gpt import FOUR_TOKENS
 from tests.support.running.slow_values import slow
 from tests.support.running.transparency import first_difference
 
@@ -221,14 +218,8 @@ def test_memory_stays_flat_while_sequence_and_ranks_double_together() -> None:
 @pytest.mark.parametrize("mode", ["sequence", {"data": 2, "sequence": 2}, {"tensor": 2, "sequence": 2}, {"pipeline": 2, "sequence": 2}])
 @pytest.mark.parametrize("attention", ["ulysses", "ring", "zigzag"])
 def test_a_model_trains_like_the_original(mode: Any, attention: str) -> None:
-    case = dataclasses.replace(
-        case_named("gpt"),
-        model=lambda: Gpt(width=16, heads=4),
-        inputs=lambda generator, rows: ((classes(generator, VOCABULARY, rows, 4),), {}),
-        target=lambda generator, rows: classes(generator, VOCABULARY, rows, 4),
-    )
     devices, constraints = 2 if isinstance(mode, str) else 4, Constraints(attention=attention)
-    assert first_difference(case, n_microbatches=1, devices=devices, mode=mode, constraints=constraints) is None
+    assert first_difference(FOUR_TOKENS, n_microbatches=1, devices=devices, mode=mode, constraints=constraints) is None
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from torch import Generator, Tensor, nn
 from tests.support.models.case import Case, Inputs, mean_squared_error, real
 
 __all__ = [
-    "CAPACITY", "CASES", "DROPLESS", "EXPERTS", "LENGTH", "ROUTED", "WIDTH", "Dropless", "Mixture", "back_by_inverse", "ends_by_histogram",
+    "CAPACITY", "CASES", "DROPLESS", "EXPERTS", "LENGTH", "ROUTED", "WIDTH", "Dropless", "Mixture", "back_by_inverse", "chosen_experts",
+    "ends_by_histogram",
 ]  # fmt: skip
 
 if int(version("transformers").partition(".")[0]) >= 5:
@@ -147,6 +148,21 @@ def back_by_inverse(order: Tensor, y: Tensor, best: int) -> Tensor:
 def ends_by_histogram(keys: Tensor) -> Tensor:
     """Where the tokens of each expert end, as transformers counts them."""
     return torch.histc(keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
+
+
+def chosen_experts(model: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
+    """Name of each mixture without a capacity -> how many tokens its router sends to each expert."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def count(name: str, mixture: Dropless, tokens: Tensor) -> None:
+        chosen = mixture.gate(tokens.flatten(0, 1)).topk(mixture.best, dim=-1).indices
+        found[name] = tuple(torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist())
+
+    for name, module in model.named_modules():
+        if isinstance(module, Dropless):
+            module.register_forward_pre_hook(lambda mixture, args, name=name: count(name, mixture, args[0]))
+    model(x)
+    return found
 
 
 class Residual(nn.Module):

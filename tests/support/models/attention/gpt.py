@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes
 
-__all__ = ["CASES", "VOCABULARY", "Block", "Gpt"]
+__all__ = ["CASES", "FOUR_TOKENS", "Block", "Gpt"]
 
 VOCABULARY = 23
 LENGTH = 6
@@ -72,3 +72,12 @@ def _target(generator: Generator, batch_size: int) -> Tensor:
 
 
 CASES = (Case("gpt", Gpt, _tokens, _target, next_token_loss),)
+
+FOUR_TOKENS = Case(
+    "gpt_of_four_tokens",
+    lambda: Gpt(width=16, heads=4),
+    lambda generator, batch_size: ((classes(generator, VOCABULARY, batch_size, 4),), {}),
+    lambda generator, batch_size: classes(generator, VOCABULARY, batch_size, 4),
+    next_token_loss,
+)
+"""Not of the zoo: heads and a sequence that two ranks can share in every way."""
