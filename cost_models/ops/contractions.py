@@ -18,14 +18,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+import torch
+
 from cost_models.ops.work import Product
-from passes.ir.tensor_spec import Size, numel
+from passes.ir.tensor_spec import Size, TensorSpec, numel
 from passes.rules.call import Call
 from passes.rules.loops import Dimension, Loops
 from passes.rules.registry import loops_of_call
 
 __all__ = [
     "Products",
+    "as_attention",
     "attention",
     "attention_gradients",
     "cell",
@@ -35,6 +38,8 @@ __all__ = [
     "operand_gradients",
     "weight_gradients",
 ]
+
+aten = torch.ops.aten
 
 
 Products: TypeAlias = tuple[Product, ...]
@@ -86,6 +91,17 @@ def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], d
 def attention(call: Call) -> Products:
     """Scores, then their sum over the values."""
     return _attention_products(call, ("query", "key", "scores"), ("scores", "value", "result"))
+
+
+def as_attention(call: Call) -> Call:
+    """Return a call of a fused attention kernel, or of attention to a block, as one of scaled_dot_product_attention."""
+    plain = aten.scaled_dot_product_attention.default
+    mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
+    known = {**call.arguments, "attn_mask": mask, "enable_gqa": call.shape("query")[-3:-2] != call.shape("key")[-3:-2]}
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    query, value = call.shape("query"), call.shape("value")
+    result = TensorSpec((*query[:-1], value[-1]), call.arguments["query"].dtype)
+    return Call.numbered(plain, [(name, known.get(name)) for name in names], (result,))
 
 
 def attention_gradients(call: Call) -> Products:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cost_models.ops.contractions import Products, attention, attention_gradients, operand_gradients
+from cost_models.ops.contractions import Products, as_attention, attention, attention_gradients, operand_gradients
 from cost_models.ops.table import OPERATIONS, Operation
 from cost_models.ops.work import NO_WORK, Family, Half, Work, flops_of
 from passes.graph.aliasing import shares_memory
@@ -128,8 +128,8 @@ def _work(products: Products, size: Size, launches: int, family: Family, call: C
 
 
 def _is_counted(call: Call, line: Operation) -> bool:
-    """Whether the products are known: those of recurrent layers without their rule, others only with it."""
-    return line.family == "recurrent" or loops_of_call(call) is not None
+    """Whether the products are known: those of recurrent layers and blocks of attention without their rule, others only with it."""
+    return line.family == "recurrent" or bool(line.products and line.products(call)) or loops_of_call(call) is not None
 
 
 def line_of(target: OpOverload) -> Operation | None:
@@ -237,9 +237,9 @@ def call_work(call: Call) -> Work:
 def _line(target: OpOverload) -> Operation:
     """Return the table's line of an operator, or one for operators that only differentiated graphs have."""
     name = target.overloadpacket.__name__
-    if name.startswith(("_scaled_dot_product", "attention_block")):
+    if name.startswith("_scaled_dot_product"):
         products = attention_gradients if name.endswith("_backward") else attention
-        return Operation(lambda call: products(_flash(call)), family="attention")
+        return Operation(lambda call: products(as_attention(call)), family="attention")
     if packet(target) is aten.convolution_backward:
         return Operation(_convolution_backward, family="convolution")
     return line_of(target) or Operation(family=_family(target))
@@ -255,17 +255,6 @@ def _family(target: OpOverload) -> Family:
     if "loss" in name:
         return "reduction"
     return "pointwise" if name.endswith("_backward") and "pool" not in name and "embedding" not in name else "movement"
-
-
-def _flash(call: Call) -> Call:
-    """Return a call of a fused attention kernel as one of scaled_dot_product_attention."""
-    plain = aten.scaled_dot_product_attention.default
-    mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
-    known = {**call.arguments, "attn_mask": mask, "enable_gqa": call.shape("query")[-3:-2] != call.shape("key")[-3:-2]}
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    query, value = call.shape("query"), call.shape("value")
-    result = TensorSpec((*query[:-1], value[-1]), call.arguments["query"].dtype)
-    return Call.numbered(plain, [(name, known.get(name)) for name in names], (result,))
 
 
 def _convolution_backward(call: Call) -> Products:

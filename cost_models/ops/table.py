@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from cost_models.ops import contractions as recurrent
-from cost_models.ops.contractions import Products, attention, attention_gradients, contraction, operand_gradients
+from cost_models.ops.contractions import Products, as_attention, attention, attention_gradients, contraction, operand_gradients
 from cost_models.ops.work import Family
 from passes.ir.tensor_spec import Size, numel
 from passes.rules.call import Call
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
+from passes.spmd.decompose.attention_block import attention_block, attention_block_backward
 
 __all__ = ["OPERATIONS", "Operation"]
 
@@ -177,6 +178,8 @@ CONTRACTIONS: Mapping[Any, Operation] = {
         keeps=_attention_rows,
         family="attention",
     ),
+    attention_block: Operation(lambda call: attention(as_attention(call)), family="attention"),
+    attention_block_backward: Operation(lambda call: attention_gradients(as_attention(call)), family="attention"),
     **_lines(_recurrent(("input",), vectors=7), aten.lstm, aten.gru),
     **_lines(_recurrent(("input", "hx"), vectors=1), aten.rnn_tanh, aten.rnn_relu),
     aten.lstm_cell: _recurrent_cell(5),

@@ -57,14 +57,15 @@ def _with_ring(
     precise = max(SINGLE_BYTES, whole.dtype.itemsize) / whole.dtype.itemsize
     products, pieces = (products_of_pieces(count), 2) if is_zigzag else (count, 1)
     result = query.bytes / query.shape[-1] * value.shape[-1] * precise / pieces
+    blocks = products / pieces**2
     # Of a causal block a kernel computes half: that is the first of a ring, and two of the own products of pieces in zigzag order.
-    blocks = (products - 1) / pieces**2 if is_zigzag else count - 0.5 * is_causal(node)
+    computed = 1 - (1 if is_zigzag else 0.5 * is_causal(node)) / products
 
     def steps(work: Work, passes: int) -> Work:
         if not work.launches:
             return work
         moved = (work.bytes / pieces + passes * result) * products
-        repeated = tuple(dataclasses.replace(product, batch=product.batch * blocks, computed=1.0) for product in work.products)
+        repeated = tuple(dataclasses.replace(product, batch=product.batch * blocks, computed=computed) for product in work.products)
         return Work(work.flops * blocks, moved, (work.launches + _JOINING) * products, work.family, repeated)
 
     forward, backward = steps(whole.forward, _RING_FORWARD), steps(whole.backward_input, _RING_BACKWARD)

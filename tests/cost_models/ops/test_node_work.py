@@ -11,11 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.long_context import Subject
 from cost_models.formulas.symbols import Numbers
 from cost_models.ops.cost import node_work
 from cost_models.ops.work import Work
 from partitioner import partition
 from passes.ir.program import StageCall
+from passes.spmd.decompose.attention_block import attention_block, attention_block_backward
 from tests.support.models.case import Case, Instance
 from tests.support.models.zoo import ZOO
 
@@ -55,6 +57,19 @@ def test_flops_of_a_training_step(case: Case) -> None:
         assert sum(told.values()) - again == pytest.approx(reference)
     else:
         assert sum(told.values()) == reference
+
+
+def test_attention_by_blocks_multiplies_what_it_visits() -> None:
+    """In zigzag order: 2n + 1 products of pieces; in the gradients the scores again, and five products in place of two."""
+    ranks, length, heads, width = 2, 16, 8, 32
+    pm = Subject("zigzag", ranks, length, layers=1).partitioned
+    piece = length // (2 * ranks)
+    flops = {attention_block: 0.0, attention_block_backward: 0.0}
+    for node in pm.graph(0).graph.nodes:
+        if node.target in flops:
+            flops[node.target] += Numbers(1)[node_work(node).flops]
+    one = 2 * heads * piece**2 * width
+    assert flops == {attention_block: 2 * one * (2 * ranks + 1), attention_block_backward: 5 * one * (2 * ranks + 1)}
 
 
 def test_views_do_nothing_and_copies_move_bytes() -> None:
