@@ -39,12 +39,11 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.runtime.recorder import active_recorders, in_profiler_ranges
-from passes.graph.provenance import module_path
 from passes.graph.schemas import draws
 from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, wait
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
-from passes.rules.ops.grouped_mm import PRODUCT_CUTS, grouped_mm, grouped_mm_of_each
+from passes.rules.ops.grouped_mm import MIXTURE, PRODUCT_CUTS, grouped_mm, grouped_mm_of_each
 
 __all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call"]
 
@@ -153,7 +152,7 @@ class _Writer:
 
     def _add_recording(self, node: fx.Node, lines: list[str]) -> list[str]:
         """Add calls of the recorder around the lines of a node."""
-        if node.target is grouped_mm and (self.counted or (self.recorded and _is_forward(node))):
+        if _is_counted(node) and (self.counted or (self.recorded and _is_forward(node))):
             return [*lines, self._counting(node)]
         if not self.recorded:
             return lines
@@ -168,9 +167,9 @@ class _Writer:
 
     def _counting(self, node: fx.Node) -> str:
         """Let the recorder count the rows of a product by groups."""
-        cuts = (node.meta.get("custom") or {}).get(PRODUCT_CUTS, ())
+        marks = node.meta["custom"]
         weight, group = (self._value(node.args[place]) for place in (1, 2))
-        return f"recorder.chose({_mixture(node)!r}, {group}, len({weight}), {self._value(cuts)})"
+        return f"recorder.chose({marks[MIXTURE]!r}, {group}, len({weight}), {self._value(marks.get(PRODUCT_CUTS, ()))})"
 
     def _statement(self, node: fx.Node) -> list[str]:
         """The lines that compute a node."""
@@ -215,7 +214,7 @@ class _Writer:
         if not self.recorded or not _is_forward(node):
             return False
         module = self.module.get_submodule(str(node.target))
-        return isinstance(module, StageCall) and any(inner.target is grouped_mm for inner in module.graph.graph.nodes)
+        return isinstance(module, StageCall) and any(map(_is_counted, module.graph.graph.nodes))
 
     def _arguments(self, node: fx.Node) -> str:
         keywords = [f"{name}={self._value(value)}" for name, value in node.kwargs.items()]
@@ -283,19 +282,9 @@ class _DrawOrder:
         return statement
 
 
-def _mixture(product: fx.Node) -> str:
-    """Return the module of the experts of a product by groups.
-
-    Experts that are modules of their own, ``"mlp.experts.0.up"``, have their matrices stacked: then it is the list, ``"mlp.experts"``.
-    """
-    path, weight = module_path(product), product.args[1]
-    while isinstance(weight, fx.Node) and weight.target is not aten.stack.default and len(weight.all_input_nodes) == 1:
-        weight = weight.all_input_nodes[0]
-    if not isinstance(weight, fx.Node) or weight.target is not aten.stack.default:
-        return path
-    parts = path.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[-1]]) if numbers else path
+def _is_counted(node: fx.Node) -> bool:
+    """Whether a node is the product of a mixture of experts that shows how many rows each has."""
+    return node.target is grouped_mm and MIXTURE in (node.meta.get("custom") or {})
 
 
 def _is_forward(node: fx.Node) -> bool:

@@ -16,12 +16,12 @@ class Chosen:
     """What one rank computed of a mixture.
 
     Attributes:
-        module: that routes the tokens.
+        mixture: its name in the model.
         counts: number of tokens of each expert that the rank has.
         cuts: (name of a mesh dimension, its size, what it cuts), outermost first (``passes.rules.ops.grouped_mm.PRODUCT_CUTS``).
     """
 
-    module: str
+    mixture: str
     counts: tuple[int, ...]
     cuts: tuple[tuple[str, int, str], ...]
 
@@ -31,7 +31,7 @@ class ExpertLoad:
     """The load of the experts of one mixture, of all ranks together.
 
     Attributes:
-        module: that routes the tokens; a second mixture of one module has a number: ``"mlp (2)"``.
+        module: that has the experts; a second mixture of one module, or a second call of it, has a number: ``"mlp (2)"``.
         tokens: number of tokens of each expert; a token that chose two experts counts for both.
     """
 
@@ -58,7 +58,7 @@ def expert_loads(chosen: Mapping[int, Iterable[Chosen]], mesh: Mesh) -> tuple[Ex
             if any(cut == "nothing" and coordinate[name] for name, _, cut in each.cuts):
                 continue
             place = tuple(coordinate[name] for name, _, cut in each.cuts if cut == "experts")
-            counts = by_place.setdefault(each.module, {}).setdefault(place, [0] * len(each.counts))
+            counts = by_place.setdefault(each.mixture, {}).setdefault(place, [0] * len(each.counts))
             counts[:] = [one + other for one, other in zip(counts, each.counts, strict=True)]
     return tuple(
         ExpertLoad(module, tuple(itertools.chain.from_iterable(places[place] for place in sorted(places))))

@@ -61,11 +61,11 @@ class ProgramRecorder(Protocol):
     def arrived(self, name: str) -> None:
         """Note the end of the wait: the action goes on."""
 
-    def chose(self, module: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
-        """Note the expert of each row of a product of this rank.
+    def chose(self, mixture: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
+        """Note the expert of each row of a mixture on this rank.
 
         Args:
-            module: that routes the rows.
+            mixture: its name.
             group: the number of the expert of each row; of an expert that the rank does not have, none of its numbers.
             n_experts: how many the rank has.
             cuts: what mesh dimensions cut of the product (``passes.rules.ops.grouped_mm.PRODUCT_CUTS``).
@@ -89,7 +89,6 @@ class Recorder:
         self._section_start: float | None = None
         self._started: defaultdict[str, deque[float]] = defaultdict(deque)  # a name may be under way in several runs at once
         self._chosen: dict[str, Chosen] = {}
-        self._groups: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     @property
     def chosen(self) -> tuple[Chosen, ...]:
@@ -99,7 +98,6 @@ class Recorder:
     def begin(self, section: str) -> None:
         """Begin an action, which ends the one before."""
         self.end()
-        self._groups.clear()
         self._section, self._section_start = section, time.time()
 
     def end(self) -> None:
@@ -134,17 +132,12 @@ class Recorder:
         self.communicated.append(Slice(self.rank, name, "", self._started[name].popleft(), now, "transfer"))
         self._section_start = now
 
-    def chose(self, module: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
-        """Count the rows of each expert, once of all products of a mixture in an action: they have the same groups."""
-        seen = self._groups[module]
-        if any(torch.equal(group, other) for other in seen):
-            return
-        seen.append(group)
-        name = module if len(seen) == 1 else f"{module} ({len(seen)})".strip()
+    def chose(self, mixture: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
+        """Count the rows of each expert."""
         counts = torch.bincount(group[(group >= 0) & (group < n_experts)], minlength=n_experts).tolist()
-        before = self._chosen.get(name)
+        before = self._chosen.get(mixture)
         total = counts if before is None else [one + other for one, other in zip(before.counts, counts, strict=True)]
-        self._chosen[name] = Chosen(name, tuple(total), cuts)
+        self._chosen[mixture] = Chosen(mixture, tuple(total), cuts)
 
     def finish(self) -> None:
         """Note the end of the program: transfers that were never waited for get slices without duration."""
@@ -197,7 +190,7 @@ class ProfilerRecorder:
         self.end()
         self.resume()
 
-    def chose(self, module: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
+    def chose(self, mixture: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
         """Do nothing: a trace has no counts."""
 
     def _enter(self, name: str) -> None:

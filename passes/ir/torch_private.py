@@ -269,6 +269,8 @@ def _has_flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     if value.shape[-1] != width or not query.numel() or not key.numel():
         return False
     if query.is_cuda:
+        capability = torch.cuda.get_device_capability(query.device)
+        widest = 256 if capability in ((8, 0), (9, 0)) else 192  # the backward of wider ones needs more shared memory than others have
         is_half = query.dtype in (torch.bfloat16, torch.float16)
-        return is_half and mask is None and width <= 256 and width % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        return is_half and mask is None and width <= widest and width % 8 == 0 and capability >= (8, 0)
     return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)

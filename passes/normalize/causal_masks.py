@@ -10,8 +10,9 @@ Libraries build such masks where they cannot see that no sample is padded, as in
 ranks that share a sequence balance it, and nobody keeps a mask of queries times keys.
 
 A mask that depends on no tensor that a model is given is computed once, here, for a batch of two. It must be the triangle in all of its
-elements: a window, a prefix, or packed sequences stay a mask. That its rows of a larger batch are no others follows from the rules of the
-operations that compute it: none mixes rows, and none reads their numbers but to pick from rows that are all alike.
+elements: a window, a prefix, or packed sequences stay a mask. That its rows of a larger batch are no others is proved by the operations
+that compute it: the size of the batch is nothing but a size in them, none mixes rows, and none reads their numbers but to pick from rows
+that are all alike.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import bound_arguments, draws, packet, written_arguments
-from passes.graph.symbolic_sizes import SIZE_OPERATORS, bytes_of
+from passes.graph.symbolic_sizes import SIZE_OPERATORS, bytes_of, size_of
 from passes.ir.torch_private import OpOverload
-from passes.normalize.rows.row_dimension import UNREAD, row_dimension
+from passes.normalize.rows.row_dimension import row_dimension
 
 __all__ = ["LARGEST", "name_masks"]
 
@@ -38,6 +40,20 @@ LARGEST = 2**28
 
 _BATCH = 2
 
+_SIZES = {
+    aten.arange: ("end",),
+    aten.view: ("size",),
+    aten.reshape: ("shape",),
+    **dict.fromkeys((aten.ones, aten.zeros, aten.full, aten.new_ones, aten.new_zeros, aten.new_full, aten.expand), ("size",)),
+}
+"""Operation -> its arguments that may depend on the size of the batch; of all others none may."""
+
+_FILLED = frozenset({aten.ones, aten.zeros, aten.full, aten.new_ones, aten.new_zeros, aten.new_full, aten.expand})
+"""Operations whose results have equal rows, if their operands have none."""
+
+_MOVED = frozenset({aten.view, aten.reshape, aten.unsqueeze, aten.expand, aten.to})
+"""Operations whose results have the numbers of their operand."""
+
 
 def name_masks(graph: fx.Graph, batch: fx.Node | None) -> None:
     """Rewrite attention in place.
@@ -45,113 +61,159 @@ def name_masks(graph: fx.Graph, batch: fx.Node | None) -> None:
     Args:
         batch: the placeholder of the batch size; None when it is fixed.
     """
-    values: dict[fx.Node, Any] = {} if batch is None else {batch: _BATCH}
+    meanings: dict[tuple[fx.Node, int, int], str | None] = {}
     for node in list(graph.nodes):
         if packet(node.target) is not aten.scaled_dot_product_attention:
             continue
         arguments = bound_arguments(node)
-        mask = arguments["attn_mask"]
-        if not isinstance(mask, fx.Node) or arguments["is_causal"]:
+        mask, sizes = arguments["attn_mask"], [arguments[name].meta["val"].shape[-2] for name in ("query", "key")]
+        if not isinstance(mask, fx.Node) or arguments["is_causal"] or not all(isinstance(size_of(size), int) for size in sizes):
             continue
-        if not _is_of_positions(mask, batch) or not _has_equal_rows(mask):
-            continue
-        meaning = _meaning(_value(mask, values), *(arguments[name].meta["val"].shape[-2] for name in ("query", "key")))
+        queries, keys = sizes
+        if (mask, queries, keys) not in meanings:
+            meanings[mask, queries, keys] = _meaning(mask, batch, queries, keys)
+        meaning = meanings[mask, queries, keys]
         if meaning is not None:
             node.args = (*(arguments[name] for name in ("query", "key", "value")), None, arguments["dropout_p"], meaning == "causal")
             node.kwargs = {name: arguments[name] for name in ("scale", "enable_gqa")}
-            _erase_unread(graph, mask)
+    for mask in dict.fromkeys(mask for (mask, _, _), meaning in meanings.items() if meaning is not None):
+        _erase_unread(graph, mask)
 
 
-def _is_of_positions(mask: fx.Node, batch: fx.Node | None) -> bool:
-    """Return whether a mask depends on sizes alone, and is small enough to be looked at."""
-    for node in with_ancestors([mask]):
-        if node is batch:
-            continue
-        is_size = node.target in SIZE_OPERATORS or node.target is operator.getitem
-        if node.op != "call_function" or not (is_size or isinstance(node.target, OpOverload)):
-            return False
-        if not is_size and (draws(node) or written_arguments(node)):
-            return False
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and bytes_of(value, _symbol(batch), _BATCH) > LARGEST:
-            return False
-    return True
-
-
-_FILLED = frozenset({aten.ones, aten.zeros, aten.full, aten.new_ones, aten.new_zeros, aten.new_full, aten.expand, aten.repeat})
-"""Operations whose results have equal rows, if their operands have none."""
-
-_MOVED = frozenset({aten.view, aten.reshape, aten.unsqueeze, aten.expand, aten.to})
-"""Operations whose results have the numbers of their operand."""
-
-
-def _has_equal_rows(mask: fx.Node) -> bool:
-    """Return whether a mask is the same for each row of any batch."""
-    equal: dict[fx.Node, int] = {}
-    numbers: dict[fx.Node, int] = {}
+def _meaning(mask: fx.Node, batch: fx.Node | None, queries: int, keys: int) -> str | None:
+    """Return ``"causal"``, or ``"none"`` for a mask that hides nothing; None: another, or one that is not known for every batch."""
     needed = with_ancestors([mask])
-    for node in (node for node in mask.graph.nodes if node in needed and isinstance(node.meta.get("val"), Tensor)):
-        own = [dimension for dimension, size in enumerate(node.meta["val"].shape) if not isinstance(size, int)]
-        of_rows = {source: {**equal, **numbers}[source] for source in node.all_input_nodes if source in equal or source in numbers}
-        if not own and not of_rows:
-            continue
-        name, is_numbered = packet(node.target), any(source in numbers for source in of_rows)
-        if len(own) != 1:
-            return False
-        if not of_rows and name is aten.arange:
-            numbers[node] = own[0]
-        elif is_numbered and name is aten.index:
-            picked, places = bound_arguments(node)["self"], bound_arguments(node)["indices"]
-            if picked not in equal or any(place in numbers and dimension != equal[picked] for dimension, place in enumerate(places)):
-                return False
-            equal[node] = own[0]
-        elif of_rows and row_dimension(node, of_rows) in (own[0], UNREAD) and (not is_numbered or name in _MOVED):
-            (numbers if is_numbered else equal)[node] = own[0]
-        elif not of_rows and name in _FILLED:
-            equal[node] = own[0]
-        else:
-            return False
-    return True
+    in_order = [node for node in mask.graph.nodes if node in needed]
+    if not all(node is batch or _is_of_sizes(node, batch) for node in in_order) or not _has_equal_rows(mask, in_order, batch):
+        return None
+    value = _value(mask, in_order, batch)
+    if value is None or not value.numel():
+        return None
+    if value.dtype == torch.bool:
+        shown, hidden = value, ~value
+    else:
+        shown, hidden = value == 0, value <= torch.finfo(value.dtype).min
+    if bool(shown.all()):
+        return "none"
+    triangle = torch.ones(queries, keys, dtype=torch.bool, device=value.device).tril()
+    return "causal" if bool((shown == triangle).all()) and bool((hidden != triangle).all()) else None
 
 
-def _symbol(batch: fx.Node | None) -> Any:
+def _is_of_sizes(node: fx.Node, batch: fx.Node | None) -> bool:
+    """Return whether a node computes with sizes and positions alone, by operations of torch, and nothing too large to be looked at."""
+    if node.op != "call_function":
+        return False
+    if node.target in SIZE_OPERATORS or node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or draws(node) or written_arguments(node):
+        return False
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or bytes_of(value, _symbol(batch), _BATCH) <= LARGEST
+
+
+def _symbol(batch: fx.Node | None) -> sympy.Symbol | None:
     return None if batch is None else batch.meta["val"].node.expr
 
 
-def _value(mask: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
-    """Return the value of a mask, and remember those that it is computed from."""
-    needed = with_ancestors([mask])
-    for node in mask.graph.nodes:
-        if node in needed and node not in values:
-            values[node] = _call(node, values)
-    value: Tensor = values[mask]
-    return value
+# -- whether all rows of a batch are alike -----------------------------------------------------------------------------------------
+
+
+def _has_equal_rows(mask: fx.Node, in_order: list[fx.Node], batch: fx.Node | None) -> bool:
+    """Return whether a mask is the same for each row of any batch.
+
+    Args:
+        in_order: what it is computed from, and itself.
+    """
+    depends: set[fx.Node] = set() if batch is None else {batch}
+    equal: dict[fx.Node, int] = {}  # value with alike rows -> their dimension
+    numbers: dict[fx.Node, int] = {}  # value whose rows are their numbers -> their dimension
+    for node in in_order:
+        if node is batch or depends.isdisjoint(node.all_input_nodes):
+            continue
+        depends.add(node)
+        if node.target in SIZE_OPERATORS:
+            continue
+        rows = _dimension_of_rows(node)
+        if rows is None or not _reads_batch_as_size(node, depends, equal.keys() | numbers.keys()):
+            return False
+        of_rows = {source: {**equal, **numbers}[source] for source in node.all_input_nodes if source in equal or source in numbers}
+        kind = _kind_of_rows(node, rows, of_rows, equal, numbers)
+        if kind is None:
+            return False
+        (numbers if kind == "numbers" else equal)[node] = rows
+    return mask not in numbers
+
+
+def _dimension_of_rows(node: fx.Node) -> int | None:
+    """Return the one dimension whose size depends on the batch; None: there are others, or none."""
+    value = node.meta.get("val")
+    own = (
+        [dimension for dimension, size in enumerate(value.shape) if not isinstance(size_of(size), int)] if isinstance(value, Tensor) else []
+    )
+    return own[0] if len(own) == 1 else None
+
+
+def _reads_batch_as_size(node: fx.Node, depends: set[fx.Node], tensors: set[fx.Node]) -> bool:
+    """Return whether a node reads the size of the batch, and what is computed from it, as a size alone."""
+    allowed = _SIZES.get(packet(node.target), ())
+    for name, value in bound_arguments(node).items():
+        read: list[fx.Node] = []
+        fx.map_arg(value, read.append)
+        if name not in allowed and any(source in depends and source not in tensors for source in read):
+            return False
+    return True
+
+
+def _kind_of_rows(
+    node: fx.Node, rows: int, of_rows: Mapping[fx.Node, int], equal: Mapping[fx.Node, int], numbers: Mapping[fx.Node, int]
+) -> str | None:
+    """Return whether the rows of a result are ``"equal"`` or their own ``"numbers"``; None: neither is known.
+
+    Args:
+        rows: their dimension.
+        of_rows: operand with rows -> their dimension.
+    """
+    name, is_numbered = packet(node.target), any(source in numbers for source in of_rows)
+    if not of_rows:
+        return "numbers" if name is aten.arange else "equal" if name in _FILLED else None
+    if is_numbered and name is aten.index:
+        picked, places = bound_arguments(node)["self"], bound_arguments(node)["indices"]
+        is_of_equal = picked in equal and all(place not in numbers or dimension == equal[picked] for dimension, place in enumerate(places))
+        return "equal" if is_of_equal else None
+    if name in _FILLED and name is not aten.expand:  # only the type of the operand is read
+        return "equal"
+    if row_dimension(node, of_rows) != rows or (is_numbered and name not in _MOVED):
+        return None
+    return "numbers" if is_numbered else "equal"
+
+
+# -- its value -----------------------------------------------------------------------------------------------------------------------
+
+
+def _value(mask: fx.Node, in_order: list[fx.Node], batch: fx.Node | None) -> Tensor | None:
+    """Return the value of a mask; None if torch cannot compute it here."""
+    values: dict[fx.Node, Any] = {}
+    try:
+        with torch.device("cpu"), torch.no_grad():  # a planned model names another device, or none
+            for node in in_order:
+                values[node] = _BATCH if node is batch else _call(node, values)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return None
+    value = values[mask]
+    return value if isinstance(value, Tensor) else None
 
 
 def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Run a call on the CPU: a planned model names another device, or none."""
+    """Run a call on the CPU."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     args = tuple(torch.device("cpu") if isinstance(each, torch.device) else each for each in args)
     kwargs = {name: torch.device("cpu") if isinstance(each, torch.device) else each for name, each in kwargs.items()}
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _meaning(mask: Tensor, queries: int, keys: int) -> str | None:
-    """Return ``"causal"``, or ``"none"`` for a mask that hides nothing; None: another."""
-    if mask.dtype == torch.bool:
-        shown, hidden = mask, ~mask
-    else:
-        shown, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min
-    if bool(shown.all()):
-        return "none"
-    triangle = torch.ones(queries, keys, dtype=torch.bool).tril()
-    return "causal" if bool((shown == triangle).all()) and bool((hidden != triangle).all()) else None
-
-
-def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node that nobody reads, and what it alone has read."""
-    if node.op == "call_function" and not node.users:
-        sources = node.all_input_nodes
-        graph.erase_node(node)
-        for source in sources:
-            _erase_unread(graph, source)
+def _erase_unread(graph: fx.Graph, mask: fx.Node) -> None:
+    """Erase a mask that nobody reads, and what it alone has read."""
+    needed = with_ancestors([mask])
+    for node in reversed([node for node in graph.nodes if node in needed]):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

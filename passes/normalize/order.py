@@ -24,6 +24,7 @@ from passes.normalize.inline.vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
 from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
 from passes.normalize.rows.expert_rows import erase_expert_rows
+from passes.normalize.rows.mixtures import name_mixtures
 from passes.normalize.rows.row_orders import keep_rows_in_order
 from passes.normalize.symbolic_batch import fix_sizes, number_paddings, pin_squeezes, read_sizes_from_batch
 from passes.normalize.tidy import assign_by_mask, compute_outputs, name_nodes, place_getitems
@@ -135,6 +136,7 @@ def _tidy(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     assign_by_mask(exported.graph)
     compute_outputs(exported.graph)
     complete_provenance(exported.graph)
+    name_mixtures(exported.graph)
     return replace(exported, graph=name_nodes(exported.graph))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from cost_models.graph_cost import GraphCost
@@ -58,20 +59,24 @@ def _with_ring(
     products, pieces = (products_of_pieces(count), 2) if is_zigzag else (count, 1)
     result = query.bytes / query.shape[-1] * value.shape[-1] * precise / pieces
     blocks = products / pieces**2
+    mask = bound_arguments(node)["attn_mask"]
+    is_fused = query.shape[-1] == value.shape[-1] and (mask is None or mask.meta["val"].dtype == torch.bool)
+    scores = 0 if is_fused else query.bytes / query.shape[-1] * key.shape[-2] * precise / pieces**2
     # Of a causal block a kernel computes half: that is the first of a ring, and two of the own products of pieces in zigzag order.
-    computed = 1 - (1 if is_zigzag else 0.5 * is_causal(node)) / products
+    is_halved = is_causal(node) and query.shape[-2] == key.shape[-2]
+    computed = 1 - (1 if is_zigzag else 0.5 * is_halved) / products
 
-    def steps(work: Work, passes: int) -> Work:
+    def steps(work: Work, passes: int, over_scores: int) -> Work:
         if not work.launches:
             return work
-        moved = (work.bytes / pieces + passes * result) * products
+        moved = (work.bytes / pieces + passes * result + over_scores * scores) * products
         repeated = tuple(dataclasses.replace(product, batch=product.batch * blocks, computed=computed) for product in work.products)
         return Work(work.flops * blocks, moved, (work.launches + _JOINING) * products, work.family, repeated)
 
-    forward, backward = steps(whole.forward, _RING_FORWARD), steps(whole.backward_input, _RING_BACKWARD)
+    forward, backward = steps(whole.forward, *_RING_FORWARD), steps(whole.backward_input, *_RING_BACKWARD)
     nodes = {**cost.nodes, node.name: dataclasses.replace(whole, forward=forward, backward_input=backward)}
     block = max(cost.allocation_bytes, default=-1) + 1
-    size = _RING_RESULTS * result * pieces + _RING_BLOCKS * (key.bytes + value.bytes)
+    size = _RING_RESULTS * result * pieces + _RING_BLOCKS * (key.bytes + value.bytes) + _RING_SCORES * scores
     *copies, touched = cost.touched[node.name]
     return dataclasses.replace(
         cost,
@@ -85,11 +90,13 @@ def _with_ring(
 _JOINING = 1
 """Kernels that join the result of a block, or add its gradients, beside those of attention."""
 
-_RING_FORWARD, _RING_BACKWARD = 3, 6
-"""Passes over a result, or queries, in that: two are read and one is written; the same for gradients of queries, keys and values."""
+_RING_FORWARD, _RING_BACKWARD = (3, 6), (6, 8)
+"""Passes over a result, or queries, in that: two are read and one is written; the same for gradients of queries, keys and values. And those
+over the scores of a block, where no fused kernel keeps them to itself (``passes.spmd.decompose.attention_block``)."""
 
-_RING_RESULTS, _RING_BLOCKS = 3, 3
-"""Results in memory at once: of a block, of those before, and of both; blocks of keys and values beside the own: the next, gradients."""
+_RING_RESULTS, _RING_BLOCKS, _RING_SCORES = 3, 3, 3
+"""In memory at once: results, of a block, of those before, and of both; blocks of keys and values beside the own, the next and gradients;
+and scores, or values of their size, where they are in memory."""
 
 
 def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decomposition, result: Size) -> OperationCost:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from passes.rules.call import Call
 
-__all__ = ["PRODUCT_CUTS", "grouped_mm", "grouped_mm_of_each", "grouped_outer", "product"]
+__all__ = ["MIXTURE", "PRODUCT_CUTS", "grouped_mm", "grouped_mm_of_each", "grouped_outer", "product"]
 
 torch.library.define("partitioner::grouped_mm", "(Tensor input, Tensor weight, Tensor group, bool transposed=False) -> Tensor")
 torch.library.define("partitioner::grouped_outer", "(Tensor input, Tensor other, Tensor group, int n_groups) -> Tensor")
@@ -38,6 +38,9 @@ def product(call: Call) -> str:
     """Rows are independent; a row picks one matrix, and reads all of it."""
     return f"rows in, experts! {'out in' if call.get('transposed') else 'in out'}, rows -> rows out; linear input | weight"
 
+
+MIXTURE = "mixture"
+"""The key in ``meta["custom"]`` of the name of a mixture of experts, of the first of its products (``passes.normalize.rows.mixtures``)."""
 
 PRODUCT_CUTS = "product cuts"
 """The key in ``meta["custom"]`` of what each mesh dimension cuts of a sharded product: (name of the dimension, its size, what): ``"rows"``,

@@ -1,16 +1,18 @@
 """Attention to one block of keys, with what it takes to put blocks together, and the gradients of one block of the whole.
 
     keys 0                           keys 1
-    result, log_total           +    result, log_total            =    attention to keys 0 and 1
-    softmax(q k0^T) v0               softmax(q k1^T) v1                the mean of both results, weighted by their totals
+    result, top, total          +    result, top, total           =    attention to keys 0 and 1
+    softmax(q k0^T) v0               softmax(q k1^T) v1                the mean of both results, weighted by total exp(top)
 
-A total is the sum of the exponentials of a row's scores; blocks have its logarithm L (Dao et al., "FlashAttention", 2022). The gradients of
-a block need the result O and the L of all blocks:
+A total is the sum of exp(score - top) of a row, where top is its greatest score, or near it. The gradients of a block need the result O,
+and top and total of all blocks (Dao et al., "FlashAttention", 2022):
 
-    P = exp(scores - L)        D = sum(dO O)        dS = P (dO V^T - D)        dQ += dS K        dK += dS^T Q        dV += P^T dO
+    P = exp(scores - top) / total      D = sum(dO O)      dS = P (dO V^T - D)      dQ += dS K      dK += dS^T Q      dV += P^T dO
 
-which is what the backward of a fused kernel computes, if it is given them in the place of its own. Where there is no kernel for a call, its
-scores are in memory: for masks on GPUs, and values that are wider or narrower than keys.
+which is what the backward of a fused kernel computes, if it is given them in the place of its own. Kernels give and take top + log(total),
+which is enough for a mask of true and false. A mask that is added may hide by the least number that there is: then all scores of a row may
+be that, and only their number is left to tell them apart, which no logarithm beside it keeps. So these are computed by the formula, as are
+masks on GPUs, and values that are wider or narrower than keys: with the scores of a block in memory.
 """
 
 from __future__ import annotations
@@ -27,28 +29,29 @@ from passes.ir.torch_private import flash_attention, flash_attention_gradients
 __all__ = ["attention_block", "attention_block_backward", "join_blocks", "row_totals"]
 
 _BLOCK = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float scale"
+_ROWS = "Tensor result, Tensor top, Tensor total"
 
-torch.library.define("partitioner::attention_block", f"({_BLOCK}) -> (Tensor, Tensor)")
+torch.library.define("partitioner::attention_block", f"({_BLOCK}) -> (Tensor, Tensor, Tensor)")
+torch.library.define("partitioner::attention_block_backward", f"(Tensor grad, {_ROWS}, {_BLOCK}) -> (Tensor, Tensor, Tensor)")
 torch.library.define(
-    "partitioner::attention_block_backward", f"(Tensor grad, Tensor result, Tensor log_total, {_BLOCK}) -> (Tensor, Tensor, Tensor)"
+    "partitioner::join_blocks", f"({_ROWS}, Tensor other, Tensor other_top, Tensor other_total) -> (Tensor, Tensor, Tensor)"
 )
-torch.library.define(
-    "partitioner::join_blocks", "(Tensor result, Tensor log_total, Tensor other, Tensor other_log_total) -> (Tensor, Tensor)"
-)
-torch.library.define("partitioner::row_totals", "(Tensor log_total) -> Tensor")
+torch.library.define("partitioner::row_totals", "(Tensor top, Tensor total) -> Tensor")
 
 attention_block = torch.ops.partitioner.attention_block.default
-"""The result of attention to a block of keys, and the logarithm of the total of each row, (..., heads, queries): minus infinity for a row
+"""The result of attention to a block of keys, and the top and total of each row, (..., heads, queries): a top of minus infinity for a row
 that attends to none of them, whose result is zero. Heads of keys may be fewer than those of queries."""
 
 attention_block_backward = torch.ops.partitioner.attention_block_backward.default
-"""The gradients of the queries, keys and values of a block, where ``result`` and ``log_total`` are those of all blocks (``row_totals``)."""
+"""The gradients of the queries, keys and values of a block, where ``result``, ``top`` and ``total`` are those of all blocks
+(``row_totals``)."""
 
 join_blocks = torch.ops.partitioner.join_blocks.default
-"""Result and logarithm of the totals of two blocks together; the result in single precision, or double."""
+"""Result, tops and totals of two blocks together; the result in single precision, or double."""
 
 row_totals = torch.ops.partitioner.row_totals.default
-"""The logarithm of totals as gradients read it: infinite for rows that attend to nothing, so that exp(score - it) is zero."""
+"""Tops and totals, side by side in the last dimension, as gradients read them: a top of infinity for rows that attend to nothing, so that
+exp(score - top) is zero."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -83,7 +86,7 @@ def _summed(grad: Tensor, group: int) -> Tensor:
     return grad if group == 1 else grad.unflatten(-3, (-1, group)).sum(-3)
 
 
-def _added(mask: Tensor | None, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor | None:
+def _hidden(mask: Tensor | None, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor | None:
     """Return what is added to scores: minus infinity where a query does not attend to a key."""
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
@@ -92,34 +95,43 @@ def _added(mask: Tensor | None, query: Tensor, key: Tensor, *, is_causal: bool) 
     return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -math.inf)
 
 
+def _takes_kernel(mask: Tensor | None) -> bool:
+    return mask is None or mask.dtype == torch.bool
+
+
 def _attention_block(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     group = _group(query, key)
     if mask is None and not is_causal:
-        result, log_total = _rows_of_block(_by_rows(query, group), key, value, None, is_causal=False, scale=scale)
-        return _by_heads(result, group).contiguous(), _by_heads(log_total.unsqueeze(-1), group).squeeze(-1).contiguous()
-    result, log_total = _rows_of_block(query, _repeated(key, group), _repeated(value, group), mask, is_causal=is_causal, scale=scale)
-    return result.contiguous(), log_total.contiguous()
+        result, top, total = _rows_of_block(_by_rows(query, group), key, value, None, is_causal=False, scale=scale)
+        top, total = (_by_heads(each.unsqueeze(-1), group).squeeze(-1) for each in (top, total))
+        return _by_heads(result, group).contiguous(), top.contiguous(), total.contiguous()
+    rows = _rows_of_block(query, _repeated(key, group), _repeated(value, group), mask, is_causal=is_causal, scale=scale)
+    return rows[0].contiguous(), rows[1].contiguous(), rows[2].contiguous()
 
 
 def _rows_of_block(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``attention_block`` of as many heads of keys as of queries."""
     is_square = query.shape[-2] == key.shape[-2]
-    added = _added(mask, query, key, is_causal=is_causal and not is_square)
-    fused = flash_attention(query, key, value, added, is_causal=is_causal and is_square, scale=scale)
+    added = _hidden(mask, query, key, is_causal=is_causal and not is_square)
+    fused = None
+    if _takes_kernel(mask):
+        fused = flash_attention(query, key, value, added, is_causal=is_causal and is_square, scale=scale)
     if fused is not None:
         result, log_total = fused
-        if added is None:
-            return result, log_total
-        is_empty = (added == -math.inf).all(-1).expand(log_total.shape)  # kernels differ in what they give for such rows
-        return result.masked_fill(is_empty.unsqueeze(-1), 0), log_total.masked_fill(is_empty, -math.inf)
-    scores = _scores(query, key, _added(mask, query, key, is_causal=is_causal), scale)
-    log_total = scores.logsumexp(-1)
-    weights = (scores - log_total.masked_fill(log_total == -math.inf, 0).unsqueeze(-1)).exp()
-    return weights.to(value.dtype) @ value, log_total
+        if added is not None:  # kernels differ in what they give for rows without keys
+            is_empty = (added == -math.inf).all(-1).expand(log_total.shape)
+            result, log_total = result.masked_fill(is_empty.unsqueeze(-1), 0), log_total.masked_fill(is_empty, -math.inf)
+        return result, log_total, torch.ones_like(log_total)
+    scores = _scores(query, key, _hidden(mask, query, key, is_causal=is_causal), scale)
+    top = scores.amax(-1)
+    weights = (scores - top.masked_fill(top == -math.inf, 0).unsqueeze(-1)).exp()
+    total = weights.sum(-1)
+    result = (weights.to(value.dtype) @ value).to(total.dtype) / total.masked_fill(total == 0, 1).unsqueeze(-1)
+    return result.to(value.dtype), top, total
 
 
 def _scores(query: Tensor, key: Tensor, added: Tensor | None, scale: float) -> Tensor:
@@ -130,7 +142,8 @@ def _scores(query: Tensor, key: Tensor, added: Tensor | None, scale: float) -> T
 def _attention_block_backward(
     grad: Tensor,
     result: Tensor,
-    log_total: Tensor,
+    top: Tensor,
+    total: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -139,12 +152,12 @@ def _attention_block_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = _group(query, key)
+    rows = [grad, result, top.unsqueeze(-1), total.unsqueeze(-1), query]
     if mask is None and not is_causal:
-        rows = [_by_rows(x, group) for x in (grad, result, log_total.unsqueeze(-1), query)]
+        rows = [_by_rows(x, group) for x in rows]
         of_query, of_key, of_value = _gradients_of_rows(rows, key, value, None, is_causal=False, scale=scale)
         of_query = _by_heads(of_query, group)
     else:
-        rows = [grad, result, log_total.unsqueeze(-1), query]
         blocks = _repeated(key, group), _repeated(value, group)
         of_query, of_key, of_value = _gradients_of_rows(rows, *blocks, mask, is_causal=is_causal, scale=scale)
         of_key, of_value = _summed(of_key, group), _summed(of_value, group)
@@ -157,54 +170,64 @@ def _gradients_of_rows(
     """Return ``attention_block_backward`` of as many heads of keys as of queries.
 
     Args:
-        rows: gradient, result, logarithm of totals, (..., queries, 1), and queries.
+        rows: gradient, result, top and total, (..., queries, 1), and queries.
     """
-    grad, result, log_total, query = rows
+    grad, result, top, total, query = rows
     is_square = query.shape[-2] == key.shape[-2]
-    added = _added(mask, query, key, is_causal=is_causal and not is_square)
-    whole = (grad, result, log_total.squeeze(-1))
-    fused = flash_attention_gradients(*whole, query, key, value, added, is_causal=is_causal and is_square, scale=scale)
-    if fused is not None:
-        return fused
-    weights = (_scores(query, key, _added(mask, query, key, is_causal=is_causal), scale) - log_total).exp()
+    if _takes_kernel(mask):
+        added = _hidden(mask, query, key, is_causal=is_causal and not is_square)
+        whole = (grad, result, (top + total.log()).squeeze(-1))
+        fused = flash_attention_gradients(*whole, query, key, value, added, is_causal=is_causal and is_square, scale=scale)
+        if fused is not None:
+            return fused
+    weights = (_scores(query, key, _hidden(mask, query, key, is_causal=is_causal), scale) - top).exp() / total
     moved = (grad.to(weights.dtype) * result.to(weights.dtype)).sum(-1, keepdim=True)
     of_value = weights.to(value.dtype).mT @ grad
     of_scores = (weights * ((grad @ value.mT).to(weights.dtype) - moved) * scale).to(query.dtype)
     return of_scores @ key, of_scores.mT @ query, of_value
 
 
-def _join_blocks(result: Tensor, log_total: Tensor, other: Tensor, other_log_total: Tensor) -> tuple[Tensor, Tensor]:
-    log_joined = torch.logaddexp(log_total, other_log_total)
-    finite = log_joined.masked_fill(log_joined == -math.inf, 0)  # two blocks without a key for a row are none together
-    shares = [(each - finite).exp().unsqueeze(-1) for each in (log_total, other_log_total)]
-    return result * shares[0] + other * shares[1], log_joined
+def _join_blocks(
+    result: Tensor, top: Tensor, total: Tensor, other: Tensor, other_top: Tensor, other_total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    joined_top = torch.maximum(top, other_top)
+    finite = joined_top.masked_fill(joined_top == -math.inf, 0)  # two blocks without a key for a row are none together
+    totals = total * (top - finite).exp(), other_total * (other_top - finite).exp()
+    joined_total = totals[0] + totals[1]
+    shares = [(each / joined_total.masked_fill(joined_total == 0, 1)).unsqueeze(-1) for each in totals]
+    return result * shares[0] + other * shares[1], joined_top, joined_total
 
 
-def _row_totals(log_total: Tensor) -> Tensor:
-    return log_total.masked_fill(log_total == -math.inf, math.inf)
+def _row_totals(top: Tensor, total: Tensor) -> Tensor:
+    is_empty = top == -math.inf
+    return torch.stack([top.masked_fill(is_empty, math.inf), total.masked_fill(is_empty, 1)], -1)
 
 
-def _fake_block(query: Tensor, _key: Tensor, value: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-    rows = query.shape[:-1]
-    return value.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=_precise(query.dtype))
+def _fake_block(query: Tensor, _key: Tensor, value: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows, dtype = query.shape[:-1], _precise(query.dtype)
+    return value.new_empty((*rows, value.shape[-1])), query.new_empty(rows, dtype=dtype), query.new_empty(rows, dtype=dtype)
 
 
 def _fake_block_backward(
-    _grad: Tensor, _result: Tensor, _log_total: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any
+    _grad: Tensor, _result: Tensor, _top: Tensor, _total: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_query, of_key, of_value = (x.new_empty(x.shape) for x in (query, key, value))
     return of_query, of_key, of_value
 
 
-def _fake_join(result: Tensor, log_total: Tensor, _other: Tensor, _other_log_total: Tensor) -> tuple[Tensor, Tensor]:
-    return result.new_empty(result.shape, dtype=_precise(result.dtype)), torch.empty_like(log_total)
+def _fake_join(result: Tensor, top: Tensor, total: Tensor, *_other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return result.new_empty(result.shape, dtype=_precise(result.dtype)), torch.empty_like(top), torch.empty_like(total)
+
+
+def _fake_totals(top: Tensor, _total: Tensor) -> Tensor:
+    return top.new_empty((*top.shape, 2))
 
 
 for _operator, _run, _fake in (
     (attention_block, _attention_block, _fake_block),
     (attention_block_backward, _attention_block_backward, _fake_block_backward),
     (join_blocks, _join_blocks, _fake_join),
-    (row_totals, _row_totals, torch.empty_like),
+    (row_totals, _row_totals, _fake_totals),
 ):
     torch.library.impl(_operator.name(), "CompositeExplicitAutograd", _run)
     torch.library.register_fake(_operator.name(), _fake)

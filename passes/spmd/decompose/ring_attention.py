@@ -7,11 +7,11 @@ rank 1   queries 1, keys 1   |  queries 1, keys 0   |  queries 1, keys 3   |  qu
 What a row has of the blocks so far is joined with what it has of one more, by the online softmax (Milakov, Gimelshein, 2018; Liu, Zaharia,
 Abbeel, "Ring attention with blockwise transformers", 2023):
 
-    result, log_total = join_blocks(result, log_total, *attention_block(query, key, value))
+    result, top, total = join_blocks(result, top, total, *attention_block(query, key, value))
 
 Autograd would keep every block of keys and values. So the steps are written without gradients, and end in an operator of our own,
 ``finish_attention``, whose backward goes round the ring once more, and adds up the gradients of each block (``attention_block_backward``).
-It saves queries, own keys and values, the result and the logarithm of the totals.
+It saves queries, own keys and values, the result, and the tops and totals of its rows.
 
 Keys and values are sent with the gradients that were added to them so far, own ones come last, so that gradients are then at home. Forward,
 2 (n - 1) blocks leave a rank, and backward 4 (n - 1). All ranks have parts of one size, and so one graph; which block a rank has at a step
@@ -236,68 +236,68 @@ def ring_attention(write: PartWriter, over: str, count: int, *, is_zigzag: bool)
     ring = _Ring(call, lambda node: node.meta["val"], given["attn_mask"], *rest)
     if is_zigzag:
         query, key, value = (ring.in_zigzag(each) for each in (query, key, value))
-    result, log_total = _forward(ring, *(call(aten.detach.default, each) for each in (query, key, value)))
-    finished = call(finish_attention, result, call(row_totals, log_total), query, key, value, given["attn_mask"], *rest)
+    result, *totals = _forward(ring, *(call(aten.detach.default, each) for each in (query, key, value)))
+    finished = call(finish_attention, result, call(row_totals, *totals), query, key, value, given["attn_mask"], *rest)
     return ring.in_order(finished) if is_zigzag else finished
 
 
-def _forward(ring: _Ring, query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-    """Return the result of attention to all blocks, in the dtype of its sums, and the logarithm of the total of each row."""
+def _forward(ring: _Ring, query: Any, key: Any, value: Any) -> list[Any]:
+    """Return the result of attention to all blocks, in the dtype of its sums, and the top and total of each row."""
     call, queries = ring.call, ring.pieces(query)
-    results, log_totals = ([None] * len(queries) for _ in range(2))
+    state: list[list[Any]] = [[None] * len(queries) for _ in range(3)]
     for step in range(ring.count):
         following = (ring.rotated(key), ring.rotated(value)) if step < ring.count - 1 else None
         keys, values = ring.pieces(key), ring.pieces(value)
         for visit in ring.visits(query, step):
             operands = (ring.of(queries, visit.queries), ring.of(keys, visit.keys), ring.of(values, visit.keys))
-            block = call(attention_block, *operands, visit.mask, visit.is_causal, ring.scale)
-            result, log_total = (call(operator.getitem, block, place) for place in range(2))
+            found = call(attention_block, *operands, visit.mask, visit.is_causal, ring.scale)
+            block = [call(operator.getitem, found, place) for place in range(3)]
             if visit.counts is not None:
-                log_total = call(aten.where.ScalarOther, visit.counts, log_total, -math.inf)
-            before = (ring.of(results, visit.queries), ring.of(log_totals, visit.queries))
+                block[1] = call(aten.where.ScalarOther, visit.counts, block[1], -math.inf)
+            before = [ring.of(pieces, visit.queries) for pieces in state]
             if before[0] is not None:
-                joined = call(join_blocks, *before, result, log_total)
-                result, log_total = (call(operator.getitem, joined, place) for place in range(2))
-            results, log_totals = ring.replaced(results, visit.queries, result), ring.replaced(log_totals, visit.queries, log_total)
+                joined = call(join_blocks, *before, *block)
+                block = [call(operator.getitem, joined, place) for place in range(3)]
+            state = [ring.replaced(pieces, visit.queries, piece) for pieces, piece in zip(state, block, strict=True)]
         if following is not None:
             key, value = following
-    return ring.whole(results, -2), ring.whole(log_totals, -1)
+    return [ring.whole(pieces, dim) for pieces, dim in zip(state, (-2, -1, -1), strict=True)]
 
 
 # -- the operator that ends a ring -----------------------------------------------------------------------------------------------------
 
 torch.library.define(
     "partitioner::finish_attention",
-    "(Tensor result, Tensor log_total, Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, bool is_zigzag, float scale, "
+    "(Tensor result, Tensor totals, Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, bool is_zigzag, float scale, "
     "int n_queries, int n_keys, str over, int count) -> Tensor",
 )
 
 finish_attention = torch.ops.partitioner.finish_attention.default
 """Round the result of a ring to the dtype of its operands. The backward is that of the whole ring.
 
-``log_total``: ``row_totals`` of the rows; the other arguments are those of ``_Ring``.
+``totals``: ``row_totals`` of the rows; the other arguments are those of ``_Ring``.
 """
 
 RING_STATE = (row_totals, finish_attention)
 """What the backward of a ring reads of its forward: to compute it again, blocks would go round once more."""
 
 
-def _finish(result: Tensor, _log_total: Tensor, query: Tensor, *_rest: Any) -> Tensor:
+def _finish(result: Tensor, _totals: Tensor, query: Tensor, *_rest: Any) -> Tensor:
     return result.to(query.dtype, copy=True)
 
 
-def _fake_finish(result: Tensor, _log_total: Tensor, query: Tensor, *_rest: Any) -> Tensor:
+def _fake_finish(result: Tensor, _totals: Tensor, query: Tensor, *_rest: Any) -> Tensor:
     return query.new_empty(result.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, log_total, query, key, value, mask, *ctx.rest = inputs
-    ctx.save_for_backward(output, log_total, query, key, value, mask)
+    _, totals, query, key, value, mask, *ctx.rest = inputs
+    ctx.save_for_backward(output, totals, query, key, value, mask)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Return the gradients of queries, keys and values."""
-    result, log_total, query, key, value, mask = ctx.saved_tensors
+    result, totals, query, key, value, mask = ctx.saved_tensors
 
     def call(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
         if function is not halo_exchange:
@@ -306,7 +306,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
             return function(*arguments, **keywords)
 
     ring = _Ring(call, lambda tensor: tensor, mask, *ctx.rest)
-    rows = (ring.pieces(grad), ring.pieces(result), ring.pieces(log_total, -1))
+    rows = (ring.pieces(grad), ring.pieces(result), ring.pieces(totals))
     return (None, None, *_gradients(ring, rows, query, key, value), None, *(None for _ in ctx.rest))
 
 
@@ -316,7 +316,7 @@ def _gradients(
     """Return the gradients of queries, own keys and own values: of others' blocks first, whose gradients so come home at the end.
 
     Args:
-        of_rows: the pieces of gradient and result, and of the logarithms of totals.
+        of_rows: the pieces of gradient and result, and of tops and totals.
     """
     queries = ring.pieces(query)
     of_query, of_key, of_value = (_zeros(ring, each, is_precise=each is query) for each in (query, own_key, own_value))
@@ -328,11 +328,12 @@ def _gradients(
         keys, values = ring.pieces(key), ring.pieces(value)
         for visit in ring.visits(own_key, step):
             rows, block = visit.queries, visit.keys
-            grad, result, log_total = (ring.of(pieces, rows) for pieces in of_rows)
+            grad, result, totals = (ring.of(pieces, rows) for pieces in of_rows)
+            top, total = totals.unbind(-1)
             if visit.counts is not None:
-                log_total = torch.where(visit.counts, log_total, math.inf)
+                top = torch.where(visit.counts, top, math.inf)
             operands = (ring.of(queries, rows), ring.of(keys, block), ring.of(values, block))
-            added = attention_block_backward(grad, result, log_total, *operands, visit.mask, visit.is_causal, ring.scale)
+            added = attention_block_backward(grad, result, top, total, *operands, visit.mask, visit.is_causal, ring.scale)
             of_query = ring.replaced(of_query, rows, ring.of(of_query, rows) + added[0])
             of_key = ring.replaced(of_key, block, ring.of(of_key, block) + added[1])
             of_value = ring.replaced(of_value, block, ring.of(of_value, block) + added[2])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from partitioner import Constraints, PartitionedModel
 from partitioner.runtime.expert_load import Chosen, ExpertLoad, expert_loads, expert_table
 from passes.ir.mesh import Mesh
-from tests.support.models.attention.experts import DROPLESS, chosen_experts
+from tests.support.models.attention.experts import DROPLESS, WIDTH, Dropless, chosen_experts
 from tests.support.models.case import Instance
 from tests.support.running.transparency import make_partitioned
 
@@ -44,6 +45,7 @@ def recorded(pm: PartitionedModel, instance: Instance) -> list[ExpertLoad]:
                 ("tensor", 2, {"constraints": Constraints(axes={"ffn": "tensor"})}),
                 ({"data": 2, "tensor": 2}, 4, {"constraints": Constraints(axes={"experts": "tensor"})}),
                 ({"pipeline": 2, "tensor": 2}, 4, {"n_microbatches": 2}),
+                ({"pipeline": 2, "data": 2}, 4, {"n_microbatches": 2, "constraints": Constraints(axes={"experts": "data"})}),
             )
         ),
     ],
@@ -55,6 +57,27 @@ def test_each_token_counts_once(mode: str | Mapping[str, int], devices: int, opt
     pm = make_partitioned(instance, mode=mode, devices=devices, **options)
     assert recorded(pm, instance) == loads
     assert recorded(pm, instance) == loads, "a recording counts its own steps alone"
+
+
+class Twice(nn.Module):
+    """One mixture for two values, of which the second chooses as the first does; and another one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture, self.head = Dropless(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.mixture(x) + self.mixture(2 * x))
+        return result
+
+
+@pytest.mark.parametrize(("mode", "devices"), [("model", 1), ("pipeline", 2)])
+def test_each_call_of_a_mixture_counts(mode: str, devices: int) -> None:
+    case = dataclasses.replace(DROPLESS, model=Twice)
+    (tokens,) = chosen_experts(case.build().model.get_submodule("mixture"), case.build().args[0]).values()
+    instance = case.build()
+    pm = make_partitioned(instance, mode=mode, devices=devices)
+    assert recorded(pm, instance) == [ExpertLoad("mixture", tokens), ExpertLoad("mixture (2)", tokens)]
 
 
 def test_a_model_without_experts_has_no_load() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -39,11 +40,11 @@ class Masked(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
-def traced(model: nn.Module, length: int = LENGTH) -> ModelGraph:
-    """Trace, and compare with the model for another batch."""
+def traced(model: nn.Module, rows: int = 5) -> ModelGraph:
+    """Trace, and compare with the model for a batch of so many rows."""
     torch.manual_seed(0)
-    graph = trace(model.double(), (torch.randn(4, length, WIDTH, dtype=torch.float64),))
-    args = (torch.randn(5, length, WIDTH, dtype=torch.float64),)
+    graph = trace(model.double(), (torch.randn(4, LENGTH, WIDTH, dtype=torch.float64),))
+    args = (torch.randn(rows, LENGTH, WIDTH, dtype=torch.float64),)
     assert_equal_runs(run_traced(graph, model, args, {}), run_model(model, args, {}))
     return graph
 
@@ -111,25 +112,84 @@ def test_a_mask_that_depends_on_an_input_stays() -> None:
     assert isinstance(bound_arguments(attention_of(traced(Padded(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
 
 
-@pytest.mark.parametrize(
-    "rows_of",
-    [
-        lambda x: torch.arange(x.shape[0]) > 7,
-        lambda x: torch.ones(x.shape[0], dtype=torch.long).cumsum(0) > 7,
-        lambda x: torch.arange(x.shape[0]).flip(0) > 7,
-        lambda x: torch.arange(2 * x.shape[0])[: x.shape[0]] > 7,
-        lambda x: (torch.arange(40) > 7)[torch.arange(x.shape[0])],
-    ],
-)
-def test_a_mask_that_is_another_for_late_rows_stays(rows_of: Callable[[Tensor], Tensor]) -> None:
+LATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "numbers": lambda x: torch.arange(x.shape[0]) > 7,
+    "sum_so_far": lambda x: torch.ones(x.shape[0], dtype=torch.long).cumsum(0) > 7,
+    "backwards": lambda x: torch.arange(x.shape[0]).flip(0) > 7,
+    "first_of_more": lambda x: torch.arange(2 * x.shape[0])[: x.shape[0]] > 7,
+    "picked": lambda x: (torch.arange(40) > 7)[torch.arange(x.shape[0])],
+    "repeated": lambda x: (torch.arange(6) > 3).repeat(x.shape[0])[torch.arange(x.shape[0])],
+    "filled": lambda x: torch.full((x.shape[0],), x.shape[0]) > 7,
+    "one_number": lambda x: torch.full((1,), x.shape[0]) > 7,
+    "product": lambda x: torch.ones(1) * x.shape[0] > 7,
+    "mean": lambda x: torch.ones(x.shape[0]) / x.shape[0] < 0.15,
+    "largest": lambda x: torch.arange(x.shape[0]).max(0).values > 6,
+    "best": lambda x: torch.arange(x.shape[0]).topk(1).values > 6,
+    "statistics": lambda x: torch.var_mean(torch.arange(x.shape[0]).double())[1] > 3,
+    "sum": lambda x: torch.ones(x.shape[0]).sum(0) > 7,
+}
+"""True for late rows, or for large batches."""
+
+
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_a_mask_that_is_another_for_late_rows_or_large_batches_stays(late: Callable[[Tensor], Tensor]) -> None:
     """It is causal for small batches."""
 
     class ByRow(Masked):
         def forward(self, x: Tensor) -> Tensor:
-            self.mask = lambda rows, columns: (columns <= rows) | rows_of(x)[:, None, None, None]
+            self.mask = lambda rows, columns: (columns <= rows) | late(x).view(-1, 1, 1, 1)
             return super().forward(x)
 
-    assert isinstance(bound_arguments(attention_of(traced(ByRow(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
+    assert isinstance(bound_arguments(attention_of(traced(ByRow(CAUSAL["boolean"]), rows=9)))["attn_mask"], fx.Node)
+
+
+def test_a_mask_of_positions_and_the_size_of_the_batch_stays() -> None:
+    class Shifted(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            self.mask = lambda rows, columns: columns <= rows + x.shape[0] // 8
+            return super().forward(x)
+
+    assert isinstance(bound_arguments(attention_of(traced(Shifted(CAUSAL["boolean"]), rows=9)))["attn_mask"], fx.Node)
+
+
+def test_as_many_queries_as_rows_of_the_batch() -> None:
+    class Latents(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.latents = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(1, 5, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            shown = torch.arange(5).view(1, -1) < 4
+            return nn.functional.scaled_dot_product_attention(self.project(x)[None, :, 0], self.latents, self.latents, attn_mask=shown)[0]
+
+    assert isinstance(bound_arguments(attention_of(traced(Latents())))["attn_mask"], fx.Node)
+
+
+def test_operators_of_others_are_not_run() -> None:
+    ran: list[bool] = []
+
+    @torch.library.custom_op("causal_masks_test::shown", mutates_args=())
+    def shown(rows: Tensor) -> Tensor:
+        ran.append(True)
+        return rows >= rows.t()
+
+    shown.register_fake(lambda rows: rows.new_empty(rows.shape[0], rows.shape[0], dtype=torch.bool))
+    model = Masked(lambda rows, columns: shown(rows)).double()
+    graph = trace(model, (torch.randn(4, LENGTH, WIDTH, dtype=torch.float64),))
+    assert isinstance(bound_arguments(attention_of(graph))["attn_mask"], fx.Node)
+    assert not ran
+
+
+def test_positions_that_both_sides_read() -> None:
+    """What the mask reads twice is erased once."""
+
+    class Same(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(LENGTH)
+            self.mask = lambda rows, columns: positions.view(-1, 1) >= positions
+            return super().forward(x)
+
+    assert bound_arguments(attention_of(traced(Same(CAUSAL["boolean"]))))["is_causal"]
 
 
 def test_the_mask_of_the_library() -> None:
@@ -150,7 +210,10 @@ def test_a_mask_that_is_too_large_to_look_at_stays(monkeypatch: pytest.MonkeyPat
     assert isinstance(bound_arguments(attention_of(traced(Masked(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
 
 
-def test_a_model_on_meta() -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_on_meta(inside: bool) -> None:
+    """Also where meta is the device of all tensors that are made."""
     model = Masked(CAUSAL["boolean"]).to("meta")
-    graph = trace(model, (torch.empty(4, LENGTH, WIDTH, device="meta"),))
+    with torch.device("meta") if inside else contextlib.nullcontext():
+        graph = trace(model, (torch.empty(4, LENGTH, WIDTH, device="meta"),))
     assert bound_arguments(attention_of(graph))["is_causal"]
