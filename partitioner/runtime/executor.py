@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from partitioner.runtime.recorder import active_recorders, in_profiler_ranges
+from partitioner.runtime.recording.recorder import active_recorders, in_profiler_ranges
 from passes.graph.schemas import draws
 from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, wait
 from passes.ir.program import Program, StageCall
@@ -103,7 +103,7 @@ class _Writer:
 
     Args:
         module: whose graph it is.
-        recorded: add calls of a recorder (``partitioner.runtime.recorder``), which is then the last argument.
+        recorded: add calls of a recorder (``partitioner.runtime.recording.recorder``), which is then the last argument.
         counted: add those of them alone that count the rows of experts, in the graph of a stage.
     """
 

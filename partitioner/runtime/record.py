@@ -18,8 +18,8 @@ import torch
 from cost_models.simulator.events import Slice
 from cost_models.simulator.timeline import Timeline
 from partitioner.runtime.base import Runtime
-from partitioner.runtime.expert_load import Chosen, ExpertLoad, expert_loads, expert_table
-from partitioner.runtime.recorder import Recorder, recording
+from partitioner.runtime.recording.expert_load import Chosen, ExpertLoad, expert_loads, expert_table
+from partitioner.runtime.recording.recorder import Recorder, recording
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 

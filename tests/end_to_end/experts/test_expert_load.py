@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 from partitioner import Constraints, PartitionedModel
-from partitioner.runtime.expert_load import Chosen, ExpertLoad, expert_loads, expert_table
+from partitioner.runtime.recording.expert_load import Chosen, ExpertLoad, expert_loads, expert_table
 from passes.ir.mesh import Mesh
 from tests.support.models.attention.experts import DROPLESS, WIDTH, Dropless, chosen_experts
 from tests.support.models.case import Instance

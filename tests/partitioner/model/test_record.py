@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from partitioner import PartitionedModel, partition
-from partitioner.runtime.recorder import Recorder
+from partitioner.runtime.recording.recorder import Recorder
 from passes.ir.errors import ConfigError
 
 WIDTH = 16

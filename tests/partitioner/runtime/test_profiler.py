@@ -72,7 +72,7 @@ def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch)
     def refuse(name: str) -> NoReturn:
         raise AssertionError(name)
 
-    monkeypatch.setattr("partitioner.runtime.recorder.record_function", refuse)
+    monkeypatch.setattr("partitioner.runtime.recording.recorder.record_function", refuse)
     pm, x = partitioned("pipeline")
     step(pm, x)
     with pytest.raises(AssertionError, match="train_step of rank"), profile(activities=[ProfilerActivity.CPU]):

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from cost_models.simulator.events import Slice
-from partitioner.runtime.expert_load import Chosen
+from partitioner.runtime.recording.expert_load import Chosen
 from passes.ir.torch_private import is_profiling
 
 __all__ = ["ProgramRecorder", "Recorder", "active_recorders", "in_profiler_ranges", "recording"]
