@@ -66,10 +66,10 @@ def name_masks(graph: fx.Graph, batch: fx.Node | None) -> None:
         if packet(node.target) is not aten.scaled_dot_product_attention:
             continue
         arguments = bound_arguments(node)
-        mask, sizes = arguments["attn_mask"], [arguments[name].meta["val"].shape[-2] for name in ("query", "key")]
-        if not isinstance(mask, fx.Node) or arguments["is_causal"] or not all(isinstance(size_of(size), int) for size in sizes):
+        mask = arguments["attn_mask"]
+        queries, keys = (size_of(arguments[name].meta["val"].shape[-2]) for name in ("query", "key"))
+        if not isinstance(mask, fx.Node) or arguments["is_causal"] or not isinstance(queries, int) or not isinstance(keys, int):
             continue
-        queries, keys = sizes
         if (mask, queries, keys) not in meanings:
             meanings[mask, queries, keys] = _meaning(mask, batch, queries, keys)
         meaning = meanings[mask, queries, keys]

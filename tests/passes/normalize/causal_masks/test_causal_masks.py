@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.graph.schemas import bound_arguments
 from passes.ir.graph import ModelGraph
@@ -84,6 +85,14 @@ def test_a_causal_mask_is_said_to_be_one(mask: Callable[[Tensor, Tensor], Tensor
     assert arguments["attn_mask"] is None
     assert arguments["scale"] == 0.3
     assert not any(node.target is aten.arange.default for node in graph.computing_nodes()), "what the mask alone read is gone"
+
+
+@pytest.mark.parametrize("mask", [CAUSAL["triangle"], OTHER["window"]])
+def test_lengths_that_were_open_in_the_trace(mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """They are numbers when masks are looked at, and yet sizes of a trace, not of Python."""
+    model, x = Masked(mask).double(), torch.randn(4, LENGTH, WIDTH, dtype=torch.float64)
+    pm = partition(model, 2, "model", example_inputs=(x,), progress=False)
+    torch.testing.assert_close(pm(x), model(x))
 
 
 def test_a_mask_that_hides_nothing_is_none() -> None:
