@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from partitioner import Constraints
+from passes.ir.plan import ATTENTION
 from tests.fuzz.program import Program
 
 __all__ = ["Configuration", "choose_configuration"]
@@ -25,6 +27,7 @@ class Configuration:
     n_microbatches: int | None = None
     schedule: str | None = None
     recompute: str | None = None
+    attention: str | None = None
 
     @property
     def mesh(self) -> Mapping[str, int | tuple[int, int]]:
@@ -36,15 +39,27 @@ class Configuration:
         for name in ("n_microbatches", "schedule", "recompute"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
+        if self.attention is not None:
+            found["constraints"] = Constraints(attention=self.attention)
         return found
 
     def text(self) -> str:
         """The arguments as Python."""
-        return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in self.arguments().items())
+        arguments = {name: repr(value) for name, value in self.arguments().items()}
+        if self.attention is not None:
+            arguments["constraints"] = f"Constraints(attention={self.attention!r})"
+        return ", ".join(f"{name}={value}".replace("'", '"') for name, value in arguments.items())
 
 
 def choose_configuration(rng: random.Random, program: Program) -> Configuration:
     """A mode that applies to the program: what it cuts is there, and ranks divide the batch."""
+    found = _configuration(rng, program)
+    if "sequence" not in found.mesh or rng.random() < 0.7:  # what no attention of a program can follow is refused
+        return found
+    return replace(found, attention=rng.choice(ATTENTION))
+
+
+def _configuration(rng: random.Random, program: Program) -> Configuration:
     mesh = _mesh(rng, program)
     recompute = rng.choice((None, None, "none", "selective", "full"))
     if isinstance(mesh, Configuration):

@@ -47,7 +47,7 @@ def reproduction(case: Case, outcome: Outcome) -> str:
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from partitioner import partition
+from partitioner import Constraints, partition
 
 torch.set_default_dtype(torch.float64)
 torch.manual_seed({program.seed})
@@ -162,6 +162,8 @@ def _renamed(structure: Structure, name: str, other: str) -> Structure:
 
 def _configurations(configuration: Configuration) -> Iterator[Configuration]:
     """Simpler ways to partition."""
+    if configuration.attention is not None:
+        yield replace(configuration, attention=None)
     if configuration.recompute is not None:
         yield replace(configuration, recompute=None)
     if configuration.schedule is not None:
