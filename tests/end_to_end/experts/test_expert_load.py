@@ -24,7 +24,7 @@ def expected(instance: Instance) -> list[ExpertLoad]:
 def recorded(pm: PartitionedModel, instance: Instance) -> list[ExpertLoad]:
     with pm.record() as run:
         pm.train_step(*instance.args, target=instance.target, loss_fn=DROPLESS.loss_fn)
-    assert run.expert_table == expert_table(run.experts)
+    assert [line.split()[0] for line in run.expert_table.splitlines()[1:]] == [load.module.split()[0] for load in run.experts]
     return sorted(run.experts, key=lambda load: load.module)
 
 
