@@ -220,7 +220,7 @@ def flash_attention(
     if query.is_cuda:
         result, log_total = aten._scaled_dot_product_flash_attention(*operands, 0.0, is_causal, scale=scale)[:2]
     else:
-        added = None if mask is None else _with_four_dimensions(mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2]))
+        added = _mask_of_kernel(mask, query, key)
         result, log_total = aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, is_causal, attn_mask=added, scale=scale)
     return result.reshape(*query.shape[:-1], value.shape[-1]), log_total.reshape(query.shape[:-1])
 
@@ -250,11 +250,16 @@ def flash_attention_gradients(
             *rows, *blocks, given, totals, *sizes, 0.0, is_causal, no_dropout, no_dropout.new_empty(0), scale=scale
         )
     else:
-        added = None if mask is None else _with_four_dimensions(mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2]))
+        added = _mask_of_kernel(mask, query, key)
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = kernel(*rows, *blocks, given, totals, 0.0, is_causal, attn_mask=added, scale=scale)
     of_query, of_key, of_value = (each.reshape(x.shape) for each, x in zip(grads, (query, key, value), strict=True))
     return of_query, of_key, of_value
+
+
+def _mask_of_kernel(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return what is added to scores, for each pair of a query and a key."""
+    return None if mask is None else _with_four_dimensions(mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2]))
 
 
 def _with_four_dimensions(x: Tensor) -> Tensor:

@@ -189,6 +189,13 @@ def test_operators_of_others_are_not_run() -> None:
     assert not ran
 
 
+def test_a_mask_that_cannot_be_computed_stays() -> None:
+    """Here, for an index that is too large; the model says so when it runs."""
+    model = Masked(lambda rows, columns: torch.arange(LENGTH)[columns + 1] <= rows).double()
+    graph = trace(model, (torch.randn(4, LENGTH, WIDTH, dtype=torch.float64),))
+    assert isinstance(bound_arguments(attention_of(graph))["attn_mask"], fx.Node)
+
+
 def test_positions_that_both_sides_read() -> None:
     """What the mask reads twice is erased once."""
 
