@@ -54,9 +54,21 @@ class Configuration:
 def choose_configuration(rng: random.Random, program: Program) -> Configuration:
     """A mode that applies to the program: what it cuts is there, and ranks divide the batch."""
     found = _configuration(rng, program)
-    if "sequence" not in found.mesh or rng.random() < 0.7:  # what no attention of a program can follow is refused
+    if "sequence" not in found.mesh or rng.random() < 0.5:
         return found
-    return replace(found, attention=rng.choice(ATTENTION))
+    return replace(found, attention=rng.choice(_attention(program, found.mesh["sequence"])))
+
+
+def _attention(program: Program, n_ranks: Any) -> list[str]:
+    """The ways to share attention that one of the program can follow: some of its positions, or heads, for each rank."""
+    found = set[str]()
+    for feature in program.features:
+        if feature.startswith("attends "):
+            positions, heads, is_causal = feature.split()[1:]
+            found.update(["ring"] if int(positions) % n_ranks == 0 else ())
+            found.update(["zigzag"] if is_causal == "True" and int(positions) % (2 * n_ranks) == 0 else ())
+            found.update(["ulysses"] if int(heads) >= n_ranks else ())
+    return [each for each in ATTENTION if each in found] or ["gather"]
 
 
 def _configuration(rng: random.Random, program: Program) -> Configuration:

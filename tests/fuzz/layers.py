@@ -237,7 +237,8 @@ def attention(writer: Writer, value: Variable) -> str | Draft | None:
     else:
         query, key = (writer.layer("project", f"nn.Linear({size}, {size})") for _ in range(2))
         call = f"F.scaled_dot_product_attention({query}({value.name}){split}, {key}({value.name}){split}, {value.name}{split}{mask})"
-    return f"{call}.transpose(1, 2).flatten(2)"
+    is_causal = "is_causal" in mask or "tril" in mask
+    return Draft(f"{call}.transpose(1, 2).flatten(2)", features=(f"attends {value.shape[1]} {heads} {is_causal}",))
 
 
 def dropped_share(writer: Writer) -> float:
