@@ -15,7 +15,7 @@ from torch import Tensor
 
 from passes.autograd.partition_joint import DifferentiatedStage
 from passes.graph.schemas import argument_form
-from passes.graph.symbolic_sizes import size_of
+from passes.graph.symbolic_sizes import traced_size
 from passes.stages.split import StageGraph
 
 __all__ = ["form_of", "renamed"]
@@ -54,7 +54,7 @@ def renamed(found: DifferentiatedStage, of: StageGraph, stage: StageGraph) -> Di
 
 def _described(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return tuple(size_of(size) for size in value.shape), str(value.dtype), value.requires_grad
+        return tuple(traced_size(size) for size in value.shape), str(value.dtype), value.requires_grad
     if isinstance(value, tuple | list):
         return tuple(_described(part) for part in value)
-    return size_of(value) if isinstance(value, torch.SymInt) else str(value)
+    return traced_size(value) if isinstance(value, torch.SymInt) else str(value)

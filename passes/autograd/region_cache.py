@@ -17,7 +17,7 @@ from passes.autograd.regions import Region, RegionStep, region_module, region_st
 from passes.autograd.trace_joint import Joint, differentiate_from
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.schemas import argument_form
-from passes.graph.symbolic_sizes import size_of
+from passes.graph.symbolic_sizes import traced_size
 from passes.stages.split import StageGraph
 
 __all__ = ["RegionTemplate", "RegionTemplates"]
@@ -132,8 +132,8 @@ def _form_of_value(value: Any) -> Hashable:
         return id(value)
     if isinstance(value, Tensor):
         sizes: Sequence[Any] = (*value.shape, *value.stride())
-        return tuple(size_of(size) for size in sizes), value.dtype, value.device
-    return size_of(value) if isinstance(value, torch.SymInt) else (type(value), value)
+        return tuple(traced_size(size) for size in sizes), value.dtype, value.device
+    return traced_size(value) if isinstance(value, torch.SymInt) else (type(value), value)
 
 
 def _fresh(value: Any, requires_grad: bool) -> Any:

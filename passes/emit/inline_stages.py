@@ -31,6 +31,7 @@ from passes.graph.schemas import draws
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm import functional as collectives
 from passes.ir.comm import primitives as communication
+from passes.ir.comm.expert_rows import row_counts
 from passes.ir.comm.index_ranges import from_text, length, put_runs, segments, take_runs
 from passes.ir.comm.microbatch import microbatch_sizes, take_part
 from passes.ir.mesh import Mesh
@@ -119,6 +120,7 @@ class _Inliner:
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
         self.bound: dict[str, fx.Node] = {}
+        self._row_counts: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, fx.Node]] = {}
         sections = [node.meta["section"] for node in module.graph.nodes if isinstance(node.meta.get("section"), Action)]
         self.stages = {section.stage for section in sections}
         self.like: fx.Node
@@ -255,6 +257,21 @@ class _Inliner:
     def place(self, over: str) -> int:
         return self.mesh.coordinate(self.rank)[over]
 
+    def row_counts(
+        self, source: Any, sent: fx.Node, own: fx.Node, received: fx.Node, theirs: fx.Node, over: str
+    ) -> tuple[fx.Node, fx.Node]:
+        """Write the numbers of rows that go to each rank, and that come from each, once for all collectives that move these rows.
+
+        Args:
+            source: the counts of the stage's graph that rows are sent by: all ranks have it by this name.
+        """
+        if (sent, received) not in self._row_counts:
+            route, group = f"{source.name}_{self._label(self.like)}", self.group(over)
+            goes = self._call(row_counts, (sent, own, group, route), f"{sent.name}_numbers", sends=True)
+            comes = self._call(row_counts, (received, theirs, group, route), f"{received.name}_numbers", sends=False)
+            self._row_counts[sent, received] = goes, comes
+        return self._row_counts[sent, received]
+
     def times(self, count: int, size: fx.Node | int, name: str) -> fx.Node | int:
         """Write a multiple of a size; a symbolic size gives a node."""
         return count * size if isinstance(size, int) else self._call(operator.mul, (count, size), name)
@@ -288,6 +305,15 @@ def _all_to_all(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], na
     sizes = {"split_sizes": (tuple(split),), "concat_sizes": (tuple(concat),)} if split else {}
     dims = ([x], (split_dim,), (concat_dim,))
     return inliner.communicate(node, communication.all_to_all, dims, name, group=inliner.group(over), **sizes)
+
+
+def _exchange_rows(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
+    x, sent, received, own, theirs, over, back = arguments
+    route, group = inliner.row_counts(node.args[1], sent, own, received, theirs, over), inliner.group(over)
+    split, concat = reversed(route) if back else route
+    return inliner.communicate(
+        node, communication.all_to_all, ([x], (0,), (0,)), name, group=group, split_sizes=(split,), concat_sizes=(concat,)
+    )
 
 
 def _take(inliner: _Inliner, node: fx.Node, arguments: tuple[Any, ...], name: str) -> Any:
@@ -357,6 +383,7 @@ _WRITERS: Mapping[Any, _Write] = {
     collectives.take: _take,
     collectives.reduce_scatter: _along(communication.reduce_scatter),
     collectives.exchange: _all_to_all,
+    collectives.exchange_rows: _exchange_rows,
     collectives.keep_first: _keep_first,
     collectives.local_index: _local_index,
     collectives.halo_exchange: _halo_exchange,

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
 from passes.graph.schemas import argument_form, draws, node_leaves, written_arguments
-from passes.graph.symbolic_sizes import size_of
+from passes.graph.symbolic_sizes import traced_size
 from passes.ir.torch_private import enable_python_dispatcher, without_saved_tensors_hooks
 
 __all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result", "memory_among", "plain_autograd"]
@@ -132,12 +132,12 @@ def memory_among(node: fx.Node, others: Sequence[fx.Node]) -> MemoryOf:
 def _form(value: Any) -> Hashable:
     """Return everything about a fake value that the result of an operator may depend on."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
-        sizes = tuple(map(size_of, (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())))
+        sizes = tuple(map(traced_size, (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())))
         return sizes, value.dtype, value.device, value.requires_grad, value.is_conj(), value.is_neg(), type(value)
     if isinstance(value, tuple | list):
         return tuple(map(_form, value))
     if isinstance(value, torch.SymInt):
-        return "size", size_of(value)
+        return "size", traced_size(value)
     return ("object", id(value)) if isinstance(value, Tensor) else (type(value), value)
 
 

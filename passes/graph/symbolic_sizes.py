@@ -17,9 +17,22 @@ from torch import Tensor, fx
 
 from passes.ir.errors import TraceError
 from passes.ir.graph import ModelGraph
+from passes.ir.tensor_spec import RowCount
 from passes.ir.torch_private import FloorDiv, Max, Min, Mod, ModularIndexing
 
-__all__ = ["SIZE_OPERATORS", "ValueBytes", "apply_to_sizes", "bytes_of", "canonical_size", "emit_size", "evaluated", "size_at", "size_of"]
+__all__ = [
+    "SIZE_OPERATORS",
+    "ValueBytes",
+    "apply_to_sizes",
+    "bytes_of",
+    "canonical_size",
+    "emit_size",
+    "evaluated",
+    "expected_size",
+    "size_at",
+    "size_of",
+    "traced_size",
+]
 
 
 SIZE_OPERATORS: Mapping[Callable[[Any, Any], Any], Any] = {
@@ -34,12 +47,27 @@ SIZE_OPERATORS: Mapping[Callable[[Any, Any], Any], Any] = {
 _OPERATORS = {**{expression: function for function, expression in SIZE_OPERATORS.items()}, sympy.Mod: operator.mod}
 
 
-def size_of(value: int | torch.SymInt) -> int | sympy.Expr:
-    """Return the expression of a traced size; an int if it is constant."""
+def traced_size(value: int | torch.SymInt) -> int | sympy.Expr:
+    """Return the expression of a traced size, in which counts of received rows are symbols; an int if it is constant."""
     if isinstance(value, int):
         return value
     expression = value.node.expr
     return int(expression) if expression.is_Integer else expression
+
+
+def size_of(value: int | torch.SymInt) -> int | sympy.Expr:
+    """Return the expression of a traced size, with what is expected where a count is known only at run time; an int if it is constant."""
+    return expected_size(traced_size(value))
+
+
+@functools.lru_cache(maxsize=65536, typed=True)  # typed: 1 and sympy.Integer(1) are equal
+def expected_size(size: int | sympy.Expr) -> int | sympy.Expr:
+    """Return a size with what is expected of counts that are known only at run time."""
+    if isinstance(size, int):
+        return size
+    counts = size.atoms(RowCount)
+    expected = size.subs({count: count.expected for count in counts}) if counts else size
+    return int(expected) if expected.is_Integer else expected
 
 
 @functools.lru_cache(maxsize=65536, typed=True)  # typed: 1 and sympy.Integer(1) are equal
@@ -64,16 +92,17 @@ def bytes_of(value: torch.Tensor, symbol: sympy.Symbol | None, batch: int) -> in
 
 def size_at(size: int | torch.SymInt, symbol: sympy.Symbol | None, batch: int) -> int:
     """Return a traced size for a batch size; a size with other symbols is that of the trace."""
-    if isinstance(size, int):
-        return size
-    if size.node.expr.is_number:  # of a size that was open in the trace
-        return int(size.node.expr)
-    return int(size.node.expr.subs(symbol, batch) if _depends_on_batch_alone(size, symbol) else size.node.hint)
+    expression = size_of(size)
+    if isinstance(expression, int) or expression.is_number:  # of a size that was open in the trace
+        return int(expression)
+    assert not isinstance(size, int)
+    return int(expression.subs(symbol, batch) if _depends_on_batch_alone(size, symbol) else size.node.hint)
 
 
 def _depends_on_batch_alone(size: int | torch.SymInt, symbol: sympy.Symbol | None) -> bool:
     """Return whether a traced size has no symbol but that of the batch."""
-    return isinstance(size, int) or size.node.expr.free_symbols <= {symbol}
+    expression = size_of(size)
+    return isinstance(expression, int) or expression.free_symbols <= {symbol}
 
 
 @functools.lru_cache(maxsize=65536)

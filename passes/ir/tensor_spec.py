@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,10 +11,30 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-__all__ = ["Size", "TensorSpec", "numel"]
+__all__ = ["RowCount", "Size", "TensorSpec", "numel", "row_count"]
 
 Size: TypeAlias = int | sympy.Expr
 """A number, or an expression in the symbols of a program."""
+
+
+class RowCount(sympy.Symbol):  # type: ignore[misc]  # sympy has no types
+    """A number of rows that go from rank to rank, which is known when a program runs: tokens, to the ranks that store their experts.
+
+    Attributes:
+        expected: the number if each rank receives as many as it has: what memory and time are counted for.
+    """
+
+    expected: Size
+
+
+def row_count(expected: Size, name: str = "") -> RowCount:
+    """Return a symbol: that of a name and what is expected, or one unlike every other one of this process."""
+    symbol = RowCount(f"{name}, {expected} expected" if name else f"rows_{next(_COUNTED)}", integer=True, nonnegative=True)
+    symbol.expected = expected
+    return symbol
+
+
+_COUNTED = itertools.count()
 
 
 def numel(shape: Iterable[Size]) -> Any:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
@@ -20,11 +21,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # its stub la
 from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule  # writes its Python when it is called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx  # records what autograd and vmap dispatch as a graph
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # makes sizes that are open
 from torch.utils import _pytree as pytree  # the structure of arguments and results as torch.export has it
 from torch.utils._python_dispatch import TorchDispatchMode  # sees what operations cast below autocast, and every storage they make
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes  # a trace within a trace
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing  # how symbolic sizes spell these functions
+from torch.utils._sympy.numbers import int_oo  # no upper end of a range of sizes
+from torch.utils._sympy.value_ranges import ValueRanges  # the sizes that a symbol stands for
 
 __all__ = [
     "DisableTorchFunction",
@@ -57,6 +61,7 @@ __all__ = [
     "no_dispatch_modes",
     "no_rules",
     "nonstrict_trace",
+    "open_size",
     "process_group",
     "pytree",
     "registered_operators",
@@ -131,6 +136,24 @@ def autograd_dispatch() -> AbstractContextManager[None]:
         excluded = excluded.remove(key)
     guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, excluded)
     return guard
+
+
+def open_size(symbol: sympy.Symbol, like: Tensor) -> torch.SymInt:
+    """Return a size that is ``symbol``, in the fake mode of a tensor.
+
+    Public functions give one without a size to try (``torch.library.get_ctx().new_dynamic_size``), of which much cannot be traced.
+    """
+    environment = like.fake_mode.shape_env or ShapeEnv()  # type: ignore[attr-defined]  # of fake tensors
+    if symbol not in environment.var_to_range:
+        environment.backed_var_to_val[symbol] = sympy.Integer(_TRIED)
+        environment._update_var_to_range(symbol, ValueRanges(0, int_oo))
+    size = environment.create_symintnode(symbol, hint=_TRIED)
+    assert isinstance(size, torch.SymInt)
+    return size
+
+
+_TRIED = 1_000_003
+"""The size that is tried: no other size of a graph, so that none seems to be equal to it."""
 
 
 def nonstrict_trace(function: Callable[..., T]) -> Callable[..., T]:

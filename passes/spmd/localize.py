@@ -26,19 +26,22 @@ import torch
 from torch import Tensor, fx
 
 from passes.analysis.axes import Axes, is_item, returned_values
+from passes.analysis.routed_rows import GROUP
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.fake_tensors import FakeTensorCache, fake_mode
 from passes.graph.lazy_graph_module import rewritten
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, call_with, packet, tensor_operands
-from passes.graph.symbolic_sizes import emit_size, size_of
+from passes.graph.symbolic_sizes import emit_size, size_of, traced_size
 from passes.ir.errors import PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
+from passes.ir.tensor_spec import RowCount
 from passes.ir.torch_private import pytree
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.rules.ops.grouped_mm import PRODUCT_CUTS, grouped_mm
 from passes.spmd.decompose.builder import PartWriter, ReductionCut, ReductionWriter
+from passes.spmd.decompose.expert_routes import RouteWriter
 from passes.spmd.decompose.pooling_resize import WindowWriter, write_windows
 from passes.spmd.decompose.registry import decomposition_of
 from passes.spmd.decompose.ring_attention import ring_attention
@@ -86,6 +89,8 @@ class _Localizer:
         self._fakes = FakeTensorCache.like(graph.graph)
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
         self.halos = HaloWriter(axes, layouts, extents, self.emit, self.resharder)
+        routed = Resharder(self.extents, self.emit, self._size_node)
+        self.routes = RouteWriter(axes, layouts, extents, self.emit, routed, self.halos.own_part)
 
     def run(self) -> ModelGraph:
         """Copy all nodes; return the graph with the rank's batch size, inputs and outputs."""
@@ -155,6 +160,9 @@ class _Localizer:
             self.copies[node] = self._copy(node)
             return
         operands = tensor_operands(node)
+        if self.routes.is_routed(node):
+            self._register(node, self._routed_call(node, operands))
+            return
         needs = enumerate(zip(operands, self.layouts.needs[node.name], strict=True))
         parts = [self.halos.part(node, place, operand, need) for place, (operand, need) in needs]
         if any(self.layouts.cuts[node.name]):
@@ -162,9 +170,37 @@ class _Localizer:
         else:
             self._register(node, self._copy(node, dict(zip(operands, parts, strict=True))))
 
+    def _routed_call(self, node: fx.Node, operands: Sequence[fx.Node]) -> fx.Node:
+        """Emit a call on the rows whose experts this rank stores."""
+        parts = []
+        for place, (operand, need) in enumerate(zip(operands, self.layouts.needs[node.name], strict=True)):
+            if node.target is grouped_mm and place == GROUP:
+                parts.append(self.routes.local_group(node, operand, need))
+            elif self.routes.reads_rows(node, operand):
+                parts.append(self.routes.part(node, operand, need))
+            else:
+                parts.append(self.halos.part(node, place, operand, need))
+        return self._sharded_call(node, operands, parts)
+
+    def _register_routed(self, node: fx.Node, copy: fx.Node) -> None:
+        """Make the copy of a node that is computed where experts are stored known to readers, and check the shapes of its values."""
+        rows = self.routes.row_count(node)
+        values = [copy.meta["val"]] if isinstance(copy.meta["val"], Tensor) else copy.meta["val"]
+        for value, layout, axes in zip(values, self.layouts.results[node.name], self.axes.tensors[node.name], strict=True):
+            expected = (rows, *self.halos.shape(node, axes, layout)[1:])
+            self._check_shape(node, expected, value)
+        self.routes.register(node, copy)
+        if isinstance(copy.meta["val"], Tensor) and self.routes.is_read_elsewhere(node):
+            own = self.routes.own_rows(node)
+            own.meta["part_of"] = node.name
+            self.resharder.register(node, 0, own, self.layouts.results[node.name][0], self.axes.of(node.name))
+
     def _register(self, node: fx.Node, copy: fx.Node) -> None:
         """Make the copy of a node known to readers, and check the shapes of its values."""
         self.copies[node] = copy
+        if self.routes.is_routed(node):
+            self._register_routed(node, copy)
+            return
         if node.name in self.layouts.wide:
             self.halos.register_wide(node, copy)
         else:
@@ -173,13 +209,16 @@ class _Localizer:
             if node.name not in self.layouts.wide:
                 self.resharder.register(node, place, copy, layout, axes)
             value = copy.meta["val"] if isinstance(copy.meta["val"], Tensor) else copy.meta["val"][place]
-            expected = self.halos.shape(node, axes, layout)
-            if not _equal(expected, [size_of(size) for size in value.shape]):
-                raise PartitionError(
-                    f"a part of {node.name} ({node.target}) has shape {tuple(value.shape)} where {expected} was expected",
-                    place=place_of(node),
-                    remedy="the rule of this operation is wrong: passes/rules",
-                )
+            self._check_shape(node, self.halos.shape(node, axes, layout), value)
+
+    def _check_shape(self, node: fx.Node, expected: Sequence[Size], value: Tensor) -> None:
+        """Raise PartitionError if a part of a value has another shape than its layout says."""
+        if not _equal(expected, [traced_size(size) for size in value.shape]):
+            raise PartitionError(
+                f"a part of {node.name} ({node.target}) has shape {tuple(value.shape)} where {expected} was expected",
+                place=place_of(node),
+                remedy="the rule of this operation is wrong: passes/rules",
+            )
 
     def _copy(self, node: fx.Node, parts: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
         """Emit a call with the same arguments: ``parts`` instead of the operands in it, the copies of other nodes."""
@@ -368,10 +407,14 @@ class _Localizer:
         return node
 
     def _cuts_of_product(self, node: fx.Node) -> tuple[tuple[str, int, str], ...]:
-        """Return what each mesh dimension cuts of a product by groups (``PRODUCT_CUTS``), for reports."""
-        found = []
-        for (name, count), cut in zip(self.extents.mesh, self.layouts.cuts[node.name], strict=True):
+        """Return what each mesh dimension cuts of a product by groups (``PRODUCT_CUTS``), for reports.
+
+        Where experts are stored all rows of an expert are computed: experts are cut, and not rows.
+        """
+        found, route = [], self.layouts.routes.get(node.name)
+        for index, ((name, count), cut) in enumerate(zip(self.extents.mesh, self.layouts.cuts[node.name], strict=True)):
             factor = "" if cut is None else self.axes.loops[node.name].factors[cut.factor].name
+            factor = "experts" if route is not None and route.dimension == index else factor
             found.append((name, count, factor if factor in ("rows", "experts") else "nothing"))
         return tuple(found)
 
@@ -379,6 +422,8 @@ class _Localizer:
         """Emit a size given in the rank's own rows; return an int as it is."""
         if isinstance(size, int):
             return size
+        if isinstance(size, RowCount):
+            return self.routes.size_node(size)
         assert self.batch is not None
         return emit_size(self.target, size, self.graph.batch, self.batch)
 

@@ -30,6 +30,7 @@ from torch import Tensor, fx
 from passes.analysis.axes import Axes, is_item, returned_values
 from passes.analysis.axis_names import beside_rows, head_axes, space_axes
 from passes.analysis.partial_sums import summed_together
+from passes.analysis.routed_rows import MATRICES, Route, find_routes
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import is_differentiable, may_require_gradient
 from passes.graph.schemas import bound_arguments, draws
@@ -38,6 +39,7 @@ from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import SEQUENCE, TILES, WIDTH
 from passes.rules.loops import Loops
+from passes.rules.ops.grouped_mm import grouped_mm
 from passes.spmd.decompose.registry import decomposition_of
 from passes.spmd.decompose.ring_attention import can_ring, is_causal
 from passes.stages.boundary_layouts import is_whole
@@ -77,6 +79,8 @@ class Layouts:
         fetched: value -> the same for intervals that ranks fetch once for several readers.
         overlapped: calls whose interior is computed during their halo exchange (``passes.spmd.halo.overlap``).
         rings: attention call -> the ranks round which its keys and values go (``decompose.ring_attention``).
+        routes: call that is computed where experts are stored -> how rows get there (``decompose.expert_routes``). All that is said of such
+            a call holds if each rank receives as many rows as it has.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -89,6 +93,7 @@ class Layouts:
     fetched: Mapping[str, tuple[Intervals | None, ...]] = field(default_factory=dict)
     overlapped: frozenset[str] = frozenset()
     rings: Mapping[str, Ring] = field(default_factory=dict)
+    routes: Mapping[str, Route] = field(default_factory=dict)
 
 
 def assign_layouts(
@@ -102,6 +107,7 @@ def assign_layouts(
     stored: Mapping[str, Layout] | None = None,
     value_bytes: ValueBytes | None = None,
     attention: str = "gather",
+    stages: Mapping[str, int] | None = None,
 ) -> Layouts:
     """Return the layout of every value of a graph.
 
@@ -113,8 +119,9 @@ def assign_layouts(
         stored: the layouts of parameters, buffers and constants; their readers decide those that are missing. None: all of them.
         value_bytes: those of the graph, if it is walked often.
         attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
+        stages: call -> the stage that computes it; None: one does.
     """
-    walk = LayoutWalk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph), attention)
+    walk = LayoutWalk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph), attention, stages)
     for node in graph.graph.nodes:
         if node.op == "output":
             walk.output(node)
@@ -149,6 +156,7 @@ class LayoutWalk:
         stored: Mapping[str, Layout] | None,
         value_bytes: ValueBytes,
         attention: str = "gather",
+        stages: Mapping[str, int] | None = None,
     ) -> None:
         self.bytes = value_bytes
         self.graph = graph
@@ -168,6 +176,7 @@ class LayoutWalk:
         self._exchanged_heads = head_axes(graph, axes) if attention == "ulysses" else frozenset[int]()
         self._in_rings, self._in_zigzag = attention in ("ring", "zigzag"), attention == "zigzag"
         self._rings: dict[str, Ring] = {}
+        self._routes = find_routes(graph, axes, mesh, rows, self.assigned, stages)
         self.current: dict[tuple[str, int], list[Placement | None]] = {}
         self._summed_together = summed_together(graph.graph, axes)
         self._unambiguous: dict[tuple[str, Cut], bool] = {}
@@ -257,14 +266,17 @@ class LayoutWalk:
             placements = self._window_placements(node, loops, operands, mesh_dimension)
             ring = self._ring_placements(node, operands, mesh_dimension) if self._in_rings else {}
             call = CallAlong(node, loops, tuple(operands), current, {**placements, **ring})
-            cut = self._cheapest_cut(call, mesh_dimension, cuts)
+            route = self._route(node, mesh_dimension)
+            cut = self._cheapest_cut(call, mesh_dimension, cuts) if route is None else self._cut_of_rows(call, route)
             if cut is not None and cut.factor in ring:
                 self._rings[node.name] = Ring(mesh_dimension, self._in_zigzag and self._has_two_pieces(node, operands, mesh_dimension))
-            passes_sum = self._passes_sum(call) and (cut is None or node.name in self._summed_together)
+            passes_sum = route is None and self._passes_sum(call) and (cut is None or node.name in self._summed_together)
             cut = None if passes_sum else cut
             cuts.append(cut)
             for position, layout in enumerate(needs):
                 layout.append(call.need_of_sum(position) if passes_sum else call.need(cut, position))
+            if route is not None and node.target is grouped_mm:
+                needs[MATRICES][-1] = Shard(route.experts[node.name], 0)
             for position, layout in enumerate(results):
                 layout.append(Partial() if passes_sum else call.result(cut, position))
         for operand, need in zip(operands, needs, strict=True):
@@ -274,6 +286,17 @@ class LayoutWalk:
         self.results[node.name] = tuple(tuple(layout) for layout in results)
         for position, layout in enumerate(results):
             self.current[node.name, position] = list(layout)
+
+    def _route(self, node: fx.Node, mesh_dimension: int) -> Route | None:
+        """Return how the rows of a call go along a mesh dimension to the ranks that store their experts; None: they stay."""
+        route = self._routes.get(node.name)
+        return route if route is not None and route.dimension == mesh_dimension else None
+
+    def _cut_of_rows(self, call: CallAlong, route: Route) -> Cut:
+        """Return the cut of a call that is computed where experts are stored: by rows."""
+        assert call.loops is not None
+        axis, factors = self.axes.of(route.group)[0][0], self.axes.factors[call.node.name]
+        return Cut(next(factor for factor, axes in enumerate(factors) if axes[:1] == (axis,)), axis)
 
     def _write_buffer(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
         """Give the new value of a buffer the layout in which the buffer is stored; replicate it if that is not decided yet."""
@@ -518,7 +541,7 @@ class LayoutWalk:
         self.results.update({name: (layout,) for name, layout in stored.items()})
         for name in self.graph.resident:
             self.results[name] = (tuple(place or Replicate() for place in self.current[name, 0]),)
-        return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying, rings=dict(self._rings))
+        return Layouts(self.mesh, self.cuts, self.needs, self.results, stored, varying, rings=dict(self._rings), routes=self._routes)
 
     def _varying(self, stored: Layout, uses: Sequence[Layout]) -> frozenset[int]:
         """Return the mesh dimensions over which every use of a parameter is Varying: its gradient is a partial sum."""

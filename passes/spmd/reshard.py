@@ -27,7 +27,7 @@ from torch import fx
 
 from passes.analysis.axes import TensorAxes
 from passes.graph.dependencies import is_differentiable
-from passes.graph.symbolic_sizes import size_of
+from passes.graph.symbolic_sizes import traced_size
 from passes.ir.comm.functional import all_gather, all_reduce, exchange, keep_first, reduce_scatter, replicate, take, vary
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying, shards_of
 from passes.rules.loops import Size
@@ -207,11 +207,11 @@ class Resharder:
         uneven: tuple[Any, Any] = ([], 0) if all(size == sizes[0] for size in sizes) else self._write_sizes(sizes, place)
         if is_outermost:
             return self._emit(operator, (source, shard.dimension, over, count, *uneven), {}, name, like)
-        shape = [size_of(size) for size in source.meta["val"].shape]
+        shape = [traced_size(size) for size in source.meta["val"].shape]
         local = self._extents.axis(shard.axis, outer_shards)
         unfolded = self.reshape_dimension(source, shape, shard.dimension, (outer, local, inner), f"{name}_unfolded", like)
         moved = self._emit(operator, (unfolded, shard.dimension + 1, over, count, *uneven), {}, f"{name}_parts", like)
-        merged = product((outer, size_of(moved.meta["val"].shape[shard.dimension + 1]), inner))
+        merged = product((outer, traced_size(moved.meta["val"].shape[shard.dimension + 1]), inner))
         return self.reshape_dimension(moved, shape, shard.dimension, (merged,), name, like)
 
     def _write_sizes(self, sizes: Sequence[Size], place: int) -> tuple[list[Any], Any]:

@@ -46,6 +46,7 @@ class AxisCut:
         wide: first and last call of each segment with one wide halo (``passes.spmd.halo.wide``).
         overlapped: first and last call of each segment that computes during its halo exchanges (``passes.spmd.halo.overlap``).
         attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
+        stages: call -> the stage that computes it; None: one does.
     """
 
     mesh: Mesh
@@ -56,6 +57,7 @@ class AxisCut:
     wide: tuple[tuple[str, str], ...] = ()
     overlapped: tuple[tuple[str, str], ...] = ()
     attention: str = "gather"
+    stages: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def layouts_of_cut(
 ) -> Layouts:
     """Return the layout of every value: by the axes, then positions and masks as they are read, parameters as stored, and halos."""
     known = (graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows)
-    layouts = assign_layouts(*known, results=results, stored=stored, attention=cut.attention)
+    layouts = assign_layouts(*known, results=results, stored=stored, attention=cut.attention, stages=cut.stages)
     layouts = computed_where_read(graph, axes, layouts)
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
     layouts = _with_sharded_storage(graph, axes, layouts, cut)

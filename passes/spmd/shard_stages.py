@@ -29,6 +29,7 @@ from passes.ir.plan import Plan
 from passes.rules.loops import Size
 from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from passes.spmd.shards import Block
+from passes.stages.split import stage_of_nodes
 
 __all__ = ["StagedCut", "StoredLayouts", "StoredShard", "StoredShards", "cut_by_plan"]
 
@@ -194,6 +195,7 @@ def cut_by_plan(
     axes = find_axes_to_cut(graph, mesh)
     names, models = axis_names(graph, axes), dict[Mesh, CutModel]()
     wide, overlapped = ends_of(plan.halos, "recompute"), ends_of(plan.halos, "overlap")
+    stages = stage_of_nodes(graph, plan.first_nodes) if len(plan.first_nodes) > 1 else None
     submeshes = [mesh.cutting_at(place) for place in range(len(pipelines(mesh)[0]))]
     for place, over in enumerate(submeshes):
         if over in models:
@@ -206,7 +208,7 @@ def cut_by_plan(
                 assigned[dimension] += axes_named(name, names)
         cut_rows = tuple(name for name in over.names if name in ROWS) if rows else ()
         stored_over = tuple(name for name in over.names if name in STORED)
-        cut = AxisCut(over, assigned, cut_rows, stored_over, plan.batchnorm == "local", wide, overlapped, plan.attention)
+        cut = AxisCut(over, assigned, cut_rows, stored_over, plan.batchnorm == "local", wide, overlapped, plan.attention, stages)
         stored_layouts = stored.at(place, graph, axes) if stored is not None and over.size > 1 else None
         models[over] = cut_axes(graph, axes, cut, results, stored_layouts)
     return StagedCut(mesh, tuple(models[over] for over in submeshes))

@@ -23,6 +23,7 @@ from torch import fx, nn
 
 from passes.graph.symbolic_sizes import SIZE_OPERATORS, apply_to_sizes
 from passes.ir.comm import microbatch
+from passes.ir.comm.expert_rows import row_counts
 from passes.ir.comm.primitives import COLLECTIVES, receive, send, wait
 from passes.ir.comm.semantics import CollectiveSpec, collective_arguments, collective_spec
 from passes.ir.comm.unsummed import AddUnsummed
@@ -238,6 +239,18 @@ class AbstractInterpreter(ABC):
         pairs = zip(values, more, strict=True)
         return [self.total(pair) if index in new else self.require_equal(pair) for index, pair in enumerate(pairs)]
 
+    def row_counts(self, _counts: Any, rows: Any, group: tuple[int, ...], route: str, *, sends: bool) -> Any:
+        """Return the numbers of rows that go to each rank of a group, or come from it, if each rank receives as many as it has."""
+        if rows is UNKNOWN:
+            return UNKNOWN
+        place, between = group.index(self.program.rank), self.rows_between(len(group), rows.shape[0], route)
+        return tuple(between(place, other) if sends else between(other, place) for other in range(len(group)))
+
+    def rows_between(self, count: int, rows: Size, _route: str) -> Callable[[int, int], Size]:
+        """Return a function of two places in a group of ``count`` ranks: how many of its ``rows`` one rank sends to the other."""
+        assert isinstance(rows, int)
+        return lambda source, target: rows // count + ((target - source) % count < rows % count)
+
     def arithmetic(self, left: Any, right: Any) -> Any:
         """Return the result of an operator on two tensors, or on two sizes."""
         if isinstance(left, self.tensor_type) or isinstance(right, self.tensor_type):
@@ -293,6 +306,7 @@ _FUNCTIONS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     microbatch.split_target: lambda _, _target, sizes: [UNKNOWN] * len(sizes),
     microbatch.concatenate: AbstractInterpreter.concatenate,
     microbatch.take_part: AbstractInterpreter.take_part,
+    row_counts: AbstractInterpreter.row_counts,
     microbatch.total: AbstractInterpreter.total,
     microbatch.weighted_total: AbstractInterpreter.total,
     microbatch.add_gradients: AbstractInterpreter.add_lists,

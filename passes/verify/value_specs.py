@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from passes.graph.symbolic_sizes import canonical_size, size_of
 from passes.ir.comm.semantics import CollectiveSpec
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
 from passes.ir.schedule import Action
-from passes.ir.tensor_spec import Size, TensorSpec
+from passes.ir.tensor_spec import Size, TensorSpec, row_count
 from passes.verify.abstract_interpreter import UNKNOWN, AbstractInterpreter, same_tensors
 
 __all__ = ["Pending", "ValueSpecs", "describe_values"]
@@ -188,6 +188,19 @@ class _SpecInterpreter(AbstractInterpreter):
     def collective(self, *arguments: Any, **keywords: Any) -> Pending:
         spec = self.spec_of_collective(arguments, keywords)
         return Pending(list(spec.results), spec)
+
+    def rows_between(self, count: int, rows: Size, route: str) -> Callable[[int, int], Size]:
+        """Return symbols that both ranks call alike, and that add up to ``rows`` of each rank: in what it sends, and what it receives."""
+        last = count - 1
+
+        def between(source: int, target: int) -> Size:
+            if source < last and target < last:
+                return row_count(sympy.sympify(rows) / count, f"{route}: {source} to {target}")
+            if source < last:
+                return rows - sum(between(source, other) for other in range(last))
+            return rows - sum(between(other, target) for other in range(last))
+
+        return between
 
     def wait(self, started: Any) -> Any:
         if not isinstance(started, Pending):

@@ -31,6 +31,7 @@ from cost_models.collectives.algorithms import Collective, GroupLinks
 from partitioner.planner.costs.part_sizes import PartSizes
 from partitioner.planner.solvers.stage_problem import Floats
 from passes.analysis.axes import Axes, returned_values
+from passes.analysis.routed_rows import has_rows_of
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.ir.comm.index_ranges import largest_message
@@ -213,7 +214,8 @@ def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartS
         halos = find_halos(node, axes, layouts, sizes, flowing)
         decomposed = _decomposed_reductions(node, axes, layouts, sizes, flowing)
         ring = _ring_messages(node, axes, layouts, sizes, flowing)
-        for key, exchange in itertools.chain(*reshards, halos, decomposed, ring):
+        routed = _routed_rows(node, axes, layouts, sizes, flowing)
+        for key, exchange in itertools.chain(*reshards, halos, decomposed, ring, routed):
             exchanges.setdefault(key, exchange)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
     return [replace(each, reader=last) if each.reader == "output" else each for each in exchanges.values()]
@@ -297,6 +299,25 @@ def _ring_messages(
         (part,) = parts[operand]
         back = "halo_exchange" if operand.name in flowing else None
         yield (node.name, "zigzag", place), Exchange(node.name, part.bytes, name, "halo_exchange", back)
+
+
+def _routed_rows(
+    node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]
+) -> Iterator[tuple[object, Exchange]]:
+    """Yield the rows that go to the ranks of their experts for a call, and those that come back for a reader elsewhere."""
+    operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
+    here = layouts.routes.get(node.name)
+    for operand, need in zip(operands, layouts.needs[node.name], strict=True):
+        there = layouts.routes.get(operand.name)
+        if there == here:
+            continue
+        goes = here if here is not None and has_rows_of(axes, operand.name, here.group) else None
+        for route, direction in ((there, "back"), (goes, "there")):
+            if route is not None:
+                size = sizes.whole_along(operand, need, route.dimension)
+                back: Collective | None = "all_to_all" if operand.name in flowing else None
+                name, _ = layouts.mesh[route.dimension]
+                yield (operand.name, route, direction), Exchange(node.name, size, name, "all_to_all", back)
 
 
 def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[int, int]]:

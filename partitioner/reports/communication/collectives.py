@@ -18,6 +18,7 @@ from partitioner.reports.communication.purpose import Purpose, Purposes, dimensi
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.module_names import rank_list
 from passes.autograd.staged_model import LoweredStages
+from passes.graph.symbolic_sizes import expected_size
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import COLLECTIVES, all_reduce
 from passes.ir.comm.semantics import CollectiveSpec
@@ -100,7 +101,7 @@ def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
 
 def _with_numbers(tensor: TensorSpec, values: Mapping[Any, int]) -> TensorSpec:
     """Substitute numbers for the symbols of a shape."""
-    return TensorSpec(tuple(int(sympy.sympify(size).subs(values)) for size in tensor.shape), tensor.dtype)
+    return TensorSpec(tuple(int(sympy.sympify(expected_size(size)).subs(values)) for size in tensor.shape), tensor.dtype)
 
 
 def _sent_bytes(node: fx.Node, spec: CollectiveSpec, rank: int, values: Mapping[Any, int]) -> Fraction:

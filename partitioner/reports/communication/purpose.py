@@ -17,6 +17,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.program import StoreGradients
 from passes.ir.schedule import Action, ActionKind
+from passes.spmd.decompose.expert_routes import ROUTE
 from passes.spmd.decompose.ring_attention import RING, ZIGZAG
 
 __all__ = ["Purpose", "Purposes", "dimensions_of", "items_of"]
@@ -51,6 +52,7 @@ _WORDS: Mapping[Any, tuple[str, str]] = {
 
 _REASONS: Mapping[str, str] = {
     RING: "keys and values go round the ranks",
+    ROUTE: "rows go to the rank that stores their expert, and come back",
     ZIGZAG: "each rank gets an early and a late piece of the sequence, or gives them back",
 }
 """The reason of a message that is marked so."""

@@ -33,6 +33,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "exchange",
+    "exchange_rows",
     "halo_add",
     "halo_exchange",
     "keep_first",
@@ -91,6 +92,12 @@ reduce_scatter = _define("reduce_scatter", _PART)
 exchange = _define("exchange", _EXCHANGE)
 """This rank's part of another axis: an all_to_all."""
 
+_ROWS = "(Tensor x, Tensor sent, Tensor received, Tensor own, Tensor theirs, str over, bool back) -> Tensor"
+
+exchange_rows = _define("exchange_rows", _ROWS)
+"""The rows that this rank receives (``passes.ir.comm.expert_rows``): an all_to_all of as many rows as ``sent`` and ``received`` say; with
+``back`` those that it gave away. ``own``, ``theirs``: tensors with as many rows as it has, and as it receives."""
+
 keep_first = _define("keep_first", "(Tensor x, str over) -> Tensor")
 """The value on the first rank, zeros on all others: parts whose sum is the value."""
 
@@ -115,7 +122,7 @@ put_runs = _define("put_runs", _RUNS)
 """Gradients of the copies that ``take_runs`` made of each element, added."""
 
 COLLECTIVES = (
-    all_reduce, vary, all_gather, replicate, take, reduce_scatter, exchange, keep_first, local_index,
+    all_reduce, vary, all_gather, replicate, take, reduce_scatter, exchange, exchange_rows, keep_first, local_index,
     halo_exchange, halo_add, take_runs, put_runs,
 )  # fmt: skip
 """Every operator of this module."""
@@ -167,6 +174,16 @@ def _exchange_back(grad: Tensor, split_dim: int, concat_dim: int, over: str, cou
     return result
 
 
+def _fake_rows(x: Tensor, _sent: Tensor, _received: Tensor, own: Tensor, theirs: Tensor, _over: str, back: bool) -> Tensor:
+    return _resized(x, 0, (own if back else theirs).shape[0])
+
+
+def _rows_back(grad: Tensor, *rest: Any) -> Tensor:
+    *counts, over, back = rest
+    result: Tensor = exchange_rows(grad, *counts, over, not back)
+    return result
+
+
 _FAKES_AND_DUALS: Mapping[Any, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     all_reduce: (_fake_contiguous, _identity),
     vary: (_fake_like, lambda grad, over: all_reduce(grad, over, "sum")),
@@ -176,6 +193,7 @@ _FAKES_AND_DUALS: Mapping[Any, tuple[Callable[..., Tensor], Callable[..., Tensor
     take: (_fake_part, replicate),
     reduce_scatter: (_fake_part, replicate),
     exchange: (_fake_exchange, _exchange_back),
+    exchange_rows: (_fake_rows, _rows_back),
     halo_exchange: (_fake_read, halo_add),
     halo_add: (_fake_own, halo_exchange),
     take_runs: (_fake_read, put_runs),

@@ -35,11 +35,13 @@ def recorded(pm: PartitionedModel, instance: Instance) -> list[ExpertLoad]:
         ("model", 1, {}),
         ("pipeline", 2, {"n_microbatches": 4}),
         ("tensor", 2, {"constraints": Constraints(axes={"experts": "tensor"})}),
+        ("data", 2, {"constraints": Constraints(axes={"experts": "data"})}),
         *(
             pytest.param(mode, devices, options, marks=pytest.mark.slow)
             for mode, devices, options in (
                 ("data", 2, {}),
                 ("data", 3, {}),
+                ("data", 4, {"constraints": Constraints(axes={"experts": "data"})}),
                 ("fsdp", 2, {"recompute": "full"}),
                 ("tensor", 3, {"constraints": Constraints(axes={"experts": "tensor"})}),
                 ("tensor", 2, {"constraints": Constraints(axes={"ffn": "tensor"})}),

@@ -129,7 +129,16 @@ def test_meshes(workers: Callable[[int], Workers], name: str, mode: dict[str, in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "mode", "size"), [("products", "data", 2), ("index", "data", 2), ("index", {"data": 2, "tensor": 2}, 4)])
+@pytest.mark.parametrize(
+    ("way", "mode", "size"),
+    [
+        ("products", "data", 2),
+        ("index", "data", 2),
+        ("index", {"data": 2, "tensor": 2}, 4),
+        ("dropless", "data", 2),
+        ("dropless", {"data": 2, "pipeline": 2}, 4),
+    ],
+)
 def test_tokens_go_to_their_experts(workers: Callable[[int], Workers], way: str, mode: Any, size: int) -> None:
     assert workers(size).values(meshes.expert_training_difference, way, mode, "data", timeout=170) == [None] * size
 

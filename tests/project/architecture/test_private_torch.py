@@ -12,6 +12,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from passes.ir import torch_private
+from passes.ir.tensor_spec import row_count
 from tests.project.architecture.imports import dotted_names, imports_of
 from tests.project.architecture.source_tree import Source, report, sources
 
@@ -72,6 +73,9 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     assert isinstance(torch.ops.higher_order.cond, torch_private.HigherOrderOperator)
     with torch_private.FakeTensorMode(), torch_private.enable_python_dispatcher():
         assert torch.ones(2, 3).sum(0).shape == (3,)
+        symbol = row_count(2)
+        opened = torch.ones(2).new_empty(torch_private.open_size(symbol, torch.ones(2)), 3)
+        assert [size if isinstance(size, int) else size.node.expr for size in opened.t().shape] == [3, symbol]
     module = torch_private.make_fx(torch.sin)(x)
     with torch_private.use_lazy_graph_module(True):
         assert isinstance(torch_private.TorchLazyGraphModule.from_graphmodule(module), torch.fx.GraphModule)

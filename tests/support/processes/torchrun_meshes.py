@@ -75,7 +75,8 @@ def expert_training_difference(way: str, mode: Mode, dimension: str) -> str | No
     """As ``mesh_training_difference``, of a mixture whose tokens go to the rank that holds their expert."""
     devices = int(os.environ["WORLD_SIZE"])
     constraints = Constraints(axes={"experts": dimension})
-    difference = first_difference(ROUTED[way], devices=devices, mode=mode, n_microbatches=n_microbatches(mode), constraints=constraints)
+    case = {**ROUTED, "dropless": DROPLESS}[way]
+    difference = first_difference(case, devices=devices, mode=mode, n_microbatches=n_microbatches(mode), constraints=constraints)
     return None if difference is None else str(difference)
 
 
