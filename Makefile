@@ -42,7 +42,7 @@ test-gpu: $(INSTALLED) ## the tests that need an accelerator
 
 test-transformers-5: $(NEWER)/installed ## the tests of models of transformers 5, in an environment beside
 	$(NEWER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -q -m "not gpu" tests/end_to_end/experts/test_transformers_experts.py \
-		tests/end_to_end/families
+		tests/end_to_end/families tests/partitioner/model/generation
 
 fuzz: $(INSTALLED) ## random models, partitioned at random, beside the same in one piece: SEEDS=FIRST:LAST
 	@$(BIN)/python -m tests.fuzz $(SEEDS) --workers $(WORKERS)

@@ -44,6 +44,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchLazyGraphModule",
     "TreeSpec",
+    "as_compiled",
     "autograd_dispatch",
     "dynamo_source",
     "enable_python_dispatcher",
@@ -121,6 +122,16 @@ def without_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pair in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(*pair)
+
+
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """While active, ``torch.compiler.is_compiling()`` is true, as in an export: libraries then call what can be traced in any dtype."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def version_of(tensor: Tensor) -> int | None:

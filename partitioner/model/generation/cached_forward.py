@@ -19,7 +19,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast, ModelGraph
-from passes.ir.torch_private import FakeTensorMode, tree_flatten
+from passes.ir.torch_private import FakeTensorMode, as_compiled, tree_flatten
 
-__all__ = ["CachedTensor", "cached_tensors", "given_cache_type", "language_model", "logits_of", "trace_cached_forward"]
+__all__ = ["CachedTensor", "cache_name", "cached_tensors", "given_cache_type", "language_model", "logits_of", "trace_cached_forward"]
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ def cached_tensors(model: nn.Module, autocast: Autocast | None) -> tuple[Layer, 
         TraceError: the model does not cache keys and values of (batch, heads, positions, width), or its forward fails.
     """
     device = _device_of(model)
-    with TRACING, preserve(model), autocast_as_cpu(autocast), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with TRACING, preserve(model), autocast_as_cpu(autocast), as_compiled(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         if model.training:
             model.train(mode=False)
         cache = given_cache_type()(torch.arange(2, device=device), {})
@@ -162,6 +162,13 @@ def given_cache_type() -> Any:
     return GivenCache
 
 
+@functools.cache
+def cache_name() -> str:
+    """Return what models of transformers call the cache among arguments and results: from 5.24 on ``"cache"``."""
+    output = importlib.import_module("transformers.modeling_outputs").CausalLMOutputWithPast
+    return next(name for name in ("cache", "past_key_values") if name in {field.name for field in fields(output)})
+
+
 def logits_of(
     model: nn.Module, kind: type[nn.Module], ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: Any, last: Tensor | None = None
 ) -> Tensor:
@@ -170,7 +177,7 @@ def logits_of(
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     optional = {"position_ids": positions, "cache_position": cache.position, "logits_to_keep": 0 if last is None else last}
     given = {name: value for name, value in optional.items() if name in taken or (takes_all and name == "cache_position")}
-    keywords = {"attention_mask": attention_mask, "past_key_values": cache, "use_cache": True, "return_dict": True, **given}
+    keywords = {"attention_mask": attention_mask, cache_name(): cache, "use_cache": True, "return_dict": True, **given}
     logits: Tensor = kind.forward(model, input_ids=ids, **keywords).logits
     return logits if "logits_to_keep" in given or last is None else logits.index_select(1, last)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.model.generation.cached_forward import language_model
+from partitioner.model.generation.cached_forward import cache_name, language_model
 from partitioner.model.generation.decoder import Decoder, Decoding
 from partitioner.model.generation.requests import Meanwhile, answers
 from partitioner.model.session import Session
@@ -36,6 +36,7 @@ _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 
 _REFUSED: Mapping[str, str] = {
     "past_key_values": "the ranks keep their own cache",
+    "cache": "the ranks keep their own cache",
     "inputs_embeds": "programs take tokens",
     "prompt_lookup_num_tokens": "the cache keeps accepted tokens only",
     "custom_generate": "it may call the model in other ways than with tokens and a cache",
@@ -45,7 +46,7 @@ _REFUSED: Mapping[str, str] = {
 }
 """Argument of ``model.generate`` -> why it is not taken."""
 
-_READ = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values"})
+_READ = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "cache"})
 _IGNORED = frozenset({"cache_position", "logits_to_keep", "return_dict", "use_cache", *_REFUSED})
 
 
@@ -104,7 +105,7 @@ def generate(
     def answered(request: _Request, meanwhile: Meanwhile) -> Any:
         cache = _cache_type()(decoders[0], longest, meanwhile)
         with _naming_arguments():
-            return _driver(model, request.ids.device).generate(request.ids, past_key_values=cache, **request.arguments)
+            return _driver(model, request.ids.device).generate(request.ids, **{cache_name(): cache}, **request.arguments)
 
     has_state = any(each.config.do_sample or each.arguments.get(name) for each in requests for name in _OF_THE_SCRIPT)
     most = 1 if has_state or len(requests) == 1 else most_in_flight(session)
@@ -141,7 +142,7 @@ def _checked_request(session: Session, limit: int | None, ids: Any, given: dict[
     rest = {name: value for name, value in given.items() if name != "cache_implementation"}
     config = _resolved_config(session, rest, given)
     parts = session.lowerings.rows.count
-    if config.num_beams > 1 and parts > 1:
+    if (config.num_beams or 1) > 1 and parts > 1:  # None in transformers 5, where nothing is said
         raise ConfigError(
             f"num_beams={config.num_beams} moves sequences between rows of the batch, which {parts} ranks hold",
             remedy="partition in a mode that does not cut the batch (tensor, pipeline), or leave num_beams out",
@@ -257,8 +258,10 @@ def _driver(model: Any, on: torch.device) -> Any:
     """Return an object that generates like a model of transformers, for tokens on a device, but calls the programs of its cache."""
     base = type(model)
 
-    def forward(_: nn.Module, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None, **others: Any) -> Any:
-        cache = others["past_key_values"]
+    def forward(
+        _: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **others: Any
+    ) -> Any:
+        cache = others[cache_name()]
         given = sorted(name for name, value in others.items() if name not in _READ | _IGNORED and value is not None)
         if given:
             raise ConfigError(f"generate() does not take {', '.join(given)}: programs read tokens alone", remedy=f"leave {given[0]} out")
@@ -306,6 +309,6 @@ def _cache_type() -> Any:
             # transformers numbers the positions of all rows at once where it prefills in chunks
             positions = position_ids.expand_as(input_ids)
             logits = self._decoder.extend(decoding, input_ids, attention_mask.long(), positions, self._meanwhile)
-            return output(logits=logits, past_key_values=self)
+            return output(logits=logits, **{cache_name(): self})
 
     return RankCache

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partitioner.model.generation.cached_forward import given_cache_type, language_model, logits_of
+from partitioner.model.generation.cached_forward import cache_name, given_cache_type, language_model, logits_of
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.restore import preserve
 from passes.ir.errors import ConfigError
@@ -60,7 +60,7 @@ def _with_own_cache(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the logits of the last token of the prompt, and of the one after it."""
     forward: Any = functools.partial(type(model).forward, model, use_cache=True, return_dict=True)
     first = forward(input_ids=ids[:, :_PROMPT], attention_mask=torch.ones_like(ids[:, :_PROMPT]))
-    last = forward(input_ids=ids[:, _PROMPT:], attention_mask=torch.ones_like(ids), past_key_values=first.past_key_values)
+    last = forward(input_ids=ids[:, _PROMPT:], attention_mask=torch.ones_like(ids), **{cache_name(): first[cache_name()]})
     return torch.cat([first.logits[:, -1:], last.logits[:, -1:]], 1)
 
 

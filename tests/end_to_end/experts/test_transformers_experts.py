@@ -14,10 +14,13 @@ import pytest
 import torch
 import transformers
 
-from partitioner import PartitionedModel, partition
+from partitioner import Constraints, PartitionedModel, partition
+from passes.ir.comm.expert_rows import route_rows
 
 IS_5 = int(version("transformers").partition(".")[0]) >= 5
 has_choice = pytest.mark.skipif(not IS_5, reason="needs transformers 5: earlier ones have one implementation of experts")
+
+has_stacked_experts = pytest.mark.skipif(not IS_5, reason="needs transformers 5: in earlier ones experts are modules of their own")
 
 ROWS, LENGTH, WORDS = 4, 6, 32
 SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -92,6 +95,19 @@ def test_training(family: str, mode: str | Mapping[str, int], devices: int) -> N
     trained(model_of(family), mode, devices)
 
 
+@has_stacked_experts
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "devices"), [("data", 2), ("fsdp", 2), ({"data": 2, "tensor": 2}, 4)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_go_to_their_experts(family: str, mode: str | Mapping[str, int], devices: int) -> None:
+    """A rank stores half of the experts, and computes what all ranks send it."""
+    dimension = mode if isinstance(mode, str) else "data"
+    pm = trained(model_of(family), mode, devices, constraints=Constraints(axes={"experts": dimension}))
+    assert sum(node.target is route_rows for node in pm.graph(0).graph.nodes) == (1 if family == "deepseek_v3" else 2)
+    held = {name: tuple(parameter.shape) for name, parameter in pm.named_parts(0)}
+    assert {shape[0] for name, shape in held.items() if name.endswith(("gate_up_proj", "down_proj")) and len(shape) == 3} == {2}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_are_cut_inside(family: str) -> None:
@@ -115,11 +131,18 @@ def test_other_implementations(implementation: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["pipeline", "tensor"])
-def test_generation(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "constraints"),
+    [
+        ("pipeline", None),
+        ("tensor", None),
+        pytest.param("data", Constraints(axes={"experts": "data"}), marks=has_stacked_experts),
+    ],
+)
+def test_generation(mode: str, constraints: Constraints | None) -> None:
     model = model_of("qwen3_moe").eval()
     prompt = inputs()["input_ids"]
-    pm = partition(model, 2, mode, example_kwargs={"input_ids": prompt}, progress=False)
+    pm = partition(model, 2, mode, example_kwargs={"input_ids": prompt}, constraints=constraints, progress=False)
     options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     assert torch.equal(pm.generate(prompt, **options), model.generate(prompt, **options))
 
