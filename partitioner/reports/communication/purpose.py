@@ -141,7 +141,7 @@ class Purposes:
                 parameters = [source for source in node.all_input_nodes if is_held(source)]
                 if parameters:
                     return short_name(self._parameter(parameters[0]).rpartition(".")[0])
-            sources = [source for node in frontier for source in node.all_input_nodes]
+            sources = dict.fromkeys(source for node in frontier for source in node.all_input_nodes)
             frontier = [source for source in sources if source.op == "call_function" and source not in seen]
             seen.update(frontier)
         return ""
@@ -152,7 +152,7 @@ class Purposes:
         Walk from the value to the call that stores gradients: its list has the order of ``StoreGradients.names``.
         """
         store = self._stores.get(f"stage{section.stage}_store_gradients") if isinstance(section, Action) else None
-        pending = [gradient]
+        pending, seen = [gradient], {gradient}
         while store is not None and pending:
             node = pending.pop()
             for user in node.users:
@@ -160,8 +160,9 @@ class Purposes:
                 if lists and len(lists[0]) == len(store.names):
                     name = store.names[lists[0].index(node)] or ""
                     return short_name(self._names.get(name, name))
-                if user.op == "call_function" and isinstance(user.meta.get("val"), Tensor):
+                if user not in seen and user.op == "call_function" and isinstance(user.meta.get("val"), Tensor):
                     pending.append(user)
+                    seen.add(user)
         return ""
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from partitioner import Constraints, PartitionedModel, partition
 from partitioner.reports.communication.purpose import items_of
 from passes.graph.symbolic_sizes import size_of
-from passes.ir.comm.primitives import COLLECTIVES, receive, send
+from passes.ir.comm.primitives import COLLECTIVES, all_reduce, receive, send
 from passes.ir.mesh import Mesh
 from tests.support.models.attention.gpt import Gpt
 
@@ -154,3 +154,20 @@ def test_the_explanation_tells_how_activations_lie() -> None:
     told = [re.split(r"\s{2,}", line.strip()) for line in section[1:]]
     assert ["linear_1 and 3 more", "[batch, sequence, hidden] partial over tensor", "[batch, sequence, hidden]"] in told
     assert all(len(cells) == 3 for cells in told)
+
+
+class Diamonds(Perceptron):
+    """Behind a sum over ranks, forty values that are each read twice and put together again: 2 to the 40 ways to the gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for _ in range(40):
+            x = x.sin() + x.cos()
+        return x
+
+
+def test_what_a_message_is_for_is_looked_for_at_each_node_once() -> None:
+    pm = partition(Diamonds(), devices=2, mode="tensor", example_inputs=(torch.rand(4, 8),), progress=False)
+    pm.train_step(torch.rand(4, 8), target=torch.rand(4, 8), loss_fn=nn.functional.mse_loss)
+    sums = [comment for comment in comments(pm, 0, all_reduce) if comment]
+    assert len(sums) == len(set(sums)) > 0
