@@ -120,7 +120,8 @@ def _mixtures(
     for (group, stage), products in by_group.items():
         nodes = [node for node in graph.computing_nodes() if stages is None or stages.get(node.name) == stage]
         reached = _reached(nodes, axes, group, frozenset(products))
-        yield group, stage, products, with_ancestors(products, functools.partial(_sources_among, reached))
+        calls = with_ancestors(products, functools.partial(_sources_among, reached))
+        yield group, stage, products, calls | {user for call in calls for user in call.users if is_item(user)}
 
 
 def _sources_among(nodes: Collection[fx.Node], node: fx.Node) -> list[fx.Node]:

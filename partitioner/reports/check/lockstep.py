@@ -130,6 +130,14 @@ def _all_to_all(rank: int, group: _Group, arguments: AllArguments) -> Tensor:
     return torch.cat([_shard(arguments[member][0], split_dim, sizes, group) for member in group.ranks], concat_dim)
 
 
+def _exchange_rows(_rank: int, group: _Group, arguments: AllArguments) -> Tensor:
+    pieces = []
+    for member in group.ranks:
+        x, sent, received, *_, back = arguments[member]
+        pieces.append(x.split((received if back else sent).tolist())[group.place])
+    return torch.cat(pieces)
+
+
 def _keep_first(rank: int, group: _Group, arguments: AllArguments) -> Tensor:
     x: Tensor = arguments[rank][0]
     return x if group.place == 0 else torch.zeros_like(x)
@@ -166,6 +174,7 @@ _COLLECTIVES: Mapping[Any, Callable[[int, _Group, AllArguments], Tensor]] = {
     collectives.take: _take,
     collectives.reduce_scatter: _reduce_scatter,
     collectives.exchange: _all_to_all,
+    collectives.exchange_rows: _exchange_rows,
     collectives.keep_first: _keep_first,
     collectives.local_index: _local_index,
     collectives.halo_exchange: _halo_exchange,

@@ -199,6 +199,32 @@ def test_any_function_between_the_products(name: str, devices: int) -> None:
     assert first_difference(case, mode=mode, devices=devices, constraints=Constraints(axes=axes)) is None
 
 
+class Sorted(Dropless):
+    """Of two results of a call between the products, one is read by the second product, and the other one outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, product = x.flatten(0, 1), torch.ops.partitioner.grouped_mm
+        _, chosen = self.gate(tokens).topk(CHOICES, dim=-1)
+        values, places = product(tokens.repeat_interleave(CHOICES, 0), self.up, chosen.flatten(), True).sort(-1)
+        y = product(values[:, :10] * values[:, 10:], self.down, chosen.flatten())
+        y = y * (places * torch.arange(20)).to(x).mean(-1, keepdim=True)
+        result: Tensor = y.view(-1, CHOICES, WIDTH).sum(1).view_as(x)
+        return result
+
+
+def test_another_result_of_a_call_between_the_products_is_read_outside() -> None:
+    case = dataclasses.replace(DROPLESS, model=lambda: nn.Sequential(Sorted(), nn.Linear(WIDTH, 3)))
+    assert first_difference(case, mode="data", devices=2, constraints=OVER_DATA) is None
+
+
+def test_a_check_compares_what_goes_to_experts_and_comes_back() -> None:
+    instance = DROPLESS.build()
+    pm = make_partitioned(instance, mode="data", devices=2, constraints=OVER_DATA)
+    text = str(pm.check(*instance.args))
+    assert "EQUAL" in text
+    assert "values of nodes" in text
+
+
 # -- counted ---------------------------------------------------------------------------------------------------------------------------
 
 
