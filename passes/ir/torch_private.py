@@ -5,6 +5,7 @@ Nothing else imports from a private module of torch or from ``torch.fx.experimen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -156,15 +157,15 @@ def open_size(symbol: sympy.Symbol, like: Tensor) -> torch.SymInt:
     """
     environment = like.fake_mode.shape_env or ShapeEnv()  # type: ignore[attr-defined]  # of fake tensors
     if symbol not in environment.var_to_range:
-        environment.backed_var_to_val[symbol] = sympy.Integer(_TRIED)
+        environment.backed_var_to_val[symbol] = sympy.Integer(next(_TRIED))
         environment._update_var_to_range(symbol, ValueRanges(0, int_oo))
-    size = environment.create_symintnode(symbol, hint=_TRIED)
+    size = environment.create_symintnode(symbol, hint=int(environment.backed_var_to_val[symbol]))
     assert isinstance(size, torch.SymInt)
     return size
 
 
-_TRIED = 1_000_003
-"""The size that is tried: no other size of a graph, so that none seems to be equal to it."""
+_TRIED = itertools.count(1_000_003)
+"""The sizes that are tried, each once: no other size of a graph, so that none seems to be equal to it."""
 
 
 def nonstrict_trace(function: Callable[..., T]) -> Callable[..., T]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner import Constraints, PartitionedModel, PartitionError
 from partitioner.reports.communication.collectives import sent_by_kind
 from passes.ir.comm.expert_rows import route_rows, row_counts
@@ -258,6 +259,17 @@ def test_what_goes_between_ranks_is_said() -> None:
     text = " ".join(after_a_step(DROPLESS).explain().split())  # a cell may be wrapped
     assert "experts/data" in text
     assert "rows go to the rank that stores their expert, and come back" in text
+
+
+def test_the_plan_pays_for_rows_that_go_and_come_back() -> None:
+    """Where a message takes a second: of a mixture tokens and the experts of rows go, tokens come back, and gradients both ways."""
+    cluster = Cluster([Device("instant", {"float32": 1e18, "float64": 1e18}, 2**30, 1e18)] * 2, Link(1.0, 1e15))
+    times = []
+    for constraints in (None, OVER_DATA):
+        pm = make_partitioned(DROPLESS.build(), mode="data", devices=2, cluster=cluster, constraints=constraints)
+        times.append(pm.plan.prediction.step_time)
+    whole, routed = times
+    assert round(routed - whole) == 2 * 5
 
 
 # -- proved ----------------------------------------------------------------------------------------------------------------------------

@@ -74,9 +74,6 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     assert isinstance(torch.ops.higher_order.cond, torch_private.HigherOrderOperator)
     with torch_private.FakeTensorMode(), torch_private.enable_python_dispatcher():
         assert torch.ones(2, 3).sum(0).shape == (3,)
-        symbol = row_count(2)
-        opened = torch.ones(2).new_empty(torch_private.open_size(symbol, torch.ones(2)), 3)
-        assert traced_size(opened.t().shape[1]) == symbol
     with torch_private.as_compiled():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
@@ -164,3 +161,12 @@ def test_what_is_private() -> None:
     assert not is_private("torch.fx.Graph")
     assert not is_private("torch.__version__")
     assert not is_private("self._nodes")
+
+
+def test_an_open_size_is_equal_to_no_other() -> None:
+    symbol = row_count(2)
+    with torch_private.FakeTensorMode():
+        like = torch.ones(2)
+        one, other = (like.new_empty(torch_private.open_size(each, like), 3) for each in (symbol, row_count(2)))
+    assert traced_size(one.t().shape[1]) == symbol
+    assert one.shape[0].node.hint != other.shape[0].node.hint  # type: ignore[attr-defined]  # of open sizes
