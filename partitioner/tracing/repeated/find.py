@@ -5,6 +5,7 @@
     blocks.2   Block(heads=96, window=256), weights of (36864, 12288) ...       another form
 
 Weights are compared by size and type, everything else by value; objects that do not compare by value are equal to themselves alone.
+Attributes in which such modules differ are left out of the comparison while nobody reads them (``unread_attributes.py``).
 
 Such modules are candidates. The model runs on the meta device, which logs every PyTorch call with its arguments: numbers by value, tensors
 by their source. Candidates of one form with equal logs are copies, and are traced once:
@@ -23,10 +24,11 @@ anything else but arguments shows in the logs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -36,8 +38,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from partitioner.tracing.inputs.ties import first_names
+from partitioner.tracing.repeated.unread_attributes import Attribute, record_reads, recordable
 from partitioner.tracing.restore import preserve
-from passes.ir.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from passes.ir.torch_private import TreeSpec, as_compiled, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = ["LEAST_COPIES", "Copies", "StandIn", "find_copies", "intercept_calls"]
 
@@ -51,19 +54,28 @@ _VALUES = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.l
 
 
 class Forms:
-    """Number the forms of modules: modules of equal class, attribute values, and tensor layouts have equal numbers."""
+    """Number the forms of modules: modules of equal class, attribute values, and tensor layouts have equal numbers.
 
-    def __init__(self) -> None:
+    Args:
+        unread: attributes whose values are not compared; None: no values are.
+    """
+
+    def __init__(self, unread: Collection[Attribute] | None = ()) -> None:
+        self._unread = unread
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, module: nn.Module) -> int:
         """Return the number of a module's form in its current state."""
-        attributes = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+        attributes = {name: self._value(module, name) for name in vars(module) if name not in _REGISTERED}
         own_tensors = {**module._parameters, **module._buffers}  # noqa: SLF001  unlike named_parameters(), these include None
         tensors = [(name, None if tensor is None else layout_of(tensor)) for name, tensor in own_tensors.items()]
         children = [(name, None if child is None else self.number(child)) for name, child in module._modules.items()]  # noqa: SLF001
         form = type(module), comparison_key(attributes, _identity_key), tuple(tensors), tuple(children)
         return self._numbers.setdefault(form, len(self._numbers))
+
+    def _value(self, module: nn.Module, name: str) -> Any:
+        is_unread = self._unread is None or (type(module), name) in self._unread
+        return None if is_unread else vars(module)[name]
 
 
 def alike_modules(model: nn.Module, forms: Forms) -> dict[str, nn.Module]:
@@ -86,6 +98,24 @@ def alike_modules(model: nn.Module, forms: Forms) -> dict[str, nn.Module]:
     return alike
 
 
+def _differing_attributes(model: nn.Module) -> set[Attribute]:
+    """Return the attributes whose values alone tell apart modules that are alike otherwise, as far as their reads can be recorded."""
+    by_form: defaultdict[int, list[nn.Module]] = defaultdict(list)
+    forms = Forms(unread=None)
+    for module in alike_modules(model, forms).values():
+        by_form[forms.number(module)].append(module)
+    differing: set[Attribute] = set()
+    for first, *others in by_form.values():
+        for other in others:
+            for one, another in zip(first.modules(), other.modules(), strict=True):
+                differing |= {(type(one), name) for name in vars(one) if name not in _REGISTERED and not _is_equal(one, another, name)}
+    return {(kind, name) for kind, name in differing if recordable(kind, name)}
+
+
+def _is_equal(one: nn.Module, another: nn.Module, name: str) -> bool:
+    return comparison_key(vars(one)[name], _identity_key) == comparison_key(vars(another)[name], _identity_key)
+
+
 def comparison_key(value: Any, key_of_object: Callable[[Any], Hashable]) -> Hashable:
     """Return a key that is equal for equal values; containers are compared item by item.
 
@@ -104,6 +134,8 @@ def comparison_key(value: Any, key_of_object: Callable[[Any], Hashable]) -> Hash
         return type(value), tuple((comparison_key(key, key_of_object), comparison_key(part, key_of_object)) for key, part in value.items())
     if isinstance(value, slice):
         return slice, comparison_key((value.start, value.stop, value.step), key_of_object)
+    if type(value) is functools.partial:
+        return functools.partial, comparison_key((value.func, value.args, value.keywords), key_of_object)
     return key_of_object(value)
 
 
@@ -165,11 +197,13 @@ class Copies:
         template: path of the module that is traced.
         others: paths of the modules whose graph is copied from the template's.
         stand_in: gives a result like that of each of them.
+        unread: attributes in which they may differ, since nobody has read them.
     """
 
     template: str
     others: tuple[str, ...]
     stand_in: StandIn
+    unread: frozenset[Attribute]
 
 
 @contextlib.contextmanager
@@ -190,13 +224,21 @@ def intercept_calls(modules: Mapping[str, nn.Module], handler: Handler) -> Itera
 
 def find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Copies, ...]:
     """Return the modules of a model that compute the same; none unless a second run, with stand-ins, confirms all of them."""
-    forms = Forms()
+    return _find_copies(model, args, kwargs, frozenset(_differing_attributes(model)))
+
+
+def _find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unread: frozenset[Attribute]) -> tuple[Copies, ...]:
+    """Find copies that may differ in some attributes; those that are read are compared after all."""
+    forms = Forms(unread)
     modules = alike_modules(model, forms)
     if len(modules) < LEAST_COPIES or any("forward" in vars(module) for module in modules.values()):
         return ()
     try:
-        first = _run(model, args, kwargs, _CallLogger(modules, forms, stand_ins={}))
-        copies = _copies(first)
+        with record_reads(unread) as read:
+            first = _run(model, args, kwargs, _CallLogger(modules, forms, stand_ins={}))
+        if read:
+            return _find_copies(model, args, kwargs, unread - read)
+        copies = _copies(first, unread)
         if not copies:
             return ()
         stand_ins = {path: group.stand_in for group in copies for path in group.others}
@@ -214,18 +256,26 @@ class _Log:
 
     Attributes:
         entries: for each call, a key of its function, arguments, modes, and result.
-        sources: id of a tensor -> its source: an argument, a parameter or buffer, or (entry, leaf) of an earlier result.
+        sources: id of a tensor -> its source: an argument, a parameter or buffer, (entry, leaf) of an earlier result, or, of what PyTorch
+            makes unseen (``vmap`` does), the number of its first read.
+        takes_unseen: whether a tensor without a source is given one, as in the rest of the model before it calls a candidate.
         reads_unknown: whether a call has read a tensor without a source.
+        unseen: tensors that were given one, kept alive, so that their ids stay unique.
     """
 
     entries: list[Hashable] = field(default_factory=list)
     sources: dict[int, Hashable] = field(default_factory=dict)
+    takes_unseen: bool = False
     reads_unknown: bool = False
+    unseen: list[Tensor] = field(default_factory=list)
 
     def source_of(self, value: Any) -> Hashable:
         """Return the source of a tensor, and note if it has none; for another object, a key of its identity."""
         if not isinstance(value, Tensor):
             return value if callable(value) and isinstance(value, Hashable) else _identity_key(value)
+        if id(value) not in self.sources and self.takes_unseen:
+            self.sources[id(value)] = "unseen", len(self.unseen)
+            self.unseen.append(value)
         self.reads_unknown |= id(value) not in self.sources
         return self.sources.get(id(value))
 
@@ -264,7 +314,7 @@ class _CallLogger(TorchFunctionMode):
 
     def __init__(self, modules: Mapping[str, nn.Module], forms: Forms, stand_ins: Mapping[str, StandIn]) -> None:
         super().__init__()
-        self.outer = _Log()
+        self.outer = _Log(takes_unseen=True)
         self.calls: list[_Call] = []
         self._log: _Log | None = self.outer  # None: calls are not logged
         self.modules = modules
@@ -288,10 +338,11 @@ class _CallLogger(TorchFunctionMode):
             return forward(*args, **kwargs)
         self._log = None
         arguments, tree = tree_flatten((args, kwargs))
+        entry = path, str(tree), comparison_key(arguments, self.outer.source_of)
+        self.outer.takes_unseen = False
         stand_in = self._stand_ins.get(path)
         result = self._run_module(path, forward, args, kwargs) if stand_in is None else tree_unflatten(stand_in(arguments), stand_in.tree)
         self._alive.append((arguments, result))
-        entry = path, str(tree), comparison_key(arguments, self.outer.source_of)
         self.outer.entries.append((*entry, self.outer.register_result(result)))
         self._log = self.outer
         return result
@@ -337,7 +388,7 @@ def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logge
     replaced = {name: _on_meta(tensor) for name, tensor in state.items() if tensor.device.type != "meta"}
     for name, tensor in (*enumerate(tree_leaves((args, kwargs))), *state.items(), *replaced.items()):
         logger.outer.sources[id(tensor)] = "given", name
-    with preserve(model), intercept_calls(logger.modules, logger.call_module), logger:
+    with preserve(model), intercept_calls(logger.modules, logger.call_module), as_compiled(), logger:
         result = torch.func.functional_call(model, replaced, args, dict(kwargs)) if replaced else model(*args, **kwargs)
     logger.outer.entries.append(logger.outer.register_result(result))
     return logger
@@ -357,7 +408,7 @@ def _modes() -> Hashable:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast
 
 
-def _copies(run: _CallLogger) -> tuple[Copies, ...]:
+def _copies(run: _CallLogger, unread: frozenset[Attribute]) -> tuple[Copies, ...]:
     """Group the modules that are called once by the keys of their calls; return groups of ``LEAST_COPIES`` or more."""
     n_calls = Counter(call.path for call in run.calls)
     alike: defaultdict[Hashable, list[_Call]] = defaultdict(list)
@@ -367,7 +418,7 @@ def _copies(run: _CallLogger) -> tuple[Copies, ...]:
     copies = []
     for template, *others in alike.values():
         if len(others) + 1 >= LEAST_COPIES and template.stand_in is not None:
-            copies.append(Copies(template.path, tuple(other.path for other in others), template.stand_in))
+            copies.append(Copies(template.path, tuple(other.path for other in others), template.stand_in, unread))
     return tuple(copies)
 
 

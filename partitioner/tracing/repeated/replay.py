@@ -29,6 +29,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from partitioner.tracing.repeated.find import Copies, StandIn, intercept_calls
+from partitioner.tracing.repeated.unread_attributes import record_reads
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_keys, mutated_arguments, new_memory
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import OpOverload, tree_flatten, tree_leaves, tree_unflatten
@@ -52,7 +53,11 @@ class NotCopyableError(Exception):
 
 @contextlib.contextmanager
 def trace_copies_once(model: nn.Module, copies: Sequence[Copies]) -> Iterator[None]:
-    """While active, run stand-ins in place of all copies but the templates, and put borders around each copy in the trace."""
+    """While active, run stand-ins in place of all copies but the templates, and put borders around each copy in the trace.
+
+    Raises:
+        NotCopyableError: at the end, if an attribute was read in which the copies differ.
+    """
     stand_ins: dict[str, StandIn] = {path: group.stand_in for group in copies for path in (group.template, *group.others)}
     templates = {group.template for group in copies}
 
@@ -68,8 +73,12 @@ def trace_copies_once(model: nn.Module, copies: Sequence[Copies]) -> Iterator[No
         border([leaf for leaf, (kind, _) in zip(leaves, stand_ins[path].leaves, strict=True) if kind == "like"], path)
         return result
 
-    with intercept_calls({path: model.get_submodule(path) for path in stand_ins}, call):
+    unread = frozenset().union(*(group.unread for group in copies))
+    with intercept_calls({path: model.get_submodule(path) for path in stand_ins}, call), record_reads(unread) as read:
         yield
+    if read:
+        kind, name = min(read, key=str)
+        raise NotCopyableError(f"{kind.__name__}.{name} is read, which is not the same in all copies")
 
 
 def write_copies(program: ExportedProgram, copies: Sequence[Copies]) -> None:

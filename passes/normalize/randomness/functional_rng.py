@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fake_tensors import fake_mode, fake_result
+from passes.graph.fake_tensors import FakeTensorCache, fake_mode
 from passes.graph.lazy_graph_module import rewritten
 from passes.graph.schemas import bound_arguments, draws
 from passes.graph.symbolic_sizes import emit_size, size_of
@@ -45,19 +45,23 @@ def split_randomness(graph: ModelGraph) -> ModelGraph:
     target = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     with fake_mode(graph.graph):
+        fakes = FakeTensorCache.like(graph.graph)
         for node in graph.graph.nodes:
             write = writers.get(node)
-            copies[node] = target.node_copy(node, copies.__getitem__) if write is None else write(_Emitter(graph, target, copies, node))
+            copies[node] = (
+                target.node_copy(node, copies.__getitem__) if write is None else write(_Emitter(graph, target, copies, node, fakes))
+            )
     return rewritten(graph, target, {node.name: copy.name for node, copy in copies.items()})
 
 
 class _Emitter:
     """Writes the calls that replace one node."""
 
-    def __init__(self, graph: ModelGraph, target: fx.Graph, copies: dict[fx.Node, fx.Node], node: fx.Node) -> None:
+    def __init__(self, graph: ModelGraph, target: fx.Graph, copies: dict[fx.Node, fx.Node], node: fx.Node, fakes: FakeTensorCache) -> None:
         self.graph = graph
         self.target = target
         self.node = node
+        self._fakes = fakes
         self.arguments = {name: fx.map_arg(value, copies.__getitem__) for name, value in bound_arguments(node).items()}
         self._batch = next((copy for copy in copies.values() if copy.name == "batch"), None)
 
@@ -66,7 +70,7 @@ class _Emitter:
         label = name or f"{self.node.name}_{getattr(function, '__name__', 'size').partition('.')[0]}"
         node = self.target.create_node("call_function", function, args, kwargs, name=label)
         node.meta = {key: value for key, value in self.node.meta.items() if key != "val"}
-        node.meta["val"] = fake_result(node)
+        self._fakes.describe(node)
         return node
 
     def emit_dropout(self, like: fx.Node, p: float, name: str) -> fx.Node:

@@ -20,6 +20,7 @@ from partitioner.tracing.trace import trace
 from passes.graph.aliasing import aliasing, allocations
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
+from tests.end_to_end.families.families import FAMILIES
 from tests.support.models.attention.gpt import Gpt
 from tests.support.models.zoo import case_named
 from tests.support.running.slow_values import all_but, slow
@@ -107,6 +108,60 @@ class Threshold(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.shape[1] < self.most else x
+
+
+class Indexed(Block):
+    """The index says where a cache is written, if there is one."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.name = index, f"blocks.{index}"
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        if cache is not None:
+            cache[self.index] = x
+        return super().forward(x)
+
+
+class Asked(Indexed):
+    """Asks whether there is an index, and takes no other."""
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        return super().forward(x, cache) * getattr(self, "index", 7)
+
+
+class LargeBatches(Indexed):
+    """The index decides something about a batch that is traced, and not about that of the example."""
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        return super().forward(x, cache) / (self.index + 1 if x.shape[0] > LENGTH else 1)
+
+
+class NamesOfBlocks(Stack):
+    """The model reads what its blocks do not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * (2 if block.name == "blocks.3" else 1)
+        return x
+
+
+class Mapped(Stack):
+    """A mask is made by functions of single elements, before or between blocks."""
+
+    def __init__(self, behind: int) -> None:
+        super().__init__(Indexed)
+        self.behind = behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, places = (torch.arange(size, device=x.device) for size in x.shape[:2])
+        mask = x.new_ones(())
+        for block in self.blocks:
+            if block is self.blocks[self.behind]:
+                pairs = torch.vmap(torch.vmap(lambda row, place: row >= place, (None, 0)), (0, None))
+                mask = pairs(rows, places).unsqueeze(-1)
+            x = block(x * mask)
+        return x
 
 
 class Counting(Block):
@@ -238,6 +293,12 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
     "twice": (lambda: Twice(Block), 3),
     "scaled": (lambda: Stack(Scaled), 0),
     "threshold": (lambda: Stack(Threshold), 0),
+    "indexed": (lambda: Stack(Indexed), 4),
+    "asked": (lambda: Stack(Asked), 0),
+    "large_batches": (lambda: Stack(LargeBatches), 4),
+    "names_of_blocks": (lambda: NamesOfBlocks(Indexed), 0),
+    "mapped": (lambda: Mapped(behind=0), 3),  # behind the product with the mask, the first block has other strides
+    "mapped_between": (lambda: Mapped(behind=2), 0),
     "counting": (lambda: CountingStack(Counting, 9), 0),
     "balanced": (lambda: BalancedStack(Balanced), 0),
     "telling": (lambda: TellingStack(Telling), 0),
@@ -246,7 +307,9 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 def example_of(name: str) -> tuple[Any, ...]:
-    return (torch.zeros(4, 6, dtype=torch.int64),) if name == "gpt" else (torch.zeros(4, LENGTH, WIDTH),)
+    if name == "gpt":
+        return (torch.zeros(4, 6, dtype=torch.int64),)
+    return (torch.zeros(4, 4 if name == "large_batches" else LENGTH, WIDTH),)  # where a length is the batch, another batch is traced
 
 
 def listed(graph: ModelGraph) -> list[Any]:
@@ -296,6 +359,22 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     instance = case_named(name).build()
     full = traced_in_full(monkeypatch, instance.model, instance.args, instance.kwargs)
     assert_equal_graphs(trace(instance.model, instance.args, instance.kwargs), full)
+
+
+@pytest.mark.parametrize("name", ["gpt2", *slow("llama", "mistral", "gemma3", "starcoder2", "opt", "bert", "t5", "vit")])
+def test_blocks_of_transformers_that_know_their_index_are_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (inputs, _) = FAMILIES[name].model(), FAMILIES[name].batch(0)
+    n_written: list[int] = []
+
+    def write(program: Any, copies: tuple[Copies, ...]) -> None:
+        write_copies(program, copies)
+        n_written.append(len(copies[0].others))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "write_copies", write)
+        graph = trace(model, (), inputs)
+    assert n_written == ([] if name == "t5" else [3])  # of T5's two blocks of each kind one computes the bias of positions
+    assert_equal_graphs(graph, traced_in_full(monkeypatch, model, (), inputs))
 
 
 def test_one_of_alike_blocks_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
