@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 
 from partitioner.tracing.carried.same_computation import same_computation
 from partitioner.tracing.carried.watched_values import is_watched_list, watched
+from partitioner.tracing.restore import preserve
 from passes.ir.errors import Place, TraceError
 
 __all__ = ["CarriedValueError", "attributes_of", "record_left", "refuse_carried_values", "refuse_read_tensors"]
@@ -125,18 +126,26 @@ def _mapped(value: Any, change: Callable[[str, Any], Any], path: str, around: fr
     return change(path, sequence) if kind is list else tuple(sequence)
 
 
-def refuse_carried_values(model: nn.Module, before: Attributes, left: Left, export: Callable[[], ExportedProgram]) -> None:
+def refuse_carried_values(
+    model: nn.Module,
+    before: Attributes,
+    left: Left,
+    calls: Callable[[], Hashable | None],
+    export: Callable[[], ExportedProgram],
+) -> None:
     """Refuse a model of which a call reads what the call before it has left in attributes. It may change the attributes.
 
     Args:
         before: the attributes before the traced call.
         left: what that call left.
+        calls: runs the model from the attributes that it has, which it may change, and returns all that it calls; None if that cannot be
+            told.
         export: traces the model from the attributes that it has, which it does not change, with fixed sizes.
 
     Raises:
         CarriedValueError: naming the attributes.
     """
-    if not _changed(before, _by_path(model, left.attributes)):
+    if not _changed(before, _by_path(model, left.attributes)) or _calls_again(model, before, calls):
         return
     with record_left(model) as first_left:
         first = export()
@@ -154,6 +163,18 @@ def refuse_carried_values(model: nn.Module, before: Attributes, left: Left, expo
     still = _changed(after_first, _by_path(model, second_left.attributes))
     if read := [path for path in still if path in second_left.asked]:
         raise _error(model, read)
+
+
+def _calls_again(model: nn.Module, before: Attributes, calls: Callable[[], Hashable | None]) -> bool:
+    """Return whether a second call computes as the first, and leaves what that left, so that all calls behind it do, too.
+
+    False does not say that they differ: only numbers and texts in attributes are compared so, which a trace costs more to tell.
+    """
+    with preserve(model):
+        first, after_first = calls(), attributes_of(model)
+        second, after_second = calls(), attributes_of(model)
+    has_tensors = any(isinstance(value, Tensor) for path, value in after_second.items() if value is not before.get(path))
+    return first is not None and first == second and not has_tensors and not _changed(after_first, after_second)
 
 
 def _changed(before: Attributes, after: Attributes) -> list[str]:

@@ -34,7 +34,7 @@ from partitioner.tracing.export.guards import ConstantRandomComparisons, record_
 from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
-from partitioner.tracing.repeated.find import find_copies
+from partitioner.tracing.repeated.find import calls_of, find_copies
 from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
 from passes.graph.fake_tensors import plain_autograd
@@ -108,7 +108,8 @@ def export(
             program, of_experts = _export(model, inputs, shapes or None)
         assigned = _assigned_attributes(caught)
         refuse_read_tensors(model, before, left, program)
-        refuse_carried_values(model, before, left, lambda: _export(model, inputs, None)[0])
+        calls = functools.partial(calls_of, model, inputs.args, inputs.kwargs)
+        refuse_carried_values(model, before, left, calls, lambda: _export(model, inputs, None)[0])
     notes = (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
     return program, notes, tuple(sorted(questions))
 

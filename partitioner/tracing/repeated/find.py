@@ -4,7 +4,8 @@
     blocks.1   Block(heads=96, window=None), weights of (36864, 12288) ...      alike
     blocks.2   Block(heads=96, window=256), weights of (36864, 12288) ...       another form
 
-Weights are compared by size and type, everything else by value; objects that do not compare by value are equal to themselves alone.
+Weights are compared by size and type, everything else by value; objects that hold something and do not compare by value are equal to
+themselves alone.
 Attributes in which such modules differ are left out of the comparison while nobody reads them (``unread_attributes.py``).
 
 Such modules are candidates. The model runs on the meta device, which logs every PyTorch call with its arguments: numbers by value, tensors
@@ -26,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ from partitioner.tracing.repeated.unread_attributes import Attribute, record_rea
 from partitioner.tracing.restore import preserve
 from passes.ir.torch_private import TreeSpec, as_compiled, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-__all__ = ["LEAST_COPIES", "Copies", "StandIn", "find_copies", "intercept_calls"]
+__all__ = ["LEAST_COPIES", "Copies", "StandIn", "calls_of", "find_copies", "intercept_calls"]
 
 LEAST_COPIES = 3
 """The fewest copies that are worth finding: one of them is traced in any case."""
@@ -136,7 +136,17 @@ def comparison_key(value: Any, key_of_object: Callable[[Any], Hashable]) -> Hash
         return slice, comparison_key((value.start, value.stop, value.step), key_of_object)
     if type(value) is functools.partial:
         return functools.partial, comparison_key((value.func, value.args, value.keywords), key_of_object)
-    return key_of_object(value)
+    return ("stateless", type(value)) if _is_stateless(value) else key_of_object(value)
+
+
+class _Stateless:
+    """Of the size of instances that hold nothing beside their ``__dict__``."""
+
+
+def _is_stateless(value: object) -> bool:
+    """Return whether an object holds nothing, no attributes, slots or parts written in C, so that all of its class do the same."""
+    kind = type(value)
+    return kind.__basicsize__ == _Stateless.__basicsize__ and kind.__itemsize__ == 0 and getattr(value, "__dict__", None) == {}
 
 
 def layout_of(tensor: Tensor) -> Hashable:
@@ -220,6 +230,18 @@ def intercept_calls(modules: Mapping[str, nn.Module], handler: Handler) -> Itera
     finally:
         for module in modules.values():
             del module.forward
+
+
+def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """Return all PyTorch calls of a model on the meta device, equal for equal calls in the same order; None if they cannot be told.
+
+    The model keeps what it changes in its attributes.
+    """
+    try:
+        log = _run(model, args, kwargs, _CallLogger({}, Forms(), stand_ins={}), restored=False).outer
+    except Exception:  # noqa: BLE001  a model that reads values, or cannot run on the meta device
+        return None
+    return None if log.unseen else tuple(log.entries)
 
 
 def find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Copies, ...]:
@@ -364,8 +386,7 @@ class _CallLogger(TorchFunctionMode):
         is_pure = not (changes_attributes or changes_arguments or log.reads_unknown)
         if stand_in is not None and is_pure and all(map(_has_value, arguments)):
             results = tuple(log.source_of(leaf) if isinstance(leaf, Tensor) else comparison_key(leaf, id) for leaf in leaves)
-            lines = tuple((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))  # the graph tells them, too
-            key = form, str(tree), layouts, modes, lines, tuple(log.entries), str(result_tree), results
+            key = form, str(tree), layouts, modes, tuple(log.entries), str(result_tree), results
         self.calls.append(_Call(path, tuple(log.entries), key, stand_in))
         return result
 
@@ -381,14 +402,15 @@ def _module_log(module: nn.Module, arguments: Sequence[Any]) -> _Log:
     return log
 
 
-def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logger: _CallLogger) -> _CallLogger:
-    """Run a model on the meta device under a logger, and return the logger."""
+def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logger: _CallLogger, *, restored: bool = True) -> _CallLogger:
+    """Run a model on the meta device under a logger, and return the logger; ``restored``: whether it has its attributes back then."""
     args, kwargs = tree_map_only(Tensor, _on_meta, (tuple(args), dict(kwargs)))
     state = dict((*model.named_parameters(), *model.named_buffers()))
     replaced = {name: _on_meta(tensor) for name, tensor in state.items() if tensor.device.type != "meta"}
     for name, tensor in (*enumerate(tree_leaves((args, kwargs))), *state.items(), *replaced.items()):
         logger.outer.sources[id(tensor)] = "given", name
-    with preserve(model), intercept_calls(logger.modules, logger.call_module), as_compiled(), logger:
+    kept = preserve(model) if restored else contextlib.nullcontext()
+    with kept, intercept_calls(logger.modules, logger.call_module), as_compiled(), logger:
         result = torch.func.functional_call(model, replaced, args, dict(kwargs)) if replaced else model(*args, **kwargs)
     logger.outer.entries.append(logger.outer.register_result(result))
     return logger

@@ -13,7 +13,7 @@
     border([x_3], "blocks.2")
 
 ``find_copies`` finds these modules. The graph is, node for node, that of a trace of all of them. ``write_copies`` refuses nodes between two
-borders that read more than the module's weights and arguments, write in place, or call a graph: then the model is traced whole.
+borders that read more than the module's weights and arguments, write to these, or call a graph: then the model is traced whole.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def write_copies(program: ExportedProgram, copies: Sequence[Copies]) -> None:
     graph = program.graph
     borders: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
+        if node.meta.get("stack_trace") is not None:
+            node.meta["stack_trace"] = _OWN_FRAMES.sub("", node.meta["stack_trace"])
         if node.target is border:
             borders.setdefault(str(node.args[1]), []).append(node)
     state_placeholders = {str(spec.target): spec.arg.name for spec in program.graph_signature.input_specs if spec.target is not None}
@@ -98,14 +100,12 @@ def write_copies(program: ExportedProgram, copies: Sequence[Copies]) -> None:
     for group in copies:
         template = _Block(group.template, borders, state)
         template.check()
+        _name_modules_from_root(template)
         for path in group.others:
             _write_copy(template, _Block(path, borders, state))
     for pair in borders.values():
         for node in pair:
             graph.erase_node(node)
-    for node in graph.nodes:
-        if "stack_trace" in node.meta and node.meta["stack_trace"] is not None:
-            node.meta["stack_trace"] = _OWN_FRAMES.sub("", node.meta["stack_trace"])
 
 
 _OWN_FRAMES = re.compile(rf'  File "{re.escape(__file__)}", line \d+, in [^\n]*\n(?:    [^\n]*\n)*')
@@ -137,13 +137,14 @@ class _Block:
     def check(self) -> None:
         """Raise NotCopyableError unless the nodes only compute the module's results from its arguments, its weights, and sizes."""
         inside, own_inputs = set(self.nodes), {*self.inputs, *self.state.values()}
+        own_memory = {key for value in own_inputs for _, key in memory_keys(value)}
         for node in self.nodes:
             if node.op != "call_function" or not (isinstance(node.target, OpOverload) or _is_python_operator(node.target)):
                 raise NotCopyableError(f"{node} is no operation")
             if node.target is border:
                 raise NotCopyableError(f"{node} belongs to another module")
-            if mutated_arguments(node):
-                raise NotCopyableError(f"{node} writes in place")
+            if not own_memory.isdisjoint(key for written in mutated_arguments(node) for _, key in memory_keys(written)):
+                raise NotCopyableError(f"{node} writes to what its module is given")
             outside = [argument for argument in node.all_input_nodes if argument not in inside and argument not in own_inputs]
             if node.target not in READS and not all(map(_is_size, outside)):
                 raise NotCopyableError(f"{node} reads what is outside of its module")
@@ -165,9 +166,8 @@ def _write_copy(template: _Block, block: _Block) -> None:
                 copies[node] = node  # each size is counted once, where it is first asked for
                 continue
             copy = copies[node] = graph.node_copy(node, lambda argument: copies.get(argument, argument))
-            stack = _rename_module(node.meta.get("nn_module_stack", {}), template.path, block.path)
             own: dict[str, Any] = {"val": values[node].meta["val"]} if node in values else {OWN_MEMORY: memory.of_copy(node)}
-            copy.meta = {**node.meta, "nn_module_stack": stack, **own}
+            copy.meta = {**node.meta, **_provenance(node, template, block), **own}
     for template_result, stand_in_result in results:
         stand_in_result.replace_all_uses_with(copies[template_result])
     for node in reversed(block.nodes):
@@ -180,8 +180,6 @@ def _check_copyable(template: _Block, block: _Block, pairs: Sequence[tuple[fx.No
     for template_node, node in pairs:
         if _layouts(template_node) != _layouts(node):
             raise NotCopyableError(f"{template_node} and {node} lie in memory in another way")
-    if template.begin.meta.get("stack_trace") != block.begin.meta.get("stack_trace"):
-        raise NotCopyableError(f"{block.path} is called from another line")
     if [*map(template.inputs.index, template.inputs)] != [*map(block.inputs.index, block.inputs)]:
         raise NotCopyableError(f"{block.path} is given one tensor twice where {template.path} is given two")
 
@@ -221,11 +219,35 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
-def _rename_module(stack: Mapping[str, Any], path: str, new_path: str) -> dict[str, Any]:
-    """Return a node's ``nn_module_stack`` with one module's path, also as the prefix of other paths, replaced."""
+def _name_modules_from_root(template: _Block) -> None:
+    """Write the paths of modules in the provenance of a block's nodes from the root of the model.
 
-    def rename(text: str, prefix: str = "") -> str:
-        old = prefix + path
-        return prefix + new_path + text.removeprefix(old) if text == old or text.startswith(f"{old}.") else text
+    Where a model has one module under several names, ``torch.export`` names the modules that a block calls from the block.
+    """
+    n_around, path = len(template.begin.meta.get("nn_module_stack", {})), template.path
+    stacks = {node: [*node.meta.get("nn_module_stack", {}).items()] for node in template.nodes}
+    if all(name.startswith(f"{path}.") for stack in stacks.values() for _, (name, _) in stack[n_around:]):
+        return
+    for node, stack in stacks.items():
+        within = {key.replace(_ROOT, f"{_ROOT}{path}.", 1): (f"{path}.{name}", kind) for key, (name, kind) in stack[n_around:]}
+        node.meta["nn_module_stack"] = {**dict(stack[:n_around]), **within}
 
-    return {rename(key, _ROOT): (rename(module_path), kind) for key, (module_path, kind) in stack.items()}
+
+def _provenance(node: fx.Node, template: _Block, block: _Block) -> dict[str, Any]:
+    """Return where the copy of a template's node comes from: behind the call of its own block, the modules and lines of the template."""
+    within = [*node.meta.get("nn_module_stack", {}).items()][len(template.begin.meta.get("nn_module_stack", {})) :]
+    stack = {
+        _renamed(key, template.path, block.path, _ROOT): (_renamed(path, template.path, block.path), kind) for key, (path, kind) in within
+    }
+    lines = node.meta.get("stack_trace")
+    around, own_around = (each.begin.meta.get("stack_trace") or "" for each in (template, block))
+    return {
+        "nn_module_stack": {**block.begin.meta.get("nn_module_stack", {}), **stack},
+        "stack_trace": None if lines is None else own_around + lines.removeprefix(around),
+    }
+
+
+def _renamed(text: str, path: str, new_path: str, prefix: str = "") -> str:
+    """Return the path of a module, or of one in it, with another path of the module."""
+    old = prefix + path
+    return prefix + new_path + text.removeprefix(old) if text == old or text.startswith(f"{old}.") else text
