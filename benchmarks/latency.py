@@ -2,11 +2,12 @@
 
     python -m benchmarks.latency                                  # every model in every mode, on 4 devices; minutes
     python -m benchmarks.latency --models U-Net --modes auto      # one line, for a quick look
-    python -m benchmarks.latency --reports                        # and pm.graphs, explain() and save_report()
+    python -m benchmarks.latency --reports                        # and the programs of a step, pm.graphs, explain() and save_report()
 
 Each line is a process of its own that builds the model on the meta device, imports what it needs, and then partitions it for training
 once in each mode. Seconds are those of the processor, so that other work on the machine counts little. A dash: the mode does not fit the
-model, and the seconds of its refusal count too.
+model, and the seconds of its refusal count too. A mode writes its programs, with their backward, when they are first asked for: "programs"
+is that, and the simulation of a step; the reports behind it read them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = ["MODELS", "MODES", "Latency", "latencies"]
 DEVICES = 4
 MODES = ("model", "pipeline", "data", "fsdp", "tensor", "sequence", "tile", "auto")
 REPORTS: Mapping[str, Callable[[PartitionedModel], object]] = {
+    "programs": lambda pm: pm.simulate(),
     "graphs": lambda pm: pm.graphs,
     "explain": lambda pm: pm.explain(),
     "report": lambda pm: pm.save_report(f"{tempfile.mkdtemp()}/report.html"),
@@ -178,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
-    parser.add_argument("--reports", action="store_true", help="measure pm.graphs, explain() and save_report() too")
+    parser.add_argument("--reports", action="store_true", help="measure programs, pm.graphs, explain() and save_report() too")
     options = parser.parse_args()
     columns = ("", *REPORTS) if options.reports else ("",)
     print(f"{'s of a processor':18}" + "".join(f"{column or mode:>8} " for mode in options.modes for column in columns), flush=True)

@@ -25,7 +25,7 @@ from passes.analysis.axes import Axes, TensorAxes
 from passes.analysis.axis_names import axis_names
 from passes.graph.provenance import module_path
 from passes.ir.graph import ModelGraph
-from passes.ir.tensor_spec import TensorSpec, numel
+from passes.ir.tensor_spec import TensorSpec, numel, total
 
 __all__ = ["BATCH", "SEQUENCE", "ModelFormula", "OperationFormula", "model_formula"]
 
@@ -188,4 +188,4 @@ def _kept(cost: GraphCost, rows: Mapping[sympy.Symbol, sympy.Symbol]) -> sympy.E
 
 
 def _total(sizes: Iterable[sympy.Expr]) -> sympy.Expr:
-    return sympy.expand(sympy.Add(*(sympy.sympify(size) for size in sizes)))
+    return sympy.expand(sympy.sympify(total(sizes)))

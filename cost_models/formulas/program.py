@@ -26,7 +26,7 @@ from passes.graph.aliasing import memory_keys
 from passes.ir.comm import primitives as communication
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
-from passes.ir.tensor_spec import Size, TensorSpec
+from passes.ir.tensor_spec import Size, TensorSpec, total
 from passes.verify.value_specs import describe_values
 
 __all__ = ["ROWS", "Amount", "Message", "ProgramWork", "program_work"]
@@ -40,22 +40,30 @@ class Amount:
     """Work added up, apart for what arithmetic limits and what memory does.
 
     Attributes:
-        flops: of operations that multiply matrices.
-        bytes: that all other operations move.
         launches: kernels of all.
     """
 
-    flops: Size = 0
-    bytes: Size = 0
     launches: int = 0
+    _flops: list[Size] = field(default_factory=list)
+    _bytes: list[Size] = field(default_factory=list)
 
     def add(self, work: Work) -> None:
         """Count one node's work."""
         if work.products or work.flops:
-            self.flops += work.flops
+            self._flops.append(work.flops)
         else:
-            self.bytes += work.bytes
+            self._bytes.append(work.bytes)
         self.launches += work.launches
+
+    @property
+    def flops(self) -> Size:
+        """Of operations that multiply matrices."""
+        return _rows_for(total(self._flops))
+
+    @property
+    def bytes(self) -> Size:
+        """That all other operations move."""
+        return _rows_for(total(self._bytes))
 
 
 @dataclass(frozen=True)
@@ -139,14 +147,14 @@ class _Reader:
         elif node.target in _KINDS:
             self._work.messages.append(self._message(node, section))
         else:
-            amount.add(_in_rows(node_work(node, self._shapes)))
+            amount.add(node_work(node, self._shapes))
 
     def _count_stage(self, module: StageCall, section: Any, amount: Amount) -> None:
         placeholders = [node for node in module.graph.graph.nodes if node.op == "placeholder"]
         for name, node in zip(module.bound_names, placeholders, strict=False):
             self._hold(name, node)
         for node in module.graph.graph.nodes:
-            amount.add(_in_rows(node_work(node)))
+            amount.add(node_work(node))
         if isinstance(section, Action) and section.kind is ActionKind.FORWARD:
             bound = _storages(placeholders[: len(module.bound_names)])
             saved = _saved_nodes(module.graph.graph)
@@ -167,7 +175,7 @@ class _Reader:
             self._keep(stage, {key: size for key, size in storages.items() if key not in bound})
 
     def _keep(self, stage: int, storages: Mapping[Any, Size]) -> None:
-        self._work.kept[stage] = self._work.kept.get(stage, 0) + _rows_for(sum(storages.values(), start=0))
+        self._work.kept[stage] = self._work.kept.get(stage, 0) + _rows_for(total(storages.values()))
 
     def _hold(self, name: str, node: fx.Node) -> None:
         value = node.meta.get("val")
@@ -212,10 +220,6 @@ def _spec_shapes(value: Any) -> tuple[TensorSpec, ...]:
     if isinstance(value, list | tuple):
         return tuple(shape for item in value for shape in _spec_shapes(item))
     return ()
-
-
-def _in_rows(work: Work) -> Work:
-    return Work(_rows_for(work.flops), _rows_for(work.bytes), work.launches, work.family, work.products)
 
 
 @functools.lru_cache(maxsize=65536, typed=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,7 +12,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-__all__ = ["RowCount", "Size", "TensorSpec", "numel", "row_count"]
+__all__ = ["RowCount", "Size", "TensorSpec", "numel", "row_count", "total"]
 
 Size: TypeAlias = int | sympy.Expr
 """A number, or an expression in the symbols of a program."""
@@ -40,6 +41,14 @@ _COUNTED = itertools.count()
 def numel(shape: Iterable[Size]) -> Any:
     """Return the product of sizes: an int or an expression; typed Any, so that callers can compute with either."""
     return math.prod(shape)
+
+
+def total(sizes: Iterable[Size]) -> Any:
+    """Return the sum of sizes, typed Any as ``numel``; equal ones, of which repeated blocks have many, are counted first."""
+    counts = Counter(sizes)
+    numbers = sum(size * count for size, count in counts.items() if not isinstance(size, sympy.Basic))
+    symbolic = [size * count for size, count in counts.items() if isinstance(size, sympy.Basic)]
+    return sympy.Add(numbers, *symbolic) if symbolic else numbers
 
 
 @dataclass(frozen=True)

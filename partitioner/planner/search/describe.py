@@ -54,7 +54,15 @@ def contender(words: str, solution: Solution) -> Contender:
 
 
 def searched_words(
-    n_plans: int, n_meshes: int, n_all_meshes: int, gap: float, *, interrupted: bool = False, n_choices: int = 1, faster: str = ""
+    n_plans: int,
+    n_meshes: int,
+    n_all_meshes: int,
+    gap: float,
+    *,
+    interrupted: bool = False,
+    n_choices: int = 1,
+    n_left_out: int = 0,
+    faster: str = "",
 ) -> str:
     """Say how many plans a search tried, and what it proved.
 
@@ -63,6 +71,7 @@ def searched_words(
         n_all_meshes: number of candidate meshes; 1: the user named the mesh.
         interrupted: whether the user ended the search.
         n_choices: number of choices of axes that were priced as whole plans on a mesh that the user named.
+        n_left_out: number of such choices that were not priced, since the model has many operations.
         faster: in words, a faster plan with other axes that does not fit the requested mode.
 
     >>> searched_words(12, 4, 11, 0.0)
@@ -73,17 +82,20 @@ def searched_words(
     '1 plan of this mesh was worked out; it is proved that no other is faster, by the same prices'
     >>> searched_words(2, 1, 1, 0.0, n_choices=9)
     '2 plans of this mesh with 9 choices of axes were worked out; it is proved that no other with these axes is faster, by the same prices'
+    >>> searched_words(2, 1, 1, 0.3, n_choices=4, n_left_out=8)
+    '2 plans of this mesh with 4 of 12 choices of axes were worked out; not proved: another could take up to 30 % less time'
     >>> searched_words(3, 20, 90, 0.08, interrupted=True)
     '3 plans on 20 of 90 meshes were worked out before the search was interrupted; not proved: another could take up to 8 % less time'
     """
-    with_axes = f" with {n_choices} choices of axes" if n_choices > 1 else ""
+    of_all = f" of {n_choices + n_left_out}" if n_left_out else ""
+    with_axes = f" with {n_choices}{of_all} choices of axes" if n_choices > 1 or n_left_out else ""
     where = f"of this mesh{with_axes}" if n_all_meshes == 1 else f"on {n_meshes} of {n_all_meshes} meshes"
     done = f"{n_plans} plan{'s' if n_plans != 1 else ''} {where} {'were' if n_plans != 1 else 'was'} worked out"
     done += " before the search was interrupted" if interrupted else ""
     if faster:
         return f"{done}; other axes than the mode means take less time: {faster}"
     if gap == 0.0:
-        return f"{done}; it is proved that no other {'with these axes ' if n_choices > 1 else ''}is faster, by the same prices"
+        return f"{done}; it is proved that no other {'with these axes ' if with_axes else ''}is faster, by the same prices"
     return f"{done}; not proved: another could take up to {100 * gap:.2g} % less time"
 
 

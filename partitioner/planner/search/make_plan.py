@@ -73,7 +73,10 @@ class Sharding:
 
 
 def plan_shardings(
-    shardings: Sequence[Sharding], contenders: Sequence[Sharding] = (), may_take: Callable[[float], bool] = lambda _seconds: True
+    shardings: Sequence[Sharding],
+    contenders: Sequence[Sharding] = (),
+    may_take: Callable[[float], bool] = lambda _seconds: True,
+    n_left_out: int = 0,
 ) -> tuple[Plan, MeshCut | None]:
     """Return the best plan of a mesh over several shardings, with its sharded model; raises as ``make_plan`` does.
 
@@ -81,6 +84,7 @@ def plan_shardings(
         shardings: the planner's own; of equal plans, that of the first is taken.
         contenders: with other axes. All are priced: the reported gap holds for them, too.
         may_take: whether a contender of the mode may be taken if its step takes so many seconds.
+        n_left_out: how many other choices of axes were not priced.
     """
     every = [*shardings, *contenders]
     search = taken = _search(every)
@@ -104,7 +108,7 @@ def plan_shardings(
     gap = max(0.0, 1 - min(search.bound, solution.step_time) / plan.step_time) if plan.step_time else 0.0
     axes_gap = max(0.0, 1 - solution.step_time / plan.step_time) if plan.step_time else 0.0
     faster = f"{fastest.words}, {100 * axes_gap:.2g} % less" if axes_gap else ""
-    searched = searched_words(len(search.solutions), 1, 1, gap, n_choices=len(every), faster=faster)
+    searched = searched_words(len(search.solutions), 1, 1, gap, n_choices=len(every), n_left_out=n_left_out, faster=faster)
     return plan.predicted(searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), taken.best[0].cut
 
 

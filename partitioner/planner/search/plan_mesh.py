@@ -40,6 +40,13 @@ from passes.ir.plan import ATTENTION, Plan
 __all__ = ["plan_mesh", "stages_mode", "with_sharding"]
 
 
+_MOST_OPERATIONS = 2500
+"""Operations of all contenders together: each costs about 0.4 ms, to choose axes beside the named ones, to shard it and to price it."""
+
+_OF_A_TILE = 8
+"""As many operations without halos one operation of a tile costs."""
+
+
 @gc_paused()
 def plan_mesh(
     graph: ModelGraph,
@@ -70,12 +77,12 @@ def plan_mesh(
     mesh = model.with_grid(mesh)
     sharder = _Sharder(model, cluster.first(mesh.size), request, model_prices, mesh)
     shardings = [*sharder.shardings(model, request), *sharder.with_attention()]
-    contenders = sharder.contenders(shardings)
+    contenders, n_left_out = sharder.contenders(shardings)
 
     def may_take(seconds: float) -> bool:
         return seconds < _seconds_without(graph, cluster, request, cost_model, mesh, models)
 
-    plan, chosen = plan_shardings(shardings, contenders, may_take)
+    plan, chosen = plan_shardings(shardings, contenders, may_take, n_left_out)
     assert chosen is not None
     return dataclasses.replace(with_sharding(plan, chosen), weights=weights_digest(graph))
 
@@ -101,10 +108,16 @@ class _Sharder:
         shardings = [self._shard(self._model, self._request, extra_axes=False, attention=attention) for attention in others]
         return [sharding for sharding in shardings if sharding.cut is not None and sharding.cut.shares_attention]
 
-    def contenders(self, known: Sequence[Sharding]) -> list[Sharding]:
-        """Return the mesh with other axes that a user could name, without the cuts of the known shardings."""
+    def contenders(self, known: Sequence[Sharding]) -> tuple[list[Sharding], int]:
+        """Return the mesh with other axes that a user could name, without the cuts of the known shardings, and how many are left out.
+
+        Those that are what the mode means come first, with as many axes as possible; of a model of many operations the others are left out.
+        """
         cuts, contenders = [sharding.cut for sharding in known], list[Sharding]()
-        for names, dimension, is_of_mode in contending_axes(self._model, self._mesh, self._request.constraints):
+        named_axes = [*contending_axes(self._model, self._mesh, self._request.constraints)]
+        named_axes.sort(key=lambda named: (not named[2], -len(named[0])))
+        priced = named_axes[: self._most_contenders()]
+        for names, dimension, is_of_mode in priced:
             constraints = dataclasses.replace(self._request.constraints, axes=dict.fromkeys(names, dimension))
             named = dataclasses.replace(self._request, constraints=constraints)
             words = f"{', '.join(names)} over {dimension}"
@@ -113,7 +126,12 @@ class _Sharder:
                     if not any(sharding.cut is cut for cut in cuts):
                         cuts.append(sharding.cut)
                         contenders.append(dataclasses.replace(sharding, axes=words, is_of_mode=is_of_mode))
-        return contenders
+        return contenders, len(named_axes) - len(priced)
+
+    def _most_contenders(self) -> int:
+        """Return how many contenders are priced."""
+        in_tiles = any(name in TILES for name in self._mesh.names)
+        return _MOST_OPERATIONS // (self._model.n_operations(self._mesh.cutting) * (_OF_A_TILE if in_tiles else 1))
 
     def _shard(self, model: CuttableModel, request: PlanRequest, *, extra_axes: bool, attention: str) -> Sharding:
         mesh = self._mesh

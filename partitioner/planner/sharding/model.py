@@ -118,6 +118,10 @@ class CuttableModel:
                 kinds[kind] = kinds.get(kind, False) or axis in of_parameters
         return dict(sorted(kinds.items()))
 
+    def n_operations(self, cutting: Mesh) -> int:
+        """Count the operations of the graph that a mesh shards: repeated blocks are one, but for tiles."""
+        return sum(node.op == "call_function" for node in self._part_graph(cutting).graph.graph.nodes)
+
     @cached_property
     def has_sequence(self) -> bool:
         """Whether the model has attention over a sequence."""

@@ -6,6 +6,7 @@ all_gather); for any other collective the parts that go to other ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,7 +26,7 @@ from passes.ir.comm.semantics import CollectiveSpec
 from passes.ir.errors import first_few
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
-from passes.ir.tensor_spec import TensorSpec
+from passes.ir.tensor_spec import Size, TensorSpec
 from passes.verify.value_specs import describe_values
 
 __all__ = ["collective_transfers", "sent_by_kind"]
@@ -101,7 +102,14 @@ def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
 
 def _with_numbers(tensor: TensorSpec, values: Mapping[Any, int]) -> TensorSpec:
     """Substitute numbers for the symbols of a shape."""
-    return TensorSpec(tuple(int(sympy.sympify(expected_size(size)).subs(values)) for size in tensor.shape), tensor.dtype)
+    key = tuple(values.items())
+    return TensorSpec(tuple(_number(size, key) for size in tensor.shape), tensor.dtype)
+
+
+@functools.lru_cache(maxsize=65536)
+def _number(size: Size, values: tuple[tuple[Any, int], ...]) -> int:
+    """Return a size for numbers in the place of symbols: programs have many collectives of few shapes."""
+    return int(sympy.sympify(expected_size(size)).subs(dict(values)))
 
 
 def _sent_bytes(node: fx.Node, spec: CollectiveSpec, rank: int, values: Mapping[Any, int]) -> Fraction:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from typing import TypeAlias
 
 from cost_models.formulas.step import StepFormula
 from cost_models.hardware.units import format_bytes, format_seconds
@@ -46,14 +47,15 @@ def page_html(
         choices: the options that the user fixed, with their cost.
         formula: returns the formulas of a step. If it raises, the page gives the reason in their place.
     """
+    bodies = dict(sections(explained, choices))
     parts = (
-        ("Plan", _plan(explained, choices, simulation)),
+        ("Plan", _plan(explained, bodies, simulation)),
         ("Devices", f'<div class="wide">{devices.html()}</div>'),
         ("Drawing", f'<div class="wide">{diagram_svg(partition_diagram(explained))}</div>'),
         ("Weights", _weights(explained)),
         ("Timeline", f'<div class="wide">{simulation.timeline.svg()}</div>'),
         ("Memory", bars_html(simulation.memory)),
-        ("Communication", _communication(explained, simulation)),
+        ("Communication", _communication(explained, bodies, simulation)),
         ("Formulas", _formulas(explained, formula)),
         ("Programs", _programs(explained)),
         ("Notes", _notes(explained)),
@@ -75,15 +77,18 @@ def _tiles(simulation: Simulation) -> str:
     return tiles_html(tiles)
 
 
-def _plan(explained: Explained, choices: Sequence[Pinned], simulation: Simulation) -> str:
+_Bodies: TypeAlias = Mapping[str, Table | Sequence[str]]
+"""The sections of ``explain()``, by title."""
+
+
+def _plan(explained: Explained, bodies: _Bodies, simulation: Simulation) -> str:
     pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in summary(explained, simulation))
     titles = ("PLANS", "PINNED", "AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE")
-    return f"<dl>{pairs}</dl>" + _tables(explained, titles, choices)
+    return f"<dl>{pairs}</dl>" + _tables(bodies, titles)
 
 
-def _tables(explained: Explained, titles: Sequence[str], choices: Sequence[Pinned] = ()) -> str:
-    """Return the sections of ``explain()`` with these titles."""
-    bodies = dict(sections(explained, choices))
+def _tables(bodies: _Bodies, titles: Sequence[str]) -> str:
+    """Return the sections with these titles."""
     return "".join(f'<h3>{title.capitalize()}</h3><div class="wide">{_body(bodies[title])}</div>' for title in titles if title in bodies)
 
 
@@ -96,8 +101,8 @@ def _weights(explained: Explained) -> str:
     return f'<div class="weights">{drawings}</div>' if drawings else ""
 
 
-def _communication(explained: Explained, simulation: Simulation) -> str:
-    return f'<div class="wide">{matrix_html(simulation.communication, explained.mesh.size)}</div>' + _tables(explained, ("COMMUNICATION",))
+def _communication(explained: Explained, bodies: _Bodies, simulation: Simulation) -> str:
+    return f'<div class="wide">{matrix_html(simulation.communication, explained.mesh.size)}</div>' + _tables(bodies, ("COMMUNICATION",))
 
 
 def _formulas(explained: Explained, formula: Callable[[], StepFormula]) -> str:

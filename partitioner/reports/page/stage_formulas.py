@@ -10,6 +10,7 @@ from torch import Tensor
 from cost_models.graph_cost import graph_cost
 from partitioner.reports.sources import Explained
 from passes.graph.symbolic_sizes import size_of
+from passes.ir.tensor_spec import total
 
 __all__ = ["stage_formulas"]
 
@@ -28,14 +29,14 @@ def stage_formulas(explained: Explained) -> Mapping[str, sympy.Expr]:
     formulas: dict[str, sympy.Expr] = {}
     for stage in lowered.stages:
         nodes = [node for node in stage.module.graph.nodes if node.name in costs]
-        formulas[f"forward FLOPs of stage {stage.index}"] = in_rows(sympy.Add(*(costs[node.name].forward.flops for node in nodes)))
+        formulas[f"forward FLOPs of stage {stage.index}"] = in_rows(total(costs[node.name].forward.flops for node in nodes))
         values = {node.name: node.meta.get("val") for node in stage.module.graph.nodes}
         sent = [values[name] for name in stage.outputs if stage.index + 1 < len(lowered.stages)]
         if sent:
-            formulas[f"bytes of activations that leave stage {stage.index}"] = in_rows(sympy.Add(*map(_bytes, sent)))
+            formulas[f"bytes of activations that leave stage {stage.index}"] = in_rows(total(map(_bytes, sent)))
     for stage, training in zip(lowered.stages, lowered.training, strict=False):
         saved = [value for value in training.saved_values if isinstance(value, Tensor)]
-        formulas[f"bytes that stage {stage.index} keeps for its backward"] = in_rows(sympy.Add(*map(_bytes, saved)))
+        formulas[f"bytes that stage {stage.index} keeps for its backward"] = in_rows(total(map(_bytes, saved)))
     return formulas
 
 

@@ -18,6 +18,7 @@ from passes.ir.comm.primitives import send
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import owning_pipelines, pipelines
 from passes.ir.plan import Plan
+from passes.ir.tensor_spec import total
 from passes.spmd.shard_stages import StagedCut
 
 __all__ = ["mesh_table"]
@@ -90,10 +91,10 @@ def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedC
             graph = graphs[stages.stage_ranks[stage.index][0]]
             if id(graph) not in flops:
                 flops[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
-            total = sympy.Add(*(flops[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
+            of_stage = sympy.sympify(total(flops[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
             batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
             for microbatch, rows in enumerate(batches):
                 rank = ranks[stages.rank_of(stage.index, microbatch)]
                 if home[rank] == number:
-                    work[rank] += float(total.subs(graph.batch, rows)) if graph.batch is not None else float(total)
+                    work[rank] += float(of_stage.subs(graph.batch, rows)) if graph.batch is not None else float(of_stage)
     return work
