@@ -13,7 +13,8 @@ With W the time of all units for one microbatch, M microbatches, R ranks, and L 
     in a loop        about (M + (R - 1) / 4) W / R     of two rounds: see ``_step_of_loop``
     on a V           about (M + f (R - 1) / 4) W / R   ranks start one after the other; more if M < 2 R: see ``v_schedules``
 
-``L >= W / R``, but units are not divided: of 96 blocks and a head on 16 ranks, some rank has six blocks and the head, or seven blocks.
+``L >= W / R``, but units are not divided: of 96 blocks and a head on 16 ranks, some rank has six blocks and the head, or seven blocks. And
+ranks of different speeds share the work in proportion: stages on one device and on three, three times as fast, take 3/4 W of the faster.
 
 Collectives inside stages are part of W, but how they are distributed over stages is not known: those of a split backward count as on the
 stage where they count least.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -33,13 +35,31 @@ from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.solvers.stage_problem import Floats
 from partitioner.schedules.catalog import SCHEDULES
 
-__all__ = ["least_load", "least_shared_step", "least_step"]
+__all__ = ["least_load", "least_shared_step", "least_step", "shared_load"]
 
 _ALIKE = 1e-9
 """Relative differences up to which sums of units are the same."""
 
 _MOST_SUMS = 600
 """Distinct sums of runs up to which those of several runs are told apart."""
+
+
+def shared_load(seconds: Floats, kinds: Sequence[int]) -> float:
+    """Return a lower bound of the load of the busiest rank where ranks need different times for a unit.
+
+    With T(k) the seconds of all units on kind k, a load of L on every rank r means ``sum over r of load(r) / T(k(r)) <= L sum of 1 / T``,
+    and every unit u adds at least the least of its ``seconds(u, k) / T(k)`` to the left side.
+
+    Args:
+        seconds: (N, K) of each unit on each kind of rank.
+        kinds: the kind of each rank.
+    """
+    present = sorted(set(kinds))
+    totals = seconds[:, present].sum(axis=0)
+    if not totals.all():
+        return 0.0
+    rates = sum(kinds.count(kind) / total for kind, total in zip(present, totals, strict=True))
+    return float((seconds[:, present] / totals).min(axis=1).sum() / rates)
 
 
 def least_load(seconds: Floats, n_parts: int, n_runs: int) -> float:

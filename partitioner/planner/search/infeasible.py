@@ -14,7 +14,7 @@ from partitioner.options.constraints import Constraints
 from partitioner.planner.pipeline.candidates import Candidate, may_cut_batch, schedules
 from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.search.mesh_problem import MeshProblem
-from partitioner.planner.solvers.min_max_dp import shortfall, solve
+from partitioner.planner.solvers.min_max_dp import fits, shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
 from passes.ir.mesh import Mesh, mesh_words
 
@@ -185,4 +185,4 @@ def _fits(problems: PipelineProblems, candidate: Candidate, n_places: int) -> bo
         problems.prices,
         problems.cost_model,
     )
-    return solve(larger.problem(replace(candidate, replicas=()))) is not None
+    return fits(larger.problem(replace(candidate, replicas=())))

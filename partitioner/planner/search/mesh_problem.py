@@ -16,7 +16,7 @@ import numpy as np
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
-from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step
+from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step, shared_load
 from partitioner.planner.costs.links import LinkTable
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidate import StagedModel, StageSums, stage_model
@@ -100,6 +100,7 @@ class MeshProblem:
         self._problems: dict[Recompute, PipelineProblems] = {}
         self._least_steps: dict[tuple[Recompute, Candidate], float] = {}
         self._loads: dict[tuple[Recompute, int, int, int], float] = {}
+        self._shared_loads: dict[tuple[Recompute, int], float] = {}
 
     @cached_property
     def n_places(self) -> int:
@@ -179,6 +180,7 @@ class MeshProblem:
             slowest = self._least_load(problems, rows, n_stages, 1)
         else:
             load, slowest = max(whole / n_ranks, longest), max(whole / n_stages, longest)
+        load = max(load, self._shared_load(problems, rows))
         step = least_step(candidate, n_ranks, whole, load, slowest, shares)
         return step * (1 - _ROUNDING) + self._least_sums
 
@@ -219,6 +221,16 @@ class MeshProblem:
         if key not in self._loads:
             self._loads[key] = least_load(problems.prices.times(rows).least, n_parts, n_runs)
         return self._loads[key]
+
+    def _shared_load(self, problems: PipelineProblems, rows: int) -> float:
+        """Return ``schedule_bounds.shared_load`` for a microbatch of ``rows`` samples, cached; 0 if all places are of one kind."""
+        if len(self.kinds) == 1:
+            return 0.0
+        key = (problems.prices.recompute, rows)
+        if key not in self._shared_loads:
+            kinds = [problems.prices.kinds.index(device) for device in self.places.devices]
+            self._shared_loads[key] = shared_load(problems.prices.times(rows).seconds, kinds)
+        return self._shared_loads[key]
 
     def lower_bounds(self, policy: Recompute, candidate: Candidate, below: float) -> LowerBounds:
         """Return lower bounds of a candidate over all cuts whose stages fit the memory.

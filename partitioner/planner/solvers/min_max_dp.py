@@ -28,7 +28,7 @@ from partitioner.planner.solvers.shared_rank_memory import Search, fits_together
 from partitioner.planner.solvers.stage_problem import StageProblem
 from partitioner.planner.solvers.stage_tables import best_bottleneck, bottleneck_table, price_table, shortfall_table
 
-__all__ = ["StageCuts", "shortfall", "solve"]
+__all__ = ["StageCuts", "fits", "shortfall", "solve"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,15 @@ def solve(problem: StageProblem, slack: float = 0.0) -> StageCuts | None:
     parts = (_solve_alone(RunCosts(problem, limits), slack, alone.bottleneck) for limits in split_limits(problem, alone.starts))
     known = min((cuts for cuts in parts if cuts is not None), key=lambda cuts: cuts.bottleneck, default=None)
     return _solve_together(problem, slack, known)
+
+
+def fits(problem: StageProblem) -> bool:
+    """Return whether there are cuts that fit the limits, or, among several stages on nearly full ranks, whether the search found some."""
+    if problem.n_units < problem.n_stages:
+        return False
+    if len(set(problem.rank)) < problem.n_stages:
+        return solve(problem) is not None
+    return float(shortfall_table(RunCosts(problem), 0.0)[0, 0]) <= 0
 
 
 def shortfall(problem: StageProblem) -> float:

@@ -256,6 +256,21 @@ class RunCosts:
         lengths: Integers = np.maximum(np.minimum(ends - np.arange(n), self._longest_permitted.max(axis=1)), 0)
         return lengths
 
+    def longest_within(self, excess: float) -> Integers:
+        """Return (N,) the units of the longest permitted run from each unit that could exceed a stage's memory by ``excess`` bytes at most.
+
+        A run holds at least the items whose first user is in it.
+        """
+        units, n = self.problem.units, self.problem.n_units
+        fixed, kept, gradients = (_at_first_users(uses, n) for uses in (units.fixed_uses, units.kept_uses, units.gradient_uses))
+        least = fixed + self._in_flight.min() * kept, fixed + self._later.min() * kept + gradients
+        most, longest = (self.stage_limit.max() + excess) * (1 + _ROUNDING), self._longest_permitted.max(axis=1)
+        for sizes in least:
+            sums = np.concatenate([[0.0], np.cumsum(sizes)])
+            ends = np.searchsorted(sums, sums[:-1] + most, side="right") - 1
+            longest = np.minimum(longest, ends - np.arange(n))
+        return np.maximum(longest, 0)
+
     def stages(self, runs: Runs, bound: float) -> slice:
         """Return the stages that can start in a block if none computes for longer than ``bound`` seconds."""
         starts = runs.starts
@@ -333,6 +348,13 @@ class RunCosts:
         sent = np.rint(runs.leaving[1] + runs.entering[1]).astype(np.int64)
         price: Integers = sent * (int(self.problem.units.depth.max(initial=0)) * self.problem.n_stages + 1) + depth
         return price
+
+
+def _at_first_users(uses: Uses, n_units: int) -> Floats:
+    """Return (N,) the amounts of the items of which each unit is the first user, in the kind of stage where they are least."""
+    is_first = uses.before < 0
+    amounts = uses.amount if uses.amount.ndim == 1 else uses.amount.min(axis=1)
+    return np.bincount(uses.unit[is_first], amounts[is_first], n_units)
 
 
 def _message_seconds(links: Floats, messages: Floats) -> Floats:

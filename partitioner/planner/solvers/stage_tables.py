@@ -49,7 +49,7 @@ def bottleneck_table(costs: RunCosts, bound: float) -> Floats:
 
 def affordable_blocks(costs: RunCosts, bound: float) -> Iterator[tuple[Runs, slice]]:
     """Yield (block of runs, the stages that they could be), for stages of at most ``bound`` seconds, the last block first."""
-    for block in costs.blocks(costs.longest(bound)):
+    for block in costs.blocks(np.minimum(costs.longest(bound), costs.longest_within(0.0))):
         runs, stages = costs.affordable(block), costs.stages(block, bound)
         if runs.width and stages.start < stages.stop:
             yield runs, stages
@@ -132,8 +132,7 @@ def price_table(costs: RunCosts, bottleneck: float) -> PriceTable:
 def shortfall_table(costs: RunCosts, excess: float) -> Floats:
     """Return (S + 1, N + 1) the largest number of bytes by which a stage exceeds its limit; exact where it is at most ``excess``."""
     table = _table(costs)
-    everything = np.full(costs.problem.n_units, costs.problem.n_units)
-    for block in costs.blocks(everything):
+    for block in costs.blocks(costs.longest_within(excess)):
         runs, stages = costs.affordable(block, excess), costs.stages(block, np.inf)
         if runs.width and stages.start < stages.stop:
             lacking = costs.memory(runs, stages) - costs.stage_limit[stages, None, None]

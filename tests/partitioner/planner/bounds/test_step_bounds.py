@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step
+from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step, shared_load
 from partitioner.planner.bounds.v_schedules import least_on_v
 from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
@@ -371,3 +371,23 @@ def held_later(schedule: Schedule, stage: int) -> int:
         before = [action.kind for action in actions[: place + 1]]
         held.append(before.count(ActionKind.FORWARD) - sum(end < place for end in ends))
     return max(held, default=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_unlike_ranks_share_the_work(seed: int) -> None:
+    """However units are given to ranks, the busiest one has at least the bound, which equal speeds and small units reach."""
+    generator = random.Random(seed)
+    n_units, n_kinds = generator.randint(1, 6), generator.randint(1, 3)
+    seconds = np.array([[generator.uniform(0.1, 1.0) for _ in range(n_kinds)] for _ in range(n_units)])
+    kinds = [generator.randrange(n_kinds) for _ in range(generator.randint(1, 3))]
+    busiest = (
+        max(sum(seconds[unit, kind] for unit in range(n_units) if ranks[unit] == rank) for rank, kind in enumerate(kinds))
+        for ranks in itertools.product(range(len(kinds)), repeat=n_units)
+    )
+    assert shared_load(seconds, kinds) <= min(busiest) * (1 + 1e-12)
+
+
+def test_ranks_three_times_as_fast_take_three_quarters() -> None:
+    assert shared_load(np.array([[1.0, 3.0]] * 8), [0, 1]) == pytest.approx(8 * 3 / 4)
+    assert shared_load(np.array([[1.0]] * 8), [0, 0]) == pytest.approx(4)
+    assert shared_load(np.zeros((8, 2)), [0, 1]) == 0
