@@ -269,7 +269,8 @@ class RunCosts:
             sums = np.concatenate([[0.0], np.cumsum(sizes)])
             ends = np.searchsorted(sums, sums[:-1] + most, side="right") - 1
             longest = np.minimum(longest, ends - np.arange(n))
-        return np.maximum(longest, 0)
+        at_least_none: Integers = np.maximum(longest, 0)
+        return at_least_none
 
     def stages(self, runs: Runs, bound: float) -> slice:
         """Return the stages that can start in a block if none computes for longer than ``bound`` seconds."""
@@ -354,7 +355,8 @@ def _at_first_users(uses: Uses, n_units: int) -> Floats:
     """Return (N,) the amounts of the items of which each unit is the first user, in the kind of stage where they are least."""
     is_first = uses.before < 0
     amounts = uses.amount if uses.amount.ndim == 1 else uses.amount.min(axis=1)
-    return np.bincount(uses.unit[is_first], amounts[is_first], n_units)
+    sums: Floats = np.bincount(uses.unit[is_first], amounts[is_first], n_units).astype(float)
+    return sums
 
 
 def _message_seconds(links: Floats, messages: Floats) -> Floats:
