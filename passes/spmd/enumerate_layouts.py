@@ -14,20 +14,19 @@ The layout of a call is computed for each choice of these groups. Groups on whic
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import fx
 
 from passes.analysis.axes import Axes, returned_values
 from passes.graph.symbolic_sizes import ValueBytes
-from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard
 from passes.spmd.propagate import Cut, LayoutWalk
 
-__all__ = ["CallLayout", "HeldLayout", "LayoutChoices", "Outcomes", "TooManyChoicesError", "layout_choices"]
+__all__ = ["CallLayout", "HeldLayout", "LayoutChoices", "Outcomes", "layout_choices"]
 
 _T = TypeVar("_T")
 
@@ -35,16 +34,7 @@ MOST = 2**12
 """The most choices that one call may depend on."""
 
 
-class TooManyChoicesError(ConfigError):
-    """A call depends on too many groups: ``groups``."""
-
-    def __init__(self, groups: Sequence[int]) -> None:
-        super().__init__(f"an operation depends on {len(groups)} choices", remedy="leave groups out")
-        self.groups = tuple(groups)
-
-
-@dataclass(frozen=True)
-class CallLayout:
+class CallLayout(NamedTuple):
     """The layout of a call, along the mesh dimension, under one choice.
 
     Attributes:
@@ -85,6 +75,23 @@ class Outcomes(Generic[_T]):
     scope: tuple[int, ...]
     found: Mapping[tuple[int, ...], _T]
 
+    def without(self, groups: Collection[int]) -> Outcomes[_T]:
+        """Return the same table for the choices that cut none of some groups."""
+        if not set(groups) & set(self.scope):
+            return self
+        places = [place for place, group in enumerate(self.scope) if group not in groups]
+        never = [place for place, group in enumerate(self.scope) if group in groups]
+        found = {
+            tuple(choice[place] for place in places): outcome
+            for choice, outcome in self.found.items()
+            if not any(choice[place] for place in never)
+        }
+        return Outcomes(tuple(self.scope[place] for place in places), found)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Outcomes[_T]:
+        """Return the same table with other numbers of groups, in the same order."""
+        return Outcomes(tuple(numbers[group] for group in self.scope), self.found)
+
     def at(self, scope: Sequence[int], choice: Sequence[int]) -> _T:
         """Return the result under a choice of a larger scope."""
         return self.found[tuple(choice[scope.index(group)] for group in self.scope)]
@@ -107,14 +114,15 @@ class LayoutChoices:
     Attributes:
         calls: call -> its layouts; ``"output"``: the reshards of results of the model.
         held: parameter, buffer or constant -> its layouts.
+        groups: the groups to choose from, by their numbers among those that were asked for; tables number these anew.
     """
 
     calls: Mapping[str, Outcomes[CallLayout]]
     held: Mapping[str, Outcomes[HeldLayout]]
+    groups: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """A value during the walk.
 
     Attributes:
@@ -137,6 +145,7 @@ def layout_choices(
     *,
     rows: bool = False,
     value_bytes: ValueBytes | None = None,
+    narrowest: Callable[[Sequence[int]], Sequence[int]] = lambda groups: groups,
 ) -> LayoutChoices:
     """Return the layout of every call for every choice that it depends on.
 
@@ -146,30 +155,53 @@ def layout_choices(
         fixed: axes that are always cut, more expensive than those of ``groups``.
         rows: whether the dimension cuts the batch, which is then among ``fixed``.
         value_bytes: those of the graph, if it is walked often.
-
-    Raises:
-        TooManyChoicesError: a call depends on too many groups.
+        narrowest: sorts groups by how little is lost without them: if one call depends on too many, the first half is cut by no choice.
     """
     # All axes that may be cut: the walk derives ``beside_rows`` from them once. Each visit then assigns the axes of its choice.
     may_be_cut = {dimension[0]: [*fixed, *(axis for group in groups for axis in group)]}
     of_rows = (dimension[0],) if rows else ()
     walk = LayoutWalk(graph, axes, (dimension,), may_be_cut, of_rows, "rows", None, value_bytes or ValueBytes(graph))
-    choices = _Choices(walk, groups, fixed)
+    choices = _Choices(walk, groups, fixed, narrowest)
     for node in graph.graph.nodes:
         choices.visit(node)
-    return LayoutChoices(choices.calls, {name: choices.held(name) for name in walk.weights})
+    return choices.result()
 
 
 class _Choices:
     """Runs a ``LayoutWalk`` over each node once for each choice that the node depends on."""
 
-    def __init__(self, walk: LayoutWalk, groups: Sequence[Sequence[int]], fixed: Sequence[int]) -> None:
-        self._walk = walk
+    def __init__(
+        self,
+        walk: LayoutWalk,
+        groups: Sequence[Sequence[int]],
+        fixed: Sequence[int],
+        narrowest: Callable[[Sequence[int]], Sequence[int]],
+    ) -> None:
+        self._walk, self._narrowest = walk, narrowest
+        self._left = list(range(len(groups)))
         self._places = [dict.fromkeys(group, len(fixed) + number) for number, group in enumerate(groups)]
         self._fixed = {axis: place for place, axis in enumerate(fixed)}
         self._group_of = {axis: number for number, group in enumerate(groups) for axis in group}
         self._states: dict[str, Outcomes[_State]] = {}
-        self.calls: dict[str, Outcomes[CallLayout]] = {}
+        self._calls: dict[str, Outcomes[CallLayout]] = {}
+
+    def result(self) -> LayoutChoices:
+        """Return the layouts after all nodes were visited, with the groups that are left numbered from 0."""
+        numbers = {group: number for number, group in enumerate(self._left)}
+        calls = {name: outcomes.renumbered(numbers) for name, outcomes in self._calls.items()}
+        held = {name: self._held(name).renumbered(numbers) for name in self._walk.weights}
+        return LayoutChoices(calls, held, tuple(self._left))
+
+    def _scope(self, call_groups: Collection[int], read: Iterable[str]) -> tuple[int, ...]:
+        """Return the groups that a call depends on: its own, and those of its operands; drop some if these are too many."""
+        while True:
+            scope = tuple(sorted({*call_groups}.intersection(self._left).union(*(self._states[name].scope for name in read))))
+            if 2 ** len(scope) <= MOST:
+                return scope
+            dropped = frozenset(self._narrowest(scope)[: (len(scope) + 1) // 2])
+            self._left = [group for group in self._left if group not in dropped]
+            self._states = {name: outcomes.without(dropped).reduced() for name, outcomes in self._states.items()}
+            self._calls = {name: outcomes.without(dropped) for name, outcomes in self._calls.items()}
 
     def visit(self, node: fx.Node) -> None:
         """Compute the layouts of one node, and the states after it of the values that it reads or gives."""
@@ -183,9 +215,7 @@ class _Choices:
         read = dict.fromkeys(operand.name for operand in operands if operand.name in self._states)
         call_axes = (*walk.axes.of_calls.get(node.name, ()), *walk.axes.slid_over.get(node.name, ()))
         call_groups = {self._group_of[axis] for axis in call_axes if axis in self._group_of}
-        scope = tuple(sorted(call_groups.union(*(self._states[name].scope for name in read))))
-        if 2 ** len(scope) > MOST:
-            raise TooManyChoicesError(scope)
+        scope = self._scope(call_groups, read)
         layouts: dict[tuple[int, ...], CallLayout] = {}
         after: dict[str, dict[tuple[int, ...], _State]] = {name: {} for name in (*read, node.name)}
         cache: dict[object, tuple[CallLayout, dict[str, _State]]] = {}
@@ -199,7 +229,7 @@ class _Choices:
             for name, state in states.items():
                 after[name][choice] = state
         if node.name in walk.needs:
-            self.calls[node.name] = Outcomes(scope, layouts)
+            self._calls[node.name] = Outcomes(scope, layouts)
         for name, table in after.items():
             if table:
                 self._states[name] = Outcomes(scope, table).reduced()
@@ -255,7 +285,7 @@ class _Choices:
         keys = [(name, place) for place in range(max(len(gives), 1))]
         return _State(tuple(walk.current[key][0] if key in walk.current else None for key in keys), gives)
 
-    def held(self, name: str) -> Outcomes[HeldLayout]:
+    def _held(self, name: str) -> Outcomes[HeldLayout]:
         """Return the layouts of a parameter, buffer or constant after all its readers were visited."""
         states = self._states.get(name)
         if states is None:

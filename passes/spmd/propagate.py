@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -180,6 +180,7 @@ class LayoutWalk:
         self.current: dict[tuple[str, int], list[Placement | None]] = {}
         self._summed_together = summed_together(graph.graph, axes)
         self._unambiguous: dict[tuple[str, Cut], bool] = {}
+        self._mutated: dict[fx.Node, frozenset[str]] = {}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.weights}
         self.cuts: dict[str, tuple[Cut | None, ...]] = {}
         self.needs: dict[str, tuple[Layout, ...]] = {}
@@ -446,7 +447,11 @@ class LayoutWalk:
 
     def _can_write(self, call: CallAlong, cut: Cut) -> bool:
         """Return whether a call writes its mutated operands in a layout that can be stored: not Varying, nor a sharded buffer."""
-        mutated = {argument.name for argument in mutated_arguments(call.node)}
+        if call.node not in self._mutated:
+            self._mutated[call.node] = frozenset(argument.name for argument in mutated_arguments(call.node))
+        mutated = self._mutated[call.node]
+        if not mutated:
+            return True
         needs = {operand.name: call.need(cut, position) for position, operand in enumerate(call.operands) if operand.name in mutated}
         sharded_buffer = any(isinstance(need, Shard) and name in self.graph.updates for name, need in needs.items())
         return not sharded_buffer and not any(isinstance(need, Varying) for need in needs.values())
@@ -562,16 +567,14 @@ class LayoutWalk:
 # -- one call ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The loop (``factor``) of a call that one mesh dimension cuts, and the cut one of the loop's axes."""
 
     factor: int
     axis: int
 
 
-@dataclass(frozen=True)
-class CallAlong:
+class CallAlong(NamedTuple):
     """One call along one mesh dimension.
 
     Attributes:

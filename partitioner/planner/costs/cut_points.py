@@ -4,7 +4,8 @@
                                             `-- a list crosses: one unit --'
 
 A boundary between two nodes is a cut point unless something crosses it that cannot be sent: a list of tensors, an integer, a tensor whose
-size is no function of the batch, memory that is written later, or a written buffer that both sides use. Replicable nodes
+size is no function of the batch, memory that is written later, or a written buffer that both sides use. What nobody reads, a number that is
+drawn and forgotten, is no unit of its own: in another mode of the model a stage of it would be empty. Replicable nodes
 (``passes.analysis.replicable``) belong to no unit: every stage computes those that it needs.
 
 How the units of a folded model repeat:
@@ -31,7 +32,7 @@ from torch import fx
 
 from partitioner.planner.solvers.stage_problem import Integers, Shared, Value
 from passes.analysis.replicable import replicable_nodes
-from passes.graph.aliasing import aliasing
+from passes.graph.aliasing import aliasing, mutated_arguments
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 
@@ -88,7 +89,7 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
     nodes = [node for node in graph.computing_nodes() if node.name not in replicable]
     position = {node.name: index for index, node in enumerate(nodes)}
     may_begin = [at is None or node.name in at for node in nodes]  # whether a unit may begin with the node
-    for first, last in (*_untransferable(graph, nodes, position), *_written_memory(graph, position)):
+    for first, last in (*_untransferable(graph, nodes, position), *_written_memory(graph, position), *_unread(graph, nodes)):
         may_begin[first + 1 : last + 1] = [False] * (last - first)
     units = _units(nodes, may_begin)
     unit_of = {name: index for index, unit in enumerate(units) for name in unit}
@@ -135,6 +136,14 @@ def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mappi
             last = len(position) - 1 if node.name in returned else max(readers, default=0)
             if last > position[node.name]:
                 yield position[node.name], last
+
+
+def _unread(graph: ModelGraph, nodes: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
+    """Yield the positions of each node that nobody reads, and of the node behind it; of the last node, of the one in front."""
+    returned = set(graph.returned)
+    for index, node in enumerate(nodes):
+        if not (node.users or node.name in returned or mutated_arguments(node)) and len(nodes) > 1:
+            yield (index, index + 1) if index + 1 < len(nodes) else (index - 1, index)
 
 
 def _can_be_sent(node: fx.Node, batch: sympy.Symbol | None) -> bool:

@@ -64,6 +64,12 @@ _MOST_CUT_ACTIONS = 100_000
 _MOST_MESHES = 200
 """Limit of the search: meshes opened."""
 
+_MOST_UNITS = 12_000
+"""Limit of the search once there is a solution: units of all opened meshes. To shard and price one takes about 0.2 ms."""
+
+_MOST_RUNS = 100_000_000
+"""Limit of the search once there is a solution: runs of units in tables of stages, of which one takes about 15 ns."""
+
 
 @dataclass(frozen=True, eq=False)
 class Option:
@@ -155,7 +161,7 @@ class PlanSearch:
         self.refusals: list[ConfigError] = []
         self.bound, self.interrupted = 0.0, False
         self._queue: list[tuple[float, int, float, ClosedMesh | Option]] = []  # (expected time, number, lower bound, item)
-        self._n_added = self._n_solved = self._n_actions = 0
+        self._n_added = self._n_solved = self._n_actions = self._n_units = self._n_runs = 0
         self._unproved: list[float] = []
 
     def add(self, bound: float, item: ClosedMesh | Option) -> None:
@@ -169,13 +175,14 @@ class PlanSearch:
     ) -> None:
         """Queue the candidates of a mesh; ``axes``: the axes that the user named for it, in words."""
         self.meshes.append(problem)
+        self._n_units += len(problem.part.points.units)
         for policy, candidate in candidates:
             bound = problem.bound(policy, candidate) if policy == "none" else problem.bound_of_any(candidate)
             self.add(bound, Option(problem, cut, policy, candidate, axes=axes))
 
-    def run(self) -> None:
-        """Search until no candidate left can beat the best solution, or a limit is reached."""
-        while self._queue and not self._has_searched_enough():
+    def run(self, *, until_solved: bool = False) -> None:
+        """Search until no candidate left can beat the best solution, or a limit is reached; ``until_solved``: or there is a solution."""
+        while self._queue and not self._has_searched_enough() and not (until_solved and self.best is not None):
             _, _, bound, item = heapq.heappop(self._queue)
             if self._is_beaten(bound):
                 continue
@@ -189,7 +196,7 @@ class PlanSearch:
         """Set ``bound``: tighten the bounds of the items left, lowest first, until the lowest is tight or that of a simulated candidate."""
         left = [(bound, number, item) for _, number, bound, item in self._queue if not self._is_beaten(bound)]
         heapq.heapify(left)
-        while left and left[0][0] < self._least_unproved and len(self.meshes) < _MOST_MESHES and not self.interrupted:
+        while left and left[0][0] < self._least_unproved and not self._is_too_long and not self.interrupted:
             bound, _, item = heapq.heappop(left)
             self._queue = []
             if isinstance(item, Option) and item.bounds is not None:  # cannot be tightened further
@@ -250,8 +257,12 @@ class PlanSearch:
         return bound >= self._best_seconds
 
     def _has_searched_enough(self) -> bool:
-        too_long = len(self.meshes) >= _MOST_MESHES or self._n_actions >= _MOST_ACTIONS
-        return self.interrupted or (self.best is not None and too_long)
+        return self.interrupted or (self.best is not None and (self._is_too_long or self._n_actions >= _MOST_ACTIONS))
+
+    @property
+    def _is_too_long(self) -> bool:
+        """Whether so much was opened and bounded that the search ends with the best solution so far."""
+        return len(self.meshes) >= _MOST_MESHES or self._n_units >= _MOST_UNITS or self._n_runs >= _MOST_RUNS
 
     def open(self, item: ClosedMesh) -> None:
         """Open a closed mesh: shard its axes and queue its candidates."""
@@ -267,10 +278,16 @@ class PlanSearch:
         """Return a candidate with its bounds over stage cuts; None if constraints refuse it."""
         try:
             bounds = option.problem.lower_bounds(option.policy, option.candidate, self._best_seconds)
+            if bounds.costs is not None or bounds.longest_path == math.inf:
+                self._count_runs(option)
             return dataclasses.replace(option, bounds=bounds)
         except ConfigError as refusal:
             self.refusals.append(refusal)
             return None
+
+    def _count_runs(self, option: Option) -> None:
+        """Count the runs of units that a table of a candidate's stages has."""
+        self._n_runs += len(option.problem.part.points.units) ** 2 * option.candidate.n_stages(option.problem.n_places)
 
     def _solve(self, option: Option, known: float) -> None:
         """Cut a candidate into stages and record the solution.
@@ -285,6 +302,7 @@ class PlanSearch:
             self.add(bounded.bounds.bound, bounded)
             return
         self._n_solved += 1
+        self._count_runs(option)
         n_stages = candidate.n_stages(problem.n_places)
         n_actions = n_stages * candidate.n_microbatches
         self._n_actions += n_actions if self.best is not None else 0

@@ -27,7 +27,7 @@ from passes.analysis.axis_names import batch_axes
 from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
-from passes.spmd.enumerate_layouts import LayoutChoices, TooManyChoicesError, layout_choices
+from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
 from passes.spmd.propagate import assign_layouts
 
 __all__ = ["AxisChoice", "AxisGroup", "AxisProblem", "axis_groups"]
@@ -168,22 +168,21 @@ class AxisProblem:
         cuts = any(cut is not None and cut.axis in wanted for each in layouts.cuts.values() for cut in each)
         return cuts or any(isinstance(place, Shard) and place.axis in wanted for each in layouts.stored.values() for place in each)
 
-    def _enumerate(self, groups: Sequence[AxisGroup]) -> tuple[LayoutChoices, list[AxisGroup]]:
+    def _enumerate(self, groups: list[AxisGroup]) -> tuple[LayoutChoices, list[AxisGroup]]:
         """Enumerate the layouts of all calls; return them with the groups that remain candidates.
 
         If one call depends on too many groups, the half of these with the fewest parameter dimensions is dropped.
         """
-        left = list(groups)
-        while True:
-            try:
-                return self._layout_choices([group.axes for group in left]), left
-            except TooManyChoicesError as many:
-                narrow = sorted(many.groups, key=lambda number: (left[number].span * len(left[number].axes), number))
-                dropped = narrow[: (len(narrow) + 1) // 2]
-                left = [group for number, group in enumerate(left) if number not in dropped]
 
-    def _layout_choices(self, groups: Sequence[Sequence[int]]) -> LayoutChoices:
-        return layout_choices(self._graph, self._axes, self._dimension, groups, self._fixed, rows=self._rows, value_bytes=self._bytes)
+        def narrowest(numbers: Sequence[int]) -> list[int]:
+            return sorted(numbers, key=lambda number: (groups[number].span * len(groups[number].axes), number))
+
+        choices = self._layout_choices([group.axes for group in groups], narrowest)
+        return choices, [groups[number] for number in choices.groups]
+
+    def _layout_choices(self, groups: Sequence[Sequence[int]], narrowest: Callable[[Sequence[int]], Sequence[int]]) -> LayoutChoices:
+        known = (self._graph, self._axes, self._dimension, groups, self._fixed)
+        return layout_choices(*known, rows=self._rows, value_bytes=self._bytes, narrowest=narrowest)
 
     def _problem(self, choices: LayoutChoices, groups: Sequence[AxisGroup], count: int) -> ChoiceProblem:
         known = (self._graph, self._axes, choices, count, self._copies, self._clock_rate, self._bytes, self._fixed, self._kept)
@@ -191,7 +190,7 @@ class AxisProblem:
 
     def _sharded_by_fixed(self) -> frozenset[str]:
         """Return the parameters that fixed axes shard: chosen axes must not replace these."""
-        held = self._layout_choices([]).held
+        held = self._layout_choices([], list).held
         stored = {name: outcomes.found[()].stored for name, outcomes in held.items()}
         return frozenset(name for name, place in stored.items() if isinstance(place, Shard) and place.axis in self._fixed)
 

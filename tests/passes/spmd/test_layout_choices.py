@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -12,10 +13,12 @@ from passes.analysis.axes import find_axes
 from passes.analysis.axis_names import batch_axes
 from passes.analysis.merge_axes import merge_short_axes
 from passes.normalize.randomness.functional_rng import split_randomness
+from passes.spmd import enumerate_layouts
 from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
 from passes.spmd.propagate import Layouts, assign_layouts
 from tests.support.models.case import Case
-from tests.support.models.zoo import ZOO
+from tests.support.models.zoo import ZOO, case_named
+from tests.support.running.slow_values import slow
 
 QUICK = {(name, rows) for name in ("perceptron", "convolution") for rows in (False, True)} | {("gpt", True), ("lstm", False)}
 
@@ -56,3 +59,22 @@ def test_every_choice_is_that_of_the_plain_walk(case: Case, rows: bool) -> None:
         choice = tuple(draw.randint(0, 1) for _ in groups)
         assigned = (*fixed, *(axis for group, chosen in zip(groups, choice, strict=True) if chosen for axis in group))
         expect_equal(choices, choice, assign_layouts(graph, axes, ((name, 2),), {name: assigned}, (name,) if rows else ()))
+
+
+@pytest.mark.parametrize("name", ["gpt", *slow("unet", "mixture_of_experts", "swin", "resnet")])
+def test_groups_that_are_left_out_are_as_if_they_had_not_been_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that depends on too many choices drops some, also from the tables of the calls before it."""
+    instance = case_named(name).build()
+    graph = trace(instance.model, instance.args, dict(instance.kwargs), training=True)
+    axes = merge_short_axes(graph, find_axes(graph.graph), 2)
+    groups = [group.axes for group in axis_groups(graph, axes, 2, ())]
+    monkeypatch.setattr(enumerate_layouts, "MOST", 4)
+    found = layout_choices(graph, axes, ("tensor", 2), groups, narrowest=lambda numbers: sorted(numbers, reverse=True))
+    assert 0 < len(found.groups) < len(groups)
+    kept = layout_choices(graph, axes, ("tensor", 2), [groups[number] for number in found.groups])
+    for of_kept, of_found in ((kept.calls, found.calls), (kept.held, found.held)):
+        assert of_kept.keys() == of_found.keys()
+        for node, outcomes in of_kept.items():
+            scope = tuple(sorted({*outcomes.scope, *of_found[node].scope}))
+            for choice in itertools.product((0, 1), repeat=len(scope)):
+                assert outcomes.at(scope, choice) == of_found[node].at(scope, choice), node

@@ -218,3 +218,23 @@ def test_a_cut_between_blocks_goes_through_fewer_modules_than_one_inside() -> No
     depth = {unit[0]: points.depth[index] for index, unit in enumerate(points.units)}
     assert depth["embedding"] == depth["layer_norm"] == depth["layer_norm_2"] == depth["layer_norm_4"] == 0
     assert depth["gelu"] == depth["layer_norm_1"] == depth["layer_norm_3"] == 1
+
+
+class Forgotten(nn.Module):
+    """Draws numbers that it does not read: to skip layers at random, of which none is skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if not (self.training and torch.rand([]) < 0.0):
+                x = layer(x)
+        torch.rand([])
+        return x
+
+
+def test_a_number_that_nobody_reads_is_no_unit_of_its_own() -> None:
+    points = find_cut_points(trace(Forgotten().train(), (torch.zeros(2, 4),), {}))
+    assert [[name.partition("_")[0] for name in unit] for unit in points.units] == [["rand", "linear"]] * 2 + [["rand", "linear", "rand"]]
