@@ -76,6 +76,7 @@ __all__ = [
     "use_lazy_graph_module",
     "version_of",
     "will_run",
+    "without_fake_cache",
     "without_saved_tensors_hooks",
 ]
 
@@ -192,6 +193,14 @@ def dynamo_source(placeholder: fx.Node) -> str:
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` (``grad``, ``vmap``, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_fake_cache() -> AbstractContextManager[None]:
+    """Return a context in which fake tensors are computed anew for equal calls: with open sizes, to look one up costs more than a call."""
+    import torch._dynamo.config as dynamo  # noqa: PLC0415  an export loads it
+
+    context: AbstractContextManager[None] = dynamo.patch(fake_tensor_cache_enabled=False)
+    return context
 
 
 def graph_break(module: fx.GraphModule) -> tuple[str, str, int] | None:

@@ -129,6 +129,12 @@ def test_graphs_of_dynamo_say_where_they_come_from() -> None:
     assert (torch_private.graph_break(last), torch_private.is_resumed(last)) == (None, True)
 
 
+def test_fake_tensors_without_a_cache() -> None:
+    with torch_private.without_fake_cache():
+        assert not torch_private.FakeTensorMode().cache_enabled
+    assert torch_private.FakeTensorMode().cache_enabled
+
+
 def test_autograd_below_autograd() -> None:
     @torch.library.custom_op("partitioner_tests::tracked", mutates_args=())
     def tracked(x: torch.Tensor) -> torch.Tensor:
