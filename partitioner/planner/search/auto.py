@@ -39,7 +39,7 @@ from passes.graph.fingerprint import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, STORED, TILES, Mesh
+from passes.ir.mesh import STORED, TILES, Mesh
 from passes.ir.plan import ATTENTION, Plan
 
 __all__ = ["plan_auto"]
@@ -145,20 +145,25 @@ class _Auto:
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._opener.links)
-        alone = Mesh((("pipeline", len(self._cluster.devices)),))
-        replicas_alone = [mesh for mesh in shapes if set(mesh.names) <= set(ROWS)]
-        for mesh in replicas_alone:  # they are soon solved, and a solution spares bounds of stages
-            self._open_mesh(mesh, bounds)
-        self._search.run(until_solved=True)
-        for mesh in (alone, *(mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1)):
-            for replicas in allowed_sharing(self._graph, self._cluster, self._request, mesh):
-                self._open_mesh(mesh, bounds, replicas)
+        pipeline = Mesh((("pipeline", len(self._cluster.devices)),))
+        alone = [mesh for mesh in shapes if len(mesh.names) == 1]
+        staged = [mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1]
+        self._open_with_sharing([pipeline], bounds)
+        self._search_meshes(alone, bounds)  # products of these are many, and the best of these beats most of them
+        self._open_with_sharing(staged, bounds)
+        for mesh in (pipeline, *staged):
             for submeshes, replicas in allowed_widths(self._graph, self._cluster, self._request, mesh):
                 self._open_mesh(submeshes, bounds, replicas)
-        self._search_meshes([mesh for mesh in shapes if mesh not in replicas_alone], bounds)
+        self._search_meshes([mesh for mesh in shapes if mesh not in alone], bounds)
         if self._search.best is None:  # tiles need less memory than whole images
             self._search_meshes([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
         self._search.prove()
+
+    def _open_with_sharing(self, meshes: Iterable[Mesh], bounds: MeshBounds) -> None:
+        """Add meshes with stages that several ranks share."""
+        for mesh in meshes:
+            for replicas in allowed_sharing(self._graph, self._cluster, self._request, mesh):
+                self._open_mesh(mesh, bounds, replicas)
 
     def _search_meshes(self, shapes: Iterable[Mesh], bounds: MeshBounds) -> None:
         """Add meshes, and search until none of their candidates can be faster than the best plan."""

@@ -64,7 +64,7 @@ _MOST_CUT_ACTIONS = 100_000
 _MOST_MESHES = 200
 """Limit of the search: meshes opened."""
 
-_MOST_UNITS = 12_000
+_MOST_UNITS = 6_000
 """Limit of the search once there is a solution: units of all opened meshes. To shard and price one takes about 0.2 ms."""
 
 _MOST_RUNS = 100_000_000
@@ -180,9 +180,9 @@ class PlanSearch:
             bound = problem.bound(policy, candidate) if policy == "none" else problem.bound_of_any(candidate)
             self.add(bound, Option(problem, cut, policy, candidate, axes=axes))
 
-    def run(self, *, until_solved: bool = False) -> None:
-        """Search until no candidate left can beat the best solution, or a limit is reached; ``until_solved``: or there is a solution."""
-        while self._queue and not self._has_searched_enough() and not (until_solved and self.best is not None):
+    def run(self) -> None:
+        """Search until no candidate left can beat the best solution, or a limit is reached."""
+        while self._queue and not self._has_searched_enough():
             _, _, bound, item = heapq.heappop(self._queue)
             if self._is_beaten(bound):
                 continue

@@ -226,7 +226,7 @@ class CuttableModel:
         if any(name in TILES for name in mesh.names):
             return self._may_be_hybrid(mesh.cutting)
         if mesh.cutting.names == (DATA,) and self._clock_rate is not None and not self._request.constraints.axes:
-            return self._may_shard_weights_over_data(mesh.cutting)
+            return self._may_shard_weights_over_data(mesh.cutting if alone else Mesh(((DATA, 2),)))
         if TENSOR not in mesh.names or SEQUENCE in mesh.names:
             return False
         plain = self._assignment(mesh.cutting if alone else Mesh(((TENSOR, 2),)), False, math.inf)
