@@ -192,6 +192,10 @@ def _text(found: Latency) -> str:
     return "".join((f"{found.partition:8.2f}{mark}", *(f"{seconds:8.2f} " for seconds in found.reports.values())))
 
 
+def _median(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):8.2f} " if seconds else f"{'-':>8} "
+
+
 def main() -> None:
     """Print a table: a model a line, a mode a column."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -201,7 +205,7 @@ def main() -> None:
     options = parser.parse_args()
     columns = ("", *REPORTS) if options.reports else ("",)
     print(f"{'s of a processor':18}" + "".join(f"{column or mode:>8} " for mode in options.modes for column in columns), flush=True)
-    spawn, every = multiprocessing.get_context("spawn"), []
+    spawn, every = multiprocessing.get_context("spawn"), list[Latency]()
     for name in options.models:
         library = _LIBRARIES.get(name)
         if library is not None and importlib.util.find_spec(library) is None:
@@ -209,10 +213,11 @@ def main() -> None:
             continue
         with spawn.Pool(1) as pool:
             found = pool.apply(latencies, (name, options.modes, options.reports))
-        every += [each.partition for each in found if not each.refusal]
+        every += [each for each in found if not each.refusal]
         print(f"{name:18}" + "".join(map(_text, found)), flush=True)
-    if every:
-        print(f"\nmedian {statistics.median(every):.2f} s, most {max(every):.2f} s, of {len(every)} partitions\n")
+    blank = " " * 9 * (len(columns) - 1)
+    by_mode = ([each.partition for each in every if each.mode == mode] for mode in options.modes)
+    print(f"{'median':18}" + "".join(_median(seconds) + blank for seconds in by_mode) + "\n")
     if set(options.models) == set(MODELS):
         warnings.simplefilter("ignore")
         _extremes()
