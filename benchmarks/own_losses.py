@@ -3,10 +3,12 @@
     python -m benchmarks.own_losses                               # ten models on 4 and 8 ranks; minutes
     python -m benchmarks.own_losses --models GPT-2 --ranks 4      # two lines
 
-tensor       bytes that a rank gives to collectives, beside Megatron's formula: four sums of activations a layer, those behind the embedding
-             and of its gradient, and three numbers a token for a loss over a cut vocabulary (Shoeybi et al., "Megatron-LM", 2019)
-sequence     the same, beside keys and values of every attention, their gradients, and the gradients of all parameters
-activations  the most that a rank keeps, as a multiple of one device's divided by the number of ranks: 1.0 is the ideal
+tensor       bytes that a rank sends to the next one of a ring, beside Megatron's formula: four sums of activations a layer, those behind
+             the embedding and of its gradient, and three numbers a token for a loss over a cut vocabulary (Shoeybi et al., "Megatron-LM",
+             2019). A sum that is a reduce_scatter and an all_gather, with the sequence cut between (Korthikanti et al., 2022), is as much
+sequence     the same with attention that gathers, beside keys and values of every attention, their gradients, and those of all parameters
+activations  the most that a rank keeps, as a multiple of one device's divided by the number of ranks: 1.0 is the ideal. Attention that
+             gathers has all keys and values of a layer at once on every rank, which the other ways have not
 """
 
 from __future__ import annotations
@@ -15,21 +17,25 @@ import argparse
 import copy
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import nn
 
 from partitioner import Constraints, PartitionedModel, partition
-from passes.ir.comm.primitives import COLLECTIVES
+from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
 
 __all__ = ["MODELS", "Counted", "counted"]
 
 ROWS, LENGTH, VOCABULARY, WIDTH, FFN, LAYERS, HEADS = 8, 256, 2048, 256, 1024, 2, 8
 ELEMENT = 4
 """Bytes of a number in float32."""
+
+WAYS = ("gather", "ulysses", "ring")
+"""To share attention over a sequence."""
 
 _SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
 _COMMON = {"intermediate_size": FFN, **_SIZES}
@@ -72,7 +78,8 @@ class Counted:
         megatron: by the formula.
         sequence: what is given to collectives in sequence mode.
         context: by the formula.
-        activations: mode -> the most that a rank keeps, over one device's divided by the number of ranks.
+        activations: mode, or way to share attention over a sequence -> the most that a rank keeps, over one device's divided by the
+            number of ranks.
     """
 
     tensor: int
@@ -86,29 +93,43 @@ def counted(make: Callable[[], nn.Module], ranks: int) -> Counted:
     """Partition a model in tensor, sequence and data mode, and count from its programs."""
     torch.manual_seed(0)
     model, tokens = make().train(), torch.randint(0, VOCABULARY, (ROWS, LENGTH))
-    gathers = Constraints(attention="gather")  # as the formula counts
     inputs = {"input_ids": tokens, "labels": tokens}
-    partitioned = {
-        mode: partition(
-            copy.deepcopy(model), count, mode, example_kwargs=inputs, recompute="none", constraints=gathers if mode == "sequence" else None
-        )
-        for mode, count in (("model", 1), ("tensor", ranks), ("sequence", ranks), ("data", ranks))
-    }
+
+    def made(mode: str, count: int, attention: str | None = None) -> PartitionedModel:
+        constraints = None if attention is None else Constraints(attention=attention)
+        return partition(copy.deepcopy(model), count, mode, example_kwargs=inputs, recompute="none", constraints=constraints)
+
+    in_sequence = {attention: made("sequence", ranks, attention) for attention in WAYS}
     parameters = sum(parameter.numel() for parameter in model.parameters()) * ELEMENT
     activation = ROWS * LENGTH * WIDTH * ELEMENT
-    one_device = _kept(partitioned["model"])
+    one_device = _kept(made("model", 1))
+    sums = (4 * LAYERS + 2) * activation + 3 * ROWS * LENGTH * ELEMENT
     return Counted(
-        tensor=_sent(partitioned["tensor"]),
-        megatron=(4 * LAYERS + 2) * activation + 3 * ROWS * LENGTH * ELEMENT,
-        sequence=_sent(partitioned["sequence"]),
-        context=2 * LAYERS * (activation // ranks + activation) + parameters,
-        activations={mode: _kept(partitioned[mode]) / one_device * ranks for mode in ("sequence", "data")},
+        tensor=_sent(made("tensor", ranks)),
+        megatron=2 * sums * (ranks - 1) // ranks,
+        sequence=_sent(in_sequence["gather"]),
+        context=(4 * LAYERS * activation + 2 * parameters) * (ranks - 1) // ranks,
+        activations={mode: _kept(pm) / one_device * ranks for mode, pm in {**in_sequence, "data": made("data", ranks)}.items()},
     )
 
 
 def _sent(pm: PartitionedModel) -> int:
-    """Return the bytes that the first rank gives to the collectives of a step."""
-    return sum(node.meta["bytes"] for node in pm.graph(0).graph.nodes if node.target in COLLECTIVES)
+    """Return the bytes that the first rank sends in the collectives of a step, each over a ring."""
+    program, sent = pm.graph(0).graph, Fraction(0)
+    for node in program.nodes:
+        if node.target in COLLECTIVES:
+            n_ranks = len(node.kwargs.get("group", node.args[-1]))
+            sent += node.meta["bytes"] * (n_ranks - 1) * _TIMES[node.target](n_ranks)
+    return int(sent)
+
+
+_TIMES: Mapping[Any, Callable[[int], Fraction]] = {
+    all_reduce: lambda n: Fraction(2, n),
+    reduce_scatter: lambda n: Fraction(1, n),
+    all_to_all: lambda n: Fraction(1, n),
+    all_gather: lambda _: Fraction(1),
+}
+"""Collective -> how often the bytes that it is given go to the next rank, for each of the other ranks."""
 
 
 def _kept(pm: PartitionedModel) -> int:
@@ -117,8 +138,8 @@ def _kept(pm: PartitionedModel) -> int:
 
 def _line(name: str, ranks: int, found: Counted) -> str:
     mib = [f"{size / 2**20:8.2f}" for size in (found.tensor, found.megatron, found.sequence, found.context)]
-    kept = [f"{found.activations[mode]:8.2f}" for mode in ("sequence", "data")]
-    return f"{name:10} {ranks:5}  {mib[0]} {mib[1]}    {mib[2]} {mib[3]}    {kept[0]} {kept[1]}"
+    kept = " ".join(f"{found.activations[mode]:8.2f}" for mode in (*WAYS, "data"))
+    return f"{name:10} {ranks:5}  {mib[0]} {mib[1]}    {mib[2]} {mib[3]}    {kept}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,8 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], metavar="N", help="default: 4 8")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    print(f"{'':16}  {'tensor, MiB':>17}    {'sequence, MiB':>17}    {'activations x n':>17}")
-    print(f"{'model':10} {'ranks':>5}  {'sent':>8} {'Megatron':>8}    {'sent':>8} {'formula':>8}    {'sequence':>8} {'data':>8}")
+    columns = " ".join(f"{mode:>8}" for mode in (*WAYS, "data"))
+    print(f"{'':16}  {'tensor, MiB':>17}    {'sequence, MiB':>17}    {'activations x n: sequence by':>{len(columns) - 9}} ")
+    print(f"{'model':10} {'ranks':>5}  {'sent':>8} {'Megatron':>8}    {'sent':>8} {'formula':>8}    {columns}")
     for name in options.models:
         for ranks in options.ranks:
             print(_line(name, ranks, counted(MODELS[name], ranks)), flush=True)

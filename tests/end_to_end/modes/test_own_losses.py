@@ -118,6 +118,22 @@ def test_context_parallel_sends_keys_values_and_gradients() -> None:
     }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_rank_keeps_its_share_of_the_activations(make: Callable[[], Any], attention: str) -> None:
+    model, tokens = make().train(), torch.zeros(8, 256, dtype=torch.int64)
+
+    def kept(devices: int, mode: str, constraints: Constraints | None = None) -> int:
+        inputs = {"input_ids": tokens, "labels": tokens}
+        pm = partition(copy.deepcopy(model), devices, mode, example_kwargs=inputs, recompute="none", constraints=constraints)
+        return max(int(memory.highest["activations"][0]) for memory in pm.simulate().memory)
+
+    alone = kept(1, "model")
+    assert kept(4, "sequence", Constraints(attention=attention)) <= 1.2 * alone / 4
+    assert kept(4, "data") <= 1.2 * alone / 4
+
+
 # -- which output is the loss ------------------------------------------------------------------------------------------------------
 
 
