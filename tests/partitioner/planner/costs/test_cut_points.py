@@ -159,13 +159,13 @@ def test_a_written_buffer_stays_with_its_readers() -> None:
 
 @pytest.mark.slow
 def test_position_ids_and_masks_are_replicated_and_cost_no_cut() -> None:
-    instance = case_named("gpt2").build()
+    instance = case_named("bert").build()
     graph = trace(instance.model, instance.args, dict(instance.kwargs), True)
     replicable = replicable_nodes(graph)
     points = find_cut_points(graph)
     attention = [node for node in graph.computing_nodes() if node.target is torch.ops.aten.scaled_dot_product_attention.default]
     masks = {bound_arguments(node)["attn_mask"] for node in attention}
-    assert len(attention) == cast(Any, instance.model).config.n_layer  # one a block
+    assert len(attention) == cast(Any, instance.model).config.num_hidden_layers  # one a block
     assert all(mask.name in replicable for mask in masks if mask is not None)
     assert not replicable & {node.name for node in attention}
     assert not replicable & {value.node for value in points.values}
