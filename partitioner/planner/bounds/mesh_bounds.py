@@ -94,7 +94,7 @@ class MeshBounds:
         if self._fixed * n_whole > self._limit or (len(replicas) or places) > self._n_units:
             return math.inf
         if shares_weights:
-            return self._of_average_work(mesh)
+            return self.of_any_axes(mesh)
         own_rows = -(-self._whole.batch_size // n_rows)
         activations = self._activation_collectives(mesh, own_rows, extra_axes, limit, attention)
         parameters, gradients = self._weight_collectives(mesh, rows_name, n_rows, stages=len(replicas) or places)
@@ -109,8 +109,8 @@ class MeshBounds:
                 steps.append(self._pipeline(count, size, places, mesh.cutting.size // n_rows, request, waiting))
         return (min(steps, default=math.inf) + gradients) * (1 - _ROUNDING)
 
-    def _of_average_work(self, mesh: Mesh) -> float:
-        """Return the work of an average rank, a weaker lower bound."""
+    def of_any_axes(self, mesh: Mesh) -> float:
+        """Return the work of an average rank: a weaker lower bound, which holds whatever axes the mesh shards."""
         seconds = self._prices.times(self._whole.batch_size).least
         return float(np.maximum(seconds / mesh.cutting.size, self._starts).sum()) / stages_length(mesh) * (1 - _ROUNDING)
 

@@ -8,6 +8,7 @@ It is the search of ``mode="auto"`` (``best_first``) with the mesh given.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from cost_models.cost_model import CostModel, Roofline
@@ -77,6 +78,7 @@ def plan_shardings(
     contenders: Sequence[Sharding] = (),
     may_take: Callable[[float], bool] = lambda _seconds: True,
     n_left_out: int = 0,
+    bound_left_out: float = math.inf,
 ) -> tuple[Plan, MeshCut | None]:
     """Return the best plan of a mesh over several shardings, with its sharded model; raises as ``make_plan`` does.
 
@@ -85,6 +87,7 @@ def plan_shardings(
         contenders: with other axes. All are priced: the reported gap holds for them, too.
         may_take: whether a contender of the mode may be taken if its step takes so many seconds.
         n_left_out: how many other choices of axes were not priced.
+        bound_left_out: lower bound of their step seconds.
     """
     every = [*shardings, *contenders]
     search = taken = _search(every)
@@ -105,7 +108,8 @@ def plan_shardings(
         return bool(option.axes), extra_axes, attention, option.candidate.schedule
 
     plan = describe_best(taken, group)
-    gap = max(0.0, 1 - min(search.bound, solution.step_time) / plan.step_time) if plan.step_time else 0.0
+    bound = min(search.bound, solution.step_time, bound_left_out)
+    gap = max(0.0, 1 - bound / plan.step_time) if plan.step_time else 0.0
     axes_gap = max(0.0, 1 - solution.step_time / plan.step_time) if plan.step_time else 0.0
     faster = f"{fastest.words}, {100 * axes_gap:.2g} % less" if axes_gap else ""
     searched = searched_words(len(search.solutions), 1, 1, gap, n_choices=len(every), n_left_out=n_left_out, faster=faster)

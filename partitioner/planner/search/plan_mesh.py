@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
 from partitioner.options.constraints import TENSOR
+from partitioner.planner.bounds.mesh_bounds import MeshBounds
 from partitioner.planner.constraints.axes import check_dimensions, check_sharded, named_dimensions
 from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_length
 from partitioner.planner.request import PlanRequest
@@ -82,7 +83,9 @@ def plan_mesh(
     def may_take(seconds: float) -> bool:
         return seconds < _seconds_without(graph, cluster, request, cost_model, mesh, models)
 
-    plan, chosen = plan_shardings(shardings, contenders, may_take, n_left_out)
+    bounds = MeshBounds(model, cluster.first(mesh.size), request, model_prices) if n_left_out else None
+    bound_left_out = math.inf if bounds is None else bounds.of_any_axes(mesh)
+    plan, chosen = plan_shardings(shardings, contenders, may_take, n_left_out, bound_left_out)
     assert chosen is not None
     return dataclasses.replace(with_sharding(plan, chosen), weights=weights_digest(graph))
 
