@@ -64,7 +64,7 @@ _MOST_CUT_ACTIONS = 100_000
 _MOST_MESHES = 200
 """Limit of the search: meshes opened."""
 
-_MOST_UNITS = 4_000
+_MOST_UNITS = 12_000
 """Limit of the search once there is a solution: units of all opened meshes. To shard and price one takes about 0.2 ms."""
 
 _MOST_RUNS = 100_000_000
