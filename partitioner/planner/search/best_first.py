@@ -65,10 +65,11 @@ _MOST_MESHES = 200
 """Limit of the search: meshes opened."""
 
 _MOST_UNITS = 12_000
-"""Limit of the search once there is a solution: units of all opened meshes. To shard and price one takes about 0.2 ms."""
+"""Limit of the search once there is a solution: units of all opened meshes, those of repeated blocks once. To shard and price
+one takes about 0.2 ms."""
 
 _MOST_RUNS = 100_000_000
-"""Limit of the search once there is a solution: runs of units in tables of stages, of which one takes about 15 ns."""
+"""Limit of the search once there is a solution: runs of such units in tables of stages, of which one takes about 15 ns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +176,7 @@ class PlanSearch:
     ) -> None:
         """Queue the candidates of a mesh; ``axes``: the axes that the user named for it, in words."""
         self.meshes.append(problem)
-        self._n_units += len(problem.part.points.units)
+        self._n_units += len(problem.part.source.points.units)
         for policy, candidate in candidates:
             bound = problem.bound(policy, candidate) if policy == "none" else problem.bound_of_any(candidate)
             self.add(bound, Option(problem, cut, policy, candidate, axes=axes))
@@ -287,7 +288,7 @@ class PlanSearch:
 
     def _count_runs(self, option: Option) -> None:
         """Count the runs of units that a table of a candidate's stages has."""
-        self._n_runs += len(option.problem.part.points.units) ** 2 * option.candidate.n_stages(option.problem.n_places)
+        self._n_runs += len(option.problem.part.source.points.units) ** 2 * option.candidate.n_stages(option.problem.n_places)
 
     def _solve(self, option: Option, known: float) -> None:
         """Cut a candidate into stages and record the solution.

@@ -443,3 +443,28 @@ def test_one_of_alike_blocks_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = trace(Stack(Block, 6), example_of(""), {})
     assert exported == [1]
     assert sum(node.target is torch.ops.aten.gelu.default for node in graph.graph.nodes) == 6
+
+
+class Remembering(Stack):
+    """Its first call leaves a number, and later ones the same."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        self.width = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.width = min(x.shape[-1], 100)
+        return super().forward(x) * self.width
+
+
+def test_what_every_call_leaves_alike_takes_no_more_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_exports, original = [0], torch.export.export
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        n_exports[0] += 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", count)
+    model = Remembering()
+    trace(model, example_of(""), {})
+    assert (n_exports[0], model.width) == (1, 0)
