@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from partitioner.planner.solvers import min_max_dp
 from partitioner.planner.solvers.min_max_dp import shortfall, solve
 from partitioner.planner.solvers.stage_problem import Gathered, Shared, StageProblem, TransientMemory, Units, Value
 from partitioner.schedules.clocks.order import order_of
@@ -319,6 +320,7 @@ def test_the_shortfall_is_the_least_that_the_worst_stage_lacks(make: MakeProblem
             if permitted(problem, starts)
         ]
         assert shortfall(problem) == min(lacking, default=np.inf), seed
+        assert min_max_dp.fits(problem) == (min(lacking, default=np.inf) <= 0), seed
 
 
 def chain(n_units: int, n_stages: int) -> StageProblem:
