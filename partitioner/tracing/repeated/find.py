@@ -64,12 +64,22 @@ class Forms:
         self._unread = unread
         self._numbers: dict[Hashable, int] = {}
 
-    def number(self, module: nn.Module) -> int:
-        """Return the number of a module's form in its current state."""
+    def number(self, module: nn.Module, known: dict[nn.Module, int] | None = None) -> int:
+        """Return the number of a module's form in its current state.
+
+        Args:
+            known: numbers of modules in this state; receives those of the module and of all modules in it.
+        """
+        known = {} if known is None else known
+        if module not in known:
+            known[module] = self._number(module, known)
+        return known[module]
+
+    def _number(self, module: nn.Module, known: dict[nn.Module, int]) -> int:
         attributes = {name: self._value(module, name) for name in vars(module) if name not in _REGISTERED}
         own_tensors = {**module._parameters, **module._buffers}  # noqa: SLF001  unlike named_parameters(), these include None
         tensors = [(name, None if tensor is None else layout_of(tensor)) for name, tensor in own_tensors.items()]
-        children = [(name, None if child is None else self.number(child)) for name, child in module._modules.items()]  # noqa: SLF001
+        children = [(name, None if child is None else self.number(child, known)) for name, child in module._modules.items()]  # noqa: SLF001
         form = type(module), comparison_key(attributes, _identity_key), tuple(tensors), tuple(children)
         return self._numbers.setdefault(form, len(self._numbers))
 
@@ -86,7 +96,8 @@ def alike_modules(model: nn.Module, forms: Forms) -> dict[str, nn.Module]:
     """
     tied = [(name, first) for name, first in first_names(model).items() if name != first]  # two names of one tensor
     shared = {*itertools.chain(*tied), *_paths_of_shared_modules(model)}
-    numbers = {path: forms.number(module) for path, module in model.named_modules() if path and any(module.children())}
+    known: dict[nn.Module, int] = {}
+    numbers = {path: forms.number(module, known) for path, module in model.named_modules() if path and any(module.children())}
     counts = Counter(numbers.values())
     alike: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -238,7 +249,7 @@ def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     The model keeps what it changes in its attributes.
     """
     try:
-        log = _run(model, args, kwargs, _CallLogger({}, Forms(), stand_ins={}), restored=False).outer
+        log = _run(model, args, kwargs, _CallLogger({}, stand_ins={}), restored=False).outer
     except Exception:  # noqa: BLE001  a model that reads values, or cannot run on the meta device
         return None
     return None if log.unseen else tuple(log.entries)
@@ -257,14 +268,16 @@ def _find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         return ()
     try:
         with record_reads(unread) as read:
-            first = _run(model, args, kwargs, _CallLogger(modules, forms, stand_ins={}))
+            first = _run(model, args, kwargs, _CallLogger(modules, stand_ins={}))
         if read:
-            return _find_copies(model, args, kwargs, unread - read)
-        copies = _copies(first, unread)
+            unread, forms = unread - read, Forms(unread - read)
+            if not alike_modules(model, forms).keys() <= modules.keys():  # others, inside some of these
+                return _find_copies(model, args, kwargs, unread)
+        copies = _copies(first, forms, unread)
         if not copies:
             return ()
         stand_ins = {path: group.stand_in for group in copies for path in group.others}
-        second = _run(model, args, kwargs, _CallLogger(modules, forms, stand_ins))
+        second = _run(model, args, kwargs, _CallLogger(modules, stand_ins))
     except Exception:  # noqa: BLE001  a model that reads values, or cannot run on the meta device, is traced whole
         return ()
     expected = [(call.path, call.log) for call in first.calls if call.path not in stand_ins]
@@ -321,7 +334,7 @@ class _Call:
     Attributes:
         path: of the module.
         log: the entries of its log.
-        key: equal for calls that do the same; None if the module cannot be a copy.
+        key: equal for calls that do the same, of modules of one form; None if the module cannot be a copy.
         stand_in: gives a result like that of the call; None if that takes computing.
     """
 
@@ -334,13 +347,12 @@ class _Call:
 class _CallLogger(TorchFunctionMode):
     """Log every PyTorch call of a run: in the log of the candidate that makes it, else in ``outer``; ``stand_ins`` replace candidates."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], forms: Forms, stand_ins: Mapping[str, StandIn]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], stand_ins: Mapping[str, StandIn]) -> None:
         super().__init__()
         self.outer = _Log(takes_unseen=True)
         self.calls: list[_Call] = []
         self._log: _Log | None = self.outer  # None: calls are not logged
         self.modules = modules
-        self._forms = {path: forms.number(module) for path, module in modules.items()}
         self._stand_ins = stand_ins
         self._alive: list[Any] = []  # keeps tensors alive, so that their ids stay unique
 
@@ -371,7 +383,7 @@ class _CallLogger(TorchFunctionMode):
 
     def _run_module(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a candidate with a log of its own, and record the call in ``calls``."""
-        module, form = self.modules[path], self._forms[path]
+        module = self.modules[path]
         arguments, tree = tree_flatten((args, kwargs))
         log, attributes, modes = _module_log(module, arguments), attribute_snapshot(module), _modes()
         layouts = tuple(layout_of(leaf) if isinstance(leaf, Tensor) else comparison_key(leaf, id) for leaf in arguments)
@@ -386,7 +398,7 @@ class _CallLogger(TorchFunctionMode):
         is_pure = not (changes_attributes or changes_arguments or log.reads_unknown)
         if stand_in is not None and is_pure and all(map(_has_value, arguments)):
             results = tuple(log.source_of(leaf) if isinstance(leaf, Tensor) else comparison_key(leaf, id) for leaf in leaves)
-            key = form, str(tree), layouts, modes, tuple(log.entries), str(result_tree), results
+            key = str(tree), layouts, modes, tuple(log.entries), str(result_tree), results
         self.calls.append(_Call(path, tuple(log.entries), key, stand_in))
         return result
 
@@ -430,13 +442,13 @@ def _modes() -> Hashable:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), autocast
 
 
-def _copies(run: _CallLogger, unread: frozenset[Attribute]) -> tuple[Copies, ...]:
-    """Group the modules that are called once by the keys of their calls; return groups of ``LEAST_COPIES`` or more."""
+def _copies(run: _CallLogger, forms: Forms, unread: frozenset[Attribute]) -> tuple[Copies, ...]:
+    """Group the modules that are called once by their forms and the keys of their calls; return groups of ``LEAST_COPIES`` or more."""
     n_calls = Counter(call.path for call in run.calls)
     alike: defaultdict[Hashable, list[_Call]] = defaultdict(list)
     for call in run.calls:
         if call.key is not None and n_calls[call.path] == 1:
-            alike[call.key].append(call)
+            alike[forms.number(run.modules[call.path]), call.key].append(call)
     copies = []
     for template, *others in alike.values():
         if len(others) + 1 >= LEAST_COPIES and template.stand_in is not None:
