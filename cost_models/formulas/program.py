@@ -24,10 +24,10 @@ from cost_models.ops.cost import node_work, tensor_shapes
 from cost_models.ops.work import Work
 from passes.graph.aliasing import memory_keys
 from passes.ir.comm import primitives as communication
-from passes.ir.program import Program, StageCall
+from passes.ir.program import StageCall
 from passes.ir.schedule import Action, ActionKind
 from passes.ir.tensor_spec import Size, TensorSpec, total
-from passes.verify.value_specs import describe_values
+from passes.verify.value_specs import ValueSpecs
 
 __all__ = ["ROWS", "Amount", "Message", "ProgramWork", "program_work"]
 
@@ -104,25 +104,25 @@ class ProgramWork:
     trained: int = 0
 
 
-def program_work(program: Program, microbatch_rows: int, trained: Collection[str]) -> ProgramWork:
+def program_work(values: ValueSpecs, microbatch_rows: int, trained: Collection[str]) -> ProgramWork:
     """Add up a program.
 
     Args:
-        program: of one rank.
+        values: those of the program of one rank.
         microbatch_rows: rows of its microbatch 0, for which sizes of messages are told.
         trained: the parameters that get gradients.
     """
-    return _Reader(program, microbatch_rows, trained).read()
+    return _Reader(values, microbatch_rows, trained).read()
 
 
 class _Reader:
-    def __init__(self, program: Program, microbatch_rows: int, trained: Collection[str]) -> None:
-        self._program = program
+    def __init__(self, values: ValueSpecs, microbatch_rows: int, trained: Collection[str]) -> None:
+        self._program = values.program
         self._rows = microbatch_rows
         self._trained = trained
         self._work = ProgramWork()
         self._held: dict[str, tuple[int, bool]] = {}
-        self._shapes = _program_shapes(program)
+        self._shapes = _program_shapes(values)
 
     def read(self) -> ProgramWork:
         """Add up everything that belongs to microbatch 0, and what belongs to none."""
@@ -203,15 +203,21 @@ _KINDS: Mapping[Callable[..., Any], str] = {
 }
 
 
-def _program_shapes(program: Program) -> dict[fx.Node, tuple[TensorSpec, ...]]:
+def _program_shapes(values: ValueSpecs) -> dict[fx.Node, tuple[TensorSpec, ...]]:
     """Return the shapes of the tensors that each node of a program gives, in ``ROWS``.
 
     Operators carry theirs from tracing. Inputs of a microbatch, received values and gradients of a loss follow from what they are made of.
     Both name the batch in symbols of their own, so all become one.
     """
-    specs = describe_values(program).of
-    shapes = {node: tensor_shapes(node.meta.get("val")) or _spec_shapes(specs[node]) for node in program.module.graph.nodes}
-    return {node: tuple(TensorSpec(tuple(map(_rows_for, each.shape)), each.dtype) for each in tensors) for node, tensors in shapes.items()}
+    nodes = values.program.module.graph.nodes
+    shapes = {node: tensor_shapes(node.meta.get("val")) or _spec_shapes(values.of[node]) for node in nodes}
+    return {node: tuple(map(_in_rows, tensors)) for node, tensors in shapes.items()}
+
+
+@functools.lru_cache(maxsize=65536)
+def _in_rows(tensor: TensorSpec) -> TensorSpec:
+    """Return a shape in ``ROWS``."""
+    return TensorSpec(tuple(map(_rows_for, tensor.shape)), tensor.dtype)
 
 
 def _spec_shapes(value: Any) -> tuple[TensorSpec, ...]:

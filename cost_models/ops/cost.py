@@ -13,6 +13,7 @@ native_layer_norm_backward(...)         reads and writes its tensors
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -229,6 +230,7 @@ def node_work(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]] | 
     return NO_WORK if not call.outputs or shares_memory(node) else call_work(call)
 
 
+@functools.lru_cache(maxsize=16384)
 def call_work(call: Call) -> Work:
     """What a call does that is no view, in symbols or in numbers as its sizes are."""
     return forward_work(call, _line(call.operator))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from passes.ir.plan import Plan
 from passes.normalize.loss_alone import own_loss
 
 __all__ = ["Assumptions", "Session", "Tracing"]
+
+_Report = TypeVar("_Report")
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class Session:
         assumed: the hardware, costs and optimizer that it was planned for.
         cuts: of the graph, from which programs are lowered.
         tracing: how the graph was traced.
+        last_reports: kind of report -> the objects that it was last made of, and the report.
     """
 
     original: nn.Module
@@ -114,6 +118,7 @@ class Session:
     assumed: Assumptions
     cuts: PlanCuts
     tracing: Tracing
+    last_reports: dict[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict, init=False)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -158,7 +163,17 @@ class Session:
         lowered, programs = inspected.stages, inspected.programs
         schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss) if lowered.training else None
         parts = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks, programs, schedule)
-        return Explained(*parts, self.assumed.limits, self.assumed.planned_for(self.plan))
+        make = functools.partial(Explained, *parts, self.assumed.limits, self.assumed.planned_for(self.plan))
+        return self.reported("explained", (lowering.cut, lowered, programs), make)
+
+    def reported(self, kind: str, of: tuple[Any, ...], make: Callable[[], _Report]) -> _Report:
+        """Return a report; the last one of its kind, if that was made of the same objects."""
+        last, report = self.last_reports.get(kind, ((), None))
+        if len(last) != len(of) or any(one is not other for one, other in zip(last, of, strict=True)):
+            report = make()
+            self.last_reports[kind] = of, report
+        made: _Report = report
+        return made
 
     def device_table(self, inspected: InspectedPrograms) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank."""

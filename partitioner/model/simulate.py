@@ -39,15 +39,19 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
         programs, representative_of = inspected.programs, {rank: rank for rank in range(mesh.size)}
     else:
         programs, representative_of = lowering.representatives(inspected.differentiation, count, inspected.loss)
-    return simulate_programs(
-        programs,
-        machine,
-        assumed.cost_model or Roofline(),
-        plan.batch_size,
-        optimizer=assumed.optimizer,
-        n_row_parts=lowering.rows.count,
-        representatives=Representatives(mesh, representative_of),
-    )
+
+    def run() -> Simulation:
+        return simulate_programs(
+            programs,
+            machine,
+            assumed.cost_model or Roofline(),
+            plan.batch_size,
+            optimizer=assumed.optimizer,
+            n_row_parts=lowering.rows.count,
+            representatives=Representatives(mesh, representative_of),
+        )
+
+    return session.reported("simulation", (programs, machine), run)
 
 
 def machine_of(session: Session, cluster: Cluster | str | None) -> Cluster:

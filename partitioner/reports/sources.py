@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from passes.analysis.axis_names import axis_names
 from passes.autograd.staged_model import LoweredStages
@@ -16,11 +17,14 @@ from passes.ir.schedule import Schedule
 from passes.spmd.shard_graph import CutModel
 from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import Block
+from passes.verify.value_specs import ValueSpecs, describe_values
 
 __all__ = ["Blocks", "Explained"]
 
 Blocks = Mapping[str, Mapping[int, Block]]
 """Placeholder -> rank -> the block that the rank holds."""
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,21 @@ class Explained:
         """Return the ranks at pipeline positions, over all pipelines, in ascending order."""
         ranks_at = ranks_at_places(self.mesh)
         return tuple(sorted(rank for place in places for rank in ranks_at[place]))
+
+    @functools.cached_property
+    def _read(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, key: Hashable, read: Callable[[], _Found]) -> _Found:
+        """Return what ``read`` finds in the programs; under one key it reads them once."""
+        if key not in self._read:
+            self._read[key] = read()
+        found: _Found = self._read[key]
+        return found
+
+    def values(self, rank: int) -> ValueSpecs:
+        """Return the values of a rank's program."""
+        return self.once(("values", rank), lambda: describe_values(self.programs[rank]))
 
     @functools.cached_property
     def axis_names(self) -> tuple[str, ...]:

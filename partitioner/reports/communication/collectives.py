@@ -7,7 +7,8 @@ all_gather); for any other collective the parts that go to other ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -18,6 +19,7 @@ from torch import fx
 from partitioner.reports.communication.purpose import Purpose, Purposes, dimensions_of
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.module_names import rank_list
+from partitioner.reports.sources import Explained
 from passes.autograd.staged_model import LoweredStages
 from passes.graph.symbolic_sizes import expected_size
 from passes.ir.comm.microbatch import microbatch_sizes
@@ -27,13 +29,13 @@ from passes.ir.errors import first_few
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 from passes.ir.tensor_spec import Size, TensorSpec
-from passes.verify.value_specs import describe_values
+from passes.verify.value_specs import ValueSpecs
 
-__all__ = ["collective_transfers", "sent_by_kind"]
+__all__ = ["Collective", "collective_transfers", "collectives_of", "collectives_of_ranks", "has_collectives", "sent_by_kind"]
 
 
 @dataclass(frozen=True)
-class _Call:
+class Collective:
     """A collective of one rank.
 
     Attributes:
@@ -51,40 +53,59 @@ class _Call:
     sent: Fraction
 
 
-def collective_transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | None = None) -> list[Transfer]:
+def collective_transfers(collectives: Iterable[Sequence[Collective]], mesh: Mesh | None = None) -> list[Transfer]:
     """Return one transfer for all collectives with the same function, purpose, shape and mesh dimensions, in the order of the programs.
 
     All-reduces that the emitter wrote, of gradients and the loss, are grouped by their values and groups instead.
 
     Args:
+        collectives: of each rank.
         mesh: the mesh of the ranks: transfers then name mesh dimensions; None: they name the ranks of groups.
     """
-    groups: dict[tuple[Any, ...], list[_Call]] = {}
-    for program in programs:
-        if any(node.target in COLLECTIVES for node in program.module.graph.nodes):
-            for call in _calls(lowered, program):
-                over = call.spec.group if mesh is None else dimensions_of(call.spec.group, mesh)
-                purpose = call.purpose
-                if call.node.meta.get("reduces") is not None:
-                    key: tuple[Any, ...] = (over, purpose.names)
-                else:
-                    key = (purpose.subject, purpose.why, purpose.operation, purpose.operation or call.result, () if mesh is None else over)
-                groups.setdefault((call.node.target, *key), []).append(call)
+    groups: dict[tuple[Any, ...], list[Collective]] = {}
+    for call in itertools.chain(*collectives):
+        over = call.spec.group if mesh is None else dimensions_of(call.spec.group, mesh)
+        purpose = call.purpose
+        if call.node.meta.get("reduces") is not None:
+            key: tuple[Any, ...] = (over, purpose.names)
+        else:
+            key = (purpose.subject, purpose.why, purpose.operation, purpose.operation or call.result, () if mesh is None else over)
+        groups.setdefault((call.node.target, *key), []).append(call)
     return [_transfer(calls, mesh) for calls in groups.values()]
 
 
-def sent_by_kind(lowered: LoweredStages, program: Program) -> dict[str, int]:
-    """Return name of a collective -> bytes that a rank sends by it in a step."""
+def sent_by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
+    """Return name of a function -> bytes that a rank sends by its collectives of it in a step."""
     sent: dict[str, Fraction] = {}
-    for call in _calls(lowered, program):
+    for call in collectives:
         kind = call.node.target.__name__  # type: ignore[union-attr]
         sent[kind] = sent.get(kind, Fraction(0)) + call.sent
     return {kind: int(size) for kind, size in sent.items()}
 
 
-def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
-    """Return the collectives of a rank whose group has other ranks."""
-    specs = describe_values(program)
+def collectives_of_ranks(explained: Explained) -> tuple[tuple[Collective, ...], ...]:
+    """Return the collectives of each rank's program; they are read once."""
+
+    def read() -> tuple[tuple[Collective, ...], ...]:
+        communicating = [has_collectives(program) for program in explained.programs]
+        return tuple(collectives_of(explained.lowered, explained.values(rank)) if each else () for rank, each in enumerate(communicating))
+
+    return explained.once("collectives", read)
+
+
+def has_collectives(program: Program) -> bool:
+    """Return whether a program calls any collective."""
+    return any(node.target in COLLECTIVES for node in program.module.graph.nodes)
+
+
+def collectives_of(lowered: LoweredStages, specs: ValueSpecs) -> tuple[Collective, ...]:
+    """Return the collectives of a rank whose group has other ranks.
+
+    Args:
+        lowered: the stages of the first pipeline.
+        specs: the values of the rank's program.
+    """
+    program = specs.program
     batch = program.module.meta["batch_size"]
     rows = microbatch_sizes(batch, len(specs.sizes))
     # Values of the symbolic sizes: in the traced batch; with every microbatch as large as the first.
@@ -96,8 +117,8 @@ def _calls(lowered: LoweredStages, program: Program) -> list[_Call]:
         if node.target in COLLECTIVES and len(specs.of[node].collective.group) > 1:
             spec: CollectiveSpec = specs.of[node].collective
             result = str(_with_numbers(spec.results[0], at_first)) if spec.results else "nothing"
-            calls.append(_Call(node, spec, purposes.of(node), result, _sent_bytes(node, spec, program.rank, at_run)))
-    return calls
+            calls.append(Collective(node, spec, purposes.of(node), result, _sent_bytes(node, spec, program.rank, at_run)))
+    return tuple(calls)
 
 
 def _with_numbers(tensor: TensorSpec, values: Mapping[Any, int]) -> TensorSpec:
@@ -129,7 +150,7 @@ def _bytes(node: fx.Node, tensor: TensorSpec, values: Mapping[Any, int]) -> int:
     return int(_with_numbers(tensor, values).bytes)
 
 
-def _transfer(calls: Sequence[_Call], mesh: Mesh | None) -> Transfer:
+def _transfer(calls: Sequence[Collective], mesh: Mesh | None) -> Transfer:
     """Sum up collectives of one purpose, of all ranks and microbatches."""
     groups = list(dict.fromkeys(call.spec.group for call in calls))
     sending = tuple(sorted({rank for group in groups for rank in group}))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, fx
 
-from partitioner.reports.communication.collectives import collective_transfers
+from partitioner.reports.communication.collectives import Collective, collective_transfers, collectives_of, has_collectives
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.module_names import rank_list, short_name
 from passes.autograd.staged_model import LoweredStages
@@ -17,18 +17,27 @@ from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import send
 from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.program import Program
+from passes.verify.value_specs import describe_values
 
 __all__ = ["route", "transfers"]
 
 
-def transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | None = None) -> tuple[Transfer, ...]:
+def transfers(
+    lowered: LoweredStages,
+    programs: Sequence[Program],
+    mesh: Mesh | None = None,
+    collectives: Sequence[Sequence[Collective]] | None = None,
+) -> tuple[Transfer, ...]:
     """Return everything that the programs communicate: activations, results, gradients and the loss, then the collectives.
 
     Args:
         lowered: the stages of the first pipeline.
         programs: the programs of all ranks.
         mesh: the mesh, if it has several pipelines; the same message of all of them is one transfer. None: one pipeline.
+        collectives: of each program; None: they are read here.
     """
+    if collectives is None:
+        collectives = [collectives_of(lowered, describe_values(program)) for program in programs if has_collectives(program)]
     ranks_at = ranks_at_places(mesh) if mesh is not None else tuple((rank,) for rank in range(len(programs)))
     sends = [node for program in programs for node in program.module.graph.nodes if node.target is send]
     groups: dict[Message, list[fx.Node]] = {}
@@ -40,7 +49,7 @@ def transfers(lowered: LoweredStages, programs: Sequence[Program], mesh: Mesh | 
     batch = programs[0].module.meta["batch_size"]
     return (
         *(_transfer(lowered, message, nodes, microbatch_sizes(batch, n_microbatches), ranks_at) for message, nodes in ordered),
-        *collective_transfers(lowered, programs, mesh),
+        *collective_transfers(collectives, mesh),
     )
 
 

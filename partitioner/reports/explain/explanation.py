@@ -10,6 +10,7 @@ from cost_models.hardware.units import format_bytes, format_flops, format_second
 from cost_models.simulator.result import Simulation
 from partitioner.options.batch_statistics import microbatch_effects
 from partitioner.planner.price_of_pins import Pinned
+from partitioner.reports.communication.collectives import collectives_of_ranks
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.explain.activations import activations_section
 from partitioner.reports.explain.choices import axes_proof, contenders_section, fullest_rank, pinned_section
@@ -227,7 +228,8 @@ def _memory(explained: Explained) -> Table:
 
 
 def _communication(explained: Explained) -> Table | Sequence[str]:
-    every = transfers(explained.lowered, explained.programs, explained.mesh if explained.is_cut else None)
+    mesh = explained.mesh if explained.is_cut else None
+    every = transfers(explained.lowered, explained.programs, mesh, collectives_of_ranks(explained))
     if not every:
         return ["none: everything runs on one rank"]
     heading = ("value", "one message", "bytes", "messages", "from", "to", "why")

@@ -8,7 +8,7 @@ import sympy
 
 from cost_models.graph_cost import graph_cost
 from cost_models.hardware.units import format_bytes, format_flops
-from partitioner.reports.communication.collectives import sent_by_kind
+from partitioner.reports.communication.collectives import collectives_of_ranks, sent_by_kind
 from partitioner.reports.module_names import module_range
 from partitioner.reports.sources import Blocks, Explained
 from partitioner.reports.tables.devices import DeviceTable, headline, table_notes
@@ -35,9 +35,9 @@ def mesh_table(explained: Explained) -> DeviceTable:
     work = _work_of_ranks(plan, explained.pipelines, explained.staged)
     places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
     sent = []
-    for program in explained.programs:
+    for program, collectives in zip(explained.programs, collectives_of_ranks(explained), strict=True):
         messages = sum(node.meta["bytes"] for node in program.module.graph.nodes if node.target is send)
-        sent.append({**sent_by_kind(explained.lowered, program), "send": messages})
+        sent.append({**sent_by_kind(collectives), "send": messages})
     kinds = tuple(dict.fromkeys(kind for sizes in sent for kind, size in sizes.items() if size))
     rows: list[tuple[str, ...]] = [(*_HEADING, *kinds)]
     for rank, device in enumerate(plan.devices):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import doctest
 import html
 import re
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cost_models.hardware import units
 from cost_models.hardware.units import format_bytes
@@ -243,3 +244,23 @@ def test_the_drawing_fits_a_terminal(name: str, n_ranks: int, n_microbatches: in
     first, last = schedule.actions[0][0], schedule.actions[0][-1]
     assert f"|{first}" in lines[0]
     assert str(last) in lines[0] or n_microbatches == 16
+
+
+def test_reports_are_kept_while_the_programs_are_the_same(tmp_path: Path) -> None:
+    """A step with a loss of all rows runs other programs: reports are of these then, as those of a model that knows no other step."""
+    model, x, target = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), torch.rand(8, 6), torch.rand(8, 6)
+    pm = partition(model, 2, "pipeline", example_inputs=(x,), n_microbatches=4, progress=False)
+    before, explained = pm.simulate(), pm.explained()
+    pm.save_report(tmp_path / "report.html")
+    assert pm.simulate() is before
+    assert pm.explained() is explained
+    assert pm.simulate("h100:1x2") is not before
+
+    def loss(output: Tensor, wanted: Tensor) -> Tensor:
+        return (output - wanted).square().sum().sqrt()
+
+    pm.train_step(x, target=target, loss_fn=loss, loss_reduction="batch")
+    fresh = partition(model, 2, "pipeline", example_inputs=(x,), n_microbatches=4, progress=False)
+    fresh.train_step(x, target=target, loss_fn=loss, loss_reduction="batch")
+    assert pm.explained() is not explained
+    assert pm.simulate().step_time == fresh.simulate().step_time != before.step_time
