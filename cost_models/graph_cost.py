@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -23,7 +22,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["Fetched", "GraphCost", "Parts", "Reading", "graph_cost", "nodes_with_gradient", "read_graph"]
+__all__ = ["Fetched", "GraphCost", "Parts", "Reading", "Shapes", "graph_cost", "nodes_with_gradient", "read_graph"]
 
 Shapes: TypeAlias = Mapping[fx.Node, tuple[TensorSpec, ...]]
 """Of the tensors of nodes."""
@@ -114,14 +113,18 @@ class _ReadCall:
 
     Attributes:
         node: the call.
+        kind: a number for all that its price depends on beside shapes: the operator, and ``gradients``, ``is_view`` and ``held``.
         bound: its arguments by name.
+        inputs: the nodes among them, each once.
         gradients: see ``operation_cost``.
         is_view: whether its results lie in the memory of its arguments.
         held: the arguments that are parameters.
     """
 
     node: fx.Node
+    kind: int
     bound: Mapping[str, Any]
+    inputs: tuple[fx.Node, ...]
     gradients: Mapping[str, str]
     is_view: bool
     held: frozenset[str]
@@ -133,14 +136,18 @@ class Reading:
 
     Attributes:
         calls: those that compute.
+        shapes: of the tensors that nodes give, in the whole model.
         memory: which nodes share an allocation.
+        maker: allocation -> the node that makes it.
         stationary: the allocations that are there all the time.
         flowing: nodes whose gradient the backward computes.
         priced: the prices of calls so far, by all that they depend on: parts have many in common.
     """
 
     calls: tuple[_ReadCall, ...]
+    shapes: Shapes
     memory: Allocations
+    maker: Mapping[int, str]
     stationary: frozenset[int]
     flowing: frozenset[str]
     priced: dict[Any, OperationCost] = field(default_factory=dict)
@@ -156,12 +163,19 @@ def read_graph(graph: ModelGraph, *, differentiate: bool) -> Reading:
     memory, of_weights = allocations(graph.graph), parameter_values(graph)
     lasting = (*graph.parameters, *graph.buffers, *graph.constants)
     stationary = frozenset(allocation for name in lasting for allocation in memory.lies_in.get(name, ()))
-    calls = []
+    calls, kinds = list[_ReadCall](), dict[Hashable, int]()
     for node in graph.computing_nodes():
         bound = bound_arguments(node) if isinstance(node.target, OpOverload) else {}
         held = frozenset(name for name, value in bound.items() if any(leaf.name in graph.parameters for leaf in node_leaves(value)))
-        calls.append(_ReadCall(node, bound, _half_by_argument(node, bound, flowing, of_weights), _is_view(node, memory.lies_in), held))
-    return Reading(tuple(calls), memory, stationary, flowing)
+        gradients, is_view = _half_by_argument(node, bound, flowing, of_weights), _is_view(node, memory.lies_in)
+        kind = kinds.setdefault((node.target, tuple(bound), tuple(gradients.items()), is_view, held), len(kinds))
+        calls.append(_ReadCall(node, kind, bound, tuple(node.all_input_nodes), gradients, is_view, held))
+    shapes = {node: tensor_shapes(node.meta.get("val")) for node in graph.graph.nodes}
+    maker: dict[int, str] = {}
+    for name, lies_in in memory.lies_in.items():
+        for allocation in lies_in:
+            maker.setdefault(allocation, name)
+    return Reading(tuple(calls), shapes, memory, maker, stationary, flowing)
 
 
 def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = None, reading: Reading | None = None) -> GraphCost:
@@ -173,8 +187,9 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         reading: of the graph, where it is priced often.
     """
     reading = reading or read_graph(graph, differentiate=differentiate)
-    shapes = {node: tensor_shapes(node.meta.get("val")) if parts is None else parts.results(node) for node in graph.graph.nodes}
-    kept = _Kept(reading.memory, shapes, reading.stationary, parts)
+    shapes = reading.shapes if parts is None else {node: parts.results(node) for node in graph.graph.nodes}
+    sizes = {node.name: sum((shape.bytes for shape in shapes[node]), start=0) for node in graph.graph.nodes}
+    kept = _Kept(reading, shapes, sizes, parts)
     priced = reading.priced
     nodes: dict[str, OperationCost] = {}
     saved: dict[str, tuple[int, ...]] = {}
@@ -182,21 +197,24 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     again: set[int] = set()
     for call in reading.calls:
         node, bound = call.node, call.bound
-        read = _read_by(node, shapes, parts)
+        read = _read_by(node, call.inputs, shapes, parts)
         arguments = {name: described(value, read) for name, value in bound.items()}
-        key = (node.target, shapes[node], tuple(arguments.items()), tuple(call.gradients.items()), call.is_view, call.held)
-        if key not in priced:
-            priced[key] = operation_cost(node, shapes[node], arguments, call.gradients, is_view=call.is_view, weights=call.held)
-        nodes[node.name] = priced[key]
-        leaves = [leaf for name in priced[key].saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
+        key = (call.kind, shapes[node], *arguments.values())
+        cost = priced.get(key)
+        if cost is None:
+            cost = operation_cost(node, shapes[node], arguments, call.gradients, is_view=call.is_view, weights=call.held)
+            priced[key] = cost
+        nodes[node.name] = cost
+        leaves = [leaf for name in cost.saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
         saved[node.name] = kept.allocations(node, leaves, read)
-        again.update(kept.needed(node, leaves, read).difference(saved[node.name]))
-        touched[node.name] = kept.touched(node, read)
-    calls = [node for node in graph.computing_nodes() if node.target not in COLLECTIVES]
-    unknown = {str(node.target) for node in calls if not nodes[node.name].known}
-    sizes = {node.name: sum((shape.bytes for shape in shapes[node]), start=0) for node in graph.graph.nodes}
+        if parts is not None and parts.gathered_again:
+            again.update(kept.needed(node, leaves, read).difference(saved[node.name]))
+        touched[node.name] = kept.touched(node, call.inputs, read)
+    calls = (call.node for call in reading.calls if not nodes[call.node.name].known)
+    unknown = {str(node.target) for node in calls if node.target not in COLLECTIVES}
     output = graph.graph.output_node()
-    touched[output.name] = kept.touched(output, _read_by(output, shapes, parts))
+    returned = tuple(output.all_input_nodes)
+    touched[output.name] = kept.touched(output, returned, _read_by(output, returned, shapes, parts))
     return GraphCost(
         batch=graph.batch,
         nodes=nodes,
@@ -218,24 +236,21 @@ class _Kept:
     """The allocations that a backward keeps, and their sizes.
 
     Args:
-        memory: which nodes share an allocation, and the sizes in the whole model.
+        reading: of the graph.
         shapes: of what each node gives.
-        stationary: allocations that are there all the time.
+        sizes: node -> the bytes of these.
         parts: of the shapes that are a rank's: allocations then have the size of what their makers give, and a value that is read in
             another shape than it lies in is another allocation.
     """
 
-    def __init__(self, memory: Allocations, shapes: Shapes, stationary: AbstractSet[int], parts: Parts | None) -> None:
-        self._memory, self._shapes, self._stationary, self._parts = memory, shapes, stationary, parts
-        self.maker: dict[int, str] = {}
-        for name, lies_in in memory.lies_in.items():
-            for allocation in lies_in:
-                self.maker.setdefault(allocation, name)
-        self.bytes: dict[int, Size] = dict(memory.bytes)
+    def __init__(self, reading: Reading, shapes: Shapes, sizes: Mapping[str, Size], parts: Parts | None) -> None:
+        self._memory, self._shapes, self._stationary, self._parts = reading.memory, shapes, reading.stationary, parts
+        self.maker: dict[int, str] = dict(reading.maker)
+        self.bytes: dict[int, Size] = dict(reading.memory.bytes)
         if parts is not None:
-            by_name = {node.name: shapes[node] for node in shapes}
             for allocation, name in self.maker.items():
-                self.bytes[allocation] = sum((shape.bytes for shape in by_name[name]), start=0) / len(memory.lies_in[name])
+                count = len(reading.memory.lies_in[name])
+                self.bytes[allocation] = sizes[name] if count == 1 else sizes[name] / count
         self.part_of: dict[int, int] = {}
         self.copies: dict[int, bool] = {}
         self._reshaped: dict[Hashable, int] = {}
@@ -250,10 +265,12 @@ class _Kept:
         """Return the allocations that the backward reads of a call's values, with those that it gathers again."""
         return set(self._as_read(call, leaves, read))
 
-    def touched(self, call: fx.Node, read: Shapes) -> tuple[tuple[int, ...], ...]:
+    def touched(self, call: fx.Node, inputs: Sequence[fx.Node], read: Shapes) -> tuple[tuple[int, ...], ...]:
         """Return the allocations in use step by step: for each fetched copy its source and itself, then what the call reads or makes."""
-        copies = [pair for leaf in call.all_input_nodes for pair in itertools.pairwise(self._fetch_chain(call, leaf, read))]
-        found = self._as_read(call, call.all_input_nodes, read)
+        copies = [
+            pair for leaf in inputs if leaf in self._fetches(call) for pair in itertools.pairwise(self._fetch_chain(call, leaf, read))
+        ]
+        found = self._as_read(call, inputs, read)
         if call.op != "output":
             found.update(dict.fromkeys(each for each in self._memory.lies_in[call.name] if each not in self._stationary))
         return (*copies, tuple(found))
@@ -306,9 +323,9 @@ class _Kept:
         return self._reshaped[key]
 
 
-def _read_by(call: fx.Node, shapes: Shapes, parts: Parts | None) -> Shapes:
+def _read_by(call: fx.Node, inputs: Sequence[fx.Node], shapes: Shapes, parts: Parts | None) -> Shapes:
     """Return the shapes of a call's arguments as it reads them."""
-    return shapes if parts is None else {**{argument: shapes[argument] for argument in call.all_input_nodes}, **parts.operands(call)}
+    return shapes if parts is None else {**{argument: shapes[argument] for argument in inputs}, **parts.operands(call)}
 
 
 def _half_by_argument(node: fx.Node, bound: Mapping[str, Any], flowing: frozenset[str], of_weights: frozenset[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import sympy
@@ -83,7 +84,7 @@ class TensorSpec:
         """Bytes of one element."""
         return self.known_dtype.itemsize
 
-    @property
+    @cached_property
     def bytes(self) -> Any:
         """Bytes of all elements."""
         return self.numel * self.itemsize

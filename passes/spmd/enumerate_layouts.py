@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 from torch import fx
 
 from passes.analysis.axes import Axes, returned_values
-from passes.graph.symbolic_sizes import ValueBytes
+from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard
 from passes.spmd.propagate import Cut, LayoutWalk
@@ -121,6 +121,14 @@ class LayoutChoices:
     held: Mapping[str, Outcomes[HeldLayout]]
     groups: tuple[int, ...]
 
+    def only(self, kept: Sequence[int]) -> LayoutChoices:
+        """Return the layouts under the choices that cut none but these groups, ascending, by their numbers in ``groups``."""
+        numbers = {group: number for number, group in enumerate(kept)}
+        dropped = frozenset(range(len(self.groups))).difference(kept)
+        calls = {name: outcomes.without(dropped).renumbered(numbers) for name, outcomes in self.calls.items()}
+        held = {name: outcomes.without(dropped).renumbered(numbers) for name, outcomes in self.held.items()}
+        return LayoutChoices(calls, held, tuple(self.groups[number] for number in kept))
+
 
 class _State(NamedTuple):
     """A value during the walk.
@@ -144,7 +152,7 @@ def layout_choices(
     fixed: Sequence[int] = (),
     *,
     rows: bool = False,
-    value_bytes: ValueBytes | None = None,
+    facts: LayoutFacts | None = None,
     narrowest: Callable[[Sequence[int]], Sequence[int]] = lambda groups: groups,
 ) -> LayoutChoices:
     """Return the layout of every call for every choice that it depends on.
@@ -154,13 +162,13 @@ def layout_choices(
         groups: axes that are cut together or not at all, the most expensive first.
         fixed: axes that are always cut, more expensive than those of ``groups``.
         rows: whether the dimension cuts the batch, which is then among ``fixed``.
-        value_bytes: those of the graph, if it is walked often.
+        facts: those of the graph and its axes, if it is walked often.
         narrowest: sorts groups by how little is lost without them: if one call depends on too many, the first half is cut by no choice.
     """
     # All axes that may be cut: the walk derives ``beside_rows`` from them once. Each visit then assigns the axes of its choice.
     may_be_cut = {dimension[0]: [*fixed, *(axis for group in groups for axis in group)]}
     of_rows = (dimension[0],) if rows else ()
-    walk = LayoutWalk(graph, axes, (dimension,), may_be_cut, of_rows, "rows", None, value_bytes or ValueBytes(graph))
+    walk = LayoutWalk(facts or LayoutFacts(graph, axes), (dimension,), may_be_cut, of_rows, "rows")
     choices = _Choices(walk, groups, fixed, narrowest)
     for node in graph.graph.nodes:
         choices.visit(node)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -28,13 +27,11 @@ import torch
 from torch import Tensor, fx
 
 from passes.analysis.axes import Axes, is_item, returned_values
-from passes.analysis.axis_names import beside_rows, head_axes, space_axes
-from passes.analysis.partial_sums import summed_together
+from passes.analysis.axis_names import beside_rows, space_axes
+from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.routed_rows import MATRICES, Route, find_routes
-from passes.graph.aliasing import mutated_arguments
-from passes.graph.dependencies import is_differentiable, may_require_gradient
+from passes.graph.dependencies import is_differentiable
 from passes.graph.schemas import bound_arguments, draws
-from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import SEQUENCE, TILES, WIDTH
@@ -44,7 +41,7 @@ from passes.spmd.decompose.registry import decomposition_of
 from passes.spmd.decompose.ring_attention import can_ring, is_causal
 from passes.stages.boundary_layouts import is_whole
 
-__all__ = ["CallAlong", "Cut", "Intervals", "LayoutWalk", "Layouts", "assign_layouts", "bytes_moved"]
+__all__ = ["CallAlong", "Cut", "Intervals", "LayoutWalk", "Layouts", "assign_layouts", "bytes_moved", "cuttable_axes"]
 
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
 """For each rank along a mesh dimension, where its interval starts and stops."""
@@ -105,7 +102,7 @@ def assign_layouts(
     *,
     results: Results = "rows",
     stored: Mapping[str, Layout] | None = None,
-    value_bytes: ValueBytes | None = None,
+    facts: LayoutFacts | None = None,
     attention: str = "gather",
     stages: Mapping[str, int] | None = None,
 ) -> Layouts:
@@ -117,11 +114,11 @@ def assign_layouts(
         rows: mesh dimensions over which inputs and results with a batch are sharded by rows; every other result is returned whole.
         results: the form of results: ``"whole"`` replicates all; for ``"loss"``, results without rows are Varying.
         stored: the layouts of parameters, buffers and constants; their readers decide those that are missing. None: all of them.
-        value_bytes: those of the graph, if it is walked often.
+        facts: those of the graph and its axes, if it is walked often.
         attention: how the ranks of a sequence dimension share attention (``Plan.attention``).
         stages: call -> the stage that computes it; None: one does.
     """
-    walk = LayoutWalk(graph, axes, mesh, assigned, rows, results, stored, value_bytes or ValueBytes(graph), attention, stages)
+    walk = LayoutWalk(facts or LayoutFacts(graph, axes), mesh, assigned, rows, results, stored, attention, stages)
     for node in graph.graph.nodes:
         if node.op == "output":
             walk.output(node)
@@ -147,20 +144,18 @@ class LayoutWalk:
 
     def __init__(
         self,
-        graph: ModelGraph,
-        axes: Axes,
+        facts: LayoutFacts,
         mesh: tuple[tuple[str, int], ...],
         assigned: Mapping[str, Sequence[int]],
         rows: Sequence[str],
         form: Results,
-        stored: Mapping[str, Layout] | None,
-        value_bytes: ValueBytes,
+        stored: Mapping[str, Layout] | None = None,
         attention: str = "gather",
         stages: Mapping[str, int] | None = None,
     ) -> None:
-        self.bytes = value_bytes
-        self.graph = graph
-        self.axes = axes
+        self.graph, self.axes = graph, axes = facts.graph, facts.axes
+        self.bytes = facts.bytes
+        self._facts = facts
         self.mesh = mesh
         self.assigned = [{axis: priority for priority, axis in enumerate(assigned.get(name, ()))} for name, _ in mesh]
         self.rows = rows
@@ -171,16 +166,12 @@ class LayoutWalk:
         self.weights = {**graph.parameters, **graph.buffers, **graph.constants}
         in_tiles = any(name in TILES for name, _ in mesh)
         self.space = frozenset(axis for each in space_axes(axes).values() for axis in each) if in_tiles else frozenset[int]()
-        parameters = [axes.of(name) for name in graph.parameters if name in axes.tensors]
-        self.parameter_axes = {axis for tensor in parameters for dimension in tensor for axis in dimension}
-        self._exchanged_heads = head_axes(graph, axes) if attention == "ulysses" else frozenset[int]()
+        self._exchanged_heads = facts.heads if attention == "ulysses" else frozenset[int]()
         self._in_rings, self._in_zigzag = attention in ("ring", "zigzag"), attention == "zigzag"
         self._rings: dict[str, Ring] = {}
         self._routes = find_routes(graph, axes, mesh, rows, self.assigned, stages)
         self.current: dict[tuple[str, int], list[Placement | None]] = {}
-        self._summed_together = summed_together(graph.graph, axes)
         self._unambiguous: dict[tuple[str, Cut], bool] = {}
-        self._mutated: dict[fx.Node, frozenset[str]] = {}
         self.uses: dict[str, list[Layout]] = {name: [] for name in self.weights}
         self.cuts: dict[str, tuple[Cut | None, ...]] = {}
         self.needs: dict[str, tuple[Layout, ...]] = {}
@@ -271,7 +262,7 @@ class LayoutWalk:
             cut = self._cheapest_cut(call, mesh_dimension, cuts) if route is None else self._cut_of_rows(call, route)
             if cut is not None and cut.factor in ring:
                 self._rings[node.name] = Ring(mesh_dimension, self._in_zigzag and self._has_two_pieces(node, operands, mesh_dimension))
-            passes_sum = route is None and self._passes_sum(call) and (cut is None or node.name in self._summed_together)
+            passes_sum = route is None and self._passes_sum(call) and (cut is None or node.name in self._facts.summed_together)
             cut = None if passes_sum else cut
             cuts.append(cut)
             for position, layout in enumerate(needs):
@@ -348,7 +339,7 @@ class LayoutWalk:
         """Return whether a call can run on partial sums: it is linear in them, reads them alone, and its result is no larger."""
         partial = {position for position, placement in enumerate(call.current) if placement == Partial()}
         value = call.node.meta["val"]
-        if not partial or call.loops is None or not isinstance(value, Tensor) or mutated_arguments(call.node):
+        if not partial or call.loops is None or not isinstance(value, Tensor) or call.node.name in self._facts.written:
             return False
         if partial not in [set(linear) for linear in call.loops.linear]:
             return False
@@ -423,7 +414,7 @@ class LayoutWalk:
         Parts must be of one size, and cut over one mesh dimension: then every rank does the same at every step.
         """
         loops, (name, count) = self.axes.loops.get(node.name), self.mesh[mesh_dimension]
-        if name != SEQUENCE or loops is None or not can_ring(node, operands, self._with_gradient):
+        if name != SEQUENCE or loops is None or not can_ring(node, operands, self._facts.with_gradient):
             return {}
         query, key = (self.axes.of(operand.name)[-2] for operand in operands[:2])
         sizes = [self.axes.sizes[axis] for axis in (*query, *key)]
@@ -440,17 +431,10 @@ class LayoutWalk:
         query, key = (self.axes.sizes[self.axes.of(operand.name)[-2][0]] for operand in operands[:2])
         return is_causal(node) and query == key and query % (2 * self.mesh[mesh_dimension][1]) == 0
 
-    @cached_property
-    def _with_gradient(self) -> frozenset[fx.Node]:
-        """Values whose gradient may be asked for."""
-        return may_require_gradient(self.graph.graph, without=[*self.graph.buffers, *self.graph.constants])
-
     def _can_write(self, call: CallAlong, cut: Cut) -> bool:
         """Return whether a call writes its mutated operands in a layout that can be stored: not Varying, nor a sharded buffer."""
-        if call.node not in self._mutated:
-            self._mutated[call.node] = frozenset(argument.name for argument in mutated_arguments(call.node))
-        mutated = self._mutated[call.node]
-        if not mutated:
+        mutated = self._facts.written.get(call.node.name)
+        if mutated is None:
             return True
         needs = {operand.name: call.need(cut, position) for position, operand in enumerate(call.operands) if operand.name in mutated}
         sharded_buffer = any(isinstance(need, Shard) and name in self.graph.updates for name, need in needs.items())
@@ -492,7 +476,7 @@ class LayoutWalk:
             operand, current = call.operands[position], call.current[position]
             if isinstance(current, Shard | Partial) or (current is None and operand.name in self.graph.parameters):
                 return True
-            if cut.axis not in self.parameter_axes and self._has_no_gradient(operand):
+            if cut.axis not in self._facts.parameter_axes and self._has_no_gradient(operand):
                 return True
         contracts = any(factor.reduction == "sum" for factor in call.loops.factors) and len(call.operands) > 1
         return not call.operands or (contracts and bool(positions))
@@ -521,7 +505,7 @@ class LayoutWalk:
             moved += bytes_moved(current, need, is_parameter) * self.bytes.of(operand)
         if reduction not in (None, "whole"):
             moved += 2 * self.bytes.of(call.node)
-        has_parameter_axis = shards_parameter if by_rows else cut.axis in self.parameter_axes
+        has_parameter_axis = shards_parameter if by_rows else cut.axis in self._facts.parameter_axes
         priority = self.assigned[mesh_dimension][cut.axis]
         return moves_rows, is_beside_space, not shards_parameter, not has_parameter_axis, reduction == "whole", moved, priority
 
@@ -653,6 +637,17 @@ class CallAlong(NamedTuple):
         needs = (self.need(cut, position) for position in range(len(self.operands)))
         gathers = any(isinstance(have, Shard) and not isinstance(need, Shard) for have, need in zip(self.current, needs, strict=True))
         return gathers or isinstance(self.result(cut, 0), Partial)
+
+
+def cuttable_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
+    """Return the axes over which some call could be cut, whatever is cut before it: not those of a kernel, say."""
+    found: set[int] = set()
+    for node in graph.graph.nodes:
+        if node.name in axes.loops and not draws(node):
+            call = CallAlong(node, axes.loops[node.name], (), (), {})
+            for factor, of_factor in enumerate(axes.factors[node.name]):
+                found.update(axis for place, axis in enumerate(of_factor) if call.allows(factor, is_outermost=place == 0))
+    return frozenset(found)
 
 
 def bytes_moved(current: Placement | None, need: Placement, is_parameter: bool) -> float:

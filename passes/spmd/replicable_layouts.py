@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from passes.analysis.axes import Axes, is_item, returned_values
-from passes.analysis.replicable import replicable_nodes
-from passes.ir.graph import ModelGraph
+from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.layout import Layout, Placement, Replicate, Shard
 from passes.ir.mesh import ROWS
 from passes.spmd.propagate import CallAlong, Cut, Layouts
@@ -28,14 +27,15 @@ from passes.stages.boundary_layouts import is_whole
 __all__ = ["computed_where_read"]
 
 
-def computed_where_read(graph: ModelGraph, axes: Axes, layouts: Layouts) -> Layouts:
+def computed_where_read(facts: LayoutFacts, layouts: Layouts) -> Layouts:
     """Return the layouts with replicable values in those that their readers need."""
-    free = _free_dimensions(graph, axes, layouts)
+    free = _free_dimensions(facts, layouts)
     if not free:
         return layouts
+    axes = facts.axes
     cuts, needs, results = dict(layouts.cuts), dict(layouts.needs), dict(layouts.results)
     reads: dict[str, list[Layout]] = {}
-    for node in reversed(graph.graph.nodes):
+    for node in reversed(facts.graph.graph.nodes):
         if node.name in free:
             own = _layout_for(node, axes, layouts, free[node.name], reads.get(node.name, ()))
             cuts[node.name], needs[node.name], results[node.name] = own
@@ -45,16 +45,16 @@ def computed_where_read(graph: ModelGraph, axes: Axes, layouts: Layouts) -> Layo
     return dataclasses.replace(layouts, cuts=cuts, needs=needs, results=results)
 
 
-def _free_dimensions(graph: ModelGraph, axes: Axes, layouts: Layouts) -> dict[str, frozenset[int]]:
+def _free_dimensions(facts: LayoutFacts, layouts: Layouts) -> dict[str, frozenset[int]]:
     """Return call -> the mesh dimensions over which every rank could compute all of it, or any part, from what it holds.
 
     Dimensions that cut the batch are none of them: each rank has its own rows of the inputs.
     """
-    replicable = replicable_nodes(graph)
+    axes = facts.axes
     candidates = frozenset(index for index, (name, _) in enumerate(layouts.mesh) if name not in ROWS)
     free: dict[str, frozenset[int]] = {}
-    for node in graph.graph.nodes:
-        if node.name not in replicable or not _is_free_to_choose(node, axes, layouts):
+    for node in facts.graph.graph.nodes:
+        if node.name not in facts.replicable or not _is_free_to_choose(node, axes, layouts):
             continue
         found = candidates
         for operand in axes.operands[node.name]:

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from passes.analysis.axes import Axes, TensorAxes
+from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.graph import ModelGraph, Part, Results
 from passes.ir.layout import Layout, Placement, Shard, Varying
 from passes.ir.mesh import Mesh
@@ -105,7 +106,7 @@ def cut_axes(
     """
     if cut.mesh.size == 1:
         return _unsharded(graph, axes, cut)
-    layouts = layouts_of_cut(graph, axes, cut, results, stored)
+    layouts = layouts_of_cut(LayoutFacts(graph, axes), cut, results, stored)
     names = cut.mesh.names
     reduced = {name: tuple(names[index] for index in sorted(indices)) for name, indices in layouts.varying.items() if indices}
     part = Part(cut.rows, math.prod(cut.mesh.length(name) for name in cut.rows), results, reduced)
@@ -120,13 +121,12 @@ def _extents(graph: ModelGraph, axes: Axes, cut: AxisCut, part: Part) -> Iterato
         yield Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts)
 
 
-def layouts_of_cut(
-    graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None
-) -> Layouts:
+def layouts_of_cut(facts: LayoutFacts, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None) -> Layouts:
     """Return the layout of every value: by the axes, then positions and masks as they are read, parameters as stored, and halos."""
+    graph, axes = facts.graph, facts.axes
     known = (graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows)
-    layouts = assign_layouts(*known, results=results, stored=stored, attention=cut.attention, stages=cut.stages)
-    layouts = computed_where_read(graph, axes, layouts)
+    layouts = assign_layouts(*known, results=results, stored=stored, facts=facts, attention=cut.attention, stages=cut.stages)
+    layouts = computed_where_read(facts, layouts)
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
     layouts = _with_sharded_storage(graph, axes, layouts, cut)
     return with_halos(graph, axes, layouts, cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)

@@ -6,14 +6,13 @@ Sizes are in terms of the rank's own rows. Of uneven shards they are those of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
 from torch import fx
 
-from cost_models.graph_cost import Fetched
-from cost_models.ops.cost import tensor_shapes
+from cost_models.graph_cost import Fetched, Shapes
 from passes.analysis.axes import Axes, TensorAxes, is_item, returned_values
 from passes.ir.comm.index_ranges import from_text, length
 from passes.ir.graph import ModelGraph
@@ -35,14 +34,17 @@ class PartSizes:
         graph: the whole model.
         rows: the mesh dimensions that shard the batch.
         stored_again: the mesh dimensions over which the backward gathers parameters a second time (FSDP).
+        shapes: of the whole model's values.
 
     Attributes:
         extents: the lengths of the shards of axes.
         gathered_again: parameters that the backward gathers a second time instead of saving them gathered.
     """
 
-    def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], stored_again: Sequence[str]) -> None:
-        self._graph, self._axes, self._layouts = graph, axes, layouts
+    def __init__(
+        self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], stored_again: Sequence[str], shapes: Shapes
+    ) -> None:
+        self._graph, self._axes, self._layouts, self._shapes = graph, axes, layouts, shapes
         self._counts = tuple(count for _, count in layouts.mesh)
         self._n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
         again = [index for index, (name, _) in enumerate(layouts.mesh) if name in stored_again]
@@ -50,12 +52,13 @@ class PartSizes:
             name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again)
         )
         self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
+        self._known_parts: dict[Hashable, TensorSpec] = {}
         self.extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._n_row_parts)
         self._known_slides: dict[str, tuple[Slide, ...]] = {}
 
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """Return the local shapes of a node's results."""
-        shapes = tensor_shapes(node.meta.get("val"))
+        shapes = self._shapes[node]
         layouts = self._layouts.results.get(node.name)
         if layouts is None or len(layouts) != len(shapes):
             return tuple(self._own_rows(shape) for shape in shapes)
@@ -67,7 +70,7 @@ class PartSizes:
         """Return the local shapes of a call's operands: operand -> the shapes of its results."""
         shapes = {}
         for place, (operand, need) in enumerate(self._read(call)):
-            part = self.part(tensor_shapes(operand.meta["val"])[0], self._axes.of(operand.name), need)
+            part = self.part(self._shapes[operand][0], self._axes.of(operand.name), need)
             is_wide = operand.name in self._layouts.wide and call.op != "output" and self._holding(call, place) == "computed"
             shapes[operand] = (self._wide(part, operand.name) if is_wide else part,)
         return shapes
@@ -125,7 +128,11 @@ class PartSizes:
 
     def part(self, shape: TensorSpec, axes: TensorAxes, layout: Layout) -> TensorSpec:
         """Return the local shape of a tensor in a layout."""
-        return TensorSpec(tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes)), shape.dtype)
+        key = (axes, layout, shape.dtype)
+        if key not in self._known_parts:
+            sizes = tuple(self._dimension(each, dimension, layout) for dimension, each in enumerate(axes))
+            self._known_parts[key] = TensorSpec(sizes, shape.dtype)
+        return self._known_parts[key]
 
     def whole_along(self, node: fx.Node, layout: Layout, index: int) -> Size:
         """Return the bytes of a value in a layout, replicated along mesh dimension number ``index`` instead."""
@@ -140,7 +147,7 @@ class PartSizes:
 
     def _whole_along(self, node: fx.Node, layout: Layout, index: int) -> TensorSpec:
         whole = (*layout[:index], Replicate(), *layout[index + 1 :])
-        return self.part(tensor_shapes(node.meta["val"])[0], self._axes.of(node.name), whole)
+        return self.part(self._shapes[node][0], self._axes.of(node.name), whole)
 
     def axis(self, axis: int, counts: tuple[int, ...]) -> Size:
         """Return the local size of an axis, sharded by each count in turn: size 10, counts (2, 2) -> 3."""

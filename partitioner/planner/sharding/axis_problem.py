@@ -10,6 +10,7 @@ A chain of linear layers a - b - c - d is sharded at b and at d: then every laye
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -24,11 +25,11 @@ from partitioner.planner.solvers.variable_elimination import ChoiceProblem, Choi
 from partitioner.planner.tile_grid import fits
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import batch_axes
-from passes.graph.symbolic_sizes import ValueBytes
+from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
 from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
-from passes.spmd.propagate import assign_layouts
+from passes.spmd.propagate import assign_layouts, cuttable_axes
 
 __all__ = ["AxisChoice", "AxisGroup", "AxisProblem", "axis_groups"]
 
@@ -91,13 +92,28 @@ class AxisProblem:
     ) -> None:
         self._graph, self._axes, self._dimension = graph, axes, dimension
         self._fixed, self._clock_rate, self._copies = tuple(fixed), clock_rate, copies
-        self._bytes, self._rows, self._prices = ValueBytes(graph), rows, prices
+        self._facts, self._rows, self._prices = LayoutFacts(graph, axes), rows, prices
         groups = axis_groups(graph, axes, dimension[1], {*fixed, *excluded, *alone})
         groups += [AxisGroup((axis,), _NEVER_DROPPED) for axis in alone]
         self._kept = self._sharded_by_fixed() if fixed and not rows else frozenset[str]()
         self._choices, self._groups = self._enumerate(groups)
+        self._is_complete = len(self._groups) == len(groups)
         self._unlimited: dict[int, tuple[ChoiceProblem, Choices | None]] = {}
         self._ungrouped: tuple[LayoutChoices, list[AxisGroup]] | None = None
+
+    def for_more_ranks(self, count: int) -> AxisProblem | None:
+        """Return the problem of a larger mesh dimension: the same layouts, without the axes that are too short for it.
+
+        None if some candidate is lacking here, or if a fixed axis is too short.
+        """
+        fixed = [axis for axis in self._fixed if isinstance(self._axes.sizes[axis], int)]
+        if not self._is_complete or not all(fits(self._axes, axis, count) for axis in fixed):
+            return None
+        kept = [number for number, group in enumerate(self._groups) if fits(self._axes, group.axes[0], count)]  # all of one size
+        choices, groups = self._choices.only(kept), [self._groups[number] for number in kept]
+        other, dimension = copy.copy(self), (self._dimension[0], count)
+        vars(other).update(_dimension=dimension, _choices=choices, _groups=groups, _unlimited={}, _ungrouped=None)
+        return other
 
     def solve(self, count: int, limit: float = math.inf) -> AxisChoice | None:
         """Return the axes that ``count`` ranks shard, the fixed ones first; None if no choice fits the limit.
@@ -164,7 +180,7 @@ class AxisProblem:
         """Return whether sharding ``chosen`` shards a call or a stored parameter by one of the wanted axes."""
         mesh, assigned = (self._dimension,), {self._dimension[0]: chosen}
         rows = (self._dimension[0],) if self._rows else ()
-        layouts = assign_layouts(self._graph, self._axes, mesh, assigned, rows, value_bytes=self._bytes)
+        layouts = assign_layouts(self._graph, self._axes, mesh, assigned, rows, facts=self._facts)
         cuts = any(cut is not None and cut.axis in wanted for each in layouts.cuts.values() for cut in each)
         return cuts or any(isinstance(place, Shard) and place.axis in wanted for each in layouts.stored.values() for place in each)
 
@@ -182,10 +198,10 @@ class AxisProblem:
 
     def _layout_choices(self, groups: Sequence[Sequence[int]], narrowest: Callable[[Sequence[int]], Sequence[int]]) -> LayoutChoices:
         known = (self._graph, self._axes, self._dimension, groups, self._fixed)
-        return layout_choices(*known, rows=self._rows, value_bytes=self._bytes, narrowest=narrowest)
+        return layout_choices(*known, rows=self._rows, facts=self._facts, narrowest=narrowest)
 
     def _problem(self, choices: LayoutChoices, groups: Sequence[AxisGroup], count: int) -> ChoiceProblem:
-        known = (self._graph, self._axes, choices, count, self._copies, self._clock_rate, self._bytes, self._fixed, self._kept)
+        known = (self._graph, self._axes, choices, count, self._copies, self._clock_rate, self._facts.bytes, self._fixed, self._kept)
         return ChoiceProblem((2,) * len(groups), tuple(axis_terms(*known, self._prices)))
 
     def _sharded_by_fixed(self) -> frozenset[str]:
@@ -196,11 +212,11 @@ class AxisProblem:
 
 
 def axis_groups(graph: ModelGraph, axes: Axes, count: int, decided: Collection[int]) -> list[AxisGroup]:
-    """Group the axes of parameters that ``count`` ranks could shard: those that blocks repeat are one group.
+    """Group the axes of parameters by which ``count`` ranks could share some call: those that blocks repeat are one group.
 
     The signature of an axis is the dimensions of parameters that contain it, numbers in names replaced: ``"blocks.*.ffn.weight:0"``.
     """
-    batch = batch_axes(graph, axes)
+    left_out, cuttable = batch_axes(graph, axes).union(decided), cuttable_axes(graph, axes)
     signatures: dict[int, list[str]] = {}
     for name, original in graph.parameters.items():
         for dimension, axes_of_dimension in enumerate(axes.of(name) if name in axes.tensors else ()):
@@ -208,6 +224,6 @@ def axis_groups(graph: ModelGraph, axes: Axes, count: int, decided: Collection[i
                 signatures.setdefault(axis, []).append(f"{re.sub(r'[0-9]+', '*', original)}:{dimension}")
     groups: dict[tuple[object, ...], list[int]] = {}
     for axis, signature in signatures.items():
-        if axis not in batch and axis not in decided and fits(axes, axis, count):
+        if axis in cuttable and axis not in left_out and fits(axes, axis, count):
             groups.setdefault((axes.sizes[axis], tuple(sorted(set(signature)))), []).append(axis)
     return [AxisGroup(tuple(group), sum(len(signatures[axis]) for axis in group)) for group in groups.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,7 +33,7 @@ from passes.ir.plan import ATTENTION
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.normalize.specialize_batch import fix_batch
 from passes.spmd.mean_to_sum import with_totals
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate import Layouts, assign_layouts
 from passes.spmd.shard_graph import AxisCut
 
 __all__ = ["CuttableModel", "MeshCut"]
@@ -74,11 +74,10 @@ class CuttableModel:
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
         self._assignments_of: list[tuple[PlanRequest, dict[object, _Assignment]]] = []
         self._assignments = self._assignments_under(request)
-        self._problems: dict[object, AxisProblem] = {}
+        self._problems: dict[object, dict[frozenset[int], AxisProblem]] = {}
         self._cuts: dict[object, MeshCut] = {}
+        self._known_ways: dict[object, bool] = {}
         self._uncut: list[ModelPart] = []
-        self._parts_of_two_replicas: dict[object, ModelPart] = {}
-        self._parts_for_bounds: dict[object, ModelPart] = {}
 
     def under(self, request: PlanRequest) -> CuttableModel:
         """Return the same model under another request with the same ``batchnorm``; all share the caches of what does not depend on it."""
@@ -162,7 +161,7 @@ class CuttableModel:
         key = (cutting, extra_axes, tuple(chosen.assigned.items()), chosen.gap, halos, chosen.fixed_batch, attention)
         if key not in self._cuts:
             cut = axis_cut(cutting, chosen.assigned, self._request.batchnorm, halos, attention)
-            part = self._part(chosen.source, chosen.graph.batch_size, chosen.axes, cut, extra_axes)
+            part = self._part(chosen.source, chosen.graph.batch_size, chosen.axes, cut)
             assert part.layouts is not None
             found = (part, chosen.axes, chosen.names, chosen.assigned, part.layouts, extra_axes, chosen.gap, halos, attention)
             self._cuts[key] = MeshCut(*found)
@@ -183,11 +182,8 @@ class CuttableModel:
         """
         chosen = self._assignment(cutting, extra_axes, limit)
         of_two = cutting if len(cutting.names) > 1 else Mesh(tuple((name, 2) for name in cutting.names))
-        key = (of_two, extra_axes, tuple(chosen.assigned.items()), id(chosen.axes), attention)
-        if key not in self._parts_for_bounds:
-            cut = axis_cut(of_two, chosen.assigned, self._request.batchnorm, attention=attention)
-            self._parts_for_bounds[key] = cut_part(chosen.source, chosen.graph.batch_size, chosen.axes, cut)
-        return self._parts_for_bounds[key]
+        cut = axis_cut(of_two, chosen.assigned, self._request.batchnorm, attention=attention)
+        return cut_part(chosen.source, chosen.graph.batch_size, chosen.axes, cut)
 
     def _assignment(self, cutting: Mesh, extra_axes: bool, limit: float) -> _Assignment:
         key = (cutting, extra_axes, limit)
@@ -240,10 +236,27 @@ class CuttableModel:
         return self._hardware is not None and may_be_hybrid(axes, cutting, fixed, free=self._is_free)
 
     def attention_choices(self, mesh: Mesh) -> tuple[str, ...]:
-        """Return the ways to share attention (``Plan.attention``) to plan: the user's, or all; one without a sequence dimension."""
+        """Return the ways to share attention (``Plan.attention``) to plan: the user's, or all that apply; one without a sequence dimension.
+
+        Raises:
+            ConfigError: the mesh cannot shard the model.
+        """
         if SEQUENCE not in mesh.names:
             return ATTENTION[:1]
-        return ATTENTION if self._request.constraints.attention is None else (self._request.constraints.attention,)
+        if self._request.constraints.attention is not None:
+            return (self._request.constraints.attention,)
+        return (ATTENTION[0], *(way for way in ATTENTION[1:] if self._may_share_attention(mesh.cutting, way)))
+
+    def _may_share_attention(self, cutting: Mesh, way: str) -> bool:
+        """Return whether ranks of a sequence dimension could share some attention so, if there were as few of them as it takes."""
+        chosen = self._assignment(cutting, False, math.inf)
+        assigned = {SEQUENCE: chosen.assigned[SEQUENCE]}
+        key = (id(chosen.axes), assigned[SEQUENCE], way)
+        if key not in self._known_ways:
+            facts = chosen.source.facts(chosen.axes)
+            layouts = assign_layouts(facts.graph, facts.axes, ((SEQUENCE, 1),), assigned, (), facts=facts, attention=way)
+            self._known_ways[key] = _shares_attention(layouts, 0, assigned[SEQUENCE], way)
+        return self._known_ways[key]
 
     @property
     def _is_free(self) -> bool:
@@ -289,23 +302,30 @@ class CuttableModel:
     def _batch_and_weight_axes(self, source: PartGraph, graph: ModelGraph, axes: Axes, cutting: Mesh, limit: float) -> AxisChoice:
         """Choose for the data dimension: the batch, and axes of weights whose gradients cost more to sum than activations to exchange."""
         count, batch = cutting.length(DATA), tuple(sorted(batch_axes(graph, axes)))
-        key = (id(axes), DATA, _fitting_axes(axes, count), batch)
-        if key not in self._problems:
-            known = (graph, axes, (DATA, count), batch, expert_axes(graph, axes), self._clock_rate)
-            self._problems[key] = AxisProblem(*known, lambda name: len(source.copies(name)), rows=True)
-        return self._problems[key].solve(count, limit) or AxisChoice(batch)
 
-    def _part(self, source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut, extra_axes: bool) -> ModelPart:
+        def problem() -> AxisProblem:
+            known = (graph, axes, (DATA, count), batch, expert_axes(graph, axes), self._clock_rate)
+            return AxisProblem(*known, lambda name: len(source.copies(name)), rows=True)
+
+        return self._problem(axes, count, (DATA, batch), problem).solve(count, limit) or AxisChoice(batch)
+
+    def _problem(self, axes: Axes, count: int, key: Hashable, make: Callable[[], AxisProblem]) -> AxisProblem:
+        """Return a problem for ``count`` ranks, cached: that of ranks for which the same axes are long enough, or of fewer ranks."""
+        fitting = _fitting_axes(axes, count)
+        problems = self._problems.setdefault((id(axes), key), {})
+        if fitting not in problems:
+            narrowed = (problem.for_more_ranks(count) for among, problem in problems.items() if fitting < among)
+            problems[fitting] = next((problem for problem in narrowed if problem is not None), None) or make()
+        return problems[fitting]
+
+    def _part(self, source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
         """Return one rank's shard: that of two replicas serves all numbers of them, unless their exchanges depend on the batch size."""
         batch = batch_axes(source.graph, axes)
         only_batch = all(set(cut.assigned[name]) <= batch and name not in cut.stored for name in cut.rows)
         if not cut.rows or not only_batch or source.graph.batch is None:
             return cut_part(source, batch_size, axes, cut)
         two_replicas = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
-        key = (two_replicas, extra_axes, tuple(sorted(cut.assigned.items())), cut.wide, cut.overlapped, cut.attention)
-        if key not in self._parts_of_two_replicas:
-            self._parts_of_two_replicas[key] = cut_part(source, batch_size, axes, dataclasses.replace(cut, mesh=two_replicas))
-        part = self._parts_of_two_replicas[key]
+        part = cut_part(source, batch_size, axes, dataclasses.replace(cut, mesh=two_replicas))
         if any(each.dimension in cut.rows and isinstance(each.size, sympy.Expr) for each in part.exchanges):
             return cut_part(source, batch_size, axes, cut)
         return dataclasses.replace(part, cutting=cut.mesh, batch_size=-(-batch_size // math.prod(map(cut.mesh.length, cut.rows))))
@@ -368,15 +388,17 @@ class CuttableModel:
                 )
             return AxisChoice((*fixed[dimension], *rest))
         count = cutting.length(dimension)
-        key = (id(axes), dimension, _fitting_axes(axes, count), fixed[dimension], tuple(sorted(of_others)))
-        if key not in self._problems:
+
+        def make() -> AxisProblem:
             sequence = {axis for axis, name in enumerate(names) if name.startswith("sequence[")}  # has a mesh dimension of its own
             excluded = of_others | sequence - set(fixed[dimension])
             known = (graph, axes, (dimension, count), fixed[dimension], excluded, self._clock_rate)
-            self._problems[key] = AxisProblem(*known, lambda name: len(source.copies(name)))
-        chosen = self._problems[key].solve(count, limit)
+            return AxisProblem(*known, lambda name: len(source.copies(name)))
+
+        problem = self._problem(axes, count, (dimension, fixed[dimension], tuple(sorted(of_others))), make)
+        chosen = problem.solve(count, limit)
         if chosen is None or not chosen.axes:
-            chosen = self._problems[key].solve(count, math.inf)
+            chosen = problem.solve(count, math.inf)
         if chosen is None or not chosen.axes:
             raise ConfigError(
                 f"no axis of the model's parameters can be cut into {count} parts",
@@ -460,13 +482,8 @@ class MeshCut:
     @property
     def shares_attention(self) -> bool:
         """Whether some attention is shared as ``attention`` says: false for models whose heads are too few, say."""
-        if self.attention == "zigzag":
-            return any(ring.is_zigzag for ring in self.layouts.rings.values())
-        if self.attention == "ring":
-            return bool(self.layouts.rings)
         index = self.part.cutting.names.index(SEQUENCE)
-        cuts = (cuts[index] for cuts in self.layouts.cuts.values())
-        return any(cut is not None and cut.axis not in self.assigned[SEQUENCE] for cut in cuts)
+        return _shares_attention(self.layouts, index, self.assigned[SEQUENCE], self.attention)
 
     @property
     def gathered_attention(self) -> tuple[str, ...]:
@@ -532,6 +549,16 @@ class MeshCut:
         copies = self.part.source.unfolding.copies if self.part.source.unfolding is not None else {}
         tensors = (tensor for node in copies for tensor in self.axes.tensors.get(node, ()))
         return frozenset(self.names[axis].partition("[")[0] for tensor in tensors for dimension in tensor for axis in dimension)
+
+
+def _shares_attention(layouts: Layouts, index: int, sequences: Collection[int], way: str) -> bool:
+    """Return whether some attention is shared in a way (``Plan.attention``) over mesh dimension number ``index``, of the sequence."""
+    if way == "zigzag":
+        return any(ring.is_zigzag for ring in layouts.rings.values())
+    if way == "ring":
+        return bool(layouts.rings)
+    cuts = (cuts[index] for cuts in layouts.cuts.values())
+    return any(cut is not None and cut.axis not in sequences for cut in cuts)
 
 
 def _counterparts(folded: Axes, whole: Axes, source: PartGraph) -> dict[int, dict[int, None]]:

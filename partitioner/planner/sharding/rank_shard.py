@@ -36,6 +36,7 @@ from partitioner.planner.costs.part_sizes import PartSizes
 from partitioner.planner.costs.unit_costs import UnitCosts, repeat
 from partitioner.planner.costs.unit_pricing import Triple, UnitPricing
 from passes.analysis.axes import Axes
+from passes.analysis.layout_facts import LayoutFacts
 from passes.autograd.recompute import Recompute
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.graph.repeated_subgraphs import Folded
@@ -167,20 +168,30 @@ def whole_part(source: PartGraph) -> ModelPart:
 
 
 def cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
-    """Return one rank's shard of a graph.
+    """Return one rank's shard of a graph; equal shards are computed once.
 
     Args:
         batch_size: samples of the whole batch.
         axes: of the folded graph.
     """
-    layouts = layouts_of_cut(source.graph, axes, cut)
-    sizes = PartSizes(source.graph, axes, layouts, cut.rows, [name for name in cut.stored if name == "fsdp"])
+    key = (id(axes), tuple(cut.assigned.items()), *(getattr(cut, each.name) for each in dataclasses.fields(cut) if each.name != "assigned"))
+    if key not in source.known_parts:
+        source.known_parts[key] = _cut_part(source, batch_size, axes, cut)
+    part = source.known_parts[key]
+    own_rows = -(-batch_size // part.n_row_parts)
+    return part if part.batch_size == own_rows else dataclasses.replace(part, batch_size=own_rows)
+
+
+def _cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
+    layouts = layouts_of_cut(source.facts(axes), cut)
+    stored_again = [name for name in cut.stored if name == "fsdp"]
+    sizes = PartSizes(source.graph, axes, layouts, cut.rows, stored_again, source.reading.shapes)
     cost = graph_cost(source.graph, differentiate=source.graph.training, parts=sizes, reading=source.reading)
     cost = with_decompositions(cost, source.graph, axes, layouts, sizes)
     folded_sums = find_gradient_sums(layouts, cost.bytes, cost.gradients)
     sums = tuple(dataclasses.replace(each, parameter=name) for each in folded_sums for name in source.copies(each.parameter))
-    part = ModelPart(source, batch_size, cost, cut.mesh, sums, layouts, axes, sizes)
-    return dataclasses.replace(part, batch_size=-(-batch_size // part.n_row_parts))
+    n_row_parts = math.prod(cut.mesh.length(name) for name in cut.mesh.names if name in ROWS)
+    return ModelPart(source, -(-batch_size // n_row_parts), cost, cut.mesh, sums, layouts, axes, sizes)
 
 
 def axis_cut(
@@ -210,6 +221,8 @@ class PartGraph:
         whole: the graph of the whole model.
         unfolding: how the units repeat; None if nothing is folded.
         known_seconds: cache of operations' seconds by kind of device and microbatch size, shared by all shards, meshes and policies.
+        known_facts: axes, of which there are few, by identity -> what is known of them.
+        known_parts: cache of ``cut_part``.
     """
 
     graph: ModelGraph
@@ -217,6 +230,8 @@ class PartGraph:
     whole: ModelGraph
     unfolding: Expansion | None = None
     known_seconds: dict[Hashable, Triple] = field(default_factory=dict)
+    known_facts: dict[int, LayoutFacts] = field(default_factory=dict)
+    known_parts: dict[Hashable, ModelPart] = field(default_factory=dict)
 
     @cached_property
     def users(self) -> dict[str, tuple[int, ...]]:
@@ -237,6 +252,12 @@ class PartGraph:
     def reading(self) -> Reading:
         """The facts about the graph that the costs of all its shards share."""
         return read_graph(self.graph, differentiate=self.graph.training)
+
+    def facts(self, axes: Axes) -> LayoutFacts:
+        """Return what all shards over some axes read of the graph."""
+        if id(axes) not in self.known_facts:
+            self.known_facts[id(axes)] = LayoutFacts(self.graph, axes)
+        return self.known_facts[id(axes)]
 
     def copies(self, name: str) -> tuple[str, ...]:
         """Return the nodes of the whole model that a node of the folded graph stands for."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -24,7 +25,9 @@ from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Layout, Partial, Shard, Varying
-from passes.spmd.propagate import Layouts, assign_layouts
+from passes.spmd.propagate import Layouts, assign_layouts, cuttable_axes
+from tests.support.models.zoo import case_named
+from tests.support.running.slow_values import slow
 
 TENSOR = (("tensor", 2),)
 DATA = (("data", 2),)
@@ -258,3 +261,17 @@ def test_gradients_of_complex_values_are_added_up() -> None:
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)
     for name, gradient in pm.full_gradients().items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["group_norm_convolution", "perceptron", *slow("gpt", "resnet", "unet")])
+def test_axes_that_no_call_can_be_cut_over_cut_none(name: str) -> None:
+    """Those of a kernel, say: alone or not, over a mesh dimension they would change nothing."""
+    instance = case_named(name).build()
+    graph = trace(instance.model, instance.args, dict(instance.kwargs), training=True)
+    axes = find_axes(graph.graph)
+    others = [axis for axis, size in enumerate(axes.sizes) if isinstance(size, int) and size > 1 and axis not in cuttable_axes(graph, axes)]
+    layouts = assign_layouts(graph, axes, (("tensor", 2),), {"tensor": others}, ())
+    assert not [name for name, cuts in layouts.cuts.items() if cuts != (None,)]
+    if "convolution" in name:
+        kernels = {axis for each in graph.parameters for dimension in axes.of(each)[2:] for axis in dimension}
+        assert {axis for axis in kernels if axes.sizes[axis] == 3} <= set(others)

@@ -20,8 +20,8 @@ from partitioner.planner.sharding.rank_shard import part_graph
 from partitioner.planner.solvers.variable_elimination import ChoiceProblem
 from partitioner.tracing.trace import trace
 from passes.analysis.axes import find_axes
+from passes.analysis.layout_facts import LayoutFacts
 from passes.graph.repeated_subgraphs import fold_repeats
-from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.enumerate_layouts import layout_choices
@@ -32,10 +32,11 @@ from tests.support.running.slow_values import slow
 
 
 def problem_of(graph: ModelGraph, pace: ClockRate | None, count: int) -> tuple[ChoiceProblem, list[tuple[int, ...]]]:
-    axes, sizes = find_axes(graph.graph), ValueBytes(graph)
+    axes = find_axes(graph.graph)
+    facts = LayoutFacts(graph, axes)
     groups = [group.axes for group in axis_groups(graph, axes, count, ())]
-    choices = layout_choices(graph, axes, ("tensor", count), groups, value_bytes=sizes)
-    return ChoiceProblem((2,) * len(groups), tuple(axis_terms(graph, axes, choices, count, lambda _: 1, pace, sizes))), groups
+    choices = layout_choices(graph, axes, ("tensor", count), groups, facts=facts)
+    return ChoiceProblem((2,) * len(groups), tuple(axis_terms(graph, axes, choices, count, lambda _: 1, pace, facts.bytes))), groups
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_memory_forces_more_cuts() -> None:
     assert set(tight.axes) != set(free.axes)
     alone = [(axis,) for group in groups for axis in group]
     choices = layout_choices(graph, axes, ("tensor", 2), alone)
-    terms = axis_terms(graph, axes, choices, 2, lambda _: 1, pace, ValueBytes(graph))
+    terms = axis_terms(graph, axes, choices, 2, lambda _: 1, pace, LayoutFacts(graph, axes).bytes)
     assert ChoiceProblem((2,) * len(alone), tuple(terms)).totals([int(axis in tight.axes) for (axis,) in alone])[1] <= held * 0.9
     assert choice.solve(2, 1.0) is None
 
@@ -161,3 +162,33 @@ def test_work_is_cut_whatever_the_batch(rows: int) -> None:
         inputs = (torch.zeros(rows, 16, dtype=torch.long),)
     pm = partition(nn.Sequential(*layers), devices, "tensor", example_inputs=inputs, cluster="h100:1x4", progress=False)
     assert not [note for note in pm.plan.notes if "multiply-adds whole" in note]
+
+
+@pytest.mark.parametrize("name", ["perceptron", "group_norm_convolution", *slow("gpt", "llama", "resnet")])
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_choices_for_more_ranks_are_those_among_the_axes_that_are_long_enough(name: str, count: int) -> None:
+    """The layouts for two ranks, without what is too short: those that are enumerated for more ranks, and the same choice."""
+    instance = case_named(name).build()
+    graph = trace(instance.model, instance.args, dict(instance.kwargs), training=True)
+    axes, pace = find_axes(graph.graph), ClockRate(1e12, 1e9, 1e-6)
+    narrowed = AxisProblem(graph, axes, ("tensor", 2), clock_rate=pace).for_more_ranks(count)
+    direct = AxisProblem(graph, axes, ("tensor", count), clock_rate=pace)
+    assert narrowed is not None
+    assert narrowed.solve(count) == direct.solve(count)
+
+
+def test_layouts_of_fewer_groups_are_those_enumerated_for_these() -> None:
+    """Each choice of the groups that are left has the layouts that it has when no other groups are there."""
+    graph = trace(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 6)), (torch.rand(4, 8),), {})
+    axes = find_axes(graph.graph)
+    groups = [group.axes for group in axis_groups(graph, axes, 2, ())]
+    kept = [0, 2]
+    fewer, alone = (
+        layout_choices(graph, axes, ("tensor", 2), groups).only(kept),
+        layout_choices(graph, axes, ("tensor", 2), [groups[number] for number in kept]),
+    )
+    for choice in itertools.product((0, 1), repeat=len(kept)):
+        for name, outcomes in alone.calls.items():
+            assert fewer.calls[name].at(range(len(kept)), choice) == outcomes.at(range(len(kept)), choice)
+        for name, held in alone.held.items():
+            assert fewer.held[name].at(range(len(kept)), choice) == held.at(range(len(kept)), choice)
