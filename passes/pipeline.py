@@ -26,6 +26,7 @@ from typing import Literal, TypeAlias, cast
 
 import torch
 
+from passes.analysis.layout_facts import LayoutFacts
 from passes.autograd.deduplicate import form_of, renamed
 from passes.autograd.joint_from_regions import differentiate_regions, tracked_outputs
 from passes.autograd.partition_joint import DifferentiatedStage, split_backward
@@ -46,7 +47,7 @@ from passes.ir.schedule import Schedule
 from passes.normalize.loss_alone import return_alone
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.mean_to_sum import with_totals
-from passes.spmd.shard_stages import StagedCut, StoredLayouts, cut_by_plan
+from passes.spmd.shard_stages import StagedCut, StoredLayouts, cut_by_plan, facts_to_cut
 from passes.stages.boundary_layouts import mark_boundaries
 from passes.stages.split import StageGraph
 from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
@@ -69,6 +70,7 @@ class Target:
         in_parts: whether means over the batch that the model returns are computed as partial sums.
         results: whether ranks that shard the batch return whole results or those of their own rows.
         rows: whether the mesh shards the batch; False replicates it, for a batch that the mesh does not divide.
+        stored: layouts of parameters, buffers and constants that ranks store already; ``shard`` chooses those that are missing.
         devices: of each rank: graphs name the device that they create tensors on.
         pipelines: ``"all"``, or ``"kinds"``: one pipeline of each kind (``Lowered.first_of_kind``), for programs that are only inspected.
         differentiation: the outputs (by their names in the first pipeline), inputs and parameters to differentiate; None: nothing.
@@ -87,6 +89,7 @@ class Target:
     in_parts: bool = False
     results: Results = "rows"
     rows: bool = True
+    stored: StoredLayouts | None = None
     devices: tuple[torch.device, ...] = ()
     pipelines: Literal["all", "kinds"] = "all"
     differentiation: Differentiation | None = None
@@ -108,19 +111,19 @@ class Lowered:
     Attributes:
         plan: the plan to lower.
         graph: the whole model.
-        stored: layouts of parameters, buffers and constants that ranks store already; ``shard`` chooses those that are missing.
         cut: the sharded model.
         stages: (pipeline, replica) -> the stages for the ranks with that index in round-robin stages; equal ones are one object.
         programs: (pipeline, program) of each rank: a rank of its pipeline, or after ``place``, a rank of the mesh.
+        known_facts: cache of what all cuts of a graph read, by its id, for all targets.
         shared: cache of ``stages`` for all targets, by inputs: pipelines with equal graphs on equal devices share one object.
     """
 
     plan: Plan
     graph: ModelGraph
-    stored: StoredLayouts | None = None
     cut: StagedCut | None = None
     stages: Mapping[tuple[int, int], LoweredStages] = field(default_factory=dict)
     programs: tuple[tuple[int, Program], ...] = ()
+    known_facts: dict[int, LayoutFacts] = field(default_factory=dict, compare=False, repr=False)
     shared: dict[Hashable, LoweredStages] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -175,7 +178,10 @@ def boundary_layouts(lowered: Lowered, _: Target) -> Lowered:
 
 def shard(lowered: Lowered, target: Target) -> Lowered:
     """Shard the model over the mesh."""
-    return replace(lowered, cut=cut_by_plan(lowered.graph, lowered.plan, target.results, rows=target.rows, stored=lowered.stored))
+    known, key = lowered.known_facts, id(lowered.graph)
+    if key not in known:
+        known[key] = facts_to_cut(lowered.graph, lowered.plan)  # keeps the graph, and so its id
+    return replace(lowered, cut=cut_by_plan(known[key], lowered.plan, target.results, rows=target.rows, stored=target.stored))
 
 
 def split(lowered: Lowered, target: Target) -> Lowered:
@@ -296,7 +302,7 @@ PHASES: tuple[Phase[Lowered, Target], ...] = (
     Phase("tile", tile),
     Phase("functional_rng", functional_rng),
     Phase("boundary_layouts", boundary_layouts),
-    Phase("shard", shard, ("results", "rows")),
+    Phase("shard", shard, ("results", "rows", "stored")),
     Phase("split", split, ("devices", "pipelines")),
     Phase("differentiate", differentiate, ("differentiation", "share")),
     Phase("emit", emit, None),

@@ -44,10 +44,10 @@ class PlanCuts:
     ) -> None:
         self._graph, self._plan = graph, plan
         self.traced_for = functools.cache(traced_for)
-        lowerer = Lowerer(Lowered(plan, graph, stored=stored))
-        target = Target(loss_output=own_loss(graph) if graph.training else None)
+        lowerer = Lowerer(Lowered(plan, graph))
+        target = Target(loss_output=own_loss(graph) if graph.training else None, stored=stored)
         self.plan_cut = plan_cut or self._cut(lowerer, target)
-        self._lowerers: dict[int | None, Lowerer] = {}
+        self._lowerers: dict[int | None, Lowerer] = {None: lowerer, graph.batch_size: lowerer}
 
     @staticmethod
     def _cut(lowerer: Lowerer, target: Target) -> StagedCut:
@@ -60,10 +60,10 @@ class PlanCuts:
         """Return the lowerer and the target of one variant of the model."""
         size = variant.batch_size
         if size not in self._lowerers:
-            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size), stored=self.plan_cut.stored))
+            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size)))
         if size is not None and variant.whole_batch not in (None, size):
             self._check_microbatches(size, variant.whole_batch)
-        return self._lowerers[size], Target(variant.loss_output, variant.in_parts, variant.results, variant.rows)
+        return self._lowerers[size], Target(variant.loss_output, variant.in_parts, variant.results, variant.rows, self.plan_cut.stored)
 
     def _graph_for(self, rows: int | None) -> ModelGraph:
         return self._graph if rows is None or rows == self._graph.batch_size else self.traced_for(rows)

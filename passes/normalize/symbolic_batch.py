@@ -47,7 +47,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_keys, mutated_arguments
+from passes.graph.aliasing import OWN_MEMORY, MemoryOf, aliasing, memory_keys
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.schemas import bound_arguments, packet, tensor_operands
 from passes.graph.symbolic_sizes import emit_size, evaluated, size_of
@@ -84,9 +84,7 @@ def fix_sizes(graph: fx.Graph, batch: fx.Node, symbol: sympy.Symbol, sizes: Mapp
         sizes: symbol -> number.
     """
     target, copies = fx.Graph(), dict[fx.Node, Any]()
-    # In-place writes change ``requires_grad`` of fake tensors: then each value has its own.
-    shared = not any(node.op == "call_function" and mutated_arguments(node) for node in graph.nodes)
-    values = _FixedValues(symbol, batch.meta["val"], sizes, shared=shared)
+    memory, values = aliasing(graph), _FixedValues(symbol, batch.meta["val"], sizes)
     with fake_mode(graph):
         for node in graph.nodes:
             arguments, keywords = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
@@ -106,7 +104,8 @@ def fix_sizes(graph: fx.Graph, batch: fx.Node, symbol: sympy.Symbol, sizes: Mapp
             if values.varies(node):
                 copies[node].meta[VARIES] = True
             if value is not None:
-                copies[node].meta["val"] = fixed = values.of(value)
+                # In-place writes change ``requires_grad`` of fake tensors: a value in such memory has its own.
+                copies[node].meta["val"] = fixed = values.of(value, shared=not memory.written(node))
                 copies[node].meta[OWN_MEMORY] = MemoryOf(fixed, tuple(key for _, key in memory_keys(node)))
     return target
 
@@ -126,8 +125,8 @@ def _value_of(argument: Any) -> Any:
 class _FixedValues:
     """Traced values with numbers for symbols. To be used inside the fake mode of the graph."""
 
-    def __init__(self, symbol: sympy.Symbol, batch: torch.SymInt, sizes: Mapping[sympy.Symbol, int], *, shared: bool) -> None:
-        self._symbol, self._batch, self._shared = symbol, batch, shared
+    def __init__(self, symbol: sympy.Symbol, batch: torch.SymInt, sizes: Mapping[sympy.Symbol, int]) -> None:
+        self._symbol, self._batch = symbol, batch
         self._tensors: dict[Hashable, Tensor] = {}
         self._numbers = {each: sympy.Integer(size) for each, size in sizes.items()}
         self._known: dict[sympy.Expr, int | torch.SymInt] = {}
@@ -141,10 +140,14 @@ class _FixedValues:
             self._known[size] = evaluated(size.xreplace(self._numbers), self._symbol, self._batch)
         return self._known[size]
 
-    def of(self, value: Any) -> Any:
-        """Return a value, a tensor or a list of some, with the numbers put in; the value itself where nothing changes."""
+    def of(self, value: Any, *, shared: bool) -> Any:
+        """Return a value, a tensor or a list of some, with the numbers put in; the value itself where nothing changes.
+
+        Args:
+            shared: whether equal tensors may be one fake tensor.
+        """
         if isinstance(value, tuple | list):
-            parts = [self.of(part) for part in value]
+            parts = [self.of(part, shared=shared) for part in value]
             return value if all(part is old for part, old in zip(parts, value, strict=True)) else type(value)(parts)
         if isinstance(value, torch.SymInt):
             return self.number(value)
@@ -152,10 +155,12 @@ class _FixedValues:
             return value
         shape, strides = ([self.number(size) for size in sizes] for sizes in (value.shape, value.stride()))
         key = (*map(size_of, (*shape, *strides)), value.dtype, value.device, value.requires_grad)
-        if not self._shared or key not in self._tensors:
-            fixed = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
-            self._tensors[key] = fixed.requires_grad_(value.requires_grad)
-        return self._tensors[key]
+        if shared and key in self._tensors:
+            return self._tensors[key]
+        fixed = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device).requires_grad_(value.requires_grad)
+        if shared:
+            self._tensors[key] = fixed
+        return fixed
 
     def varies(self, node: fx.Node) -> bool:
         """Return whether the call of a node is one for ``VARIES``."""

@@ -96,17 +96,23 @@ class CutModel:
 
 
 def cut_axes(
-    graph: ModelGraph, axes: Axes, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None
+    graph: ModelGraph,
+    axes: Axes,
+    cut: AxisCut,
+    results: Results = "rows",
+    stored: Mapping[str, Layout] | None = None,
+    facts: LayoutFacts | None = None,
 ) -> CutModel:
     """Shard a model; its graphs are written later, by ``CutModel.parts``.
 
     Args:
         results: whether ranks return whole results or those of their own rows.
         stored: layouts of parameters, buffers and constants that ranks have stored already; None: as the calls prefer.
+        facts: those of the graph and its axes, if it is sharded often.
     """
     if cut.mesh.size == 1:
         return _unsharded(graph, axes, cut)
-    layouts = layouts_of_cut(LayoutFacts(graph, axes), cut, results, stored)
+    layouts = layouts_of_cut(facts or LayoutFacts(graph, axes), cut, results, stored)
     names = cut.mesh.names
     reduced = {name: tuple(names[index] for index in sorted(indices)) for name, indices in layouts.varying.items() if indices}
     part = Part(cut.rows, math.prod(cut.mesh.length(name) for name in cut.rows), results, reduced)

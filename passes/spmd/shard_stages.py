@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import axes_named, axis_names, has_axis
+from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.merge_axes import find_axes_to_cut
 from passes.ir.comm.halo_strategy import ends_of
 from passes.ir.errors import ConfigError
@@ -31,7 +32,7 @@ from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from passes.spmd.shards import Block
 from passes.stages.split import stage_of_nodes
 
-__all__ = ["StagedCut", "StoredLayouts", "StoredShard", "StoredShards", "cut_by_plan"]
+__all__ = ["StagedCut", "StoredLayouts", "StoredShard", "StoredShards", "cut_by_plan", "facts_to_cut"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ StoredShards: TypeAlias = tuple[StoredShard | None, ...]
 """For each mesh dimension, what it shards of a stored tensor; None: nothing."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredLayouts:
     """Layouts of stored tensors in terms of their elements: graphs have other axes, in other modes and for other sizes of the inputs.
 
@@ -181,18 +182,23 @@ def _stored_shards(model: CutModel) -> dict[str, StoredShards]:
     return {name: tuple(shard(name, place, layout) for place in layout) for name, layout in stored.items()}
 
 
+def facts_to_cut(graph: ModelGraph, plan: Plan) -> LayoutFacts:
+    """Return the facts about a model that all its cuts by a plan read, its axes first."""
+    return LayoutFacts(graph, find_axes_to_cut(graph, plan.grid))
+
+
 def cut_by_plan(
-    graph: ModelGraph, plan: Plan, results: Results = "rows", *, rows: bool = True, stored: StoredLayouts | None = None
+    facts: LayoutFacts, plan: Plan, results: Results = "rows", *, rows: bool = True, stored: StoredLayouts | None = None
 ) -> StagedCut:
     """Shard a model for the stages of a plan.
 
     Args:
+        facts: of the model and its axes (``facts_to_cut``).
         results: whether ranks return whole results or those of their own rows.
         rows: False replicates the batch, if the mesh does not divide it.
         stored: layouts of tensors that ranks store already; those that are missing are chosen. None: all are.
     """
-    mesh = plan.grid
-    axes = find_axes_to_cut(graph, mesh)
+    mesh, graph, axes = plan.grid, facts.graph, facts.axes
     names, models = axis_names(graph, axes), dict[Mesh, CutModel]()
     wide, overlapped = ends_of(plan.halos, "recompute"), ends_of(plan.halos, "overlap")
     stages = stage_of_nodes(graph, plan.first_nodes) if len(plan.first_nodes) > 1 else None
@@ -210,5 +216,5 @@ def cut_by_plan(
         stored_over = tuple(name for name in over.names if name in STORED)
         cut = AxisCut(over, assigned, cut_rows, stored_over, plan.batchnorm == "local", wide, overlapped, plan.attention, stages)
         stored_layouts = stored.at(place, graph, axes) if stored is not None and over.size > 1 else None
-        models[over] = cut_axes(graph, axes, cut, results, stored_layouts)
+        models[over] = cut_axes(graph, axes, cut, results, stored_layouts, facts)
     return StagedCut(mesh, tuple(models[over] for over in submeshes))

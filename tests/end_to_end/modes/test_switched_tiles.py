@@ -28,7 +28,7 @@ from passes.ir.mesh import Mesh
 from passes.normalize.specialize_batch import fix_batch, fixed_for
 from passes.spmd.enumerate_layouts import layout_choices
 from passes.spmd.propagate import assign_layouts
-from passes.spmd.shard_stages import cut_by_plan
+from passes.spmd.shard_stages import cut_by_plan, facts_to_cut
 from tests.passes.spmd.test_layout_choices import expect_equal
 from tests.support.models.vision.space import TransposedUNet, UShaped
 from tests.support.running.tiles import first_difference_of_tiles
@@ -66,7 +66,7 @@ def ranks_of(mesh: Grid) -> int:
 
 def cut_along(graph: ModelGraph, plan: Plan) -> dict[str, list[str]]:
     """Convolution -> over each mesh dimension, the name of the axis that cuts it; empty where nothing does."""
-    cut = cut_by_plan(fixed_for(graph, plan), plan).widest
+    cut = cut_by_plan(facts_to_cut(fixed_for(graph, plan), plan), plan).widest
     names = axis_names(cut.graph, cut.axes)
     convolutions = (name for name in cut.layouts.cuts if name.startswith("conv"))
     return {name: ["" if each is None else names[each.axis].partition("[")[0] for each in cut.layouts.cuts[name]] for name in convolutions}

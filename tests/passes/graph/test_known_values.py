@@ -16,7 +16,7 @@ from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 from passes.normalize.specialize_batch import fix_batch
-from passes.spmd.shard_stages import cut_by_plan
+from passes.spmd.shard_stages import cut_by_plan, facts_to_cut
 from tests.support.models.attention.gpt import Gpt
 
 TOKENS = torch.zeros(4, 6, dtype=torch.int64)
@@ -74,7 +74,7 @@ def test_parts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Gpt(depth=4, width=16, heads=4)
     plan = partition(model, 4, {"data": 2, "tensor": 2}, example_inputs=(TOKENS,), progress=False).plan
     graph = trace(model, (TOKENS,), {})
-    shared = cut_by_plan(graph, plan).widest.parts
+    shared = cut_by_plan(facts_to_cut(graph, plan), plan).widest.parts
     monkeypatch.setattr(FakeTensorCache, "like", lambda _: FakeTensorCache(shared=False))
-    for one, other in zip(shared, cut_by_plan(graph, plan).widest.parts, strict=True):
+    for one, other in zip(shared, cut_by_plan(facts_to_cut(graph, plan), plan).widest.parts, strict=True):
         assert_alike(one, other)

@@ -21,7 +21,7 @@ from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.tracing.trace import trace
 from passes.analysis.axis_names import axis_names
 from passes.ir.mesh import Mesh
-from passes.spmd.shard_stages import cut_by_plan
+from passes.spmd.shard_stages import cut_by_plan, facts_to_cut
 
 BATCH, WIDTHS = 16, (64, 48)
 TRICK = (("batch", "data"), ("ffn", "data"))
@@ -103,7 +103,7 @@ def test_the_planner_finds_it_by_itself() -> None:
     assert plan.mesh == (("data", 4),)
     assert plan.gap == 0.0
     assert ("batch", "data") in plan.axes
-    cut = cut_by_plan(graph, plan).widest
+    cut = cut_by_plan(facts_to_cut(graph, plan), plan).widest
     names = axis_names(cut.graph, cut.axes)
     by_kind: dict[str, set[str]] = {"conv2d": set(), "linear": set()}
     for node in cut.graph.graph.nodes:
