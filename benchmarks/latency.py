@@ -6,9 +6,10 @@
 
 Each line is a process of its own that builds the model on the meta device, partitions a linear layer, since PyTorch imports much when it
 exports for the first time, and then partitions the model for training once in each mode. Seconds are those of the processor, so that other
-work on the machine counts little. A dash: the mode does not fit the model, and the seconds of its refusal count too. A mode writes its
-programs, with their backward, when they are first asked for: "programs" is that, and the simulation of a step; the reports behind it read
-them. Last come a model of 2,000 layers, and 4,000 devices for one of three, which are refused.
+work on the machine counts little; "export" is torch.export alone, of the same call and with no size open, by which machines compare. A
+dash: the mode does not fit the model, and the seconds of its refusal count too. A mode writes its programs, with their backward, when they
+are first asked for: "programs" is that, and the simulation of a step; the reports behind it read them. Last come a model of 2,000 layers,
+and 4,000 devices for one of three, which are refused.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Latency:
     """One model in one mode.
 
     Attributes:
-        mode: of ``partition()``.
+        mode: of ``partition()``; ``"export"``: of ``torch.export`` alone.
         partition: s of the processor.
         reports: s of the processor, for each of ``REPORTS`` that was asked for.
         refusal: the error, where the mode does not fit the model.
@@ -149,12 +150,21 @@ _LIBRARIES = {"ResNet-50": "timm", "EfficientNet-B0": "timm", "MLP-Mixer": "timm
 
 
 def latencies(name: str, modes: Sequence[str], with_reports: bool) -> list[Latency]:
-    """Partition one model in each mode, in this process."""
+    """Export one model, and partition it in each mode, in this process."""
     warnings.simplefilter("ignore")
     partition(nn.Linear(1, 1), 1, example_inputs=(torch.zeros(2, 1),), progress=False)
     with torch.device("meta"):
         model, args, kwargs = MODELS[name]()
-    return [_latency(model, args, kwargs, mode, with_reports) for mode in modes]
+    return [_export(model, args, kwargs), *(_latency(model, args, kwargs, mode, with_reports) for mode in modes)]
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Latency:
+    start, refusal = time.process_time(), ""
+    try:
+        torch.export.export(model, args, dict(kwargs), strict=False)
+    except Exception as error:  # noqa: BLE001  whatever PyTorch cannot export
+        refusal = str(error).splitlines()[0]
+    return Latency("export", time.process_time() - start, {}, refusal)
 
 
 def _latency(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: str, with_reports: bool) -> Latency:
@@ -204,7 +214,8 @@ def main() -> None:
     parser.add_argument("--reports", action="store_true", help="measure programs, pm.graphs, explain() and save_report() too")
     options = parser.parse_args()
     columns = ("", *REPORTS) if options.reports else ("",)
-    print(f"{'s of a processor':18}" + "".join(f"{column or mode:>8} " for mode in options.modes for column in columns), flush=True)
+    headings = ["export", *(column or mode for mode in options.modes for column in columns)]
+    print(f"{'s of a processor':18}" + "".join(f"{heading:>8} " for heading in headings), flush=True)
     spawn, every = multiprocessing.get_context("spawn"), list[Latency]()
     for name in options.models:
         library = _LIBRARIES.get(name)
@@ -216,8 +227,8 @@ def main() -> None:
         every += [each for each in found if not each.refusal]
         print(f"{name:18}" + "".join(map(_text, found)), flush=True)
     blank = " " * 9 * (len(columns) - 1)
-    by_mode = ([each.partition for each in every if each.mode == mode] for mode in options.modes)
-    print(f"{'median':18}" + "".join(_median(seconds) + blank for seconds in by_mode) + "\n")
+    by_mode = {mode: [each.partition for each in every if each.mode == mode] for mode in ("export", *options.modes)}
+    print(f"{'median':18}" + "".join(_median(seconds) + ("" if mode == "export" else blank) for mode, seconds in by_mode.items()) + "\n")
     if set(options.models) == set(MODELS):
         warnings.simplefilter("ignore")
         _extremes()
