@@ -211,13 +211,7 @@ def _program_shapes(values: ValueSpecs) -> dict[fx.Node, tuple[TensorSpec, ...]]
     """
     nodes = values.program.module.graph.nodes
     shapes = {node: tensor_shapes(node.meta.get("val")) or _spec_shapes(values.of[node]) for node in nodes}
-    return {node: tuple(map(_in_rows, tensors)) for node, tensors in shapes.items()}
-
-
-@functools.lru_cache(maxsize=65536)
-def _in_rows(tensor: TensorSpec) -> TensorSpec:
-    """Return a shape in ``ROWS``."""
-    return TensorSpec(tuple(map(_rows_for, tensor.shape)), tensor.dtype)
+    return {node: tuple(TensorSpec(tuple(map(_rows_for, each.shape)), each.dtype) for each in tensors) for node, tensors in shapes.items()}
 
 
 def _spec_shapes(value: Any) -> tuple[TensorSpec, ...]:

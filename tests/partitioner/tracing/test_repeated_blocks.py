@@ -347,6 +347,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
     "tied": (Tied, 2),
     "twice": (lambda: Twice(Block), 3),
     "scaled": (lambda: Stack(Scaled), 0),
+    "beside_scaled": (lambda: nn.Sequential(Stack(Scaled), Stack(Block)), 4),  # what tells the former apart is read, the others are copies
     "threshold": (lambda: Stack(Threshold), 0),
     "indexed": (lambda: Stack(Indexed), 4),
     "asked": (lambda: Stack(Asked), 0),
