@@ -78,12 +78,19 @@ def _copy(value: object, around: frozenset[int] = frozenset()) -> Any:
     Args:
         around: ids of the lists and dicts that it lies in, which it may hold in turn.
     """
-    if not isinstance(value, list | dict) or id(value) in around:
+    if not isinstance(value, _CONTAINERS) or id(value) in around:
         return None
-    around |= {id(value)}
-    items = list(value) if isinstance(value, list) else list(value.values())
-    nested = [(item, _copy(item, around)) for item in items if isinstance(item, list | dict)]
+    if not value:
+        return _EMPTY[isinstance(value, list)]
+    items = value if isinstance(value, list) else value.values()
+    nested = [(item, _copy(item, around | {id(value)})) for item in items if isinstance(item, _CONTAINERS)]
     return (list(value) if isinstance(value, list) else dict(value)), nested
+
+
+_CONTAINERS = (list, dict)
+
+_EMPTY: tuple[Any, Any] = (({}, ()), ([], ()))
+"""The copies of an empty dict and list, as most attributes of a module are."""
 
 
 def _restore(owner: object, contents: dict[str, tuple[Any, Any]]) -> None:

@@ -167,7 +167,7 @@ class _ChosenExperts(TorchFunctionMode):
         return [choice.count or 1 for choice in self._choices] if visited else []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func not in _KNOWN and not any(choice.is_visited for choice in self._choices):
+        if func not in _KNOWN and not (self._choices and any(choice.is_visited for choice in self._choices)):
             return func(*args, **(kwargs or {}))
         return self._compute(func, *args, **(kwargs or {}))
 

@@ -197,7 +197,7 @@ class ConstantRandomComparisons(TorchFunctionMode):
         self._drawn: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        constant = self._constant_result(func, args)
+        constant = self._constant_result(func, args) if func in _RANDOM_COMPARISONS else None
         if constant is not None:
             return constant
         result = func(*args, **(kwargs or {}))

@@ -40,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from partitioner.tracing.inputs.ties import first_names
 from partitioner.tracing.repeated.unread_attributes import Attribute, record_reads, recordable
 from partitioner.tracing.restore import preserve
-from passes.ir.torch_private import TreeSpec, as_compiled, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from passes.ir.torch_private import DisableTorchFunction, TreeSpec, as_compiled, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = ["LEAST_COPIES", "Copies", "StandIn", "calls_of", "find_copies", "intercept_calls"]
 
@@ -49,8 +49,10 @@ LEAST_COPIES = 3
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
-_VALUES = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_BASES = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types compared by ``==``; floats and complex numbers are compared by ``repr``, so that NaN equals NaN and 0.0 differs from -0.0."""
+
+_VALUES = frozenset(_BASES)
 
 
 class Forms:
@@ -133,16 +135,21 @@ def comparison_key(value: Any, key_of_object: Callable[[Any], Hashable]) -> Hash
     Args:
         key_of_object: gives the key of a tensor, and of an object that does not compare by value.
     """
-    if isinstance(value, _VALUES):
-        return type(value), value
-    if isinstance(value, float | complex):
-        return type(value), repr(value)
-    if isinstance(value, tuple | list):
-        return type(value), tuple(comparison_key(part, key_of_object) for part in value)
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(comparison_key(part, key_of_object) for part in value)
-    if isinstance(value, Mapping):
-        return type(value), tuple((comparison_key(key, key_of_object), comparison_key(part, key_of_object)) for key, part in value.items())
+    kind = type(value)
+    if kind in _VALUES:
+        return kind, value
+    if isinstance(value, Tensor):
+        return key_of_object(value)
+    if isinstance(value, (tuple, list)):
+        return kind, tuple([comparison_key(part, key_of_object) for part in value])
+    if isinstance(value, (dict, Mapping)):  # to ask for dicts first takes a tenth of the time
+        return kind, tuple([(comparison_key(key, key_of_object), comparison_key(part, key_of_object)) for key, part in value.items()])
+    if isinstance(value, (float, complex)):
+        return kind, repr(value)
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset([comparison_key(part, key_of_object) for part in value])
+    if isinstance(value, _BASES):
+        return kind, value
     if isinstance(value, slice):
         return slice, comparison_key((value.start, value.stop, value.step), key_of_object)
     if type(value) is functools.partial:
@@ -162,8 +169,9 @@ def _is_stateless(value: object) -> bool:
 
 def layout_of(tensor: Tensor) -> Hashable:
     """Return all properties of a tensor that tracing can depend on."""
-    strides = tensor.stride() if tensor.layout == torch.strided else None
-    return type(tensor), tuple(tensor.shape), strides, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+    with DisableTorchFunction():  # modes of functions would be asked for each
+        strides = tensor.stride() if tensor.layout == torch.strided else None
+        return type(tensor), tuple(tensor.shape), strides, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
 
 
 def attribute_snapshot(module: nn.Module) -> list[Hashable]:
