@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
-from passes.graph.schemas import argument_form, draws, node_leaves, written_arguments
-from passes.graph.symbolic_sizes import traced_size
-from passes.ir.torch_private import enable_python_dispatcher, without_saved_tensors_hooks
+from passes.graph.schemas import argument_form, node_leaves, views_its_arguments, written_arguments
+from passes.graph.symbolic_sizes import size_of, traced_size
+from passes.ir.torch_private import OpOverload, enable_python_dispatcher, without_saved_tensors_hooks
 
 __all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result", "memory_among", "plain_autograd"]
 
@@ -53,33 +53,32 @@ class FakeTensorCache:
 
     Args:
         pieces_are_alike: whether slices of equal length count as equal calls, wherever they start.
-        shared: whether equal calls share fake tensors; if not, every call is run.
     """
 
-    def __init__(self, *, pieces_are_alike: bool = False, shared: bool = True) -> None:
-        self._pieces_are_alike, self._shared = pieces_are_alike, shared
+    def __init__(self, *, pieces_are_alike: bool = False) -> None:
+        self._pieces_are_alike = pieces_are_alike
         self._known: dict[Hashable, tuple[Any, tuple[int, ...]]] = {}  # key of a call -> its fake result, and ``_memory_sources`` of it
         self._forms: dict[int, tuple[Any, Hashable]] = {}
 
-    @staticmethod
-    def like(graph: fx.Graph) -> FakeTensorCache:
-        """Return a cache for a rewrite of a graph; nothing is shared where that writes in place, which changes ``requires_grad``."""
-        return FakeTensorCache(shared=not any(node.op == "call_function" and mutated_arguments(node) for node in graph.nodes))
+    def add_traced(self, node: fx.Node, target: Callable[..., Any]) -> None:
+        """Take the result of a call that was traced for that of equal new calls, of this target, where it lies as in a run of the call."""
+        inputs = _inputs(node)
+        results = memory_keys(node)
+        call_key = self._call_key(node, target, inputs)
+        if call_key is not None and call_key not in self._known and results and all(_lies_as_run(node, each, inputs) for each in results):
+            self._known[call_key] = node.meta["val"], _memory_sources([key for _, key in results], [key for _, key in inputs])
 
     def describe(self, node: fx.Node) -> None:
         """Set the fake result of a new node (``meta["val"]``), and the memory that it lies in (``meta[OWN_MEMORY]``)."""
-        if not self._shared:
-            node.meta["val"] = fake_result(node)
-            return
         if written := written_arguments(node):
             node.meta["val"] = written[0].meta["val"]
             node.meta[OWN_MEMORY] = MemoryOf(node.meta["val"], tuple(key for _, key in memory_keys(written[0])))
             return
-        inputs = [pair for source in node_leaves((node.args, node.kwargs)) for pair in memory_keys(source)]
-        call_key = None if draws(node) or mutated_arguments(node) else self._call_key(node, [key for _, key in inputs])
+        inputs = _inputs(node)
+        call_key = self._call_key(node, node.target, inputs)
         if call_key is None or call_key not in self._known:
             node.meta["val"] = fake_result(node)
-            sources = _memory_sources(node, [tensor for tensor, _ in inputs])
+            sources = _memory_sources(list(map(memory_key, tensors_of(node))), [memory_key(tensor) for tensor, _ in inputs])
             if call_key is not None:
                 self._known[call_key] = node.meta["val"], sources
         else:
@@ -88,15 +87,19 @@ class FakeTensorCache:
         keys = tuple(inputs[source][1] if source >= 0 else allocated[source] for source in sources)
         node.meta[OWN_MEMORY] = MemoryOf(node.meta["val"], keys)
 
-    def _call_key(self, node: fx.Node, memory: Sequence[Hashable]) -> Hashable:
-        """Return a key, equal for calls with equal fake results: operator, numbers, strides, and which inputs share memory."""
+    def _call_key(self, node: fx.Node, target: Any, inputs: Sequence[tuple[Tensor, Hashable]]) -> Hashable:
+        """Return a key, equal for calls with equal fake results: operator, numbers, strides, and which inputs share memory.
+
+        None for a call that writes.
+        """
+        if mutated_arguments(node):
+            return None
         arguments: Any = node.args
         if self._pieces_are_alike and node.target is aten.slice.Tensor and len(node.args) == 4:
             source, dimension, start, stop = node.args
             arguments = source, dimension, operator.sub(stop, start)
-        shared = tuple(map(list(memory).index, memory))
-        forms = argument_form((arguments, node.kwargs), self._form_of)
-        return node.target, forms, shared, torch.is_grad_enabled()
+        memory = [key for _, key in inputs]
+        return target, argument_form((arguments, node.kwargs), self._form_of), tuple(map(memory.index, memory))
 
     def _form_of(self, node: fx.Node) -> Hashable:
         """Return ``_form`` of a node's value, computed once."""
@@ -107,10 +110,15 @@ class FakeTensorCache:
 
 
 def fake_result(node: fx.Node) -> Any:
-    """Run a call on the fake tensors of its arguments (inside ``fake_mode``); return its result, a list as a tuple."""
+    """Run a call on the fake tensors of its arguments (inside ``fake_mode``); return its result, a list as a tuple.
+
+    Results require no gradient, as those of a graph by torch.export, and no write makes its base require one: equal calls have equal
+    results.
+    """
     assert callable(node.target)
     arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    result = node.target(*arguments, **keywords)
+    with torch.no_grad():
+        result = node.target(*arguments, **keywords)
     return tuple(result) if isinstance(result, list) else result
 
 
@@ -133,7 +141,7 @@ def _form(value: Any) -> Hashable:
     """Return everything about a fake value that the result of an operator may depend on."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
         sizes = tuple(map(traced_size, (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())))
-        return sizes, value.dtype, value.device, value.requires_grad, value.is_conj(), value.is_neg(), type(value)
+        return sizes, value.dtype, value.device, value.is_conj(), value.is_neg(), type(value)
     if isinstance(value, tuple | list):
         return tuple(map(_form, value))
     if isinstance(value, torch.SymInt):
@@ -141,12 +149,24 @@ def _form(value: Any) -> Hashable:
     return ("object", id(value)) if isinstance(value, Tensor) else (type(value), value)
 
 
-def _memory_sources(node: fx.Node, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return for each tensor of a node's value the index of the input that it is a view of; -1, -2, ... for new allocations."""
-    input_keys = [memory_key(tensor) for tensor in inputs]
+def _inputs(node: fx.Node) -> list[tuple[Tensor, Hashable]]:
+    """Return the tensors that a node reads, in order, each with the key of its memory."""
+    return [pair for source in node_leaves((node.args, node.kwargs)) for pair in memory_keys(source)]
+
+
+def _lies_as_run(node: fx.Node, result: tuple[Tensor, Hashable], inputs: Sequence[tuple[Tensor, Hashable]]) -> bool:
+    """Return whether a traced result lies in memory as a run of the call leaves it: a view in its input's, or alone in memory of its size.
+
+    Another pass may have written the call in place of one that had its result elsewhere.
+    """
+    (tensor, key), size = result, size_of(result[0].untyped_storage().nbytes())
+    if any(key == other for _, other in inputs):
+        return all(size == size_of(source.untyped_storage().nbytes()) for source, other in inputs if key == other)
+    may_view = not isinstance(node.target, OpOverload) or views_its_arguments(node.target)
+    return not may_view and tensor.storage_offset() == 0 and size == size_of(tensor.numel() * tensor.itemsize)
+
+
+def _memory_sources(results: Sequence[Hashable], inputs: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return for each result, by keys of memory, the index of the input that it is a view of; -1, -2, ... for new allocations."""
     allocated: dict[Hashable, int] = {}
-    sources = []
-    for tensor in tensors_of(node):
-        key = memory_key(tensor)
-        sources.append(input_keys.index(key) if key in input_keys else allocated.setdefault(key, -1 - len(allocated)))
-    return tuple(sources)
+    return tuple(inputs.index(key) if key in inputs else allocated.setdefault(key, -1 - len(allocated)) for key in results)

@@ -50,7 +50,7 @@ def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
     def number(size: Any) -> int:
         return int(at_batch(size_of(size), batch_size))
 
-    known = FakeTensorCache.like(graph.graph)
+    known = FakeTensorCache()
     with FakeTensorMode(allow_non_fake_inputs=True):
         for node in graph.graph.nodes:
             if node.op == "placeholder":

@@ -52,19 +52,36 @@ from passes.spmd.local_shapes import Extents, product
 from passes.spmd.propagate import Cut, Layouts
 from passes.spmd.reshard import Resharder
 
-__all__ = ["localize"]
+__all__ = ["fakes_of", "localize"]
 
 aten = torch.ops.aten
 
 
-def localize(graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, *, local_statistics: bool = False) -> ModelGraph:
+def localize(
+    graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, fakes: FakeTensorCache, *, local_statistics: bool = False
+) -> ModelGraph:
     """Return the graph of a rank.
 
     Args:
         extents: the sizes of its shards. The graph's batch is the rank's own rows.
+        fakes: of this graph (``fakes_of``), for all of its ranks.
         local_statistics: whether batch normalisation uses the statistics of the rank's own samples.
     """
-    return _Localizer(graph, axes, layouts, extents, local_statistics).run()
+    return _Localizer(graph, axes, layouts, extents, fakes, local_statistics).run()
+
+
+def fakes_of(graph: fx.Graph) -> FakeTensorCache:
+    """Return the fake results of a graph's calls, by which equal calls of its ranks are not run again."""
+    fakes = FakeTensorCache()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            fakes.add_traced(node, _emitted(node.target))
+    return fakes
+
+
+def _emitted(function: Any) -> Any:
+    """Return the function that ranks call in place of one of the model: ``view`` is ``reshape``, since strides of shards may differ."""
+    return aten.reshape.default if function is aten.view.default else function
 
 
 class _Localizer:
@@ -75,7 +92,9 @@ class _Localizer:
         reader: the node that is copied now; emitted calls are marked as written for it.
     """
 
-    def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, local_statistics: bool) -> None:
+    def __init__(
+        self, graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, fakes: FakeTensorCache, local_statistics: bool
+    ) -> None:
         self.local_statistics = local_statistics
         self.graph = graph
         self.axes = axes
@@ -86,7 +105,7 @@ class _Localizer:
         self.batch: fx.Node | None = None
         self._has_whole_batch = False
         self.reader = ""
-        self._fakes = FakeTensorCache.like(graph.graph)
+        self._fakes = fakes
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
         self.halos = HaloWriter(axes, layouts, extents, self.emit, self.resharder)
         routed = Resharder(self.extents, self.emit, self._size_node)
@@ -395,9 +414,9 @@ class _Localizer:
     def emit(
         self, function: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, like: fx.Node
     ) -> fx.Node:
-        """Emit a call with its fake value; ``view`` as ``reshape``, since the strides of a shard may differ from those of the whole."""
+        """Emit a call, as ranks call it, with its fake value."""
         assert callable(function)
-        function = aten.reshape.default if function is aten.view.default else function
+        function = _emitted(function)
         node = self.target.create_node("call_function", function, args, dict(kwargs), name=name)
         node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "part_of")}
         node.meta["written_for"] = self.reader

@@ -26,7 +26,7 @@ from passes.rules.loops import Size
 from passes.spmd.halo.overlap import window_offsets
 from passes.spmd.halo.wide import with_halos
 from passes.spmd.local_shapes import Extents
-from passes.spmd.localize import localize
+from passes.spmd.localize import fakes_of, localize
 from passes.spmd.propagate import Layouts, assign_layouts
 from passes.spmd.replicable_layouts import computed_where_read
 from passes.spmd.shards import Block, block_of, whole_block
@@ -86,10 +86,11 @@ class CutModel:
             return (self.graph,)
         by_sizes: dict[tuple[object, ...], ModelGraph] = {}
         parts, patterns = [], _cut_patterns(self.layouts)
+        fakes = fakes_of(self.graph.graph)
         for extents in _extents(self.graph, self.axes, self.cut, self.part):
             sizes = (_own_sizes(patterns, extents), window_offsets(self.axes, self.layouts, extents))
             if sizes not in by_sizes:
-                local = localize(self.graph, self.axes, self.layouts, extents, local_statistics=self.cut.local_statistics)
+                local = localize(self.graph, self.axes, self.layouts, extents, fakes, local_statistics=self.cut.local_statistics)
                 by_sizes[sizes] = replace(local, part=self.part)
             parts.append(by_sizes[sizes])
         return tuple(parts)

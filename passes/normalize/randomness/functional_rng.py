@@ -45,7 +45,7 @@ def split_randomness(graph: ModelGraph) -> ModelGraph:
     target = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     with fake_mode(graph.graph):
-        fakes = FakeTensorCache.like(graph.graph)
+        fakes = FakeTensorCache()
         for node in graph.graph.nodes:
             write = writers.get(node)
             copies[node] = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,16 +67,45 @@ def test_a_fixed_graph(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = fix_batch(graph, 6)
     values = [id(node.meta["val"]) for node in shared.computing_nodes()]
     assert len(set(values)) < len(values) / 2
-    monkeypatch.setattr(FakeTensorCache, "like", lambda _: FakeTensorCache(shared=False))
+    monkeypatch.setattr(FakeTensorCache, "_call_key", lambda *_: None)
     assert_alike(shared, fix_batch(graph, 6))
 
 
-@pytest.mark.slow
-def test_parts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Gpt(depth=4, width=16, heads=4)
-    plan = partition(model, 4, {"data": 2, "tensor": 2}, example_inputs=(TOKENS,), progress=False).plan
-    graph = trace(model, (TOKENS,), {})
+class Written(nn.Module):
+    """Running statistics and a counter that are written; the counter is read before and after, and its view, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: Tensor = self.get_buffer("seen")
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x)).relu() + seen[:, None, None]
+            seen[1:3].add_(x.detach().sum())
+            x = x + x.unbind(1)[0].unsqueeze(1) * seen.view(2, 2).sum()
+        return x.mean((2, 3))
+
+
+PARTS: dict[str, Callable[[], tuple[nn.Module, Tensor, dict[str, int]]]] = {
+    "gpt": lambda: (Gpt(depth=4, width=16, heads=4), TOKENS, {"data": 2, "tensor": 2}),
+    "gpt_rows": lambda: (Gpt(depth=2, width=16, heads=4), TOKENS, {"data": 2}),
+    "gpt_uneven": lambda: (Gpt(depth=2, width=24, heads=3), TOKENS, {"tensor": 2}),
+    "pieces": lambda: (Pieces(), torch.zeros(4, 6, 8), {"tensor": 2}),
+    "written": lambda: (Written(), torch.zeros(4, 4, 6, 6), {"data": 2}),
+    "written_tiles": lambda: (Written(), torch.zeros(4, 4, 7, 6), {"tile": 2}),
+}
+
+
+@pytest.mark.parametrize("case", [*PARTS])
+def test_parts_of_a_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ranks that share one cache, which has taken the results of the trace, as if every call were run."""
+    model, example, mesh = PARTS[case]()
+    plan = partition(model, math.prod(mesh.values()), mesh, example_inputs=(example,), progress=False).plan
+    graph = trace(model, (example,), {})
     shared = cut_by_plan(facts_to_cut(graph, plan), plan).widest.parts
-    monkeypatch.setattr(FakeTensorCache, "like", lambda _: FakeTensorCache(shared=False))
+    monkeypatch.setattr(FakeTensorCache, "_call_key", lambda *_: None)
     for one, other in zip(shared, cut_by_plan(facts_to_cut(graph, plan), plan).widest.parts, strict=True):
         assert_alike(one, other)
