@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -21,10 +23,15 @@ __all__ = ["LayoutFacts"]
 
 @dataclass(frozen=True, eq=False)
 class LayoutFacts:
-    """A graph with its axes, and facts about both; each is computed when it is first read."""
+    """A graph with its axes, and facts about both; each is computed when it is first read.
+
+    Attributes:
+        outcomes: layouts of single calls that enumerations have found, by all that they depend on (``passes.spmd.enumerate_layouts``).
+    """
 
     graph: ModelGraph
     axes: Axes
+    outcomes: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def bytes(self) -> ValueBytes:

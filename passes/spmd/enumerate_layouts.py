@@ -9,6 +9,7 @@ decide the layouts of its operands.
     add                   {hidden}                   2        reduced partial sums are replicated, whatever was cut
 
 The layout of a call is computed for each choice of these groups. Groups on which the result does not depend are dropped for its readers.
+Enumerations of one graph with other axes that are always cut ask for many of the same layouts: these are computed once (``LayoutFacts``).
 """
 
 from __future__ import annotations
@@ -94,7 +95,12 @@ class Outcomes(Generic[_T]):
 
     def at(self, scope: Sequence[int], choice: Sequence[int]) -> _T:
         """Return the result under a choice of a larger scope."""
-        return self.found[tuple(choice[scope.index(group)] for group in self.scope)]
+        return self.within(scope)(choice)
+
+    def within(self, scope: Sequence[int]) -> Callable[[Sequence[int]], _T]:
+        """Return the function from choices of a larger scope to results."""
+        places = [scope.index(group) for group in self.scope]
+        return lambda choice: self.found[tuple([choice[place] for place in places])]
 
     def reduced(self) -> Outcomes[_T]:
         """Return the same table without the groups that make no difference."""
@@ -192,6 +198,7 @@ class _Choices:
         self._group_of = {axis: number for number, group in enumerate(groups) for axis in group}
         self._states: dict[str, Outcomes[_State]] = {}
         self._calls: dict[str, Outcomes[CallLayout]] = {}
+        self._setting = walk.mesh, tuple(walk.rows), *map(frozenset, walk.beside_rows)
 
     def result(self) -> LayoutChoices:
         """Return the layouts after all nodes were visited, with the groups that are left numbered from 0."""
@@ -226,31 +233,60 @@ class _Choices:
         scope = self._scope(call_groups, read)
         layouts: dict[tuple[int, ...], CallLayout] = {}
         after: dict[str, dict[tuple[int, ...], _State]] = {name: {} for name in (*read, node.name)}
-        cache: dict[object, tuple[CallLayout, dict[str, _State]]] = {}
+        cache: dict[object, tuple[CallLayout | None, dict[str, _State]]] = {}
+        states = {name: self._states[name].within(scope) for name in read}
+        own_places = [place for place, group in enumerate(scope) if group in call_groups]
         for choice in itertools.product((0, 1), repeat=len(scope)):
-            before = {name: self._states[name].at(scope, choice) for name in read}
-            choice_of_call = tuple(chosen for group, chosen in zip(scope, choice, strict=True) if group in call_groups)
-            key = (choice_of_call, tuple(before.values()))
+            before = {name: state(choice) for name, state in states.items()}
+            key = (tuple([choice[place] for place in own_places]), tuple(before.values()))
             if key not in cache:
-                cache[key] = self._outcome(node, operands, scope, choice, before)
-            layouts[choice], states = cache[key]
-            for name, state in states.items():
-                after[name][choice] = state
-        if node.name in walk.needs:
+                cache[key] = self._known_outcome(node, operands, call_axes, {scope[place] for place in own_places if choice[place]}, before)
+            layout, after_call = cache[key]
+            if layout is not None:
+                layouts[choice] = layout
+            for name, state_after in after_call.items():
+                after[name][choice] = state_after
+        if layouts:
             self._calls[node.name] = Outcomes(scope, layouts)
         for name, table in after.items():
             if table:
                 self._states[name] = Outcomes(scope, table).reduced()
 
+    def _known_outcome(
+        self, node: fx.Node, operands: Sequence[fx.Node], call_axes: Iterable[int], chosen: Iterable[int], before: Mapping[str, _State]
+    ) -> tuple[CallLayout | None, dict[str, _State]]:
+        """Return ``_outcome`` under a choice of groups: that of an earlier enumeration if it cuts the same axes of the call, in order.
+
+        Args:
+            call_axes: the axes that the call loops over, or slides over.
+            chosen: the groups of such axes that are cut.
+        """
+        assigned = dict(self._fixed)
+        for group in sorted(chosen):
+            assigned.update(self._places[group])
+        places = {axis: assigned[axis] for axis in call_axes if axis in assigned}
+        ranks = {place: rank for rank, place in enumerate(sorted(set(places.values())))}
+        key = (node.name, self._setting, frozenset((axis, ranks[place]) for axis, place in places.items()), tuple(before.values()))
+        known = self._walk.facts.outcomes
+        if self._walk.is_routed(node):  # routes depend on axes of other calls
+            return self._outcome(node, operands, assigned, before)
+        if key not in known:
+            known[key] = self._outcome(node, operands, assigned, before)
+        outcome: tuple[CallLayout | None, dict[str, _State]] = known[key]
+        return outcome
+
     def _outcome(
-        self, node: fx.Node, operands: Sequence[fx.Node], scope: Sequence[int], choice: Sequence[int], before: Mapping[str, _State]
-    ) -> tuple[CallLayout, dict[str, _State]]:
-        """Return the layout of a node under one choice of cut groups, and the states after it of the values that it reads or gives."""
+        self, node: fx.Node, operands: Sequence[fx.Node], assigned: dict[int, int], before: Mapping[str, _State]
+    ) -> tuple[CallLayout | None, dict[str, _State]]:
+        """Return the layout of a node with these axes cut, and the states after it of the values that it reads or gives.
+
+        An item of a tuple has no layout of its own.
+
+        Args:
+            assigned: axis -> its priority, 0 for the most expensive; those that the node does not depend on may be missing.
+        """
         walk = self._walk
-        walk.assigned[0] = dict(self._fixed)
-        for group, chosen in zip(scope, choice, strict=True):
-            if chosen:
-                walk.assigned[0].update(self._places[group])
+        walk.assigned[0] = assigned
         for name, state in before.items():
             for place, placement in enumerate(state.current):
                 walk.current[name, place] = [placement]
@@ -262,7 +298,8 @@ class _Choices:
             after[node.name] = self._state(node.name)
         cuts = walk.cuts.get(node.name, (None,))
         gives = tuple(layout[0] for layout in walk.results.get(node.name, ()))
-        return CallLayout(cuts[0] if cuts else None, needs, gives, tuple(changes)), after
+        layout = CallLayout(cuts[0] if cuts else None, needs, gives, tuple(changes)) if node.name in walk.needs else None
+        return layout, after
 
     def _read_by(
         self, operands: Sequence[fx.Node], needs: Sequence[Placement], before: Mapping[str, _State]

@@ -140,6 +140,7 @@ class LayoutWalk:
         current: (value, index of its tensor) -> its placement over each mesh dimension now; None: a weight of which no reader decided it.
         uses: weight -> the layouts in which it is read.
         cuts, needs, results: those of ``Layouts``, as far as the walk has come.
+        facts: those of the graph and its axes.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class LayoutWalk:
     ) -> None:
         self.graph, self.axes = graph, axes = facts.graph, facts.axes
         self.bytes = facts.bytes
-        self._facts = facts
+        self.facts = facts
         self.mesh = mesh
         self.assigned = [{axis: priority for priority, axis in enumerate(assigned.get(name, ()))} for name, _ in mesh]
         self.rows = rows
@@ -262,7 +263,7 @@ class LayoutWalk:
             cut = self._cheapest_cut(call, mesh_dimension, cuts) if route is None else self._cut_of_rows(call, route)
             if cut is not None and cut.factor in ring:
                 self._rings[node.name] = Ring(mesh_dimension, self._in_zigzag and self._has_two_pieces(node, operands, mesh_dimension))
-            passes_sum = route is None and self._passes_sum(call) and (cut is None or node.name in self._facts.summed_together)
+            passes_sum = route is None and self._passes_sum(call) and (cut is None or node.name in self.facts.summed_together)
             cut = None if passes_sum else cut
             cuts.append(cut)
             for position, layout in enumerate(needs):
@@ -278,6 +279,10 @@ class LayoutWalk:
         self.results[node.name] = tuple(tuple(layout) for layout in results)
         for position, layout in enumerate(results):
             self.current[node.name, position] = list(layout)
+
+    def is_routed(self, node: fx.Node) -> bool:
+        """Return whether a call is computed where experts are stored, or is an item of such a call."""
+        return node.name in self._routes
 
     def _route(self, node: fx.Node, mesh_dimension: int) -> Route | None:
         """Return how the rows of a call go along a mesh dimension to the ranks that store their experts; None: they stay."""
@@ -339,7 +344,7 @@ class LayoutWalk:
         """Return whether a call can run on partial sums: it is linear in them, reads them alone, and its result is no larger."""
         partial = {position for position, placement in enumerate(call.current) if placement == Partial()}
         value = call.node.meta["val"]
-        if not partial or call.loops is None or not isinstance(value, Tensor) or call.node.name in self._facts.written:
+        if not partial or call.loops is None or not isinstance(value, Tensor) or call.node.name in self.facts.written:
             return False
         if partial not in [set(linear) for linear in call.loops.linear]:
             return False
@@ -414,7 +419,7 @@ class LayoutWalk:
         Parts must be of one size, and cut over one mesh dimension: then every rank does the same at every step.
         """
         loops, (name, count) = self.axes.loops.get(node.name), self.mesh[mesh_dimension]
-        if name != SEQUENCE or loops is None or not can_ring(node, operands, self._facts.with_gradient):
+        if name != SEQUENCE or loops is None or not can_ring(node, operands, self.facts.with_gradient):
             return {}
         query, key = (self.axes.of(operand.name)[-2] for operand in operands[:2])
         sizes = [self.axes.sizes[axis] for axis in (*query, *key)]
@@ -433,7 +438,7 @@ class LayoutWalk:
 
     def _can_write(self, call: CallAlong, cut: Cut) -> bool:
         """Return whether a call writes its mutated operands in a layout that can be stored: not Varying, nor a sharded buffer."""
-        mutated = self._facts.written.get(call.node.name)
+        mutated = self.facts.written.get(call.node.name)
         if mutated is None:
             return True
         needs = {operand.name: call.need(cut, position) for position, operand in enumerate(call.operands) if operand.name in mutated}
@@ -476,7 +481,7 @@ class LayoutWalk:
             operand, current = call.operands[position], call.current[position]
             if isinstance(current, Shard | Partial) or (current is None and operand.name in self.graph.parameters):
                 return True
-            if cut.axis not in self._facts.parameter_axes and self._has_no_gradient(operand):
+            if cut.axis not in self.facts.parameter_axes and self._has_no_gradient(operand):
                 return True
         contracts = any(factor.reduction == "sum" for factor in call.loops.factors) and len(call.operands) > 1
         return not call.operands or (contracts and bool(positions))
@@ -505,7 +510,7 @@ class LayoutWalk:
             moved += bytes_moved(current, need, is_parameter) * self.bytes.of(operand)
         if reduction not in (None, "whole"):
             moved += 2 * self.bytes.of(call.node)
-        has_parameter_axis = shards_parameter if by_rows else cut.axis in self._facts.parameter_axes
+        has_parameter_axis = shards_parameter if by_rows else cut.axis in self.facts.parameter_axes
         priority = self.assigned[mesh_dimension][cut.axis]
         return moves_rows, is_beside_space, not shards_parameter, not has_parameter_axis, reduction == "whole", moved, priority
 

@@ -122,10 +122,13 @@ class CheckpointSelection:
     def _savers(self, *, gathered: bool) -> dict[int, set[str]]:
         """Return saved allocation -> the nodes whose backward needs it; ``gathered``: all as ops read them, else shards and sources."""
         savers: dict[int, set[str]] = {}
+        sources: dict[int, Collection[int]] = {}  # many calls save the same
         for name, kept in self._cost.saved.items():
             if name in self._within:
                 for allocation in kept:
-                    for saved in {allocation} if gathered else self._saved_for(self._before_gather(allocation)):
+                    if allocation not in sources:
+                        sources[allocation] = {allocation} if gathered else self._saved_for(self._before_gather(allocation))
+                    for saved in sources[allocation]:
                         savers.setdefault(saved, set()).add(name)
         return savers
 

@@ -29,7 +29,7 @@ from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
 from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
-from passes.spmd.propagate import assign_layouts, cuttable_axes
+from passes.spmd.propagate import cuttable_axes
 
 __all__ = ["AxisChoice", "AxisGroup", "AxisProblem", "axis_groups"]
 
@@ -74,6 +74,7 @@ class AxisProblem:
         rows: whether the mesh dimension shards the batch, which is then ``fixed``.
         alone: candidates besides the axes of parameters, each its own group: axes of space, the batch.
         prices: None: derived from the clock rate.
+        facts: those of the graph and its axes, if other problems share them.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class AxisProblem:
         rows: bool = False,
         alone: Sequence[int] = (),
         prices: AxisPrices | None = None,
+        facts: LayoutFacts | None = None,
     ) -> None:
         self._graph, self._axes, self._dimension = graph, axes, dimension
         self._fixed, self._clock_rate, self._copies = tuple(fixed), clock_rate, copies
-        self._facts, self._rows, self._prices = LayoutFacts(graph, axes), rows, prices
+        self._facts, self._rows, self._prices = facts or LayoutFacts(graph, axes), rows, prices
         groups = axis_groups(graph, axes, dimension[1], {*fixed, *excluded, *alone})
         groups += [AxisGroup((axis,), _NEVER_DROPPED) for axis in alone]
         self._kept = self._sharded_by_fixed() if fixed and not rows else frozenset[str]()
@@ -128,7 +130,7 @@ class AxisProblem:
             self._unlimited[count] = problem, choose(problem)
         problem, best = self._unlimited[count]
         if best is not None and best.bytes <= limit:
-            return self._axis_choice(self._groups, self._at_least_one(problem, best))
+            return self._axis_choice(self._choices, self._groups, self._at_least_one(problem, best))
         if self._ungrouped is None:
             self._ungrouped = self._enumerate([AxisGroup((axis,), group.span) for group in self._groups for axis in group.axes])
         choices, single_axes = self._ungrouped
@@ -136,7 +138,7 @@ class AxisProblem:
         grouped = choose(dataclasses.replace(problem, limit=limit))
         known = [] if grouped is None else [tuple(grouped.options[group_of[group.axes[0]]] for group in single_axes)]
         best = choose(dataclasses.replace(self._problem(choices, single_axes, count), limit=limit), known)
-        return None if best is None else self._axis_choice(single_axes, best)
+        return None if best is None else self._axis_choice(choices, single_axes, best)
 
     def with_any(self, count: int, wanted: Collection[int], cheapest: AxisChoice) -> AxisChoice:
         """Return a choice that shards some call by one of the axes that the user asked for.
@@ -144,7 +146,7 @@ class AxisProblem:
         If ``cheapest``, the choice of ``solve``, does not, all wanted axes are required and one other axis of ``alone`` at a time is
         forbidden: the cheapest of these choices that shards a call by a wanted axis; ``cheapest`` if none does.
         """
-        if self._shards_by(cheapest.axes, wanted):
+        if _shards_by(self._choices, self._groups, cheapest.axes, wanted):
             return cheapest
         problem, groups = self._problem(self._choices, self._groups, count), self._groups
         is_wanted = [not set(group.axes).isdisjoint(wanted) for group in groups]
@@ -155,11 +157,11 @@ class AxisProblem:
                 forbidden = Term((number,), np.array([0.0, np.inf]), np.zeros(2))
                 best = choose(dataclasses.replace(problem, terms=(*problem.terms, forbidden, *required)))
                 solutions += [] if best is None or not math.isfinite(best.seconds) else [best]
-        choices = (self._axis_choice(groups, best) for best in sorted(solutions, key=lambda best: best.seconds))
-        return next((choice for choice in choices if self._shards_by(choice.axes, wanted)), cheapest)
+        cheaper = (self._axis_choice(self._choices, groups, best) for best in sorted(solutions, key=lambda best: best.seconds))
+        return next((choice for choice in cheaper if _shards_by(self._choices, groups, choice.axes, wanted)), cheapest)
 
-    def _axis_choice(self, groups: Sequence[AxisGroup], solution: Choices) -> AxisChoice:
-        return AxisChoice(self._axes_of(groups, solution.options), solution.gap if groups else None)
+    def _axis_choice(self, choices: LayoutChoices, groups: Sequence[AxisGroup], solution: Choices) -> AxisChoice:
+        return AxisChoice(self._axes_of(choices, groups, solution.options), solution.gap if groups else None)
 
     def _at_least_one(self, problem: ChoiceProblem, best: Choices) -> Choices:
         """Return the best choice; if it shards nothing, the cheapest one that shards a single group, unless axes are fixed."""
@@ -169,20 +171,13 @@ class AxisProblem:
         options = min(one_hot, key=lambda options: problem.totals(options)[0])
         return Choices(options, *problem.totals(options), best.seconds)
 
-    def _axes_of(self, groups: Sequence[AxisGroup], options: Sequence[int]) -> tuple[int, ...]:
+    def _axes_of(self, choices: LayoutChoices, groups: Sequence[AxisGroup], options: Sequence[int]) -> tuple[int, ...]:
         """Return fixed and chosen axes; only the fixed ones if the chosen ones (channels) would replace these (space) in every call."""
         fixed = self._fixed
         chosen = (*fixed, *(axis for group, option in zip(groups, options, strict=True) if option for axis in group.axes))
-        fixed_are_lost = bool(fixed) and not self._shards_by(chosen, fixed) and self._shards_by(fixed, fixed)
+        known = choices, groups
+        fixed_are_lost = bool(fixed) and not _shards_by(*known, chosen, fixed) and _shards_by(*known, fixed, fixed)
         return fixed if fixed_are_lost else chosen
-
-    def _shards_by(self, chosen: Sequence[int], wanted: Collection[int]) -> bool:
-        """Return whether sharding ``chosen`` shards a call or a stored parameter by one of the wanted axes."""
-        mesh, assigned = (self._dimension,), {self._dimension[0]: chosen}
-        rows = (self._dimension[0],) if self._rows else ()
-        layouts = assign_layouts(self._graph, self._axes, mesh, assigned, rows, facts=self._facts)
-        cuts = any(cut is not None and cut.axis in wanted for each in layouts.cuts.values() for cut in each)
-        return cuts or any(isinstance(place, Shard) and place.axis in wanted for each in layouts.stored.values() for place in each)
 
     def _enumerate(self, groups: list[AxisGroup]) -> tuple[LayoutChoices, list[AxisGroup]]:
         """Enumerate the layouts of all calls; return them with the groups that remain candidates.
@@ -209,6 +204,15 @@ class AxisProblem:
         held = self._layout_choices([], list).held
         stored = {name: outcomes.found[()].stored for name, outcomes in held.items()}
         return frozenset(name for name, place in stored.items() if isinstance(place, Shard) and place.axis in self._fixed)
+
+
+def _shards_by(choices: LayoutChoices, groups: Sequence[AxisGroup], chosen: Collection[int], wanted: Collection[int]) -> bool:
+    """Return whether the choice of some axes shards a call or a stored parameter by one of the wanted ones."""
+    every, options = range(len(groups)), [int(set(group.axes).issubset(chosen)) for group in groups]
+    cuts = (outcomes.at(every, options).cut for outcomes in choices.calls.values())
+    stored = (outcomes.at(every, options).stored for outcomes in choices.held.values())
+    by_call = any(cut is not None and cut.axis in wanted for cut in cuts)
+    return by_call or any(isinstance(place, Shard) and place.axis in wanted for place in stored)
 
 
 def axis_groups(graph: ModelGraph, axes: Axes, count: int, decided: Collection[int]) -> list[AxisGroup]:

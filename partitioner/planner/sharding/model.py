@@ -22,6 +22,7 @@ from partitioner.planner.sharding.spatial import Hardware, SpaceProblem, may_be_
 from partitioner.planner.tile_grid import fits, tile_axes, with_grid
 from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, short_names, space_axes
+from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.merge_axes import find_axes_to_cut, merge_short_axes
 from passes.graph.repeated_subgraphs import Folded, fold_repeats
 from passes.ir.comm.halo_strategy import HaloSegment
@@ -305,7 +306,7 @@ class CuttableModel:
 
         def problem() -> AxisProblem:
             known = (graph, axes, (DATA, count), batch, expert_axes(graph, axes), self._clock_rate)
-            return AxisProblem(*known, lambda name: len(source.copies(name)), rows=True)
+            return AxisProblem(*known, lambda name: len(source.copies(name)), rows=True, facts=_facts(source, graph, axes))
 
         return self._problem(axes, count, (DATA, batch), problem).solve(count, limit) or AxisChoice(batch)
 
@@ -393,7 +394,7 @@ class CuttableModel:
             sequence = {axis for axis, name in enumerate(names) if name.startswith("sequence[")}  # has a mesh dimension of its own
             excluded = of_others | sequence - set(fixed[dimension])
             known = (graph, axes, (dimension, count), fixed[dimension], excluded, self._clock_rate)
-            return AxisProblem(*known, lambda name: len(source.copies(name)))
+            return AxisProblem(*known, lambda name: len(source.copies(name)), facts=_facts(source, graph, axes))
 
         problem = self._problem(axes, count, (dimension, fixed[dimension], tuple(sorted(of_others))), make)
         chosen = problem.solve(count, limit)
@@ -448,6 +449,11 @@ def _with_divisible_batch(graph: ModelGraph, cutting: Mesh) -> ModelGraph:
             remedy=f"pass example inputs with a multiple of {parts} rows",
         )
     return dataclasses.replace(graph, batch_size=rows + -rows % parts)
+
+
+def _facts(source: PartGraph, graph: ModelGraph, axes: Axes) -> LayoutFacts | None:
+    """Return the shared facts of the graph to shard; None if it is another, with rows for all ranks."""
+    return source.facts(axes) if graph is source.graph else None
 
 
 # -- a model sharded by a mesh ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from partitioner.planner.sharding.axis_problem import axis_groups
 from partitioner.tracing.trace import trace
 from passes.analysis.axes import find_axes
 from passes.analysis.axis_names import batch_axes
+from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.merge_axes import merge_short_axes
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd import enumerate_layouts
@@ -20,7 +21,7 @@ from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO, case_named
 from tests.support.running.slow_values import slow
 
-QUICK = {(name, rows) for name in ("perceptron", "convolution") for rows in (False, True)} | {("gpt", True), ("lstm", False)}
+QUICK = {(name, rows) for name in ("perceptron", "group_norm_convolution") for rows in (False, True)} | {("gpt", True), ("lstm", False)}
 
 CASES = [
     pytest.param(case, rows, id=f"{case.name}-{rows}", marks=() if (case.name, rows) in QUICK else pytest.mark.slow)
@@ -31,6 +32,7 @@ CASES = [
 
 def expect_equal(choices: LayoutChoices, choice: tuple[int, ...], plain: Layouts) -> None:
     every = range(len(choice))
+    assert choices.calls.keys() == plain.needs.keys()
     for name, outcomes in choices.calls.items():
         found = outcomes.at(every, choice)
         assert found.needs == tuple(layout[0] for layout in plain.needs[name]), name
@@ -59,6 +61,22 @@ def test_every_choice_is_that_of_the_plain_walk(case: Case, rows: bool) -> None:
         choice = tuple(draw.randint(0, 1) for _ in groups)
         assigned = (*fixed, *(axis for group, chosen in zip(groups, choice, strict=True) if chosen for axis in group))
         expect_equal(choices, choice, assign_layouts(graph, axes, ((name, 2),), {name: assigned}, (name,) if rows else ()))
+
+
+@pytest.mark.parametrize("name", ["gpt", "group_norm_convolution", *slow("unet", "mixture_of_experts", "swin", "resnet", "lstm")])
+def test_enumerations_that_share_facts_find_the_same(name: str) -> None:
+    """Whatever was asked for before: other axes that are always cut, or the same ones in another order of priority."""
+    instance = case_named(name).build()
+    graph = split_randomness(trace(instance.model, instance.args, dict(instance.kwargs), training=True))
+    axes = merge_short_axes(graph, find_axes(graph.graph), 2)
+    groups = [group.axes for group in axis_groups(graph, axes, 2, ())]
+    draw, facts = random.Random(0), LayoutFacts(graph, axes)
+    for _ in range(6):
+        fixed = [axis for group in draw.sample(groups, min(len(groups), draw.randint(0, 3))) for axis in group]
+        rest = draw.sample([group for group in groups if group[0] not in fixed], max(len(groups) - 4, 1))[:6]
+        for dimension in (("tensor", 2), ("tensor", 4)):
+            shared = layout_choices(graph, axes, dimension, rest, fixed, facts=facts)
+            assert shared == layout_choices(graph, axes, dimension, rest, fixed)
 
 
 @pytest.mark.parametrize("name", ["gpt", *slow("unet", "mixture_of_experts", "swin", "resnet")])
