@@ -26,7 +26,7 @@ from partitioner.planner.pipeline.candidates import Candidate, microbatch_choice
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.model import CuttableModel
-from passes.analysis.axes import Axes, find_axes
+from passes.analysis.axes import Axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, TILES, Mesh
 from passes.ir.plan import ATTENTION
@@ -56,7 +56,7 @@ class MeshBounds:
         self._starts = prices.starting().min(axis=1)
         self._fixed = prices.fixed_bytes + prices.gradients.least
         self._limit = sum(memory_limits(cluster, request))
-        axes = find_axes(whole.source.graph.graph)
+        axes = model.axes_of(whole.source.graph)
         trained = [name for name in whole.source.graph.parameters if name in whole.cost.gradients]
         every = [(copy, _longest_axis(axes, name)) for name in trained for copy in whole.source.copies(name)]
         self._sizes = {name: float(whole.held_bytes[name]) for name, _ in every}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
+from torch import fx
 
 from cost_models.graph_cost import graph_cost
 from partitioner.options.constraints import TENSOR, Constraints
@@ -72,6 +73,7 @@ class CuttableModel:
         self._whole = graph
         self._folded = fold_repeats(graph)
         self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
+        self._found_axes: dict[fx.Graph, Axes] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
         self._assignments_of: list[tuple[PlanRequest, dict[object, _Assignment]]] = []
         self._assignments = self._assignments_under(request)
@@ -125,14 +127,20 @@ class CuttableModel:
     @cached_property
     def has_sequence(self) -> bool:
         """Whether the model has attention over a sequence."""
-        return any("queries" in roles or "keys" in roles for roles in find_axes(self._folded.graph.graph).roles)
+        return any("queries" in roles or "keys" in roles for roles in self.axes_of(self._folded.graph).roles)
 
     @cached_property
     def has_space(self) -> bool:
         """Whether windows (convolutions, pooling) slide over an axis that tiles could shard."""
-        axes = find_axes(self._folded.graph.graph)
+        axes = self.axes_of(self._folded.graph)
         space = {axis for each in space_axes(axes).values() for axis in each}
         return any(not space.isdisjoint(each) for each in axes.slid_over.values())
+
+    def axes_of(self, graph: ModelGraph) -> Axes:
+        """Return ``find_axes`` of the folded graph, or of another that is made of the model's; cached."""
+        if graph.graph not in self._found_axes:
+            self._found_axes[graph.graph] = find_axes(graph.graph)
+        return self._found_axes[graph.graph]
 
     @property
     def whole(self) -> ModelPart:
@@ -346,7 +354,7 @@ class CuttableModel:
         kind = (*_shards_rows_and_space(cutting), fixed_batch)
         others = tuple(dimension for dimension in cutting.dimensions if dimension[0] not in ROWS)
         if (kind, ()) not in self._axes:
-            plain = find_axes(graph.graph)
+            plain = self.axes_of(graph)
             self._axes[kind, ()] = plain, axis_names(graph, plain)
         if (kind, others) not in self._axes:
             unmerged = self._axes[kind, ()]
