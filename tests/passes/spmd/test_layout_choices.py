@@ -63,20 +63,22 @@ def test_every_choice_is_that_of_the_plain_walk(case: Case, rows: bool) -> None:
         expect_equal(choices, choice, assign_layouts(graph, axes, ((name, 2),), {name: assigned}, (name,) if rows else ()))
 
 
+@pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("name", ["gpt", "group_norm_convolution", *slow("unet", "mixture_of_experts", "swin", "resnet", "lstm")])
-def test_enumerations_that_share_facts_find_the_same(name: str) -> None:
-    """Whatever was asked for before: other axes that are always cut, or the same ones in another order of priority."""
+def test_enumerations_that_share_facts_find_the_same(name: str, rows: bool) -> None:
+    """Whatever was asked for before: other axes that are always cut, the same ones in another order of priority, other dimensions."""
     instance = case_named(name).build()
     graph = split_randomness(trace(instance.model, instance.args, dict(instance.kwargs), training=True))
     axes = merge_short_axes(graph, find_axes(graph.graph), 2)
-    groups = [group.axes for group in axis_groups(graph, axes, 2, ())]
+    batch = sorted(batch_axes(graph, axes)) if rows else []
+    groups = [group.axes for group in axis_groups(graph, axes, 2, batch)]
     draw, facts = random.Random(0), LayoutFacts(graph, axes)
     for _ in range(6):
         fixed = [axis for group in draw.sample(groups, min(len(groups), draw.randint(0, 3))) for axis in group]
         rest = draw.sample([group for group in groups if group[0] not in fixed], max(len(groups) - 4, 1))[:6]
-        for dimension in (("tensor", 2), ("tensor", 4)):
-            shared = layout_choices(graph, axes, dimension, rest, fixed, facts=facts)
-            assert shared == layout_choices(graph, axes, dimension, rest, fixed)
+        for dimension in (("data", 2), ("data", 4)) if rows else (("tensor", 2), ("tensor", 4)):
+            asked = (graph, axes, dimension, rest, [*batch, *fixed])
+            assert layout_choices(*asked, rows=rows, facts=facts) == layout_choices(*asked, rows=rows)
 
 
 @pytest.mark.parametrize("name", ["gpt", *slow("unet", "mixture_of_experts", "swin", "resnet")])
