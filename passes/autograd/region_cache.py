@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from passes.autograd.regions import Region, RegionStep, region_module, region_stage, regions_of
 from passes.autograd.trace_joint import Joint, differentiate_from
-from passes.graph.fake_tensors import fake_mode
+from passes.graph.fakes.fake_tensors import fake_mode
 from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import traced_size
 from passes.stages.split import StageGraph

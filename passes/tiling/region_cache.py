@@ -20,7 +20,7 @@ from passes.autograd.recompute import Recompute
 from passes.autograd.regions import region_module, region_stage
 from passes.autograd.trace_joint import contiguous_like, differentiate
 from passes.graph.aliasing import OWN_MEMORY
-from passes.graph.fake_tensors import fake_mode
+from passes.graph.fakes.fake_tensors import fake_mode
 from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import size_of
 from passes.stages.split import StageGraph

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.tracing.restore import preserve
-from passes.graph.fake_tensors import plain_autograd
+from passes.graph.fakes.fake_tensors import plain_autograd
 
 __all__ = ["loss_key", "preserve_state"]
 

@@ -37,6 +37,7 @@ from partitioner.tracing.export.expert_stand_ins import (
     StandIn,
     WeightOfEach,
 )
+from partitioner.tracing.export.forward_context import entered_in_forward
 from partitioner.tracing.repeated.find import Forms
 from partitioner.tracing.restore import preserve
 from passes.ir.torch_private import tree_leaves
@@ -62,12 +63,12 @@ def export_with_experts(model: nn.Module, export: Callable[[], ExportedProgram])
         ChosenExpertsError: a loop does not compute the same for every expert, or asks what has no answer for all tokens.
     """
     first = _ChosenExperts(model)
-    with preserve(model), first.listening():
+    with preserve(model), entered_in_forward(model, first.listening):
         program = export()
     counts = first.counts()
     if not counts:
         return program, ()
-    with preserve(model), _ChosenExperts(model, counts).listening():
+    with preserve(model), entered_in_forward(model, _ChosenExperts(model, counts).listening):
         second = export()
     if _live_calls(program.graph_module) != _live_calls(second.graph_module):
         raise ChosenExpertsError("computes something else for its last expert than for its first")

@@ -30,6 +30,7 @@ from partitioner.tracing.carried.attributes import (
 from partitioner.tracing.export.chosen_experts import export_with_experts, one_expert_for_all
 from partitioner.tracing.export.fast_path import record_fast_paths
 from partitioner.tracing.export.flex_attention import decompose_flex_attention
+from partitioner.tracing.export.forward_context import entered_in_forward
 from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one, symbol_of
 from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
@@ -37,8 +38,9 @@ from partitioner.tracing.inputs.kv_caches import register_caches
 from partitioner.tracing.repeated.find import Copies, calls_of, find_copies
 from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
-from passes.graph.fake_tensors import plain_autograd
-from passes.ir.torch_private import tree_leaves, without_fake_cache
+from passes.graph.fakes.fake_tensors import plain_autograd
+from passes.graph.fakes.plain_results import PLAIN_RESULTS
+from passes.ir.torch_private import fake_results_by, tree_leaves, without_fake_cache
 from passes.normalize.autocast.operation_lists import traced_in
 
 __all__ = ["TRACING", "export"]
@@ -93,8 +95,9 @@ def export(
             plain_autograd(),
             keep_custom_functions(),
             decompose_flex_attention(),
-            ConstantRandomComparisons(),
+            fake_results_by(PLAIN_RESULTS),
             preserve(model),
+            entered_in_forward(model, ConstantRandomComparisons),
         ):
             stack.enter_context(context)
         caught = stack.enter_context(_silence_torch())

@@ -17,10 +17,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_unflatten
 
 from partitioner.tracing.export import guards
 from partitioner.tracing.trace import trace
+from passes.graph.provenance import module_path
+from passes.ir.errors import TraceError
 from passes.ir.graph import ModelGraph, RowMixing
 from passes.ir.torch_private import Mod
 from tests.support.models.zoo import case_named
@@ -446,3 +449,39 @@ def test_layers_dropped_with_probability_zero_are_followed() -> None:
         "aten.rand.default",
         "aten.linear.default",
     ]
+
+
+def test_a_forward_that_was_set_on_the_model_is_followed_in_the_same_way() -> None:
+    model = Call(lambda layer, x: layer(x))
+    own = model.forward
+
+    def forward(x: Tensor) -> Tensor:
+        result: Tensor = x if torch.rand([]) < 0.0 else own(x)
+        return result
+
+    model.forward = forward  # type: ignore[method-assign]
+    assert [str(node.target) for node in trace(model, (torch.zeros(4, 6),)).computing_nodes()] == [
+        "aten.rand.default",
+        "aten.linear.default",
+    ]
+    assert model.forward is forward
+
+
+def test_a_trace_that_fails_leaves_class_and_modes_as_they_were() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("not today")
+
+    model = Fails(6, 6)
+    before = _get_current_function_mode_stack()
+    with pytest.raises(TraceError, match="not today"):
+        trace(model, (torch.zeros(4, 6),))
+    assert type(model) is Fails
+    assert _get_current_function_mode_stack() == before
+
+
+def test_paths_of_a_shared_module_are_told_apart() -> None:
+    shared = nn.Linear(6, 6)
+    graph = trace(nn.Sequential(shared, nn.Tanh(), shared), (torch.zeros(4, 6),))
+    paths = [module_path(node) for node in graph.computing_nodes()]
+    assert paths == ["0", "1", "2"]

@@ -1,0 +1,44 @@
+"""Be in a context while a model runs, and not in what PyTorch does around that.
+
+``torch.export`` reads attributes of every parameter before and after it runs the model. Modes of torch functions would see most of their
+calls from there, and none of them is the model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+__all__ = ["entered_in_forward"]
+
+
+@contextlib.contextmanager
+def entered_in_forward(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """While active, every ``forward`` of a model runs in a new context.
+
+    The model is of a subclass meanwhile: ``torch.export`` passes ``forward`` a stand-in for the model, by which it tells the paths of a
+    shared module apart. A function that is set on the model does not get it, and hooks of modules see no exceptions in an export.
+    """
+    original, own = type(model), vars(model).get("forward")
+
+    @functools.wraps(own or original.forward)
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return own(*args, **kwargs) if own is not None else original.forward(self, *args, **kwargs)
+
+    if own is not None:  # somebody else has replaced it
+        vars(model)["forward"] = functools.wraps(own)(functools.partial(forward, model))
+    else:
+        names = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
+        model.__class__ = type(original.__name__, (original,), names)
+    try:
+        yield
+    finally:
+        model.__class__ = original
+        if own is not None:
+            vars(model)["forward"] = own
