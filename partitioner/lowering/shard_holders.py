@@ -19,6 +19,7 @@ from passes.normalize.loss_alone import own_loss
 from passes.pipeline import Lowered, Lowerer, Target
 from passes.spmd.shard_stages import StagedCut, StoredLayouts
 from passes.spmd.shards import Block
+from passes.stages.split import read_by_one_stage
 
 __all__ = ["PlanCuts"]
 
@@ -91,12 +92,11 @@ class PlanCuts:
         """
         graph, plan, plan_cut = self._graph, self._plan, self.plan_cut
         positions = {rank: position for ranks in pipelines(plan.grid) for position, rank in enumerate(ranks)}
-        stage_devices = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]
-        stages = cut_stages(self._cut(*self.at(variant)).parts[0], plan, stage_devices).stages
+        read_by_stage = self._read_by_stage(variant, devices)
         may_replicate = plan_cut.widest.cut.rows and len(plan.stages) > 1
         read_by_any = read_by_replicable(plan_cut.widest.graph) if may_replicate else frozenset[str]()
         read_by = {
-            rank: read_by_any.union(*(stage.bound for stage in stages if position in plan.stage_ranks[stage.index]))
+            rank: read_by_any.union(*(names for names, ranks in zip(read_by_stage, plan.stage_ranks, strict=True) if position in ranks))
             for rank, position in sorted(positions.items())
         }
         placeholders = (*graph.parameters, *graph.buffers, *graph.constants)
@@ -108,3 +108,11 @@ class PlanCuts:
         holders = {name: readers[name] or beside.get(name) or [0] for name in placeholders}
         blocks = {rank: plan_cut.blocks(position, rank) for rank, position in positions.items()}
         return {name: {rank: blocks[rank][name] for rank in ranks} for name, ranks in holders.items()}
+
+    def _read_by_stage(self, variant: Variant, devices: Sequence[torch.device]) -> list[frozenset[str]]:
+        """Return for each stage the placeholders that it reads. One stage reads what the model does: no graph of a rank is written."""
+        plan, (lowerer, target) = self._plan, self.at(variant)
+        if len(plan.stages) == 1:
+            return [read_by_one_stage(lowerer.after("boundary_layouts", target).graph)]
+        stage_devices = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]
+        return [frozenset(stage.bound) for stage in cut_stages(self._cut(lowerer, target).parts[0], plan, stage_devices).stages]

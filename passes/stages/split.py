@@ -29,7 +29,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.normalize.randomness.draw_order import draw_in_rows, draws, laid_out_anew
 
-__all__ = ["StageGraph", "is_read_later", "split_stages", "stage_of_nodes"]
+__all__ = ["StageGraph", "is_read_later", "read_by_one_stage", "split_stages", "stage_of_nodes"]
 
 aten = torch.ops.aten
 
@@ -124,6 +124,12 @@ def split_stages(graph: ModelGraph, first_nodes: Sequence[str], devices: Sequenc
     return tuple(_stage_graph(graph, memory, stages, index, index == last, devices[index], with_new_strides) for index in indices)
 
 
+def read_by_one_stage(graph: ModelGraph) -> frozenset[str]:
+    """Return the placeholders that a stage of the whole graph reads; what nobody reads of replicable nodes is not computed."""
+    needed = _needed_nodes(graph, stage_of_nodes(graph, [""]), 0, graph.returned)
+    return frozenset(name for name in _read(needed, graph.returned) if name not in {node.name for node in needed})
+
+
 def _stage_graph(
     graph: ModelGraph,
     memory: Aliasing,
@@ -137,7 +143,7 @@ def _stage_graph(
     outputs = _outputs(graph, stages, index, is_last)
     needed = _needed_nodes(graph, stages, index, outputs)
     names = {node.name for node in needed}
-    read = {argument.name for node in needed for argument in node.all_input_nodes} | set(outputs)
+    read = _read(needed, outputs)
     placeholders = {node.name for node in graph.graph.nodes if node.op == "placeholder"}
 
     def reads(candidates: Mapping[str, object]) -> tuple[str, ...]:
@@ -159,6 +165,11 @@ def _stage_graph(
     )
     module = _copy(graph, memory, stage, needed, with_new_strides)
     return replace(stage, module=module)
+
+
+def _read(needed: Sequence[fx.Node], outputs: Sequence[str]) -> set[str]:
+    """Return the names of what the nodes of a stage and its outputs read."""
+    return {argument.name for node in needed for argument in node.all_input_nodes} | set(outputs)
 
 
 def _outputs(graph: ModelGraph, stages: Mapping[str, int], index: int, is_last: bool) -> tuple[str, ...]:
