@@ -41,7 +41,7 @@ from passes.ir.plan import ATTENTION, Plan
 __all__ = ["plan_mesh", "stages_mode", "with_sharding"]
 
 
-_MOST_OPERATIONS = 1600
+_MOST_OPERATIONS = 640
 """Operations of all contenders together: each costs about 0.4 ms, to choose axes beside the named ones, to shard it and to price it."""
 
 _OF_A_TILE = 8
