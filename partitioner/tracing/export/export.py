@@ -35,7 +35,7 @@ from partitioner.tracing.export.guards import ConstantRandomComparisons, record_
 from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
-from partitioner.tracing.repeated.find import Copies, calls_of, find_copies
+from partitioner.tracing.repeated.find import calls_of, find_copies
 from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
 from passes.graph.fakes.fake_tensors import plain_autograd
@@ -96,6 +96,7 @@ def export(
             keep_custom_functions(),
             decompose_flex_attention(),
             fake_results_by(PLAIN_RESULTS),
+            without_fake_cache(),
             preserve(model),
             entered_in_forward(model, ConstantRandomComparisons),
         ):
@@ -130,23 +131,12 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[Exporte
     if copies:
         # An error of the model itself is raised again.
         with contextlib.suppress(Exception):
-            cache = without_fake_cache() if _share_copied(model, copies) > _MOSTLY_COPIED else contextlib.nullcontext()
-            with preserve(model), trace_copies_once(model, copies), cache:
+            with preserve(model), trace_copies_once(model, copies):
                 program, notes = run()
             write_copies(program, copies)
             return program, notes
     with preserve(model):
         return run()
-
-
-_MOSTLY_COPIED = 1 / 3
-"""The share of a model's modules that are copies from which few of the calls that are left are equal to another."""
-
-
-def _share_copied(model: nn.Module, copies: Sequence[Copies]) -> float:
-    """Return the share of a model's modules that are written as copies of others."""
-    written = sum(len([*model.get_submodule(path).modules()]) for group in copies for path in group.others)
-    return written / len([*model.modules()])
 
 
 def _by_leaf(dimensions: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
