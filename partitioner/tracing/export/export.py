@@ -11,11 +11,12 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from partitioner.tracing.autograd.checkpoints import record_statistics_in_checkpoints
@@ -122,9 +123,11 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[Exporte
     """Call ``torch.export``: with repeated modules traced once if possible, else with the model as it is. Return notes, too."""
 
     def run() -> tuple[ExportedProgram, tuple[str, ...]]:
-        return export_with_experts(
+        program, notes = export_with_experts(
             model, lambda: torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
         )
+        _erase_own_frames(program)
+        return program, notes
 
     with one_expert_for_all(model):
         copies = find_copies(model, inputs.args, inputs.kwargs)
@@ -137,6 +140,18 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[Exporte
             return program, notes
     with preserve(model):
         return run()
+
+
+def _erase_own_frames(program: ExportedProgram) -> None:
+    """Erase what this package puts around code of the model from the stack traces of nodes."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.meta.get("stack_trace") is not None:
+                node.meta["stack_trace"] = _OWN_FRAMES.sub("", node.meta["stack_trace"])
+
+
+_OWN_FRAMES = re.compile(rf'(?m)^ *File "{re.escape(str(Path(__file__).parents[1]))}[/\\][^"]*", line \d+, in .*\n?(?:    .*\n?)*')
+"""A frame of this package in a stack trace, with its lines of code."""
 
 
 def _by_leaf(dimensions: Sequence[tuple[int, int]]) -> dict[int, list[int]]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -90,8 +89,6 @@ def write_copies(program: ExportedProgram, copies: Sequence[Copies]) -> None:
     graph = program.graph
     borders: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.meta.get("stack_trace") is not None:
-            node.meta["stack_trace"] = _OWN_FRAMES.sub("", node.meta["stack_trace"])
         if node.target is border:
             borders.setdefault(str(node.args[1]), []).append(node)
     state_placeholders = {str(spec.target): spec.arg.name for spec in program.graph_signature.input_specs if spec.target is not None}
@@ -106,10 +103,6 @@ def write_copies(program: ExportedProgram, copies: Sequence[Copies]) -> None:
     for pair in borders.values():
         for node in pair:
             graph.erase_node(node)
-
-
-_OWN_FRAMES = re.compile(rf'  File "{re.escape(__file__)}", line \d+, in [^\n]*\n(?:    [^\n]*\n)*')
-"""The frames of ``trace_copies_once`` in a stack trace."""
 
 
 class _Block:

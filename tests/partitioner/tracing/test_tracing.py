@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_unflatten
 
 from partitioner.tracing.export import guards
 from partitioner.tracing.trace import trace
-from passes.graph.provenance import module_path
+from passes.graph.provenance import module_path, source_line
 from passes.ir.errors import TraceError
 from passes.ir.graph import ModelGraph, RowMixing
 from passes.ir.torch_private import Mod
@@ -485,3 +485,17 @@ def test_paths_of_a_shared_module_are_told_apart() -> None:
     graph = trace(nn.Sequential(shared, nn.Tanh(), shared), (torch.zeros(4, 6),))
     paths = [module_path(node) for node in graph.computing_nodes()]
     assert paths == ["0", "1", "2"]
+
+
+def test_nodes_are_said_to_come_from_the_model_alone() -> None:
+    """Not from what stands around its forward: also with several inputs whose sizes are compared, or passed by other names."""
+
+    def function(layer: nn.Module, *inputs: Tensor, **others: Tensor) -> Tensor:
+        return layer(sum((*inputs, *others.values())))
+
+    x = torch.zeros(4, 6)
+    for args, kwargs in (((x,), {}), ((x, x), {}), ((x,), {"other": x})):
+        graph = trace(Call(function), args, kwargs)
+        lines = [source_line(node) for node in graph.computing_nodes()]
+        assert all(line is not None and line.startswith(__file__) for line in lines), lines
+        assert not any("partitioner/tracing/export" in node.meta["stack_trace"] for node in graph.computing_nodes())
