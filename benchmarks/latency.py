@@ -15,6 +15,7 @@ and 4,000 devices for one of three, which are refused.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import multiprocessing
 import statistics
@@ -168,6 +169,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def _latency(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: str, with_reports: bool) -> Latency:
+    gc.collect()  # what the mode before has left is not this one's
     start, made, refusal = time.process_time(), None, ""
     try:
         made = partition(model, DEVICES, mode, example_inputs=args, example_kwargs=kwargs, training=True, progress=False)

@@ -41,6 +41,7 @@ from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.restore import Structure
 from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
+from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.graph import Autocast, ModelGraph
@@ -51,6 +52,7 @@ __all__ = ["partition"]
 
 
 @checked_arguments(VALUES, EXAMPLES)
+@gc_paused()
 def partition(
     model: nn.Module,
     devices: DevicesArgument = None,
