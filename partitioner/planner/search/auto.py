@@ -115,6 +115,10 @@ class _Opener:
         return memory * stored / (2 + optimizer_states(self._request.optimizer) if self._graph.training else 1)
 
 
+_DOUBLINGS = 4
+"""So often must a device be doubled that a search has all of its limits: more devices have more meshes, and more stages."""
+
+
 class _Auto:
     """The search over all meshes that the request allows."""
 
@@ -133,7 +137,7 @@ class _Auto:
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)
-        self._search = PlanSearch(tell, self._opener)
+        self._search = PlanSearch(tell, self._opener, breadth=min(1.0, math.log2(max(2, len(cluster.devices))) / _DOUBLINGS))
         self._n_cuts = 0
         self._refusals: list[ConfigError] = []
         self._too_large: list[ClosedMesh] = []

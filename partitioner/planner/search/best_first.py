@@ -144,6 +144,7 @@ class PlanSearch:
         tell: called with the progress whenever it changes; an interrupt then keeps the best plan. None: an interrupt is raised.
         open_mesh: opens a closed mesh: returns it with its sharding and candidates, or None if an equal one is known. It must not refer to
             the search, so that the solutions are freed with the search.
+        breadth: the share of the limits of units and runs that this search has.
 
     Attributes:
         best: the fastest solution.
@@ -154,8 +155,13 @@ class PlanSearch:
         interrupted: whether an interrupt ended the search.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None, open_mesh: Callable[[ClosedMesh], Opened | None] | None = None) -> None:
-        self._tell, self._open_mesh = tell, open_mesh
+    def __init__(
+        self,
+        tell: Callable[[str], None] | None = None,
+        open_mesh: Callable[[ClosedMesh], Opened | None] | None = None,
+        breadth: float = 1.0,
+    ) -> None:
+        self._tell, self._open_mesh, self._breadth = tell, open_mesh, breadth
         self.best: tuple[Option, Solution] | None = None
         self.solutions: list[tuple[Option, Solution]] = []
         self.meshes: list[MeshProblem] = []
@@ -263,7 +269,8 @@ class PlanSearch:
     @property
     def _is_too_long(self) -> bool:
         """Whether so much was opened and bounded that the search ends with the best solution so far."""
-        return len(self.meshes) >= _MOST_MESHES or self._n_units >= _MOST_UNITS or self._n_runs >= _MOST_RUNS
+        is_too_much = self._n_units >= _MOST_UNITS * self._breadth or self._n_runs >= _MOST_RUNS * self._breadth**2
+        return is_too_much or len(self.meshes) >= _MOST_MESHES
 
     def open(self, item: ClosedMesh) -> None:
         """Open a closed mesh: shard its axes and queue its candidates."""
