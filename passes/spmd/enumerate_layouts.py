@@ -198,7 +198,8 @@ class _Choices:
         self._group_of = {axis: number for number, group in enumerate(groups) for axis in group}
         self._states: dict[str, Outcomes[_State]] = {}
         self._calls: dict[str, Outcomes[CallLayout]] = {}
-        self._setting = walk.mesh, tuple(walk.rows), *map(frozenset, walk.beside_rows)
+        self._too_short: dict[str, frozenset[int]] = {}
+        self._setting = tuple(name for name, _ in walk.mesh), tuple(walk.rows), *map(frozenset, walk.beside_rows)
 
     def result(self) -> LayoutChoices:
         """Return the layouts after all nodes were visited, with the groups that are left numbered from 0."""
@@ -257,6 +258,8 @@ class _Choices:
     ) -> tuple[CallLayout | None, dict[str, _State]]:
         """Return ``_outcome`` under a choice of groups: that of an earlier enumeration if it cuts the same axes of the call, in order.
 
+        The number of ranks decides nothing but which axes are long enough.
+
         Args:
             call_axes: the axes that the call loops over, or slides over.
             chosen: the groups of such axes that are cut.
@@ -266,7 +269,10 @@ class _Choices:
             assigned.update(self._places[group])
         places = {axis: assigned[axis] for axis in call_axes if axis in assigned}
         ranks = {place: rank for rank, place in enumerate(sorted(set(places.values())))}
-        key = (node.name, self._setting, frozenset((axis, ranks[place]) for axis, place in places.items()), tuple(before.values()))
+        if node.name not in self._too_short:
+            self._too_short[node.name] = frozenset(axis for axis in call_axes if not self._walk.fits(axis, 0))
+        setting = (*self._setting, self._too_short[node.name])
+        key = (node.name, setting, frozenset((axis, ranks[place]) for axis, place in places.items()), tuple(before.values()))
         known = self._walk.facts.outcomes
         if self._walk.is_routed(node):  # routes depend on axes of other calls
             return self._outcome(node, operands, assigned, before)

@@ -335,7 +335,7 @@ class LayoutWalk:
             is_on_every_rank = current == Replicate() and self._has_no_gradient(source)
             is_in_dimension = outermost in self.axes.of(source.name)[window.dimension]
             can_be_sharded = is_in_dimension and (outermost in self.assigned[mesh_dimension] or isinstance(current, Shard))
-            is_sharded = can_be_sharded and self._fits(outermost, mesh_dimension) and not is_on_every_rank
+            is_sharded = can_be_sharded and self.fits(outermost, mesh_dimension) and not is_on_every_rank
             placement: Placement = Shard(outermost, window.dimension) if is_sharded else Varying()
             placements.setdefault(window.factor, {})[window.operand] = placement
         return placements
@@ -372,7 +372,7 @@ class LayoutWalk:
             is_windowed = factor in call.windowed
             for axis in axes[:1] if is_windowed else axes:  # shards of a windowed loop are intervals
                 cut = Cut(factor, axis)
-                if axis not in self.assigned[mesh_dimension] or not self._fits(axis, mesh_dimension) or (is_windowed and cut in outer):
+                if axis not in self.assigned[mesh_dimension] or not self.fits(axis, mesh_dimension) or (is_windowed and cut in outer):
                     continue
                 if not call.allows(factor, is_outermost=axis == axes[0]) or not self._is_unambiguous(call, cut):
                     continue
@@ -406,7 +406,7 @@ class LayoutWalk:
             has_heads = all(any(dimension[:1] == (factor,) for dimension in tensor) for tensor in (*exchanged, *loops.results))
             if (
                 has_heads
-                and self._fits(axes[0], mesh_dimension)
+                and self.fits(axes[0], mesh_dimension)
                 and call.allows(factor, is_outermost=True)
                 and self._is_unambiguous(call, cut)
             ):
@@ -445,7 +445,7 @@ class LayoutWalk:
         sharded_buffer = any(isinstance(need, Shard) and name in self.graph.updates for name, need in needs.items())
         return not sharded_buffer and not any(isinstance(need, Varying) for need in needs.values())
 
-    def _fits(self, axis: int, mesh_dimension: int) -> bool:
+    def fits(self, axis: int, mesh_dimension: int) -> bool:
         """Return whether every rank gets a shard of the axis; one of symbolic size is sharded over row dimensions only."""
         size = self.axes.sizes[axis]
         if not isinstance(size, int):
