@@ -234,18 +234,21 @@ def fake_results_by(results: Mapping[OpOverload, Callable[..., Sequence[FakeResu
 
     known = get_fast_op_impls()
     with _FAKE_RESULTS:
-        if not _TABLES:
-            assert not known.keys() & results.keys()
-            known.update({operator: functools.partial(_fake_result, operator, function) for operator, function in results.items()})
         assert all(table is results for table in _TABLES)
+        if not _TABLES:
+            missing = {operator: function for operator, function in results.items() if operator not in known}
+            known.update({operator: functools.partial(_fake_result, operator, function) for operator, function in missing.items()})
+            _ADDED.update(missing)
         _TABLES.append(results)
     try:
         yield
     finally:
         with _FAKE_RESULTS:
             _TABLES.pop()
-            for operator in () if _TABLES else results:
-                del known[operator]
+            if not _TABLES:
+                for operator in _ADDED:
+                    del known[operator]
+                _ADDED.clear()
 
 
 _FAKE_RESULTS = threading.RLock()
@@ -253,6 +256,9 @@ _FAKE_RESULTS = threading.RLock()
 
 _TABLES: list[Mapping[OpOverload, Any]] = []
 """The table of results, as often as ``fake_results_by`` is active in any thread."""
+
+_ADDED: set[OpOverload] = set()
+"""The operators of it that torch's table did not have."""
 
 
 def _fake_result(operator: OpOverload, results: Callable[..., Sequence[FakeResult] | None], mode: Any, *args: Any, **kwargs: Any) -> Any:
