@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cost_models.collectives.algorithms import group_links
+from cost_models.collectives.algorithms import GroupLinks, group_links
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster, Link
 from cost_models.hardware.units import parse_bytes
@@ -55,6 +55,7 @@ class PipelineProblems:
         self.limits = memory_limits(cluster, request)
         self._units_with_replicas: dict[int, Units] = {}
         self._kinds: dict[Candidate, tuple[int, ...]] = {}
+        self._links_of_stages: dict[tuple[tuple[int, ...], ...], list[GroupLinks]] = {}
         self._messages: dict[tuple[tuple[tuple[int, ...], ...], int], MessageTimes] = {}
         self._unlimited: dict[tuple[tuple[int, ...], tuple[int, ...], int], StageCuts | None] = {}
 
@@ -110,7 +111,9 @@ class PipelineProblems:
         bucket_fractions = uses._replace(amount=shares_of_bucket(uses.amount))
         sizes = uses.per_stage(stage_of, len(stage_ranks), kinds).tolist()
         buckets = bucket_fractions.per_stage(stage_of, len(stage_ranks), kinds).tolist()
-        links, largest = [group_links(ranks, self.cluster) for ranks in stage_ranks], float(bucket_fractions.amount.max(initial=0.0))
+        if stage_ranks not in self._links_of_stages:
+            self._links_of_stages[stage_ranks] = [group_links(ranks, self.cluster) for ranks in stage_ranks]
+        links, largest = self._links_of_stages[stage_ranks], float(bucket_fractions.amount.max(initial=0.0))
         return max(sum_seconds(size, filled, largest, link) for link, size, filled in zip(links, sizes, buckets, strict=True))
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
