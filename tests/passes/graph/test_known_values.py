@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from partitioner import partition
@@ -18,6 +18,7 @@ from passes.graph.aliasing import aliasing, allocations
 from passes.graph.fakes.fake_tensors import FakeTensorCache
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import FakeTensorMode
 from passes.normalize.specialize_batch import fix_batch
 from passes.spmd.shard_stages import cut_by_plan, facts_to_cut
 from tests.support.models.attention.gpt import Gpt
@@ -111,3 +112,26 @@ def test_parts_of_a_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTensorCache, "_call_key", lambda *_: None)
     for one, other in zip(shared, cut_by_plan(facts_to_cut(graph, plan), plan).widest.parts, strict=True):
         assert_alike(one, other)
+
+
+@pytest.mark.parametrize("operator", [torch.ops.aten.select.int, torch.ops.aten.relu.default])
+def test_a_traced_result_that_lies_elsewhere_is_not_taken(operator: Any) -> None:
+    """Another pass may have left a copy in place of a view, or a part of other memory in place of a result of its own."""
+    with FakeTensorMode():
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(4, 6)
+        arguments = (x, 0, 1) if operator is torch.ops.aten.select.int else (x,)
+        copied = torch.empty(6) if operator is torch.ops.aten.select.int else torch.empty(8, 6)[4:]
+        traced = graph.call_function(operator, arguments)
+        traced.meta["val"] = copied
+        fakes = FakeTensorCache()
+        fakes.add_traced(traced, operator)
+        again = graph.call_function(operator, arguments)
+        fakes.describe(again)
+        alone = operator(*(argument.meta["val"] if argument is x else argument for argument in arguments))
+    value = again.meta["val"]
+    assert value is not copied
+    assert (value.shape, value.stride(), value.storage_offset()) == (alone.shape, alone.stride(), alone.storage_offset())
+    is_view = value.untyped_storage()._cdata == x.meta["val"].untyped_storage()._cdata
+    assert is_view == (operator is torch.ops.aten.select.int)
