@@ -93,7 +93,7 @@ def _addmm(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: f
 
 def _view(x: Tensor, shape: Sequence[Any]) -> Results:
     known = [size for size in shape if not (type(size) is int and size == -1)]
-    if x.layout != torch.strided or len(shape) - len(known) > 1:
+    if x.layout != torch.strided or x.is_conj() or x.is_neg() or len(shape) - len(known) > 1 or 0 in map(traced_size, x.shape):
         return None
     if len(known) < len(shape) and 0 not in known:
         shape = [x.numel() // math.prod(known) if type(size) is int and size == -1 else size for size in shape]
@@ -132,6 +132,8 @@ def _runs_of_memory(x: Tensor) -> Iterator[tuple[Any, Any]]:
         yield run
 
 
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 _OWN_STATISTICS = (torch.float32, torch.float64)
 """Types whose mean and variance have the same type, on every device."""
 
@@ -142,7 +144,7 @@ def _like(x: Tensor) -> FakeResult:
 
 def _is_plain(x: Tensor) -> bool:
     """Return whether a tensor is of floating point and contiguous, whatever its open sizes are."""
-    if not x.dtype.is_floating_point or x.layout != torch.strided:
+    if x.dtype not in _FLOATING or x.layout != torch.strided:
         return False
     strides = list(map(traced_size, x.stride()))
     return strides == [_product(x.shape[dimension + 1 :]) for dimension in range(x.dim())]
@@ -150,7 +152,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def _is_permuted(x: Tensor) -> bool:
     """Return whether a tensor is a contiguous one of floating point in another order of its dimensions, and in no second one."""
-    if not x.dtype.is_floating_point or x.layout != torch.strided:
+    if x.dtype not in _FLOATING or x.layout != torch.strided:
         return False
     sizes = dict(zip(map(traced_size, x.stride()), map(traced_size, x.shape), strict=True))
     expected: Any = 1

@@ -128,6 +128,8 @@ NOT_PLAIN: dict[str, tuple[Any, Arguments]] = {
     "overlapping memory": (aten.relu.default, lambda s, _: (empty(1, 7).expand(s, 7),)),
     "memory with gaps": (aten.gelu.default, lambda s, _: (empty(s, 7, 8)[:, :, 1:],)),
     "a dimension of one, permuted": (aten.native_dropout.default, lambda s, _: (empty(s, 1, 8).transpose(0, 2), 0.1, True)),
+    "no elements": (aten.view.default, lambda s, _: (empty(s, 0, 8), [s, 4, 0])),
+    "a conjugated view": (aten.view.default, lambda s, _: (empty(s, 8, dtype=torch.complex64).conj(), [s, 2, 4])),
     "integers": (aten.mul.Scalar, lambda s, _: (empty(s, 7, dtype=torch.int64), 0.5)),
     "a complex number": (aten.mul.Scalar, lambda s, _: (empty(s, 7), 1j)),
     "no dropout": (aten.native_dropout.default, lambda s, _: (empty(s, 7), 0.1, False)),
