@@ -83,6 +83,9 @@ def least_load(seconds: Floats, n_parts: int, n_runs: int) -> float:
     _, place, counts = np.unique(rounded, return_inverse=True, return_counts=True)
     common = counts[place] >= n_parts
     most = 2 * evenly / tick
+    from_first = np.unique(np.cumsum(rounded[common]))  # sums of some of the runs
+    if np.count_nonzero(from_first <= most) > _MOST_SUMS:
+        return evenly
     sums = _sums_of_runs(rounded[common], most)  # whatever other units lie between
     if len(sums) > _MOST_SUMS:
         return evenly
