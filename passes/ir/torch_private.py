@@ -271,12 +271,13 @@ def _fake_result(operator: OpOverload, results: Callable[..., Sequence[FakeResul
         fakes = tuple(FakeTensor(mode, _on_meta(mode, result), args[0].device) for result in found)
         return fakes[0] if len(fakes) == 1 else fakes
     with _FAKE_RESULTS:
-        this = get_fast_op_impls().pop(operator)
+        this = get_fast_op_impls().pop(operator, None)  # None: taken out since the caller, in another thread, has looked it up
         try:
             with mode:
                 return operator(*args, **kwargs)
         finally:
-            get_fast_op_impls()[operator] = this
+            if this is not None:
+                get_fast_op_impls()[operator] = this
 
 
 def _on_meta(mode: Any, result: FakeResult) -> Tensor:

@@ -24,7 +24,9 @@ def test_one_stage_reads_what_the_graphs_of_ranks_read(name: str, mode: str) -> 
     try:
         pm = partition(instance.model, 2, mode, example_inputs=instance.args, example_kwargs=instance.kwargs, progress=False)
     except ConfigError as refusal:
-        pytest.skip(str(refusal).splitlines()[0])
+        if (name, mode) in QUICK or not refusal.problem.startswith(("the model has no axis", "the model has no space")):
+            raise
+        pytest.skip(refusal.problem)
     session = pm._session
     model = session.cuts.plan_cut.widest
     assert "parts" not in vars(model)
