@@ -32,6 +32,7 @@ from partitioner.options.progress import Progress
 from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import stages_mode
+from partitioner.reports.explain.step_memory import warn_of_calls
 from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
@@ -154,6 +155,7 @@ def partition(
         structure = Structure(source.model)
         tracing = Tracing(source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, structure)
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
+        warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else ())
         return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
 
 

@@ -34,7 +34,7 @@ from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
 from passes.emit.inline_stages import inline_stages
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
-from passes.emit.programs import LossForm, emit_backward, emit_forward, emit_train_step
+from passes.emit.programs import LossForm, emit_backward, emit_call, emit_forward, emit_train_step
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.program_printer import ProgramModule
@@ -57,8 +57,8 @@ from passes.verify.programs import verify
 
 __all__ = ["PHASES", "Kind", "Lowered", "Lowerer", "Target", "differentiate_stages", "values_requiring_gradient"]
 
-Kind: TypeAlias = Literal["train_step", "forward", "training_forward", "backward"]
-"""What a set of programs does: a training step; a forward; a forward that also returns what ``backward`` takes; that backward."""
+Kind: TypeAlias = Literal["train_step", "forward", "training_forward", "backward", "call"]
+"""What a set of programs does: a training step; a forward; a forward that also returns what ``backward`` takes; that backward; both."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +261,8 @@ def _emit_pipeline(stages: LoweredStages, target: Target, devices: Sequence[torc
     if target.kind == "train_step":
         assert target.schedule is not None
         return emit_train_step(stages, target.schedule, target.loss, devices)
+    if target.kind == "call":
+        return emit_call(stages, target.n_microbatches, devices)
     if target.kind == "backward":
         return emit_backward(stages, target.n_microbatches, target.given, devices)
     return emit_forward(stages, target.n_microbatches, devices, training=target.kind == "training_forward")

@@ -126,22 +126,28 @@ class Lowering:
         key = ("train_step", differentiation, n_microbatches, loss, gradients)
         return self._cached(key, lambda: replace(self._step_target(differentiation, n_microbatches, loss), gradients=gradients))
 
+    def call(self, differentiation: Differentiation, n_microbatches: int) -> ProgramSet:
+        """Return ``training_forward``, a loss and ``backward`` as one program on each rank, to inspect."""
+        return self._cached(("call", differentiation, n_microbatches), lambda: self.target(differentiation, n_microbatches, None))
+
     def _step_target(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm) -> Target:
         schedule = self.schedule(n_microbatches, loss)
         return replace(
             self._target, kind="train_step", differentiation=differentiation, n_microbatches=n_microbatches, schedule=schedule, loss=loss
         )
 
-    def target(self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm) -> Target:
-        """Return the target of a training step; of a forward if ``differentiation`` is None."""
+    def target(self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm | None) -> Target:
+        """Return the target of a training step, or of ``call`` if ``loss`` is None; of a forward if ``differentiation`` is None."""
         if differentiation is None:
             return replace(self._target, n_microbatches=n_microbatches)
+        if loss is None:
+            return replace(self._target, kind="call", differentiation=differentiation, n_microbatches=n_microbatches)
         return self._step_target(differentiation, n_microbatches, loss)
 
     def representatives(
-        self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm
+        self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm | None
     ) -> tuple[tuple[Program, ...], dict[int, int]]:
-        """Return programs to inspect, not to run: a training step, or a forward, of one pipeline for each kind of pipeline.
+        """Return programs to inspect, not to run: those of ``target``, of one pipeline for each kind of pipeline.
 
         Stages stay calls in them, also those that communicate, so that a program is no longer than its schedule.
 

@@ -131,6 +131,30 @@ class _Versions:
             )
 
 
+class _TakenOnce:
+    """The saved values of one rank, each dropped when the backward program takes it: it is freed after its last use there."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = list(values)
+
+    def __getitem__(self, index: int) -> Any:
+        value, self._values[index] = self._values[index], None
+        return value
+
+
+@dataclass
+class _Kept:
+    """What a forward keeps for its backward.
+
+    Attributes:
+        saved: rank -> the values that its program saved.
+        versions: of what the backward reads; None once they are checked.
+    """
+
+    saved: Mapping[int, _TakenOnce]
+    versions: _Versions | None
+
+
 _INPUT = "input "
 """The beginning of the name of an input in errors."""
 
@@ -166,7 +190,7 @@ def tracked_forward(
     metas: dict[str, Tensor] = {}
 
     def forward() -> tuple[tuple[Tensor, ...], Any]:
-        """Run the training forward; return the model's outputs, and the saved tensors of each rank of this process with their versions."""
+        """Run the training forward; return the model's outputs, and what its backward reads."""
         before = _Versions.of(calls.named_buffers(), ())
         results = calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
         # Autograd forbids in-place operations on views that a function returns, and Trainer scales a loss in place.
@@ -175,25 +199,26 @@ def tracked_forward(
         saved = {rank: result[1] for rank, result in results.items()}
         own = dict(before.changed())  # of a buffer that the model writes to, the backward reads a saved value
         named = [each for each in calls.named_tensors(inputs) if each[0] not in own]
-        return outputs, (saved, _Versions.of(named, saved))
+        return outputs, _Kept({rank: _TakenOnce(each) for rank, each in saved.items()}, _Versions.of(named, saved))
 
-    def backward(saved_and_versions: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def backward(kept: _Kept, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Run the backward, with zeros for outputs without a gradient; return the gradients of this process's inputs."""
         rows, graph = lowering.rows, lowering.graph
-        saved, versions = saved_and_versions
         present = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
         if not present:  # a function behind the call returned None
             return (None,) * sum(name in inputs.tensors for name in names)
         filled = _filled(present, {name: metas[name] for name in differentiated})
         extra = {
-            rank: {"saved": saved[rank], "output_gradients": rows.output_gradients(graph, differentiated, filled, rank)}
+            rank: {"saved": kept.saved[rank], "output_gradients": rows.output_gradients(graph, differentiated, filled, rank)}
             for rank in runtime.local_ranks
         }
         wants_parameters = will_run(accumulate) or _named_as_inputs(calls.parameters)
         mode: Gradients = "keep" if in_no_sync or not wants_parameters else accumulation.gradients
         programs = lowering.backward(differentiation, count, frozenset(present), mode)
         with runtime.failing_together():
-            versions.check(programs)
+            assert kept.versions is not None
+            kept.versions.check(programs)
+        kept.versions = None  # it holds the saved values
         with contextlib.nullcontext() if wants_parameters else calls.discarding_gradients():
             input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, inputs, extra)[here])
         return tuple(gradient for name, gradient in zip(names, input_gradients, strict=True) if name in inputs.tensors)

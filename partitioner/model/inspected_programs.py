@@ -26,13 +26,13 @@ class InspectedPrograms:
         lowering: the model, lowered for the plan's batch.
         n_microbatches: of that batch.
         differentiation: of a training step; None: the programs are a forward.
-        loss: of the training step.
+        loss: of the training step; None: it is one by ``pm(...)`` and ``backward()``, whose loss the caller computes.
     """
 
     lowering: Lowering
     n_microbatches: int
     differentiation: Differentiation | None
-    loss: LossForm
+    loss: LossForm | None
 
     @property
     def stages(self) -> LoweredStages:
@@ -44,4 +44,6 @@ class InspectedPrograms:
         """One program for each rank."""
         if self.differentiation is None:
             return self.lowering.forward(self.n_microbatches).programs
+        if self.loss is None:
+            return self.lowering.call(self.differentiation, self.n_microbatches).programs
         return self.lowering.train_step(self.differentiation, self.n_microbatches, self.loss).programs

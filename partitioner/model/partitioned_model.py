@@ -36,7 +36,7 @@ from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, RegisteredTensors, build_structure
 from partitioner.model.replan import Replanned, replan
 from partitioner.model.session import Session
-from partitioner.model.simulate import simulate
+from partitioner.model.simulate import Step, simulate
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.constraints import Constraints
 from partitioner.options.precision import converted_inputs
@@ -46,7 +46,7 @@ from partitioner.reports.check.report import CheckReport
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.cost_formula import cost_formula
 from partitioner.reports.explain.explanation import explanation
-from partitioner.reports.explain.step_memory import warn_of_memory
+from partitioner.reports.explain.step_memory import warn_of_loss
 from partitioner.reports.page.build import page_html
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
@@ -182,8 +182,7 @@ class PartitionedModel(ModuleInPlan):
         programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
         is_new = form_of_call.last_step is None or form_of_call.last_step[-1] != form
         if form.reduction == "batch" and is_new:
-            schedule = lowering.schedule(self._session.plan.n_microbatches, form)
-            warn_of_memory(self._session.plan, lowering.training(differentiation), schedule, self._session.assumed.limits)
+            warn_of_loss(self._session.plan, self._session.assumed.limits)
         form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
         loss, gradients = form_of_sizes.calls.run(lowering, programs, inputs, prepared.extra)[self._here]
         backward_of_inputs(inputs.tensors, form_of_sizes.calls.input_gradient_names(differentiation.inputs), gradients)
@@ -381,12 +380,12 @@ class PartitionedModel(ModuleInPlan):
         return record(self._session.runtime, self.plan.grid)
 
     @checked_arguments(VALUES, EXAMPLES)
-    def simulate(self, cluster: Cluster | str | None = None) -> Simulation:
+    def simulate(self, cluster: Cluster | str | None = None, *, step: Step = "train_step") -> Simulation:
         """Simulate one step of the programs: time, bubble, memory, communication and a timeline; see ``cost_models.simulator``.
 
-        It runs on ``cluster``; None: the hardware that the model was planned for.
+        It runs on ``cluster``; None: the hardware that the model was planned for. ``"forward_backward"`` is ``pm(...)`` and ``backward()``.
         """
-        return simulate(self._session, self.inspected(), cluster)
+        return simulate(self._session, self.inspected(), cluster, step)
 
     @checked_arguments(INFERENCE_VALUES, INFERENCE_EXAMPLES)
     def simulate_inference(

@@ -157,11 +157,21 @@ class Session:
         count, lowering = lowering_for(batch)
         return InspectedPrograms(lowering, count, differentiation=None, loss=LossForm())
 
+    def inspected_call(self) -> InspectedPrograms:
+        """Return the programs of a step by ``pm(...)`` and ``backward()`` of all results; of a forward where there is no gradient."""
+        lowering_for, graph = self.lowerings.for_batch, self.graph
+        is_gathered = not any(output.combine in ("mean", "sum") for output in graph.outputs)
+        count, lowering = lowering_for(self.plan.batch_size, results="whole" if is_gathered else "rows")
+        everything = lowering.everything(frozenset())
+        if not (graph.training and everything.outputs):
+            return self.inspected(None)
+        return InspectedPrograms(lowering, count, everything, None)
+
     def explained(self, inspected: InspectedPrograms) -> Explained:
         """Return the model, its plan and these programs as reports read them."""
         lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
         lowered, programs = inspected.stages, inspected.programs
-        schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss) if lowered.training else None
+        schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss or LossForm()) if lowered.training else None
         parts = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks, programs, schedule)
         make = functools.partial(Explained, *parts, self.assumed.limits, self.assumed.planned_for(self.plan))
         return self.reported("explained", (lowering.cut, lowered, programs), make)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
@@ -13,24 +15,30 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
-__all__ = ["is_inlined", "machine_of", "simulate"]
+__all__ = ["Step", "is_inlined", "machine_of", "simulate"]
+
+Step = Literal["train_step", "forward_backward"]
+"""How a step is called: ``pm.train_step(...)``, or ``pm(...)`` and ``backward()``, which runs all forwards first."""
 
 _MOST_NODES = 100_000
 """Programs with more nodes are simulated by representatives, whose stages stay calls."""
 
 
 @gc_paused()
-def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | str | None) -> Simulation:
+def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | str | None, step: Step = "train_step") -> Simulation:
     """Simulate the programs of a plan.
 
     Args:
         session: the plan, and the hardware, cost model and optimizer that it was made for.
-        inspected: its programs.
+        inspected: its programs; those of a step by ``train_step``.
         cluster: the machine, ``"h100:8x8"`` or a ``Cluster``; None: the one that the plan was made for.
+        step: one of ``Step``.
 
     Raises:
         ConfigError: the cluster has fewer devices than the plan has ranks.
     """
+    if step == "forward_backward":
+        inspected = session.inspected_call()
     plan, assumed = session.plan, session.assumed
     machine = machine_of(session, cluster)
     lowering, count, mesh = inspected.lowering, inspected.n_microbatches, plan.grid
@@ -51,7 +59,7 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
             representatives=Representatives(mesh, representative_of),
         )
 
-    return session.reported("simulation", (programs, machine), run)
+    return session.reported(f"simulation of {step}", (programs, machine), run)
 
 
 def machine_of(session: Session, cluster: Cluster | str | None) -> Cluster:

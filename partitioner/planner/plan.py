@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
+from cost_models.hardware.units import format_bytes
 from partitioner.planner.constraints.halos import check_halos
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.planner.sequential_tiling import plan_stream
 from partitioner.planner.sharding.shared_models import SharedModels
+from partitioner.schedules.catalog import interleaves
+from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.plan import Plan
+from passes.normalize.loss_alone import own_loss
 
 __all__ = ["PlanProblem"]
 
@@ -57,4 +63,29 @@ class PlanProblem:
             plan = plan_stream(graph, self.sequential_tiles, *problem[1:])
         else:
             plan = plan_auto(*problem, tell, self.models) if self.mesh is None else plan_mesh(*problem, self.mesh, self.models)
-        return plan.predicted(sizes=tuple(self.graph.open_sizes.items()))
+        return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))
+
+
+def _with_calls(plan: Plan, graph: ModelGraph) -> Plan:
+    """Count the results in the peaks of ``pm(...)`` and ``backward()``, and note where these peaks are not those of the schedule.
+
+    Every rank gets the results of the batch, and the caller's loss gives their gradients; those on the ranks of the last stage are counted.
+    """
+    if not graph.training:
+        return plan.predicted(call_memory=())
+    results = [node.meta["val"] for node in graph.graph.nodes if node.name in graph.returned]
+    sizes = [(bytes_of(value, graph.batch, plan.batch_size), value.is_floating_point()) for value in results if isinstance(value, Tensor)]
+    own, differentiated = sum(size for size, _ in sizes), sum(size for size, is_float in sizes if is_float)
+    places, last = ranks_at_places(plan.grid), plan.stage_ranks[-1]
+    with_loss = {rank for place in last for rank in places[place]}
+    gradients = 0 if own_loss(graph) is not None else differentiated
+    peaks = [peak + own + (0 if rank in with_loss else gradients) for rank, peak in enumerate(plan.call_memory)]
+    counted = plan.predicted(call_memory=tuple(peaks))
+    if not interleaves(plan):
+        return counted
+    rank = max(range(plan.n_ranks), key=lambda rank: peaks[rank] - plan.memory[rank])
+    note = (
+        f"pm(...) and backward() run all forwards first, and hold all {plan.n_microbatches} microbatches: {format_bytes(peaks[rank])} are "
+        f"predicted on rank {rank}, where train_step(), by {plan.schedule}, needs {format_bytes(plan.memory[rank])}."
+    )
+    return counted.predicted(notes=(*plan.notes, note))

@@ -18,7 +18,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
 
-__all__ = ["SCHEDULES", "ScheduleKind", "find_schedule", "make_schedule", "schedule_of"]
+__all__ = ["SCHEDULES", "ScheduleKind", "find_schedule", "interleaves", "make_schedule", "schedule_of"]
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPE_V)}
@@ -64,3 +64,8 @@ def schedule_of(plan: Plan, n_microbatches: int) -> Schedule:
     n_ranks = 1 + max(map(max, plan.stage_ranks))
     stages_per_rank = None if plan.replicas else len(plan.stages) // n_ranks
     return make_schedule(plan.schedule, n_ranks, n_microbatches, stages_per_rank, plan.replicas)
+
+
+def interleaves(plan: Plan) -> bool:
+    """Whether a plan's schedule runs backwards before its last forward, which ``pm(...)`` and ``backward()`` cannot."""
+    return plan.n_microbatches > 1 and not find_schedule(plan.schedule).forwards_first

@@ -1,6 +1,6 @@
-"""Move all forwards of a schedule to the front, for a loss that needs the results of all microbatches.
+"""Move all forwards of a schedule to the front: where a loss needs the results of all microbatches.
 
-1F1B, 2 ranks, 3 microbatches                the same for a loss of all rows
+1F1B, 2 ranks, 3 microbatches                the same for a loss of all rows, and for pm(x) and backward()
 
     rank 0   F0 F1 B0 F2 B1 B2                   rank 0   F0 F1 F2 B0 B1 B2
     rank 1   F0 B0 F1 B1 F2 B2                   rank 1   F0 F1 F2 B0 B1 B2
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from passes.ir.schedule import ActionKind, Schedule
+from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["forwards_first"]
+__all__ = ["forwards_first", "in_sweeps"]
 
 
 def forwards_first(schedule: Schedule) -> Schedule:
@@ -23,3 +23,19 @@ def forwards_first(schedule: Schedule) -> Schedule:
     """
     actions = tuple(tuple(sorted(of_rank, key=lambda action: action.kind is not ActionKind.FORWARD)) for of_rank in schedule.actions)
     return dataclasses.replace(schedule, actions=actions)
+
+
+def in_sweeps(schedule: Schedule) -> Schedule:
+    """Return what ``pm(...)`` and ``backward()`` run in place of a schedule: all forwards stage by stage, then all backwards.
+
+    >>> from partitioner.schedules.catalog import make_schedule
+    >>> print(in_sweeps(make_schedule("ZBV", 2, 2)).to_text())
+    0F0,0F1,3F0,3F1,3B0,3B1,0B0,0B1
+    1F0,1F1,2F0,2F1,2B0,2B1,1B0,1B1
+    """
+    actions = []
+    for of_rank in schedule.actions:
+        forwards = sorted(action for action in of_rank if action.kind is ActionKind.FORWARD)
+        backwards = sorted(forwards, key=lambda action: (-action.stage, action.microbatch))
+        actions.append((*forwards, *(Action(each.stage, ActionKind.BACKWARD, each.microbatch) for each in backwards)))
+    return dataclasses.replace(schedule, actions=tuple(actions))

@@ -1,4 +1,4 @@
-"""Write the programs of all ranks: a training step by a schedule; a forward; the backward of a forward.
+"""Write the programs of all ranks: a training step by a schedule; a forward; the backward of a forward; both as one program.
 
 A training step of rank 1 of 2, 1F1B with two microbatches (sizes left out):
 
@@ -40,7 +40,7 @@ from passes.ir.comm.primitives import all_reduce, wait
 from passes.ir.program import LossCall, Program, ProgramKind
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["LossForm", "LossReduction", "emit_backward", "emit_forward", "emit_train_step"]
+__all__ = ["LossForm", "LossReduction", "emit_backward", "emit_call", "emit_forward", "emit_train_step"]
 
 LossReduction = Literal["mean", "sum", "batch"]
 """What a loss is over the rows of a batch: their mean, their sum, or a function of all of them at once."""
@@ -87,7 +87,7 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
                 if loss.reduction != "batch" and is_last_forward:
                     _loss_of_microbatch(emitter, item.action.microbatch, loss, losses)
             if item.takes_loss:
-                _loss_of_all_rows(emitter, loss)
+                _loss_of_all_rows(emitter, loss, [_over_batch(emitter, name) for name in lowered.returned])
             _send_all(emitter, item)
         emitter.store_gradients()
         emitter.section = "results"
@@ -104,14 +104,7 @@ def emit_forward(lowered: LoweredStages, n_microbatches: int, devices: Sequence[
     for rank, script in enumerate(scripts):
         emitter = StageEmitter(lowered, rank, n_microbatches, tags)
         emitter.prepare(devices[rank])
-        for position, item in enumerate(script[:-1]):
-            assert item.action is not None
-            emitter.section = item.action
-            emitter.post(script[position : position + 1 + LOOKAHEAD])
-            _run(emitter, item.action, training=training)
-            _send_all(emitter, item)
-        emitter.section = "results"
-        outputs = _outputs(emitter, script[-1])
+        outputs = _run_forwards(emitter, script, training=training)
         result = (outputs, tuple(emitter.saved.values())) if training else outputs
         programs.append(_program("forward", lowered, rank, emitter.finish(result, f"Rank{rank}Forward")))
     return tuple(programs)
@@ -141,17 +134,54 @@ def emit_backward(
         if rank in lowered.collectors:
             emitter.section = "gradients of the results, by microbatch"
             _cut_output_gradients(emitter)
-        for position, item in enumerate(script):
-            emitter.section = item.action or emitter.section
-            emitter.post(script[position : position + 1 + LOOKAHEAD])
-            if item.action is not None:
-                emitter.backward(item.action)
-            _send_all(emitter, item)
-        emitter.section = "gradients of parameters"
-        emitter.store_gradients()
-        emitter.section = "gradients of inputs"
+        _run_backwards(emitter, script)
         programs.append(_program("backward", lowered, rank, emitter.finish(emitter.input_gradients(), f"Rank{rank}Backward")))
     return tuple(programs)
+
+
+def emit_call(lowered: LoweredStages, n_microbatches: int, devices: Sequence[torch.device]) -> tuple[Program, ...]:
+    """A forward, a loss of its results on every rank, and its backward as one program, to be inspected.
+
+    Programs take what those of a training step take, and return the results beside the loss, since the caller holds them meanwhile.
+    """
+    forwards = sweep_scripts(lowered, n_microbatches, ActionKind.FORWARD, share_outputs=True)
+    backwards = sweep_scripts(lowered, n_microbatches, ActionKind.BACKWARD, share_outputs=False)
+    tags = number_messages([(*forward, *backward) for forward, backward in zip(forwards, backwards, strict=True)])
+    programs = []
+    for rank, (forward, backward) in enumerate(zip(forwards, backwards, strict=True)):
+        emitter = StageEmitter(lowered, rank, n_microbatches, tags, ("target", "loss_fn"))
+        emitter.prepare(devices[rank])
+        outputs = _run_forwards(emitter, forward, training=True)
+        _loss_of_all_rows(emitter, LossForm("batch"), outputs)
+        _run_backwards(emitter, backward)
+        result = ((emitter.values["loss", None], *outputs), emitter.input_gradients())
+        programs.append(_program("train_step", lowered, rank, emitter.finish(result, f"Rank{rank}Call")))
+    return tuple(programs)
+
+
+def _run_forwards(emitter: StageEmitter, script: Script, *, training: bool) -> tuple[fx.Node, ...]:
+    """Write the forwards of a script, whose last item shares the results; return these over the batch."""
+    for position, item in enumerate(script[:-1]):
+        assert item.action is not None
+        emitter.section = item.action
+        emitter.post(script[position : position + 1 + LOOKAHEAD])
+        _run(emitter, item.action, training=training)
+        _send_all(emitter, item)
+    emitter.section = "results"
+    return _outputs(emitter, script[-1])
+
+
+def _run_backwards(emitter: StageEmitter, script: Script) -> None:
+    """Write the backwards of a script, and the sums of gradients after them."""
+    for position, item in enumerate(script):
+        emitter.section = item.action or emitter.section
+        emitter.post(script[position : position + 1 + LOOKAHEAD])
+        if item.action is not None:
+            emitter.backward(item.action)
+        _send_all(emitter, item)
+    emitter.section = "gradients of parameters"
+    emitter.store_gradients()
+    emitter.section = "gradients of inputs"
 
 
 def _program(kind: ProgramKind, lowered: LoweredStages, rank: int, module: fx.GraphModule) -> Program:
@@ -214,15 +244,14 @@ def _loss_call(lowered: LoweredStages) -> LossCall:
     return LossCall(leaves, constants, lowered.graph.output_tree, tracked, differentiated, lowered.graph.autocast)
 
 
-def _loss_of_all_rows(emitter: StageEmitter, form: LossForm) -> None:
-    """The loss of the results of all microbatches at once, and its gradients, cut into microbatches."""
+def _loss_of_all_rows(emitter: StageEmitter, form: LossForm, values: Sequence[fx.Node]) -> None:
+    """The loss of the results of all microbatches at once, ``values``, and its gradients, cut into microbatches."""
     emitter.section = "loss of all rows"
     lowered = emitter.lowered
-    values = [_over_batch(emitter, name) for name in lowered.returned]
     rows = emitter.batch
     if of_ranks := _ranks_sharding_rows(lowered):
         rows = emitter.call(operator.mul, (emitter.batch, *of_ranks), "rows_of_all_ranks")
-    arguments = (values, emitter.inputs["target"], emitter.inputs["loss_fn"], 1.0, rows)
+    arguments = (list(values), emitter.inputs["target"], emitter.inputs["loss_fn"], 1.0, rows)
     call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, "loss_call")
     loss = emitter.item(call, 0, "loss_of_batch")
     if emitter.rank != lowered.collectors[0]:  # it has the same loss, and the sum over ranks counts the first

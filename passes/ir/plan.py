@@ -82,7 +82,9 @@ class Prediction:
 
     Attributes:
         step_time: seconds for one training step.
-        memory: peak bytes for each rank.
+        memory: peak bytes for each rank, in a step by the schedule.
+        call_memory: the same in a step by ``pm(...)`` and ``backward()``, which runs all forwards first, and returns the results on every
+            rank; empty of a model in evaluation.
         bound_by: the bottleneck of the step, in words.
         runner_up: the next best choice and its cost, in words; empty if there was no choice.
         notes: notes for the user, one sentence each.
@@ -98,6 +100,7 @@ class Prediction:
 
     step_time: float
     memory: tuple[int, ...]
+    call_memory: tuple[int, ...] = ()
     bound_by: str = ""
     runner_up: str = ""
     notes: tuple[str, ...] = ()
@@ -159,6 +162,11 @@ class Plan:
     def memory(self) -> tuple[int, ...]:
         """Predicted peak bytes for each rank."""
         return self.prediction.memory
+
+    @property
+    def call_memory(self) -> tuple[int, ...]:
+        """Predicted peak bytes for each rank in a step by ``pm(...)`` and ``backward()``; in evaluation those of the forward."""
+        return self.prediction.call_memory or self.memory
 
     @property
     def gap(self) -> float | None:
@@ -226,6 +234,8 @@ class Plan:
         _require(
             len(self.memory) == self.n_ranks, "prediction.memory", f"it tells of {len(self.memory)} ranks, the plan has {self.n_ranks}"
         )
+        n_calls = len(self.prediction.call_memory)
+        _require(n_calls in (0, self.n_ranks), "prediction.call_memory", f"it tells of {n_calls} ranks, the plan has {self.n_ranks}")
         tiled = self.n_ranks == 1 and len(self.tiles) <= len(TILES) and min(self.tiles, default=1) >= 1
         _require(tiled or not self.tiles, "tiles", f"one device computes at least one tile along each dimension of space, not {self.tiles}")
         _require(bool(self.tiles) or self.tile_budget == 0, "tile_budget", "there are no tiles")

@@ -17,6 +17,8 @@ from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, stage_runs, stages_of
 from partitioner.schedules.clocks.clock import Timing, run_on_clock
+from partitioner.schedules.clocks.step_clock import StepClock
+from partitioner.schedules.forwards_first import in_sweeps
 from passes.graph.provenance import module_path
 from passes.ir.plan import Stage
 from passes.ir.schedule import ActionKind, Schedule
@@ -56,6 +58,15 @@ class StagedModel:
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Peak bytes of each rank."""
+        return self._peaks(self.problems.clock(self.candidate))
+
+    @cached_property
+    def memory_of_sweeps(self) -> tuple[int, ...]:
+        """Peak bytes of each rank in a step whose forwards all precede its backwards."""
+        return self.memory if self.schedule.n_microbatches == 1 else self._peaks(StepClock(in_sweeps(self.schedule)))
+
+    def _peaks(self, clock: StepClock) -> tuple[int, ...]:
+        """Return the peak bytes of each rank in a step by the schedule of a clock."""
         units, schedule, stage_of, kinds = self._units, self.schedule, self._stage_of, self._kinds
         fixed = np.zeros(schedule.n_ranks)
         for ranks, size in zip(schedule.stage_ranks, units.fixed_uses.per_stage(stage_of, schedule.n_stages, kinds), strict=True):
@@ -64,7 +75,7 @@ class StagedModel:
         working = units.working_of_stages([run.start for run in self.runs], kinds).tolist()
         entering, leaving = units.entering.per_stage(stage_of, schedule.n_stages), units.leaving.sent_per_stage(stage_of, schedule.n_stages)
         sizes = (self.kept, gradients, working, units.summed, entering.tolist(), leaving.tolist())
-        peaks = self.problems.clock(self.candidate).peak_memory(*sizes)
+        peaks = clock.peak_memory(*sizes)
         return tuple(int(permanent + peak) for permanent, peak in zip(fixed.tolist(), peaks, strict=True))
 
     @property

@@ -185,6 +185,7 @@ def _plan_of(problem: MeshProblem, chosen: Solution, runner_up: str, contenders:
         prediction=Prediction(
             step_time=chosen.step_time,
             memory=tuple(chosen.staged.memory[place] for place in problem.place_of_rank),
+            call_memory=tuple(chosen.staged.memory_of_sweeps[place] for place in problem.place_of_rank),
             bound_by=bound_by(problems, chosen.staged, chosen.sums),
             runner_up=runner_up,
             notes=tuple(_notes(graph, problem.part.cost, request, chosen.staged)),

@@ -64,14 +64,14 @@ def _price(choice: Pinned, plan: Plan) -> str:
     return f"{format_seconds(choice.price)} of {format_seconds(plan.step_time)}"
 
 
-def fullest_rank(plan: Plan, limits: Sequence[float]) -> str:
+def fullest_rank(peaks: Sequence[int], limits: Sequence[float]) -> str:
     """Return the predicted memory of the rank that uses most of its limit: ``"1.20 GiB of 80.0 GiB on rank 3, the fullest"``."""
-    if not plan.memory:
+    if not peaks:
         return ""
-    fill = [peak / limits[rank] if limits else peak for rank, peak in enumerate(plan.memory)]
+    fill = [peak / limits[rank] if limits else peak for rank, peak in enumerate(peaks)]
     rank = max(range(len(fill)), key=fill.__getitem__)
     limit = f" of {format_bytes(limits[rank])}" if limits else ""
-    return f"{format_bytes(plan.memory[rank])}{limit} on rank {rank}" + (", the fullest" if len(plan.memory) > 1 else "")
+    return f"{format_bytes(peaks[rank])}{limit} on rank {rank}" + (", the fullest" if len(peaks) > 1 else "")
 
 
 def axes_proof(plan: Plan) -> str:

@@ -24,7 +24,7 @@ from partitioner.reports.module_names import module_range, rank_list, rank_numbe
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import headline
 from partitioner.reports.tables.table import Table, align
-from partitioner.schedules.catalog import find_schedule
+from partitioner.schedules.catalog import find_schedule, interleaves
 from partitioner.schedules.kind import peak_in_flight
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.mesh import SEQUENCE, mesh_words
@@ -82,13 +82,22 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("recompute", _recompute_words(plan) if explained.schedule is not None else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("idle", _idle(plan, simulation)),
-        ("memory", fullest_rank(explained.plan, explained.limits)),
+        ("memory", fullest_rank(plan.memory, explained.limits)),
+        ("calls", _memory_of_calls(explained)),
         ("bound by", _bound_by(explained)),
         ("runner-up", plan.prediction.runner_up or "there was no other choice"),
         ("searched", plan.prediction.searched),
         ("axes", axes_proof(plan)),
     ]
     return [(name, text) for name, text in pairs if text]
+
+
+def _memory_of_calls(explained: Explained) -> str:
+    """``"1.66 MiB on rank 1, the fullest, by pm(...) and backward(): all forwards first"``; empty where the schedule is kept."""
+    plan = explained.plan
+    if explained.schedule is None or not interleaves(plan):
+        return ""
+    return f"{fullest_rank(plan.call_memory, explained.limits)}, by pm(...) and backward(): all forwards come first"
 
 
 _ATTENTION = {
@@ -214,7 +223,7 @@ def _memory(explained: Explained) -> Table:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
         return Table([("rank", "predicted peak"), *peaks], ">>")
     in_flight = peak_in_flight(explained.schedule)
-    peaks_of_ranks = peaks_of_step(plan, lowered, explained.schedule)
+    peaks_of_ranks = peaks_of_step(plan, explained.schedule)
     rows = [("stage", _rank_heading(explained), "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")]
     for stage, training, count in zip(lowered.stages, lowered.training, in_flight, strict=True):
         saved = saved_bytes(lowered, training, plan)

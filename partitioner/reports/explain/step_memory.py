@@ -1,4 +1,4 @@
-"""The memory of a step whose loss needs all rows: it holds more microbatches than the plan's schedule."""
+"""The memory of steps that run all forwards first, and hold more microbatches than the plan's schedule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from passes.autograd.partition_joint import DifferentiatedStage
 from passes.autograd.staged_model import LoweredStages
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.microbatch import microbatch_sizes
-from passes.ir.errors import level_of_caller
-from passes.ir.mesh import ranks_at_places
+from passes.ir.errors import PartitionWarning, level_of_caller
 from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
 
-__all__ = ["peaks_of_step", "saved_bytes", "warn_of_memory"]
+__all__ = ["peaks_of_step", "saved_bytes", "warn_of_calls", "warn_of_loss"]
 
 
 def saved_bytes(lowered: LoweredStages, training: DifferentiatedStage, plan: Plan) -> int:
@@ -29,34 +28,42 @@ def saved_bytes(lowered: LoweredStages, training: DifferentiatedStage, plan: Pla
     return sum(bytes_of(value, lowered.graph.batch, rows) for value in saved)
 
 
-def peaks_of_step(plan: Plan, lowered: LoweredStages, schedule: Schedule) -> tuple[float, ...]:
-    """Return each rank's predicted peak memory in a step with this schedule, whose order of actions may differ from that of the plan."""
-    planned, held = peak_in_flight(schedule_of(plan, plan.n_microbatches)), peak_in_flight(schedule)  # microbatches of each stage
-    peaks = list(plan.memory)
-    if planned == held:
-        return tuple(peaks)
-    places = ranks_at_places(plan.grid)
-    results = [node for node in lowered.graph.graph.nodes if node.name in lowered.returned]
-    result_bytes = sum(bytes_of(node.meta["val"], lowered.graph.batch, plan.batch_size) for node in results)
-    for stage, training in zip(lowered.stages, lowered.training, strict=True):
-        more = saved_bytes(lowered, training, plan) * (held[stage.index] - planned[stage.index])
-        if stage.index == len(lowered.stages) - 1:
-            more += 2 * result_bytes  # the results of all rows, and their gradients
-        for place in lowered.stage_ranks[stage.index]:
-            for rank in places[place]:
-                peaks[rank] += more
-    return tuple(peaks)
+def peaks_of_step(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
+    """Return each rank's predicted peak memory in a step by this schedule: that of the plan, or the same with all forwards first."""
+    is_planned = peak_in_flight(schedule) == peak_in_flight(schedule_of(plan, plan.n_microbatches))
+    return plan.memory if is_planned else plan.call_memory
 
 
-def warn_of_memory(plan: Plan, lowered: LoweredStages, schedule: Schedule, limits: Sequence[float]) -> None:
-    """Warn if a step is predicted to exceed the memory limit of a rank that the plan itself respects."""
-    peaks = peaks_of_step(plan, lowered, schedule)
-    over = [rank for rank, (peak, limit) in enumerate(zip(peaks, limits, strict=False)) if peak > limit >= plan.memory[rank]]
-    if over:
-        rank = max(over, key=lambda rank: peaks[rank] - limits[rank])
+def warn_of_calls(plan: Plan, limits: Sequence[float]) -> None:
+    """Warn if ``pm(...)`` and ``backward()`` are predicted to exceed the memory limit of a rank, and ``train_step`` is not."""
+    if (rank := _fullest_over(plan, limits)) is not None:
         warnings.warn(
-            f"a loss of all rows holds all {plan.n_microbatches} microbatches on every rank: rank {rank} is predicted to need "
-            f"{format_bytes(peaks[rank])} of {format_bytes(limits[rank])} (the plan alone {format_bytes(plan.memory[rank])}); "
-            'recompute="full" or more devices need less',
+            "train_step() fits into the memory limit, and pm(...) followed by backward() does not: all its forwards come first, so that "
+            f"rank {rank} is predicted to need {_need(plan, limits, rank)}; call train_step(), or let the model return its loss where "
+            'an integration then runs the schedule; recompute="full" or more devices need less',
+            PartitionWarning,
             stacklevel=level_of_caller(),
         )
+
+
+def warn_of_loss(plan: Plan, limits: Sequence[float]) -> None:
+    """Warn if a step with a loss of all rows is predicted to exceed the memory limit of a rank that the plan itself respects."""
+    if (rank := _fullest_over(plan, limits)) is not None:
+        warnings.warn(
+            f"a loss of all rows holds all {plan.n_microbatches} microbatches on every rank: rank {rank} is predicted to need "
+            f'{_need(plan, limits, rank)}; recompute="full" or more devices need less',
+            stacklevel=level_of_caller(),
+        )
+
+
+def _fullest_over(plan: Plan, limits: Sequence[float]) -> int | None:
+    """Return the rank that exceeds its limit most with all forwards first, of those that do not by the schedule; None: there is none."""
+    pairs = list(zip(plan.call_memory, limits, strict=False))
+    over = [rank for rank, (peak, limit) in enumerate(pairs) if peak > limit >= plan.memory[rank]]
+    return max(over, key=lambda rank: pairs[rank][0] - pairs[rank][1], default=None)
+
+
+def _need(plan: Plan, limits: Sequence[float], rank: int) -> str:
+    """``"1.2 GiB of 1 GiB (0.7 GiB by 1F1B)"``."""
+    peak, planned = format_bytes(plan.call_memory[rank]), format_bytes(plan.memory[rank])
+    return f"{peak} of {format_bytes(limits[rank])} ({planned} by {plan.schedule})"

@@ -11,6 +11,7 @@ from cost_models.hardware.units import format_bytes, format_flops
 from partitioner.options.batch_statistics import microbatch_effects
 from partitioner.reports.module_names import module_range
 from partitioner.reports.tables.table import align, html_table
+from partitioner.schedules.catalog import interleaves
 from passes.autograd.staged_model import LoweredStages
 from passes.emit.communication_plan import sweep_scripts
 from passes.graph.symbolic_sizes import bytes_of
@@ -39,7 +40,7 @@ class DeviceTable:
         rows: the cells, the heading first.
         columns: alignment of the columns, see ``align``.
         footnote: how to read the numbers.
-        notes: the hardware of the plan, if the programs run on another; effects of microbatches on results.
+        notes: the hardware of the plan, if the programs run on another; the memory of calls; effects of microbatches on results.
     """
 
     headline: str
@@ -70,7 +71,9 @@ def table_notes(graph: ModelGraph, plan: Plan, planned_for: str) -> list[str]:
     hardware = (
         [f"planned for {planned_for}, whose memory is predicted; the column device says where the programs run"] if planned_for else []
     )
-    return [*hardware, *microbatch_effects(graph.mixing, plan.n_microbatches)]
+    peaks = ", ".join(dict.fromkeys(map(format_bytes, plan.call_memory)))
+    calls = [f"peak memory is that of train_step(); pm(...) and backward() run all forwards first: {peaks} on the ranks"]
+    return [*hardware, *(calls if graph.training and interleaves(plan) else []), *microbatch_effects(graph.mixing, plan.n_microbatches)]
 
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:

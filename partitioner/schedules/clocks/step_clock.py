@@ -38,7 +38,10 @@ class StepClock:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self._rows = tuple(_rows(schedule))
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[int, int, int, int], ...]:
+        return tuple(_rows(self.schedule))
 
     @cached_property
     def _counts_of_ranks(self) -> tuple[tuple[list[int], NDArray[np.int64]], ...]:

@@ -19,7 +19,7 @@ from partitioner.model.losses.reachable_state import loss_key
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.clocks.unit_time import simulate
 from partitioner.schedules.forwards_first import forwards_first
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, PartitionWarning
 from passes.ir.schedule import ActionKind
 from tests.support.processes import loss_cases as cases
 from tests.support.processes.loss_cases import MEANS, NEITHER, WIDTH, difference, labelled
@@ -379,7 +379,10 @@ def test_memory_over_the_limit_is_announced() -> None:
     x, target = labelled(rows=512)
     options: dict[str, Any] = {"mode": "pipeline", "n_microbatches": 16, "schedule": "1F1B", "optimizer": "none", "example_inputs": (x,)}
     pm = partition(cases.model(), devices=2, **options)
-    tight = partition(cases.model(), devices=2, memory_limit=int(max(pm.plan.memory)) + 1, **options)
+    with pytest.warns(
+        PartitionWarning, match="train_step\\(\\) fits into the memory limit, and pm\\(...\\) followed by backward\\(\\) does not"
+    ):
+        tight = partition(cases.model(), devices=2, memory_limit=int(max(pm.plan.memory)) + 1, **options)
     with pytest.warns(UserWarning, match="holds all 16 microbatches on every rank: rank . is predicted to need"):
         tight.train_step(x, target=target, loss_fn=NEITHER["weighted"], loss_reduction="batch")
 

@@ -69,8 +69,9 @@ def test_the_notebook_shows_the_same_cells() -> None:
     *_, pm = partitioned("residual", devices=2)
     shown = html.unescape(pm._repr_html_())
     cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", shown)
-    assert " ".join(" ".join(cells).split()) == " ".join(" ".join(str(pm).splitlines()[2:-1]).split())
-    assert f"{str(pm).splitlines()[0]} ({str(pm).splitlines()[-1]})" in shown
+    table = "\n".join(str(pm).splitlines()[2:]).partition("work and sends")[0]
+    assert " ".join(" ".join(cells).split()) == " ".join(table.split())
+    assert f"{str(pm).splitlines()[0]} (work and sends" in shown
 
 
 def test_html_is_escaped() -> None:
