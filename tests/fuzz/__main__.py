@@ -1,6 +1,7 @@
-"""Run a range of seeds: ``python -m tests.fuzz 0:500 --workers 2``.
+"""Run a range of seeds: ``python -m tests.fuzz 0:500 --workers 2``, or ``python -m tests.fuzz 0:200 --processes 2``.
 
-Every seed is a random model and a random way to partition it; see ``tests.fuzz.generator``. A failure is reduced and printed as a script.
+Every seed is a random model and a random way to partition it; see ``tests.fuzz.programs.generator``. A failure is reduced and printed as a
+script.
 The exit status is 1 where a seed gave a wrong result, an error from inside, or did not end.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.fuzz.campaign import Campaign
+from tests.fuzz.running.campaign import Campaign
 
 
 def main() -> int:
@@ -19,6 +20,7 @@ def main() -> int:
     )
     parser.add_argument("seeds", nargs="?", default="0:500", help="FIRST:LAST, the last not included, or seeds with commas between them")
     parser.add_argument("--workers", type=int, default=1, help="processes that run seeds")
+    parser.add_argument("--processes", type=int, default=0, help="ranks of each plan, each a process of a gloo group; 0: all ranks in one")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long one seed may take")
     parser.add_argument("--no-reduce", action="store_true", help="print failures as they were generated")
     parser.add_argument("--log", help="a file that gets one line for each seed")
@@ -26,7 +28,10 @@ def main() -> int:
     first, colon, last = options.seeds.partition(":")
     seeds = list(range(int(first), int(last))) if colon else [int(each) for each in options.seeds.split(",")]
     campaign = Campaign(seconds=options.seconds, is_reducing=not options.no_reduce, log=options.log)
-    campaign.run(seeds, options.workers)
+    if options.processes:
+        campaign.run_over_processes(seeds, options.processes)
+    else:
+        campaign.run(seeds, options.workers)
     sys.stdout.write(campaign.summary())
     return int(campaign.has_failed)
 

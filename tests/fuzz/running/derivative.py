@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.program import Program, loss_of, make_inputs
+from tests.fuzz.programs.losses import loss_function
+from tests.fuzz.programs.program import Program, make_inputs
+from tests.fuzz.programs.structures import leaves_of
+from tests.fuzz.running.comparison import as_real, has_gradient
 
 __all__ = ["is_fault_of_model"]
 
@@ -20,7 +23,7 @@ TOLERANCE = 1e-5
 """Relative to the length of the gradient."""
 
 Gradients = Mapping[str, Tensor | None] | Sequence[Tensor | None]
-"""Of parameters, by name; or of the inputs that are floating-point tensors, in their order."""
+"""Of parameters, by name; or of the inputs that have gradients, in their order."""
 
 
 def is_fault_of_model(program: Program, model: nn.Module, wanted: Gradients, got: Gradients) -> bool:
@@ -42,9 +45,11 @@ def is_fault_of_model(program: Program, model: nn.Module, wanted: Gradients, got
 
 
 def _inputs(program: Program) -> tuple[tuple[object, ...], dict[str, object], list[Tensor], Tensor]:
-    """Positional and keyword inputs, those of them that are floating-point tensors, and the target."""
-    args, kwargs, target = make_inputs(program, program.rows)
-    return args, kwargs, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point()], target
+    """Positional and keyword inputs of the first call, those of them that have gradients, and the target."""
+    args, kwargs, target = make_inputs(program, program.rows, is_switched=program.usage.starts_switched)
+    named = dict(zip([each.name for each in program.inputs if not each.keyword], args, strict=True)) | kwargs
+    passed = [named[each.name] for each in program.inputs if each.name in named and not each.is_written]
+    return args, kwargs, [each for each in leaves_of(passed) if isinstance(each, Tensor) and has_gradient(each)], target
 
 
 def _loss(program: Program, model: nn.Module, direction: Sequence[Tensor], step: float, *, of_inputs: bool) -> float:
@@ -55,11 +60,11 @@ def _loss(program: Program, model: nn.Module, direction: Sequence[Tensor], step:
         for each, along in zip(leaves if of_inputs else moved.parameters(), direction, strict=True):
             each.add_(step * along)
         torch.manual_seed(0)
-        return float(loss_of(moved(*args, **kwargs), target))
+        return float(loss_function(program, moved)(moved(*args, **kwargs), target))
 
 
 def _is_close(gradients: Sequence[Tensor | None], direction: Sequence[Tensor], derivative: float) -> bool:
     pairs = [(gradient, along) for gradient, along in zip(gradients, direction, strict=True) if gradient is not None]
-    slope = sum(float((gradient * along).sum()) for gradient, along in pairs)
-    length = math.hypot(*(float(gradient.norm()) for gradient, _ in pairs))
+    slope = sum(float((as_real(gradient) * as_real(along)).sum()) for gradient, along in pairs)
+    length = math.hypot(*(float(as_real(gradient).norm()) for gradient, _ in pairs))
     return abs(slope - derivative) <= TOLERANCE * length

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -21,6 +23,8 @@ REDUCTION = 300.0
 BY_TORCH = ", in the unpartitioned model"
 """Behind the reason of a process that PyTorch ended before anything was partitioned: no failure of ours."""
 
+KINDS = ("equal", "refused", "wrong", "raw", "timeout", "invalid")
+
 
 @dataclass
 class Worker:
@@ -31,6 +35,25 @@ class Worker:
     seed: int = -1
     deadline: float = 0.0
     has_reference: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a seed ended.
+
+    Attributes:
+        kind: of the outcome.
+        reason: of the outcome.
+        text: a script that shows a failure.
+        seconds: that it took of a processor.
+        features: of the program.
+    """
+
+    kind: str
+    reason: str = ""
+    text: str = ""
+    seconds: float = 0.0
+    features: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -48,6 +71,7 @@ class Campaign:
     log: str | None = None
     counts: Counter[str] = field(default_factory=Counter)
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    features: Counter[tuple[str, str]] = field(default_factory=Counter)
     examples: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     took: float = 0.0
 
@@ -57,7 +81,7 @@ class Campaign:
         return self.counts["invalid"] > by_torch or any(self.counts[kind] for kind in ("wrong", "raw", "timeout"))
 
     def run(self, seeds: list[int], n_workers: int) -> None:
-        """Run every seed; failures are printed as they are found."""
+        """Run every seed with all of its ranks in one process; failures are printed as they are found."""
         start, waiting = time.monotonic(), seeds[::-1]
         workers = [self._start() for _ in range(min(n_workers, len(seeds)))]
         while workers:
@@ -77,6 +101,13 @@ class Campaign:
                     self._end(workers, place, "timeout", f"more than {self.seconds:.0f} s")
         self.took = time.monotonic() - start
 
+    def run_over_processes(self, seeds: list[int], size: int) -> None:
+        """Run every seed over so many processes, one a rank; failures are printed as they are found."""
+        start = time.monotonic()
+        for seed, ending in _over_processes(seeds, size, self.seconds, self.is_reducing):
+            self._count(seed, ending)
+        self.took = time.monotonic() - start
+
     def _start(self) -> Worker:
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=_work, args=(theirs, self.is_reducing), daemon=True)
@@ -91,21 +122,21 @@ class Campaign:
     def _take(self, workers: list[Worker], place: int) -> None:
         worker = workers[place]
         try:
-            kind, reason, text, seconds = worker.connection.recv()
+            told = worker.connection.recv()
         except (EOFError, ConnectionError):
             worker.process.join()
             ended = f"the process ended with {worker.process.exitcode}"
             self._end(workers, place, *(("raw", ended) if worker.has_reference else ("invalid", f"{ended}{BY_TORCH}")))
             return
-        if kind == "reference":
+        if told == "reference":
             worker.has_reference = True
             return
-        if kind == "reducing":
+        if isinstance(told, str):
             worker.deadline = time.monotonic() + REDUCTION + self.seconds
-            sys.stdout.write(f"seed {worker.seed}: {reason}; reducing\n")
+            sys.stdout.write(f"seed {worker.seed}: {told}; reducing\n")
             sys.stdout.flush()
             return
-        self._count(worker.seed, kind, reason, text, seconds)
+        self._count(worker.seed, told)
         worker.seed = -1
 
     def _end(self, workers: list[Worker], place: int, kind: str, reason: str) -> None:
@@ -113,31 +144,36 @@ class Campaign:
         worker = workers[place]
         worker.process.kill()
         worker.process.join()
-        self._count(worker.seed, kind, reason, "", self.seconds)
+        self._count(worker.seed, Ending(kind, reason, seconds=self.seconds))
         workers[place] = self._start()
 
-    def _count(self, seed: int, kind: str, reason: str, text: str, seconds: float) -> None:
+    def _count(self, seed: int, ending: Ending) -> None:
+        kind, reason = ending.kind, ending.reason
         self.counts[kind] += 1
+        self.features.update((feature, kind) for feature in ending.features)
         if reason:
             self.reasons[kind, reason] += 1
             self.examples.setdefault((kind, reason), []).append(seed)
         if self.log is not None:
             with Path(self.log).open("a", encoding="utf-8") as file:
-                file.write(f"{seed}\t{kind}\t{reason}\t{seconds:.1f}\n")
+                file.write(f"{seed}\t{kind}\t{reason}\t{ending.seconds:.1f}\n")
         if kind not in {"equal", "refused"}:
-            sys.stdout.write(f"\nseed {seed}: {kind}: {reason}\n{text}\n")
+            sys.stdout.write(f"\nseed {seed}: {kind}: {reason}\n{ending.text}\n")
             sys.stdout.flush()
 
     def summary(self) -> str:
-        """The counts as a table."""
+        """The counts as tables: by outcome and reason, and by feature."""
         total = max(sum(self.counts.values()), 1)
         lines = [f"{total} seeds in {self.took:.0f} s at commit {_commit()}"]
-        for kind in ("equal", "refused", "wrong", "raw", "timeout", "invalid"):
+        for kind in KINDS:
             lines.append(f"  {kind:8} {self.counts[kind]:6}  {100 * self.counts[kind] / total:5.1f} %")
             for (of, reason), count in self.reasons.most_common():
                 if of == kind:
                     seeds = ", ".join(map(str, self.examples[of, reason][:6]))
                     lines.append(f"           {count:6}  {reason}  (seeds {seeds})")
+        lines.append(f"{'feature':20}{''.join(f'{kind:>9}' for kind in KINDS)}")
+        features = sorted({feature for feature, _ in self.features})
+        lines += [f"{feature:20}{''.join(f'{self.features[feature, kind]:9}' for kind in KINDS)}" for feature in features]
         return "\n".join(lines) + "\n"
 
 
@@ -146,26 +182,65 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _work(connection: Connection, is_reducing: bool) -> None:
-    """Run the seeds that come through a pipe, in a process of its own."""
-    import torch  # noqa: PLC0415  the parent does without it
+def _counted(features: Iterable[str]) -> frozenset[str]:
+    """The features that a table has a line for."""
+    return frozenset("attends" if each.startswith("attends") else each for each in features)
 
-    from tests.fuzz.generator import generate  # noqa: PLC0415
-    from tests.fuzz.outcome import run_case  # noqa: PLC0415
-    from tests.fuzz.reduction import reduce_case, reproduction  # noqa: PLC0415
+
+def _prepare() -> None:
+    """Set what holds for every process that runs seeds."""
+    import torch  # noqa: PLC0415  the parent of workers does without it
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
+    gc.set_threshold(100_000, 20, 50)  # graphs are many objects that live
+
+
+def _work(connection: Connection, is_reducing: bool) -> None:
+    """Run the seeds that come through a pipe, in a process of its own."""
+    _prepare()
+    from tests.fuzz.programs.generator import generate  # noqa: PLC0415
+    from tests.fuzz.running.outcome import run_case  # noqa: PLC0415
+    from tests.fuzz.running.reduction import reduce_case  # noqa: PLC0415
+    from tests.fuzz.running.reproduction import reproduction  # noqa: PLC0415
+
     while (seed := connection.recv()) is not None:
-        start = time.monotonic()
+        start = time.process_time()
         case = generate(seed)
-        outcome = run_case(case, lambda: connection.send(("reference", "", "", 0.0)))
+        features = _counted(case.program.features)
+        outcome = run_case(case, lambda: connection.send("reference"))
         text = ""
         if outcome.is_failure:
             if is_reducing:
-                connection.send(("reducing", f"{outcome.kind}: {outcome.reason}", "", 0.0))
+                connection.send(f"{outcome.kind}: {outcome.reason}")
                 case = reduce_case(case, outcome, REDUCTION)
                 outcome = run_case(case)
             text = reproduction(case, outcome)
-        connection.send((outcome.kind, outcome.reason, text, time.monotonic() - start))
+        connection.send(Ending(outcome.kind, outcome.reason, text, time.process_time() - start, features))
+
+
+def _over_processes(seeds: Iterable[int], size: int, seconds: float, is_reducing: bool) -> Iterable[tuple[int, Ending]]:
+    """How each seed ends over so many processes."""
+    _prepare()
+    from tests.fuzz.programs.generator import generate  # noqa: PLC0415
+    from tests.fuzz.running.ranks import Ranks  # noqa: PLC0415
+    from tests.fuzz.running.reduction import reduce_case  # noqa: PLC0415
+    from tests.fuzz.running.reproduction import reproduction  # noqa: PLC0415
+
+    ranks = Ranks(size, seconds)
+    try:
+        for seed in seeds:
+            start = time.monotonic()
+            case = generate(seed, size)
+            features = _counted(case.program.features)
+            outcome = ranks.run(case)
+            text = ""
+            if outcome.is_failure:
+                if is_reducing and outcome.kind != "timeout":
+                    case = reduce_case(case, outcome, REDUCTION, ranks.run)
+                    outcome = ranks.run(case)
+                text = reproduction(case, outcome)
+            yield seed, Ending(outcome.kind, outcome.reason, text, time.monotonic() - start, features)
+    finally:
+        ranks.close()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
-from tests.fuzz.configuration import Configuration
-from tests.fuzz.generator import Case
-from tests.fuzz.outcome import Outcome, run_case
-from tests.fuzz.program import Input, Program, Structure, leaves, loss_of, shapes_of
+from tests.fuzz.programs.configuration import Configuration
+from tests.fuzz.programs.generator import Case
+from tests.fuzz.programs.program import Input, Program, Usage, shapes_of
+from tests.fuzz.programs.structures import Structure, leaves, renamed
+from tests.fuzz.running.outcome import Outcome, run_case
 
-__all__ = ["reduce_case", "reproduction"]
+__all__ = ["reduce_case"]
 
 
 def reduce_case(case: Case, outcome: Outcome, seconds: float = 240.0, run: Callable[[Case], Outcome] = run_case) -> Case:
@@ -34,43 +35,6 @@ def reduce_case(case: Case, outcome: Outcome, seconds: float = 240.0, run: Calla
     return case
 
 
-def reproduction(case: Case, outcome: Outcome) -> str:
-    """A script that stands alone and shows the failure, with how it ended in front."""
-    program = case.program
-    detail = "\n".join(f"# {line}" for line in outcome.detail.strip().splitlines()[-6:])
-    passed = ", ".join(each.name for each in program.inputs if not each.keyword)
-    named = ", ".join(f'"{each.name}": {each.name}' for each in program.inputs if each.keyword)
-    arguments = ", ".join([passed] * bool(passed) + [f"{each.name}={each.name}" for each in program.inputs if each.keyword])
-    made = "\n".join(f"{each.name} = {each.code}" for each in program.inputs)
-    return f"""# seed {program.seed}: {outcome.kind}: {outcome.reason}
-{detail}
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from partitioner import Constraints, partition
-
-torch.set_default_dtype(torch.float64)
-torch.manual_seed({program.seed})
-
-{program.source()}
-model = Model().train({program.training})
-rows = {program.rows}
-{made}
-pm = partition(model, example_inputs=({passed}{"," if passed else ""}), example_kwargs={{{named}}}, {case.configuration.text()})
-
-{inspect.getsource(loss_of)}
-target = torch.randn(rows)
-print("output", model({arguments}), pm({arguments}))
-loss_of(model({arguments}), target).backward()
-pm.train_step({arguments}, target=target, loss_fn=loss_of)
-found = pm.full_gradients()
-for name, parameter in model.named_parameters():
-    print(name, parameter.grad, found[name])
-for name, value in model.state_dict().items():
-    print(name, value, pm.full_state_dict()[name])
-"""
-
-
 def _smaller(case: Case) -> Iterator[Case]:
     """Cases that are simpler by one step, the greatest steps first."""
     program = case.program
@@ -80,12 +44,15 @@ def _smaller(case: Case) -> Iterator[Case]:
     yield from (_with(case, each) for each in _later_inputs(program))
     for place in reversed(range(len(program.statements))):
         yield from (_with(case, each) for each in _without_statement(program, place))
+    yield from (_with(case, each) for each in _usages(program))
     for configuration in _configurations(case.configuration):
         yield replace(case, configuration=configuration)
     for index, each in enumerate(program.inputs):
         if "memory_format" in each.code or "[..., 0]" in each.code or each.keyword:
             plain = re.sub(r"\.to\(memory_format=.*?\)$|, 2\)\[\.\.\., 0\]$", lambda found: ")" if "[" in found[0] else "", each.code)
-            inputs = (*program.inputs[:index], replace(each, code=plain, keyword=False), *program.inputs[index + 1 :])
+            is_named = each.keyword and each.name == program.usage.switch
+            inputs = (*program.inputs[:index], replace(each, code=plain, keyword=is_named), *program.inputs[index + 1 :])
+            inputs = tuple(sorted(inputs, key=lambda given: given.keyword))
             if inputs != program.inputs:
                 yield _with(case, replace(program, inputs=inputs))
 
@@ -133,7 +100,8 @@ def _later_inputs(program: Program) -> Iterator[Program]:
         statements = tuple(
             replace(each, code=re.sub(rf"\b{name}\b", fresh, each.code)) for at, each in enumerate(program.statements) if at != place
         )
-        yield replace(program, inputs=(*program.inputs, made), statements=statements, returned=_renamed(program.returned, name, fresh))
+        inputs = tuple(sorted((*program.inputs, made), key=lambda each: each.keyword))
+        yield replace(program, inputs=inputs, statements=statements, returned=_read_instead(program.returned, name, fresh))
 
 
 def _without_statement(program: Program, place: int) -> Iterator[Program]:
@@ -149,15 +117,28 @@ def _without_statement(program: Program, place: int) -> Iterator[Program]:
     (name,) = statement.defines
     for source in dict.fromkeys(each for each in re.findall(r"\b[vx]\d+\b", statement.code) if each != name):
         changed = tuple(replace(each, code=re.sub(rf"\b{name}\b", source, each.code)) for each in rest)
-        yield replace(program, statements=changed, returned=_renamed(program.returned, name, source))
+        yield replace(program, statements=changed, returned=_read_instead(program.returned, name, source))
 
 
-def _renamed(structure: Structure, name: str, other: str) -> Structure:
-    if isinstance(structure, dict):
-        return {key: _renamed(each, name, other) for key, each in structure.items()}
-    if isinstance(structure, tuple | list):
-        return type(structure)(_renamed(each, name, other) for each in structure)
-    return other if structure == name else structure
+def _read_instead(structure: Structure, name: str, other: str) -> Structure:
+    """The structure with another variable instead of one."""
+    return renamed(structure, lambda each: other if each == name else each)
+
+
+def _usages(program: Program) -> Iterator[Program]:
+    """Callers that do less."""
+    usage = program.usage
+    text = " ".join(each.code for each in program.statements)
+    for name in ("changes", "in_loss", "kept", "frozen", "frozen_later", "batch_dims"):
+        values: tuple[Any, ...] = getattr(usage, name)
+        fewer: list[tuple[Any, ...]] = [()] * bool(values) + [(each,) for each in values if len(values) > 1]
+        for chosen in fewer:
+            less: dict[str, Any] = {name: chosen}
+            yield replace(program, usage=replace(usage, **less))
+    if usage.target != Usage().target:
+        yield replace(program, usage=replace(usage, target=Usage().target))
+    if usage.switch is not None and usage.switch not in text:
+        yield replace(program, usage=replace(usage, switch=None))
 
 
 def _configurations(configuration: Configuration) -> Iterator[Configuration]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from tests.fuzz.writer import Draft, Template, Variable, Writer
+from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 
 __all__ = ["IMAGE", "SEQUENCE", "VECTOR", "used_again"]
+
+REUSED = ("conv", "linear", "norm", "block", "encoder", "prelu", "keeps", "collects", "routes")
+"""How the names of layers begin that a program may call again."""
 
 PADDINGS = ("zeros", "zeros", "zeros", "circular", "reflect", "replicate")
 
@@ -292,7 +295,7 @@ SEQUENCE: tuple[Template, ...] = (
 
 def used_again(writer: Writer, value: Variable) -> Draft | None:
     """A layer of the program once more; it is dropped where the sizes do not fit."""
-    callable_layers = [each.name for each in writer.layers if each.name.startswith(("conv", "linear", "norm", "block", "encoder", "prelu"))]
+    callable_layers = [each.name for each in writer.layers if each.name.startswith(REUSED)]
     if not callable_layers or not value.is_float:
         return None
     name = writer.rng.choice(callable_layers)

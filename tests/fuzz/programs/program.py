@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Input", "Layer", "Program", "Statement", "Structure", "build", "leaves", "loss_of", "make_inputs", "names_in", "shapes_of"]
+from tests.fuzz.programs.structures import Structure, leaves, leaves_of, returned_text
+from tests.fuzz.templates.modules import CLASSES
 
-Structure = str | None | tuple["Structure", ...] | list["Structure"] | dict[str, "Structure"]
-"""What ``forward`` returns: variable names in tuples, lists and dicts, None leaves between them."""
+__all__ = ["Input", "Layer", "Program", "Statement", "Usage", "build", "is_effect", "loss_of", "make_inputs", "names_in", "shapes_of"]
 
 VARIABLE = re.compile(r"\b[vx]\d+\b")
 ATTRIBUTE = re.compile(r"\bself\.(\w+)")
@@ -29,12 +28,16 @@ class Input:
         code: an expression that makes it from ``rows``, the rows of the batch.
         keyword: whether the call passes it by name.
         is_float: whether it has a gradient.
+        is_written: whether ``forward`` may write into it; it then has no gradient.
+        is_apart: whether only lines that are written for it read it.
     """
 
     name: str
     code: str
     keyword: bool = False
     is_float: bool = True
+    is_written: bool = False
+    is_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,33 @@ class Statement:
 
 
 @dataclass(frozen=True)
+class Usage:
+    """How a caller uses a model, besides calling it.
+
+    Attributes:
+        target: the target of the loss, an expression of ``rows``.
+        kept: tensors that ``forward`` keeps on modules, as they are read from the model: ``"keeps3.l_aux"``.
+        in_loss: those of them that the loss adds.
+        changes: how the caller changes leaves of the output in place: the place of a leaf, and a line that changes ``leaf``.
+        switch: a keyword input that some calls leave out.
+        starts_switched: whether the first call passes it.
+        frozen: parameters that are frozen until the second step.
+        frozen_later: parameters that are frozen from the second step on.
+        batch_dims: the dimension of the batch of inputs, as ``partition`` takes it.
+    """
+
+    target: str = "torch.randn(rows)"
+    kept: tuple[str, ...] = ()
+    in_loss: tuple[str, ...] = ()
+    changes: tuple[tuple[int, str], ...] = ()
+    switch: str | None = None
+    starts_switched: bool = False
+    frozen: tuple[str, ...] = ()
+    frozen_later: tuple[str, ...] = ()
+    batch_dims: tuple[tuple[str, int | None], ...] = ()
+
+
+@dataclass(frozen=True)
 class Program:
     """A model, its inputs and what it returns.
 
@@ -71,9 +101,10 @@ class Program:
         statements: in the order of ``forward``.
         returned: the variables that it returns.
         training: the mode of the modules.
-        features: what decides which partitionings apply: ``"batchnorm"``, ``"mixes"``, ``"sequence"``, ``"space"``, ``"single"``,
-            ``"buffer"``, ``"unbatched"``, ``"dropout"``, ``"time_first"``, and ``"attends 12 3 True"``: fused attention of 12 positions by
-            three heads, causal.
+        features: what decides which partitionings apply, and what a campaign counts: ``"batchnorm"``, ``"mixes"``, ``"sequence"``,
+            ``"space"``, ``"single"``, ``"buffer"``, ``"unbatched"``, ``"dropout"``, ``"time_first"``, ``"complex"``, ``"keeps"`` ..., and
+            ``"attends 12 3 True"``: fused attention of 12 positions by three heads, causal.
+        usage: how a caller uses it.
     """
 
     seed: int
@@ -85,6 +116,7 @@ class Program:
     returned: Structure
     training: bool
     features: frozenset[str] = frozenset()
+    usage: Usage = Usage()
 
     def without_unused(self) -> Program:
         """The same program less the layers and inputs that nothing reads."""
@@ -99,10 +131,10 @@ class Program:
         return replace(self, layers=tuple(reversed(layers)), inputs=inputs)
 
     def live(self) -> tuple[Statement, ...]:
-        """The statements that returned values depend on, and those that write in place into what these read."""
+        """The statements that returned values depend on, those that write in place into what these read, and those with effects."""
         needed, found = set(leaves(self.returned)), []
         for statement in reversed(self.statements):
-            if needed & set(statement.defines or names_in(statement.code)[:1]):
+            if is_effect(statement) or needed & set(statement.defines or names_in(statement.code)[:1]):
                 found.append(statement)
                 needed |= set(names_in(statement.code))
         return tuple(reversed(found))
@@ -118,34 +150,19 @@ class Program:
         return "\n".join(lines)
 
 
-def returned_text(structure: Structure) -> str:
-    """A structure as the expression that makes it."""
-    if isinstance(structure, dict):
-        return "{" + ", ".join(f'"{key}": {returned_text(each)}' for key, each in structure.items()) + "}"
-    if isinstance(structure, list):
-        return "[" + ", ".join(map(returned_text, structure)) + "]"
-    if isinstance(structure, tuple):
-        return "(" + "".join(returned_text(each) + ", " for each in structure).strip() + ")"
-    return str(structure)
-
-
-def leaves(structure: Structure) -> Iterator[str]:
-    """The variables of a structure."""
-    if isinstance(structure, str):
-        yield structure
-    elif structure is not None:
-        for each in structure.values() if isinstance(structure, dict) else structure:
-            yield from leaves(each)
-
-
 def names_in(code: str) -> list[str]:
     """The variables and inputs that a line reads or assigns."""
     return VARIABLE.findall(code)
 
 
+def is_effect(statement: Statement) -> bool:
+    """Whether a statement writes into an argument, into a buffer or to an attribute."""
+    return not statement.defines and statement.code.startswith(("x", "self."))
+
+
 def namespace() -> dict[str, Any]:
     """The names that a program's text may use."""
-    return {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor}
+    return {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, **CLASSES}
 
 
 def build(program: Program) -> nn.Module:
@@ -155,17 +172,24 @@ def build(program: Program) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(program.seed)
         model: nn.Module = scope["Model"]()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in program.usage.frozen)
     return model.train(program.training)
 
 
-def make_inputs(program: Program, rows: int) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
-    """Positional inputs, keyword inputs and a target for a number of rows."""
+def make_inputs(program: Program, rows: int, *, is_switched: bool = True) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """Positional inputs, keyword inputs and a target for a number of rows.
+
+    Args:
+        is_switched: whether the input that some calls leave out is there.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(program.seed + rows)
         made = {each.name: eval(each.code, namespace() | {"rows": rows}) for each in program.inputs}  # noqa: S307  text of our own
-        target = torch.randn(rows)
+        target = eval(program.usage.target, namespace() | {"rows": rows})  # noqa: S307  text of our own
     args = tuple(made[each.name] for each in program.inputs if not each.keyword)
-    return args, {each.name: made[each.name] for each in program.inputs if each.keyword}, target
+    named = [each.name for each in program.inputs if each.keyword and (is_switched or each.name != program.usage.switch)]
+    return args, {name: made[name] for name in named}, target
 
 
 def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
@@ -179,11 +203,21 @@ def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
-    """A mean over the rows of the batch for every floating leaf that has rows, plus a mean of every other leaf."""
+    """A mean over the batch for every floating or complex leaf that has rows, plus a mean of every other leaf.
+
+    A target of two dimensions has the batch last, as leaves of its first two sizes have it in dimension 1.
+    """
     total = target.sum() * 0
-    for leaf in torch.utils._pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            has_rows = leaf.dim() and leaf.shape[0] == target.shape[0]
-            error = leaf.reshape(leaf.shape[0], -1) - target[:, None] if has_rows else leaf
-            total = total + (error * error).mean().to(total.dtype)
+    of_rows = target if target.dim() == 1 else target.mean(0)
+    for leaf in leaves_of(output):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            continue
+        value = torch.stack((leaf.real, leaf.imag), -1) if leaf.is_complex() else leaf
+        if target.dim() == 2 and value.dim() >= 2 and value.shape[:2] == target.shape:
+            error = value.reshape(target.shape[0], target.shape[1], -1) - target[..., None]
+        elif value.dim() and value.shape[0] == target.shape[-1]:
+            error = value.reshape(value.shape[0], -1) - of_rows[:, None]
+        else:
+            error = value
+        total = total + (error * error).mean().to(total.dtype)
     return total

@@ -10,7 +10,7 @@ from typing import Any
 
 from partitioner import Constraints
 from passes.ir.plan import ATTENTION
-from tests.fuzz.program import Program
+from tests.fuzz.programs.program import Program
 
 __all__ = ["Configuration", "choose_configuration"]
 
@@ -51,9 +51,13 @@ class Configuration:
         return ", ".join(f"{name}={value}".replace("'", '"') for name, value in arguments.items())
 
 
-def choose_configuration(rng: random.Random, program: Program) -> Configuration:
-    """A mode that applies to the program: what it cuts is there, and ranks divide the batch."""
-    found = _configuration(rng, program)
+def choose_configuration(rng: random.Random, program: Program, processes: int | None = None) -> Configuration:
+    """A mode that applies to the program: what it cuts is there, and ranks divide the batch.
+
+    Args:
+        processes: how many ranks there are; None: any number.
+    """
+    found = _configuration(rng, program, processes)
     if "sequence" not in found.mesh or rng.random() < 0.5:
         return found
     return replace(found, attention=rng.choice(_attention(program, found.mesh["sequence"])))
@@ -71,8 +75,8 @@ def _attention(program: Program, n_ranks: Any) -> list[str]:
     return [each for each in ATTENTION if each in found] or ["gather"]
 
 
-def _configuration(rng: random.Random, program: Program) -> Configuration:
-    mesh = _mesh(rng, program)
+def _configuration(rng: random.Random, program: Program, processes: int | None) -> Configuration:
+    mesh = _mesh(rng, program) if processes is None else _one_dimension(rng, program, processes)
     recompute = rng.choice((None, None, "none", "selective", "full"))
     if isinstance(mesh, Configuration):
         return mesh
@@ -90,15 +94,7 @@ def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuratio
     features = program.features
     if (alone := _alone(rng, features)) is not None:
         return alone
-    names = ["model", "pipeline", "pipeline"] if len(program.live()) >= 5 else ["model" if "time_first" in features else "data"]
-    if "mixes" not in features and ("time_first" not in features or rng.random() < 0.2):
-        names += ["data", "fsdp", "zero1", "zero2"]
-    if "weights" in features:
-        names += ["tensor", "tensor"]
-    if "attention" in features:
-        names += ["sequence", "sequence"]
-    if "space" in features:
-        names += ["tile", "tile"]
+    names = _names(rng, program)
     chosen = [rng.choice(names)]
     if rng.random() < 0.4 and chosen != ["model"]:
         other = rng.choice([name for name in names if name not in chosen and name != "model"] or chosen)
@@ -113,6 +109,28 @@ def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuratio
         if name in {"pipeline", "model"} and len(program.live()) < 3 * mesh[name]:
             mesh[name] = 2
     return mesh
+
+
+def _one_dimension(rng: random.Random, program: Program, size: int) -> dict[str, int] | Configuration:
+    """One dimension over all ranks; a whole configuration for ``"auto"``."""
+    if rng.random() < 0.05:
+        return Configuration(size, "auto")
+    return {rng.choice(_names(rng, program)): size}
+
+
+def _names(rng: random.Random, program: Program) -> list[str]:
+    """The dimensions that apply, each as often as it is to be chosen."""
+    features = program.features
+    found = ["model", "pipeline", "pipeline"] if len(program.live()) >= 5 else ["model" if "time_first" in features else "data"]
+    if "mixes" not in features and ("time_first" not in features or rng.random() < 0.3):
+        found += ["data", "fsdp", "zero1", "zero2"]
+    if "weights" in features:
+        found += ["tensor", "tensor"]
+    if "attention" in features:
+        found += ["sequence", "sequence"]
+    if "space" in features:
+        found += ["tile", "tile"]
+    return found
 
 
 def _that_divides(rng: random.Random, program: Program) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.writer import Draft, Template, Variable, Writer
+from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 
 __all__ = ["INDEXED", "POINTWISE", "REDUCED", "SHAPED", "WRITTEN"]
 
@@ -283,6 +283,8 @@ def merged(writer: Writer, value: Variable) -> str | None:
 
 
 def resized(writer: Writer, value: Variable) -> str | None:
+    if not value.dim:
+        return None
     dim = writer.rng.randint(1, value.dim)
     times = writer.rng.randint(2, 3)
     ones = ", ".join("1" if place != min(dim, value.dim - 1) else str(times) for place in range(value.dim))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.program import Input, Layer, Program, Statement, make_inputs, names_in, namespace
+from tests.fuzz.programs.program import Input, Layer, Program, Statement, make_inputs, names_in, namespace
+from tests.fuzz.programs.structures import leaves_of
 
 __all__ = ["Draft", "Template", "Variable", "Writer"]
 
@@ -44,6 +45,10 @@ class Variable:
         return self.dtype == torch.float64
 
     @property
+    def is_complex(self) -> bool:
+        return self.dtype == torch.complex128
+
+    @property
     def is_batched(self) -> bool:
         """Whether the batch is the first dimension and no other."""
         return self.open == (0,)
@@ -62,11 +67,13 @@ class Draft:
         code: an expression, or a whole line that writes in place.
         outputs: how many variables it defines.
         features: what the program then has.
+        then: lines that follow; ``{0}`` stands for the first variable.
     """
 
     code: str
     outputs: int = 1
     features: tuple[str, ...] = ()
+    then: tuple[Draft, ...] = ()
 
 
 class Writer:
@@ -78,7 +85,9 @@ class Writer:
         self.features: set[str] = set()
         self.layers: list[Layer] = []
         self.statements: list[Statement] = []
+        self.kept: list[str] = []
         self._pending: list[Layer] = []
+        self._pending_kept: list[str] = []
         self._start = Program(seed, rows, other_rows, tuple(inputs), (), (), None, training)
         self._count = 0
         self._reset()
@@ -97,6 +106,15 @@ class Writer:
             frozenset(self.features),
         )
 
+    @property
+    def rows(self) -> int:
+        return self._start.rows
+
+    @property
+    def inputs(self) -> dict[str, Input]:
+        """The inputs by name."""
+        return {each.name: each for each in self._start.inputs}
+
     def _reset(self) -> None:
         """Run what is written so far anew, on both batches."""
         self._scopes: list[dict[str, Any]] = []
@@ -104,8 +122,10 @@ class Writer:
             args, kwargs, _ = make_inputs(self._start, rows)
             positional = [each.name for each in self._start.inputs if not each.keyword]
             given = dict(zip(positional, args, strict=True)) | kwargs
-            for value in given.values():
-                value.requires_grad_(value.is_floating_point())
+            for name, value in given.items():
+                for each in leaves_of(value):
+                    if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()):
+                        each.requires_grad_(not self.inputs[name].is_written)
             module = nn.Module()
             self._scopes.append(namespace() | {"self": module} | given)
         for layer in self.layers:
@@ -123,14 +143,22 @@ class Writer:
     def variable(self, name: str) -> Variable | None:
         """What is known of a name; None for what is no tensor."""
         first, second = (scope[name] for scope in self._scopes)
-        if not isinstance(first, Tensor):
-            return None
-        changed = tuple(dim for dim, sizes in enumerate(zip(first.shape, second.shape, strict=True)) if sizes[0] != sizes[1])
-        return Variable(name, tuple(first.shape), changed, first.dtype)
+        return _variable(name, first, second) if isinstance(first, Tensor) else None
+
+    def written_tensors(self) -> list[tuple[str, Variable]]:
+        """The tensors of arguments that may be written, and how a line names them."""
+        found = []
+        for name, given in self.inputs.items():
+            if given.is_written:
+                first, second = (dict(_paths(name, scope[name])) for scope in self._scopes)
+                found += [(path, _variable(name, value, second[path])) for path, value in first.items()]
+        return found
 
     def variables(self) -> list[Variable]:
         """Every value so far, inputs first."""
-        names = [each.name for each in self._start.inputs] + [name for each in self.statements for name in each.defines]
+        names = [each.name for each in self._start.inputs if not each.is_apart] + [
+            name for each in self.statements for name in each.defines
+        ]
         return [found for name in names if (found := self.variable(name)) is not None]
 
     def pick(self, accepts: Callable[[Variable], bool] = lambda _: True, *, recent: int = 3) -> Variable | None:
@@ -156,6 +184,10 @@ class Writer:
         self._pending.append(Layer(name, f'self.register_buffer("{name}", {value})'))
         return f"self.{name}"
 
+    def keep(self, *places: str) -> None:
+        """Propose tensors that are kept on modules, by how they are read from the model."""
+        self._pending_kept += places
+
     def amend(self, name: str, code: str) -> None:
         """Propose a line of ``__init__`` behind the layer that it changes."""
         self._pending = [Layer(each.name, f"{each.code}; {code}") if each.name == name else each for each in self._pending]
@@ -163,24 +195,42 @@ class Writer:
     def write(self, draft: Draft) -> bool:
         """Write a line where it runs on both batches and its values are fit to go on with."""
         pending, self._pending = self._pending, []
-        names = tuple(f"v{self._count + place}" for place in range(draft.outputs))
-        target = ", ".join(names) + ("," if draft.outputs == 1 and draft.code.startswith("*") else "")
-        code = f"{target} = {draft.code.removeprefix('*')}" if names else draft.code
+        kept, self._pending_kept = self._pending_kept, []
         try:
             for layer in pending:
                 self._run(layer.code)
-            self._run(code)
-            fits = all(self._fits(name) for name in names) and self._is_differentiable(names, code)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, NotImplementedError):
-            fits = False
-        if not fits:
+            statements = self._written(draft)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError, NotImplementedError):
+            statements = None
+        if statements is None:
             self._reset()
             return False
         self.layers += pending
-        self.statements.append(Statement(code, names))
-        self._count += len(names)
+        self.kept += kept
+        self.statements += statements
+        self._count += sum(len(each.defines) for each in statements)
         self.features |= set(draft.features)
         return True
+
+    def _written(self, draft: Draft) -> list[Statement] | None:
+        """The lines of a draft, which have run; None where a value of theirs is not fit to go on with."""
+        found: list[Statement] = []
+        for each in (draft, *draft.then):
+            count = self._count + sum(len(statement.defines) for statement in found)
+            names = tuple(f"v{count + place}" for place in range(each.outputs))
+            code = each.code.replace("{0}", found[0].defines[0] if found and found[0].defines else "")
+            target = ", ".join(names) + ("," if each.outputs == 1 and code.startswith("*") else "")
+            code = f"{target} = {code.removeprefix('*')}" if names else code
+            self._run(code)
+            if not all(self._fits(name) for name in names):
+                return None
+            found.append(Statement(code, names))
+        self.statements += found
+        try:
+            is_fit = all(self._is_differentiable(each.defines, each.code) for each in found)
+        finally:
+            del self.statements[-len(found) :]
+        return found if is_fit else None
 
     def depth(self, name: str) -> int:
         """How many statements a value depends on; those with layers count twice."""
@@ -206,15 +256,16 @@ class Writer:
             return False
 
     def discard(self) -> None:
-        """Forget proposed layers of a template that gave up."""
-        self._pending = []
+        """Forget the proposed layers and kept tensors of a template that gave up."""
+        self._pending, self._pending_kept = [], []
 
     def _fits(self, name: str) -> bool:
         for scope in self._scopes:
             value = scope[name]
             if not isinstance(value, Tensor) or not 0 < value.numel() <= LARGEST or value.dim() > 6:
                 return False
-            if value.is_floating_point() and not (bool(value.isfinite().all()) and float(value.detach().abs().max()) < 100):
+            is_number = value.is_floating_point() or value.is_complex()
+            if is_number and not (bool(value.isfinite().all()) and float(value.detach().abs().max()) < 100):
                 return False
         return True
 
@@ -224,10 +275,31 @@ class Writer:
             return True
         for scope in self._scopes:
             values = [scope[each.name] for each in self.variables()]
-            total = sum((value.double() ** 2).sum() for value in values if value.is_floating_point() and value.requires_grad)
+            total = sum((value.abs() ** 2).sum() for value in values if value.requires_grad)
             if isinstance(total, Tensor):
                 total.backward(retain_graph=True)
         return True
+
+
+def _variable(name: str, first: Tensor, second: Tensor) -> Variable:
+    """Describe a value by its tensors on the two batches."""
+    changed = tuple(dim for dim, sizes in enumerate(zip(first.shape, second.shape, strict=True)) if sizes[0] != sizes[1])
+    return Variable(name, tuple(first.shape), changed, first.dtype)
+
+
+def _paths(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an argument, each with the expression that reads it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from _paths(f"{path}.{each.name}", getattr(value, each.name))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _paths(f"{path}[{key!r}]", each)
+    elif isinstance(value, list | tuple):
+        for place, each in enumerate(value):
+            yield from _paths(f"{path}[{place}]", each)
 
 
 def _writes(code: str) -> bool:
