@@ -44,7 +44,7 @@ from passes.ir.phase import Phase, PhaseRunner
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
-from passes.normalize.loss_alone import return_alone
+from passes.normalize.loss_alone import return_only
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.shard_stages import StagedCut, StoredLayouts, cut_by_plan, facts_to_cut
@@ -66,7 +66,7 @@ class Target:
     """The programs that a plan is lowered to.
 
     Attributes:
-        loss_output: the index of the output that is the loss, for a step that reads no other; None: all are returned.
+        kept: the indices of the results that are returned, for a step that reads no others; None: all are.
         in_parts: whether means over the batch that the model returns are computed as partial sums.
         results: whether ranks that shard the batch return whole results or those of their own rows.
         rows: whether the mesh shards the batch; False replicates it, for a batch that the mesh does not divide.
@@ -85,7 +85,7 @@ class Target:
         inline: whether all stages that communicate are inlined in programs of a mesh.
     """
 
-    loss_output: int | None = None
+    kept: tuple[int, ...] | None = None
     in_parts: bool = False
     results: Results = "rows"
     rows: bool = True
@@ -151,7 +151,7 @@ class Lowered:
 
 def return_loss(lowered: Lowered, target: Target) -> Lowered:
     """Return the loss alone, if it is what the model returns and a step reads nothing else."""
-    return lowered if target.loss_output is None else replace(lowered, graph=return_alone(lowered.graph, target.loss_output))
+    return lowered if target.kept is None else replace(lowered, graph=return_only(lowered.graph, target.kept))
 
 
 def mean_to_sum(lowered: Lowered, target: Target) -> Lowered:
@@ -299,7 +299,7 @@ def prove(lowered: Lowered, target: Target) -> Lowered:
 
 
 PHASES: tuple[Phase[Lowered, Target], ...] = (
-    Phase("return_loss", return_loss, ("loss_output",)),
+    Phase("return_loss", return_loss, ("kept",)),
     Phase("mean_to_sum", mean_to_sum, ("in_parts",)),
     Phase("tile", tile),
     Phase("functional_rng", functional_rng),

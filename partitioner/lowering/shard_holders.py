@@ -15,7 +15,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
-from passes.normalize.loss_alone import own_loss
+from passes.normalize.loss_alone import results_of_step
 from passes.pipeline import Lowered, Lowerer, Target
 from passes.spmd.shard_stages import StagedCut, StoredLayouts
 from passes.spmd.shards import Block
@@ -46,7 +46,7 @@ class PlanCuts:
         self._graph, self._plan = graph, plan
         self.traced_for = functools.cache(traced_for)
         lowerer = Lowerer(Lowered(plan, graph))
-        target = Target(loss_output=own_loss(graph) if graph.training else None, stored=stored)
+        target = Target(kept=results_of_step(graph) if graph.training else None, stored=stored)
         self.plan_cut = plan_cut or self._cut(lowerer, target)
         self._lowerers: dict[int | None, Lowerer] = {None: lowerer, graph.batch_size: lowerer}
 
@@ -64,7 +64,7 @@ class PlanCuts:
             self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size)))
         if size is not None and variant.whole_batch not in (None, size):
             self._check_microbatches(size, variant.whole_batch)
-        return self._lowerers[size], Target(variant.loss_output, variant.in_parts, variant.results, variant.rows, self.plan_cut.stored)
+        return self._lowerers[size], Target(variant.kept, variant.in_parts, variant.results, variant.rows, self.plan_cut.stored)
 
     def _graph_for(self, rows: int | None) -> ModelGraph:
         return self._graph if rows is None or rows == self._graph.batch_size else self.traced_for(rows)

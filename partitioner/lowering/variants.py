@@ -12,7 +12,7 @@ from partitioner.options.batch_statistics import check_values_per_channel
 from passes.ir.errors import level_of_caller
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
-from passes.normalize.loss_alone import own_loss
+from passes.normalize.loss_alone import results_of_step
 
 __all__ = ["LowerAt", "Lowerings", "Variant", "first_variant", "results_in_training", "variant_for"]
 
@@ -32,7 +32,7 @@ class Variant:
         results: what each rank of a sharded batch returns.
         rows: whether the batch is sharded over ranks; False if it does not divide.
         inputs: whether processes pass the whole batch and get whole results, or pass and get their own rows.
-        loss_output: the index of the output that is the loss, for a step that reads no other; None: all are returned.
+        kept: the indices of the results that are returned, for a step that reads no others; None: all are.
     """
 
     batch_size: int | None
@@ -41,7 +41,7 @@ class Variant:
     results: Results
     rows: bool
     inputs: Inputs
-    loss_output: int | None = None
+    kept: tuple[int, ...] | None = None
 
 
 def results_in_training(graph: ModelGraph) -> Results:
@@ -49,8 +49,8 @@ def results_in_training(graph: ModelGraph) -> Results:
 
     Of a model that returns its loss, this output alone counts.
     """
-    loss = own_loss(graph)
-    kinds = {output.combine for index, output in enumerate(graph.outputs) if loss in (None, index)}
+    kept = results_of_step(graph)
+    kinds = {output.combine for index, output in enumerate(graph.outputs) if output.destination is None and (kept is None or index in kept)}
     if kinds & {"mean", "sum"}:
         return "rows"
     return "whole" if "mixed" in kinds else "loss"
@@ -86,11 +86,11 @@ class Lowerings:
         return other
 
     def for_batch(
-        self, batch: int, *, in_parts: bool = True, results: Results = "rows", loss_output: int | None = None
+        self, batch: int, *, in_parts: bool = True, results: Results = "rows", kept: tuple[int, ...] | None = None
     ) -> tuple[int, Lowering]:
         """Return the number of microbatches of a batch, and the programs for it; see ``variant_for``."""
         known = (self._graph, self._plan, self.rows, batch)
-        count, variant = variant_for(*known, in_parts=in_parts, results=results, loss_output=loss_output)
+        count, variant = variant_for(*known, in_parts=in_parts, results=results, kept=kept)
         if (batch, count) not in self._checked:
             check_values_per_channel(self._graph, self._plan, self.rows, batch, count)
             self._checked.add((batch, count))
@@ -110,7 +110,7 @@ def variant_for(
     *,
     in_parts: bool = True,
     results: Results = "rows",
-    loss_output: int | None = None,
+    kept: tuple[int, ...] | None = None,
 ) -> tuple[int, Variant]:
     """Return the number of microbatches of a batch, and the variant that serves them.
 
@@ -120,7 +120,7 @@ def variant_for(
         batch: rows of the whole batch.
         in_parts: allow returned means over the batch to be computed as sums over microbatches and ranks.
         results: what each rank of a sharded batch returns.
-        loss_output: the index of the output that is the loss, for a step that reads no other; None: all are returned.
+        kept: the indices of the results that are returned, for a step that reads no others; None: all are.
     """
     is_sharded = parts_of_rows.divides(batch)
     n_parts = parts_of_rows.count if is_sharded else 1
@@ -131,7 +131,7 @@ def variant_for(
         size, whole = batch // count, batch
     is_split = count > 1 or plan.grid.cutting.size > 1
     has_means = any(output.combine == "mean" for output in graph.outputs)
-    return count, Variant(size, whole, in_parts and is_split and has_means, results, is_sharded, parts_of_rows.inputs, loss_output)
+    return count, Variant(size, whole, in_parts and is_split and has_means, results, is_sharded, parts_of_rows.inputs, kept)
 
 
 def first_variant(graph: ModelGraph, plan: Plan, inputs: Inputs = "global") -> Variant:

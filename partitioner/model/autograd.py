@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +13,19 @@ from torch import Tensor, nn
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.calls import Calls
-from partitioner.model.gradient_accumulation import Accumulation
+from partitioner.model.effects.written_inputs import with_copies
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
+from partitioner.runtime.state.gradient_slots import is_unsummed
 from partitioner.runtime.state.hooks import has_hooks
 from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError, first_few
-from passes.ir.torch_private import is_transformed, tree_leaves, version_of, will_run
+from passes.ir.torch_private import is_transformed, is_view, tree_leaves, version_of, will_run
 
-__all__ = ["backward_of_inputs", "outside_inference_mode", "tracked_forward", "tracks_gradients"]
+__all__ = ["Accumulation", "backward_of_inputs", "outside_inference_mode", "tracked_forward", "tracks_gradients"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 """Returns the outputs, and the saved tensors."""
@@ -35,6 +36,44 @@ Backward = Callable[[Any, tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
 
 _FIRST_INPUT = 4
 """The place of the first of the model's inputs among the arguments of ``_PartitionedCall.forward``."""
+
+
+class Accumulation:
+    """Decides whether a step sums gradients over ranks, and knows whether parts of earlier steps are still to be summed."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._parameters = tuple(parameters)
+        self._holds = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep each rank's part of gradients inside; see ``PartitionedModel.no_sync``."""
+        before, self._holds = self._holds, True
+        try:
+            yield
+        finally:
+            self._holds = before
+
+    @property
+    def holds(self) -> bool:
+        """Whether steps now keep each rank's part of gradients."""
+        return self._holds
+
+    @property
+    def gradients(self) -> Gradients:
+        """What the next step does with gradients: keep parts, add them to the parts of earlier steps and sum, or sum its own."""
+        if self._holds:
+            return "keep"
+        return "add" if any(is_unsummed(parameter) for _, parameter in self._parameters) else "sum"
+
+    def check(self, what: str) -> None:
+        """Raise ConfigError while a gradient is this rank's part of a sum; ``what`` names the call that needs whole gradients."""
+        name = next((name for name, parameter in self._parameters if is_unsummed(parameter)), None)
+        if name is not None:
+            raise ConfigError(
+                f"{what} needs whole gradients, and that of {name} is this rank's part: every step since it was cleared ran in no_sync()",
+                remedy="run the last step of an accumulation outside no_sync()",
+            )
 
 
 class _PartitionedCall(torch.autograd.Function):
@@ -183,6 +222,7 @@ def tracked_forward(
         accumulation: whether the backward sums gradients over ranks. After a call inside ``no_sync()`` it does not, wherever it runs.
     """
     here = runtime.local_ranks[0]
+    read = with_copies(inputs)
     in_no_sync = accumulation.gradients == "keep"
     training = lowering.training(differentiation)
     differentiated = differentiated_outputs(training)
@@ -192,13 +232,12 @@ def tracked_forward(
     def forward() -> tuple[tuple[Tensor, ...], Any]:
         """Run the training forward; return the model's outputs, and what its backward reads."""
         before = _Versions.of(calls.named_buffers(), ())
-        results = calls.run(lowering, lowering.training_forward(differentiation, count), inputs)
-        # Autograd forbids in-place operations on views that a function returns, and Trainer scales a loss in place.
-        outputs = tuple(output.clone() if output.dim() == 0 else output for output in results[here][0])
+        results = calls.run(lowering, lowering.training_forward(differentiation, count), read)
+        outputs = _writable(results[here][0])
         metas.update({name: torch.empty_like(output, device="meta") for name, output in zip(training.returned, outputs, strict=True)})
         saved = {rank: result[1] for rank, result in results.items()}
         own = dict(before.changed())  # of a buffer that the model writes to, the backward reads a saved value
-        named = [each for each in calls.named_tensors(inputs) if each[0] not in own]
+        named = [each for each in calls.named_tensors(read) if each[0] not in own]
         return outputs, _Kept({rank: _TakenOnce(each) for rank, each in saved.items()}, _Versions.of(named, saved))
 
     def backward(kept: _Kept, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -220,7 +259,7 @@ def tracked_forward(
             kept.versions.check(programs)
         kept.versions = None  # it holds the saved values
         with contextlib.nullcontext() if wants_parameters else calls.discarding_gradients():
-            input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, inputs, extra)[here])
+            input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, read, extra)[here])
         return tuple(gradient for name, gradient in zip(names, input_gradients, strict=True) if name in inputs.tensors)
 
     # Autograd runs a function's backward only if one of its inputs requires grad, and backward(inputs=...) if one of these is among them.
@@ -232,6 +271,21 @@ def tracked_forward(
     tracked = tuple(name in differentiated for name in training.returned)
     outputs: tuple[Tensor, ...] = _PartitionedCall.apply(forward, backward, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _writable(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the outputs such that the caller may change them in place, each a tensor of its own.
+
+    Autograd forbids that for views that a function returns: those are detached, in the same memory. Numbers are copied: Trainer scales a
+    loss in place, which the backward may read.
+    """
+    seen: set[int] = set()
+    writable = []
+    for output in outputs:
+        is_shared = is_view(output) or id(output) in seen
+        seen.add(id(output))
+        writable.append(output.clone() if output.dim() == 0 else output.detach() if is_shared else output)
+    return tuple(writable)
 
 
 def _filled(present: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

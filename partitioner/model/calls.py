@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.lowering.lowering import Lowering
+from partitioner.model.effects.written_inputs import check_writable, own_memory, write_inputs
 from partitioner.options.batch_rows import RowParts
 from partitioner.options.precision import converted_inputs
 from partitioner.runtime.arguments import (
@@ -40,7 +41,7 @@ from partitioner.runtime.state.optimizers.step_count import OptimizerSteps
 from partitioner.runtime.state.parameters import State
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError, level_of_caller
-from passes.ir.graph import ModelGraph, without_autocast
+from passes.ir.graph import ModelGraph, Output, without_autocast
 from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 
@@ -84,7 +85,16 @@ class Calls:
         self.dtype = dtype
         self._output_tree = graph.output_tree
         self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
-        self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.outputs)
+        self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.leaves)
+
+    def refuse_writes(self) -> None:
+        """Raise ConfigError if forward writes into its arguments, for a compiler, which is not given what a call writes."""
+        if self._graph.writes:
+            written = ", ".join(output.name for output in self._graph.writes.values())
+            raise ConfigError(
+                f"forward writes into its input {written}, and torch.compile does not see what a partitioned model writes",
+                remedy="call pm without torch.compile, or let the model return the new values",
+            )
 
     @property
     def asks_for_gradients(self) -> bool:
@@ -127,6 +137,7 @@ class Calls:
         Raises:
             ConfigError: the inputs do not fit the trace, or ranks differ in them.
         """
+        own = self._leaves(args, kwargs) if self._graph.writes else None
         args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self.dtype))
         given = given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
         question = "local batch size" if self._rows.inputs == "local" else "batch size"
@@ -139,7 +150,18 @@ class Calls:
             raise missing_inputs(given.lacking)
         if is_unsure and agreed not in (None, _NONE):
             requiring = frozenset(str(agreed).split(", "))
-        return BoundInputs(given.tensors, self._rows.batch_size(int(rows_passed)), requiring, self._agreed_sizes(given.sizes))
+        batch, sizes = self._rows.batch_size(int(rows_passed)), self._agreed_sizes(given.sizes)
+        bound = BoundInputs(given.tensors, batch, requiring, sizes, self._written(own or ()))
+        if bound.written:
+            with self._runtime.failing_together():
+                check_writable(self._graph, bound)
+        return bound
+
+    def _written(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
+        """Return placeholder -> tensor of those arguments that forward writes; ``leaves``: all arguments, one for each traced input."""
+        pairs = zip(self._graph.inputs, leaves, strict=False)
+        written = self._graph.writes
+        return {leaf.placeholder: value for leaf, value in pairs if leaf.placeholder in written and isinstance(value, Tensor)}
 
     def _agreed_sizes(self, given: Mapping[str, int]) -> Mapping[str, int]:
         """Return the sizes of the inputs besides the batch; a process that lacks inputs learns them from the others."""
@@ -243,14 +265,44 @@ class Calls:
         """Return the inputs whose gradients are wanted, in the order in which programs return the gradients."""
         return [leaf.placeholder for leaf in self._graph.inputs if leaf.placeholder is not None and leaf.placeholder in wanted]
 
-    def result(self, values: Sequence[Tensor], batch: int) -> Any:
-        """Return the model's outputs in their original structure, from the computed values and the constants among its results."""
-        rows = self._rows.rows_passed(batch)
+    def result(self, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
+        """Return the model's outputs in their original structure, from the computed values and the constants among its results.
+
+        New values of inputs are written into the caller's tensors.
+        """
+        rows = self._rows.rows_passed(inputs.batch)
         if self._graph.batch is None and rows not in self._shapes:
             self._shapes[rows] = [(list(value.shape), value.dtype) for value in values]
-        by_node = dict(zip(self._graph.returned, values, strict=True))
-        leaves = [at_batch(output.constant, rows) if output.node is None else by_node[output.node] for output in self._graph.outputs]
+        by_node = dict(zip(self._graph.returned, own_memory(values, inputs), strict=True))
+        self.write(by_node, inputs)
+        leaves = [self._leaf(output, by_node, inputs, rows) for output in self._graph.leaves]
         return pytree.tree_unflatten(leaves, self._graph.output_tree)
+
+    def write(self, by_node: Mapping[str, Tensor], inputs: BoundInputs) -> None:
+        """Write new values of inputs, by node, into the caller's tensors."""
+        if inputs.written:
+            with self._runtime.failing_together():
+                write_inputs(self._graph, by_node, inputs)
+
+    def step(
+        self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]]
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Run the programs of a training step and write new values of inputs; return the loss and the gradients of inputs."""
+        loss, gradients, *written = self.run(lowering, programs, inputs, extra)[self._runtime.local_ranks[0]]
+        for values in written:
+            names = dict.fromkeys(output.node for output in self._graph.writes.values() if output.node is not None)
+            with torch.no_grad():
+                self.write(dict(zip(names, own_memory(values, inputs), strict=True)), inputs)
+        assert isinstance(loss, Tensor)
+        return loss, gradients
+
+    @staticmethod
+    def _leaf(output: Output, by_node: Mapping[str, Tensor], inputs: BoundInputs, rows: int) -> Any:
+        """Return a leaf of the model's result: a constant, a computed value, or a written argument itself."""
+        if output.node is None:
+            return at_batch(output.constant, rows)
+        given = inputs.written.get(output.argument or "")
+        return by_node[output.node] if given is None else given
 
     def result_shapes(self, rows: int | torch.SymInt) -> list[tuple[list[Any], torch.dtype]]:
         """Return sizes, symbolic where the rows are, and dtype of each returned node; nothing is computed.
@@ -284,13 +336,13 @@ class Calls:
                 "the model returns other results in these modes than in those that it was partitioned in, which compiled code expects",
                 remedy="compile a model that is partitioned in these modes: torch.compile(partition(model.eval(), ...))",
             )
-        by_node = {output.node: leaf for output, leaf in zip(self._graph.outputs, leaves, strict=True)}
+        by_node = {output.node: leaf for output, leaf in zip(self._graph.leaves, leaves, strict=True)}
         return [by_node[name] for name in self._graph.returned]
 
     def computed_leaves(self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of the result that differ between calls: tensors, and sizes that depend on the batch."""
         by_node, rows = dict(zip(self._graph.returned, values, strict=True)), self.rows_of(args, kwargs)
-        computed = [output for output in self._graph.outputs if output.is_computed]
+        computed = [output for output in self._graph.leaves if output.is_computed]
         return [size_at_rows(output.constant, rows) if output.node is None else by_node[output.node] for output in computed]
 
     def result_of_leaves(self, computed: Sequence[Any]) -> Any:

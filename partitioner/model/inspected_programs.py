@@ -13,7 +13,7 @@ from passes.ir.program import Program
 
 __all__ = ["InspectedPrograms", "LastStep"]
 
-LastStep: TypeAlias = tuple[bool, Results, int | None, Differentiation, LossForm]
+LastStep: TypeAlias = tuple[bool, Results, tuple[int, ...] | None, Differentiation, LossForm]
 """Of the last training step: whether means were sums of parts, the results that ranks returned, the output that is the loss where no other
 was read, the differentiation and the loss."""
 

@@ -19,11 +19,10 @@ from cost_models.simulator.result import Simulation
 from cost_models.text_files import write_text
 from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
-from partitioner.model.autograd import backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
+from partitioner.model.autograd import Accumulation, backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
-from partitioner.model.gradient_accumulation import Accumulation
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
 from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session, tensors_of
@@ -132,10 +131,10 @@ class PartitionedModel(ModuleInPlan):
         count, lowering = form.session.lowerings.for_batch(inputs.batch)
         differentiation = lowering.everything(inputs.requiring_gradient)
         if not (differentiation.outputs and tracks_gradients(calls, inputs)):
-            return calls.result(calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs.batch)
+            return calls.result(calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs)
         self._check_parameters()
         outputs = tracked_forward(calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
-        return calls.result(outputs, inputs.batch)
+        return calls.result(outputs, inputs)
 
     def train_step(
         self,
@@ -183,10 +182,9 @@ class PartitionedModel(ModuleInPlan):
         is_new = form_of_call.last_step is None or form_of_call.last_step[-1] != form
         if form.reduction == "batch" and is_new:
             warn_of_loss(self._session.plan, self._session.assumed.limits)
-        form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.loss_output, differentiation, form)
-        loss, gradients = form_of_sizes.calls.run(lowering, programs, inputs, prepared.extra)[self._here]
+        form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.kept, differentiation, form)
+        loss, gradients = form_of_sizes.calls.step(lowering, programs, inputs, prepared.extra)
         backward_of_inputs(inputs.tensors, form_of_sizes.calls.input_gradient_names(differentiation.inputs), gradients)
-        assert isinstance(loss, Tensor)
         return loss
 
     def generate(self, input_ids: Tensor | Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
@@ -240,7 +238,7 @@ class PartitionedModel(ModuleInPlan):
         *,
         in_parts: bool = True,
         results: Results = "rows",
-        loss_output: int | None = None,
+        kept: tuple[int, ...] | None = None,
         sizes: Mapping[str, int] | None = None,
     ) -> tuple[int, Lowering]:
         """Return the number of microbatches of a batch of this size, and the programs for it; see ``Lowerings.for_batch``.
@@ -248,7 +246,7 @@ class PartitionedModel(ModuleInPlan):
         ``sizes``: those of the inputs besides the batch, by name; None: as planned.
         """
         form = self._form if sizes is None else self._form.at(sizes)
-        return form.session.lowerings.for_batch(batch, in_parts=in_parts, results=results, loss_output=loss_output)
+        return form.session.lowerings.for_batch(batch, in_parts=in_parts, results=results, kept=kept)
 
     @property
     def is_traced(self) -> bool:

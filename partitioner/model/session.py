@@ -29,7 +29,7 @@ from partitioner.tracing.restore import Structure
 from passes.emit.programs import LossForm
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.plan import Plan
-from passes.normalize.loss_alone import own_loss
+from passes.normalize.loss_alone import results_of_step
 
 __all__ = ["Assumptions", "Session", "Tracing"]
 
@@ -146,11 +146,11 @@ class Session:
         """Return the programs of the last training step; without one, of a step that differentiates all results, or of a forward."""
         batch, lowering_for = self.plan.batch_size, self.lowerings.for_batch
         if self.graph.training and last_step is not None:
-            in_parts, results, loss_output, differentiation, form = last_step
-            count, lowering = lowering_for(batch, in_parts=in_parts, results=results, loss_output=loss_output)
+            in_parts, results, kept, differentiation, form = last_step
+            count, lowering = lowering_for(batch, in_parts=in_parts, results=results, kept=kept)
             return InspectedPrograms(lowering, count, differentiation, form)
         if self.graph.training:
-            count, lowering = lowering_for(batch, results=results_in_training(self.graph), loss_output=own_loss(self.graph))
+            count, lowering = lowering_for(batch, results=results_in_training(self.graph), kept=results_of_step(self.graph))
             everything = lowering.everything(frozenset())
             if everything.outputs:
                 return InspectedPrograms(lowering, count, everything, LossForm())

@@ -6,7 +6,7 @@ import enum
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -51,12 +51,14 @@ class BoundInputs:
         batch: rows of the batch.
         requiring_gradient: the placeholders whose gradients are wanted on any process.
         sizes: the sizes of the inputs besides the batch, by name (``ModelGraph.open_sizes``).
+        written: placeholder -> the caller's own tensor, of those that this process was given and forward writes.
     """
 
     tensors: Mapping[str, Tensor]
     batch: int
     requiring_gradient: frozenset[str]
     sizes: Mapping[str, int]
+    written: Mapping[str, Tensor] = field(default_factory=dict)
 
     def at(self, batch: int) -> BoundInputs:
         """Return the same tensors as part of a whole batch of this many rows."""

@@ -14,12 +14,12 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 
 from partitioner.tracing.errors import refuse_data_dependent, refuse_sparse
 from partitioner.tracing.export.dynamic_batch import Exported
-from partitioner.tracing.inputs.flatten import has_own_rules
+from partitioner.tracing.inputs.flatten import has_own_rules, output_names
 from partitioner.tracing.inputs.ties import first_names, merged_parameters
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
-from passes.ir.graph import SPLITS, Input, ModelGraph
+from passes.ir.graph import SPLITS, Input, ModelGraph, Output, Written
 from passes.ir.program import PROGRAM_ARGUMENTS
 from passes.ir.torch_private import OpOverload
 from passes.normalize.order import ExportedGraph, Normalizer
@@ -29,7 +29,7 @@ __all__ = ["Assembly", "Lifted", "assemble", "read_signature", "refuse_learned_c
 
 
 def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph:
-    """Return the normal form of an exported program as a ``ModelGraph``; ``add_outputs`` fills in ``outputs`` and ``updates``."""
+    """Return the normal form of an exported program as a ``ModelGraph``; ``add_outputs`` describes ``outputs`` and ``updates``."""
     return Assembly(model, exported, training).at(exported.sizes)
 
 
@@ -74,7 +74,7 @@ class Assembly:
             aliases={name: other for name, other in first.items() if name != other},
             inputs=_inputs(exported, lifted, self._renamed, normal.graph),
             input_tree=exported.inputs.tree,
-            outputs=(),
+            outputs=_outputs(exported, lifted, self._renamed, normal),
             output_tree=exported.program.call_spec.out_spec,
             batch=exported.batch,
             batch_size=exported.layout.size,
@@ -147,6 +147,14 @@ def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], grap
         order = tuple(memory_order(value)) if has_draws else None
         inputs.append(Input(name, renamed[placeholder], None, shape, value.dtype, batch_dims.get(index), order))
     return tuple(inputs)
+
+
+def _outputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], normal: ExportedGraph) -> tuple[Output, ...]:
+    """Return the names and destinations of the results, in the order of the graph: what it returns, then new values of inputs."""
+    names = output_names(exported.program.call_spec.out_spec)
+    returned = [Output(name, None, None, "same", None, argument=normal.arguments.get(place)) for place, name in enumerate(names)]
+    of_inputs = {renamed[each]: name for each, name in zip(lifted.inputs, exported.inputs.names, strict=True) if each is not None}
+    return (*returned, *(Output(of_inputs[each], None, None, "same", None, destination=Written(each)) for each in normal.written))
 
 
 @dataclass(frozen=True)

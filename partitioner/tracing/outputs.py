@@ -7,7 +7,6 @@ import dataclasses
 import torch
 from torch import fx
 
-from partitioner.tracing.inputs.flatten import output_names
 from passes.analysis.batch_semantics import BatchFlow, combination, follow_batch
 from passes.analysis.batch_sizes import Sizes
 from passes.analysis.replicable import replicable_nodes
@@ -23,19 +22,20 @@ def add_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
     """Return the graph with its outputs, and the updates of its buffers, described.
 
     Args:
+        graph: its outputs have names and destinations.
         sizes: sizes of values as expressions in the batch; None when unknown: then all outputs and updates are "mixed".
     """
-    (leaves,) = graph.graph.output_node().args
-    assert isinstance(leaves, tuple | list)
-    named = list(zip(output_names(graph.output_tree), leaves, strict=True))
+    (results,) = graph.graph.output_node().args
+    assert isinstance(results, tuple | list)
+    described = list(zip(graph.outputs, results, strict=True))
     writes = declared_writes(graph.graph, graph.buffers)  # buffer -> its write; running statistics of normalizations have one
     if sizes is None:
-        outputs = tuple(_output(name, leaf, None) for name, leaf in named)
+        outputs = tuple(_output(output, result, None) for output, result in described)
         return dataclasses.replace(graph, outputs=outputs, updates=dict.fromkeys(writes, "mixed"))
     batch_dims = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs if leaf.placeholder is not None and leaf.batch_dim is not None}
     countable = replicable_nodes(graph) | graph.buffers.keys() | graph.constants.keys() | batch_dims.keys()
     flow = follow_batch(graph.graph, sizes, batch_dims, countable)
-    outputs = tuple(_output(name, leaf, flow) for name, leaf in named)
+    outputs = tuple(_output(output, result, flow) for output, result in described)
     reasons = dict.fromkeys(output.reason for output in outputs if output.reason is not None)
     updates: dict[str, Combine] = {}
     written_by_ops = _buffers_written_by_ops(graph)
@@ -55,11 +55,11 @@ def _buffers_written_by_ops(graph: ModelGraph) -> frozenset[str]:
     return frozenset(written.name for node in calls if node.op == "call_function" for written in mutated_arguments(node))
 
 
-def _output(name: str, leaf: object, flow: BatchFlow | None) -> Output:
-    """Return the description of one leaf of the result; None for ``flow`` makes it "mixed"."""
-    if not isinstance(leaf, fx.Node):
-        return Output(name, None, leaf, "same", None)
-    if isinstance(leaf.meta.get("val"), int | torch.SymInt):  # a number that follows from the batch size: no rank computes it
-        return Output(name, None, size_of(leaf.meta["val"]), "same", None)
-    combine, dimension, reason = ("mixed", None, None) if flow is None else combination(leaf, flow)
-    return Output(name, leaf.name, None, combine, dimension, reason)
+def _output(output: Output, result: object, flow: BatchFlow | None) -> Output:
+    """Return the description of one result; None for ``flow`` makes it "mixed"."""
+    if not isinstance(result, fx.Node):
+        return dataclasses.replace(output, constant=result)
+    if isinstance(result.meta.get("val"), int | torch.SymInt):  # a number that follows from the batch size: no rank computes it
+        return dataclasses.replace(output, constant=size_of(result.meta["val"]))
+    combine, dimension, reason = ("mixed", None, None) if flow is None else combination(result, flow)
+    return dataclasses.replace(output, node=result.name, combine=combine, batch_dim=dimension, reason=reason)

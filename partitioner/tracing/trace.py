@@ -20,7 +20,7 @@ from partitioner.tracing.outputs import add_outputs
 from passes.analysis.batch_sizes import FittedSizes, OpenSizes, pair_nodes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import TraceError
-from passes.ir.graph import Autocast, ModelGraph
+from passes.ir.graph import Attribute, Autocast, ModelGraph
 
 __all__ = ["Opened", "Source", "open_trace", "source_of", "trace", "trace_source"]
 
@@ -174,8 +174,8 @@ def open_trace(source: Source, layout: BatchLayout, *, open_sizes: Collection[st
 
 
 def _has_splittable_outputs(graph: ModelGraph) -> bool:
-    """Return whether every output can be put together from microbatches."""
-    return all(output.combine != "mixed" for output in graph.outputs)
+    """Return whether every result but attributes of modules can be put together from microbatches."""
+    return all(output.combine != "mixed" or isinstance(output.destination, Attribute) for output in graph.outputs)
 
 
 def _trace_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> ModelGraph:

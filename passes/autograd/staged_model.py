@@ -89,6 +89,11 @@ class LoweredStages:
         return self.graph.returned
 
     @cached_property
+    def writes(self) -> tuple[str, ...]:
+        """The nodes of new values of inputs, each once."""
+        return tuple(dict.fromkeys(output.node for output in self.graph.writes.values() if output.node is not None))
+
+    @cached_property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several ranks hold and some rank has a gradient of -> those ranks."""
         holders: dict[str, set[int]] = {}

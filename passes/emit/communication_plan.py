@@ -59,13 +59,26 @@ Script = tuple[Item, ...]
 
 
 def step_scripts(lowered: LoweredStages, schedule: Schedule, *, of_all_rows: bool = False) -> tuple[Script, ...]:
-    """A training step: every rank's items, the loss told to every rank.
+    """A training step: every rank's items, the loss told to every rank; last, where forward writes inputs, their new values.
 
     Args:
         of_all_rows: whether the loss is taken once, of the results of all microbatches; the schedule has all forwards first.
     """
-    if of_all_rows:
-        return _scripts_of_one_loss(lowered, schedule)
+    scripts = _scripts_of_one_loss(lowered, schedule) if of_all_rows else _scripts_of_losses(lowered, schedule)
+    if not lowered.writes:
+        return scripts
+    writes = list(_outputs(lowered, schedule.n_microbatches, lowered.writes))
+    return tuple((*script, _sharing(writes, rank)) for rank, script in enumerate(scripts))
+
+
+def _sharing(messages: Sequence[Message], rank: int) -> Item:
+    """Return the item in which a rank sends and receives results."""
+    received = tuple(message for message in messages if message.destination == rank)
+    return Item(None, received, tuple(message for message in messages if message.source == rank))
+
+
+def _scripts_of_losses(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ...]:
+    """Return the items of a step whose collectors compute the loss of each microbatch behind its forward."""
     last = Action(lowered.stages[-1].index, ActionKind.FORWARD, schedule.n_microbatches - 1)
     (collector, *more) = lowered.collectors  # several sum their losses over all ranks: nothing is told
     told = [rank for rank in range(lowered.n_ranks) if rank != collector] if not more else []
@@ -81,7 +94,7 @@ def _scripts_of_one_loss(lowered: LoweredStages, schedule: Schedule) -> tuple[Sc
     """Return the items of a step whose collectors compute one loss of all microbatches, between all forwards and all backwards."""
     first, *more = lowered.collectors  # several all have the loss
     told = [Message("loss", "loss", None, -1, first, rank) for rank in range(lowered.n_ranks) if rank != first and not more]
-    outputs = list(_outputs(lowered, schedule.n_microbatches)) if more else []
+    outputs = list(_outputs(lowered, schedule.n_microbatches, lowered.returned)) if more else []
     outputs = [message for message in outputs if message.destination in lowered.collectors]
     last = lowered.stages[-1].index
     scripts = []
@@ -108,23 +121,19 @@ def sweep_scripts(lowered: LoweredStages, n_microbatches: int, kind: ActionKind,
     for stage in stages:
         for microbatch in range(n_microbatches):
             actions[lowered.rank_of(stage, microbatch)].append(_item(lowered, Action(stage, kind, microbatch)))
-    outputs = list(_outputs(lowered, n_microbatches)) if share_outputs else []
-    scripts = []
-    for rank, items in enumerate(actions):
-        received = tuple(message for message in outputs if message.destination == rank)
-        end = Item(None, received, tuple(message for message in outputs if message.source == rank))
-        scripts.append((*_start(lowered, n_microbatches, kind, rank), *items, end))
-    return tuple(scripts)
+    outputs = list(_outputs(lowered, n_microbatches, lowered.returned)) if share_outputs else []
+    pairs = enumerate(actions)
+    return tuple((*_start(lowered, n_microbatches, kind, rank), *items, _sharing(outputs, rank)) for rank, items in pairs)
 
 
-def _outputs(lowered: LoweredStages, n_microbatches: int) -> Iterator[Message]:
+def _outputs(lowered: LoweredStages, n_microbatches: int, names: Sequence[str]) -> Iterator[Message]:
     """Yield the messages that bring results to every rank: whole batches, or single microbatches where several ranks collect."""
     has_one_collector = len(lowered.collectors) == 1
     for rank in range(lowered.n_ranks):
         for microbatch in (None,) if has_one_collector else range(n_microbatches):
             source = lowered.rank_of(-1, microbatch or 0)
             if rank != source:
-                yield from (Message("output", value, microbatch, -1, source, rank) for value in lowered.returned)
+                yield from (Message("output", value, microbatch, -1, source, rank) for value in names)
 
 
 def _start(lowered: LoweredStages, n_microbatches: int, kind: ActionKind, rank: int) -> Script:

@@ -263,10 +263,13 @@ class _Writer:
             gathered = self._gather(output, results[0] if saves else results, names, [outputs.get(name) for name in names])
             output.args = ((gathered, results[1]) if saves else gathered,)
         else:
-            gradients = results[1] if self.program.kind == "train_step" else results
+            is_step = self.program.kind == "train_step"
+            gradients = results[1] if is_step else results
             names = [getattr(each, "name", "").removesuffix("_gradient") for each in gradients]
             gathered = self._gather(output, gradients, names, [inputs.get(f"{name}_gradient") for name in names])
-            output.args = ((results[0], gathered) if self.program.kind == "train_step" else gathered,)
+            writes = dict.fromkeys(each.node for each in self.graph.writes.values() if each.node is not None)
+            written = [self._gather(output, each, list(writes), [outputs.get(name) for name in writes]) for each in results[2:] if is_step]
+            output.args = ((results[0], gathered, *written) if is_step else gathered,)
 
     def _gather(self, output: fx.Node, values: Sequence[Any], names: Sequence[str], dims: Sequence[int | None]) -> tuple[Any, ...]:
         """Gather values by rows.

@@ -68,7 +68,7 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
     """One training step by a schedule; by one that has all forwards first where the loss needs all rows at once.
 
     Programs take ``batch``, model inputs, and on collectors ``target`` and ``loss_fn``; they return
-    ``(loss, (gradients of inputs...))``.
+    ``(loss, (gradients of inputs...))``; where forward writes inputs, ``(loss, (gradients...), (new values...))``.
     """
     scripts = step_scripts(lowered, schedule, of_all_rows=loss.reduction == "batch")
     tags = number_messages(scripts)
@@ -78,7 +78,8 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
         emitter = StageEmitter(lowered, rank, schedule.n_microbatches, tags, extra, loss.dtype)
         emitter.prepare(devices[rank])
         losses: list[fx.Node] = []
-        for position, item in enumerate(script):
+        own = script[:-1] if lowered.writes else script
+        for position, item in enumerate(own):
             emitter.section = item.action or "gradients of parameters"
             emitter.post(script[position : position + 1 + LOOKAHEAD])
             if item.action is not None:
@@ -91,7 +92,8 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
             _send_all(emitter, item)
         emitter.store_gradients()
         emitter.section = "results"
-        result = (_loss_of_batch(emitter, script, loss), emitter.input_gradients())
+        written = (_outputs(emitter, script[-1], lowered.writes),) if lowered.writes else ()
+        result = (_loss_of_batch(emitter, script, loss), emitter.input_gradients(), *written)
         programs.append(_program("train_step", lowered, rank, emitter.finish(result, f"Rank{rank}TrainStep")))
     return tuple(programs)
 
@@ -168,7 +170,7 @@ def _run_forwards(emitter: StageEmitter, script: Script, *, training: bool) -> t
         _run(emitter, item.action, training=training)
         _send_all(emitter, item)
     emitter.section = "results"
-    return _outputs(emitter, script[-1])
+    return _outputs(emitter, script[-1], emitter.lowered.returned)
 
 
 def _run_backwards(emitter: StageEmitter, script: Script) -> None:
@@ -236,12 +238,12 @@ def _loss_of_microbatch(emitter: StageEmitter, microbatch: int, form: LossForm, 
 
 
 def _loss_call(lowered: LoweredStages) -> LossCall:
-    outputs, returned = lowered.graph.outputs, lowered.returned
+    outputs, returned = lowered.graph.loss_results, lowered.returned
     leaves = [None if output.node is None else returned.index(output.node) for output in outputs]
     tracked = [index for index, name in enumerate(returned) if name in lowered.requiring]
     differentiated = [returned.index(name) for name in differentiated_outputs(lowered)]
     constants = [output.constant for output in outputs]
-    return LossCall(leaves, constants, lowered.graph.output_tree, tracked, differentiated, lowered.graph.autocast)
+    return LossCall(leaves, constants, lowered.graph.loss_tree, tracked, differentiated, lowered.graph.autocast)
 
 
 def _loss_of_all_rows(emitter: StageEmitter, form: LossForm, values: Sequence[fx.Node]) -> None:
@@ -272,7 +274,7 @@ def _loss_of_batch(emitter: StageEmitter, script: Script, form: LossForm) -> fx.
     """Return the loss on every rank: received from the only collector, or all_reduced if several collectors have parts of it."""
     own = emitter.values.get(("loss", None))
     if len(emitter.lowered.collectors) == 1:
-        return emitter.arrive(script[-1].needs[0]) if own is None else own
+        return emitter.arrive(next(each for item in script for each in item.needs if each.kind == "loss")) if own is None else own
     if own is None:
         own = emitter.call(torch.zeros, ((),), "no_loss", dtype=form.dtype, device=emitter.device)
     pending = emitter.call(all_reduce, ([own],), "all_reduce_loss_of_microbatches", group=tuple(range(emitter.lowered.n_ranks)))
@@ -283,23 +285,23 @@ def _loss_of_batch(emitter: StageEmitter, script: Script, form: LossForm) -> fx.
 # -- outputs -----------------------------------------------------------------------------------------------------------------------
 
 
-def _outputs(emitter: StageEmitter, end: Item) -> tuple[fx.Node, ...]:
-    """The model's results over the batch: put together where they are collected, received everywhere else.
+def _outputs(emitter: StageEmitter, end: Item, names: Sequence[str]) -> tuple[fx.Node, ...]:
+    """Some of the model's results over the batch: put together where they are collected, received everywhere else.
 
     Where several ranks collect, each has some microbatches, and all ranks put them together.
     """
     if len(emitter.lowered.collectors) > 1:
         emitter.post((end,))
         _send_all(emitter, end)
-        return tuple(_over_batch(emitter, name) for name in emitter.lowered.returned)
+        return tuple(_over_batch(emitter, name) for name in names)
     if emitter.rank in emitter.lowered.collectors:
-        for name in emitter.lowered.returned:
+        for name in names:
             emitter.values[name, None] = _over_batch(emitter, name)
         _send_all(emitter, end)
-        return tuple(emitter.values[name, None] for name in emitter.lowered.returned)
+        return tuple(emitter.values[name, None] for name in names)
     emitter.post((end,))
     arrived = {message.value: emitter.arrive(message) for message in end.needs}
-    return tuple(arrived[name] for name in emitter.lowered.returned)
+    return tuple(arrived[name] for name in names)
 
 
 def _over_batch(emitter: StageEmitter, name: str) -> fx.Node:

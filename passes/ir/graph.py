@@ -11,11 +11,12 @@ import sympy
 import torch
 from torch import fx
 
-from passes.ir.torch_private import TreeSpec
+from passes.ir.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = [
     "SPLITS",
     "VARIES",
+    "Attribute",
     "Autocast",
     "Combine",
     "Input",
@@ -26,6 +27,7 @@ __all__ = [
     "RowMixing",
     "SizedGraphs",
     "Total",
+    "Written",
     "without_autocast",
 ]
 
@@ -74,16 +76,45 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Output:
-    """One leaf of the model's result.
+class Written:
+    """The destination of a result that is the new value of an input: the caller's tensor.
 
     Attributes:
-        name: path in the returned structure: ``"logits"``, ``"[0]"``, ``""`` for a bare tensor.
+        placeholder: of the input.
+    """
+
+    placeholder: str
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """The destination of a result that forward leaves in an attribute of a module.
+
+    Attributes:
+        module: path of the module.
+        path: name of the attribute, and the keys of the item in it.
+    """
+
+    module: str
+    path: tuple[Any, ...]
+
+
+Destination = Written | Attribute
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of the model: a leaf of what it returns, or what its forward leaves elsewhere.
+
+    Attributes:
+        name: path in the returned structure: ``"logits"``, ``"[0]"``, ``""`` for a bare tensor; else the name of the destination.
         node: name of the node that computes it; None for a constant.
         constant: the value of a leaf that no node computes (None, an int); an expression in the batch for a size.
         combine: how to combine its values over microbatches. ``"mixed"``: the batch cannot be cut.
         batch_dim: the dimension to concatenate over, for ``"concatenate"``.
         reason: why the batch cannot be cut, a clause, for ``"mixed"``.
+        destination: where its value goes; None: the model returns it.
+        argument: placeholder of the written input that the model returns: the caller gets the tensor back.
     """
 
     name: str
@@ -92,11 +123,22 @@ class Output:
     combine: Combine
     batch_dim: int | None
     reason: str | None = None
+    destination: Destination | None = None
+    argument: str | None = None
 
     @property
     def is_computed(self) -> bool:
         """Whether its value differs between calls: a tensor, or a size that depends on the batch."""
         return self.node is not None or isinstance(self.constant, sympy.Expr)
+
+    @property
+    def label(self) -> str:
+        """What it is, for errors: ``output logits``, ``the new value of input cache``, ``attribute layer.aux``."""
+        if isinstance(self.destination, Written):
+            return f"the new value of input {self.name}"
+        if isinstance(self.destination, Attribute):
+            return f"attribute {self.name}"
+        return f"output {self.name}" if self.name else "the result"
 
 
 @dataclass(frozen=True)
@@ -161,7 +203,7 @@ class ModelGraph:
 
     The placeholders of ``module.graph``, in order: ``batch`` (the batch size, an int; present when it is symbolic), parameters, buffers,
     constants, tensor inputs. Every computing node is a ``call_function`` with ``meta["val"]`` (fake tensors) and
-    ``meta["nn_module_stack"]``. The output is one flat tuple, a node or a constant for each leaf.
+    ``meta["nn_module_stack"]``. The output is one flat tuple, a node or a constant for each of ``outputs``.
 
         batch | p_wte_weight p_wpe_weight ... | b_mask | input_ids
           |            |                          |          |
@@ -179,8 +221,9 @@ class ModelGraph:
         aliases: every other original name of a tied parameter or buffer -> its first name.
         inputs: the leaves of ``(args, kwargs)`` in pytree order.
         input_tree: structure of ``(args, kwargs)``.
-        outputs: the leaves of the result in pytree order.
-        output_tree: structure of the result.
+        outputs: the leaves of what it returns in pytree order, then what forward leaves elsewhere: new values of inputs that it writes,
+            and tensors in attributes of modules.
+        output_tree: structure of what it returns.
         batch: the symbol of the batch size in every ``meta["val"]``; None when the graph serves ``batch_size`` alone.
         batch_size: the batch size that it was traced with.
         batch_limit: the largest batch that a graph for any batch size serves, since the model computes something else for larger ones;
@@ -245,18 +288,46 @@ class ModelGraph:
         """The nodes that the model returns, each once, in the order of the outputs."""
         return tuple(dict.fromkeys(output.node for output in self.outputs if output.node is not None))
 
+    @property
+    def leaves(self) -> tuple[Output, ...]:
+        """The leaves of what the model returns."""
+        return tuple(output for output in self.outputs if output.destination is None)
+
+    @property
+    def loss_results(self) -> tuple[Output, ...]:
+        """What a loss function gets: the leaves of what the model returns, then the attributes that it reads."""
+        return (*self.leaves, *(output for output in self.outputs if isinstance(output.destination, Attribute) and output.is_computed))
+
+    @property
+    def loss_tree(self) -> TreeSpec:
+        """The structure of ``loss_results``: what the model returns; with attributes, a pair of it and the list of their values."""
+        n_leaves, n_results = self.output_tree.num_leaves, len(self.loss_results)
+        if n_results == n_leaves:
+            return self.output_tree
+        return tree_flatten((tree_unflatten([0] * n_leaves, self.output_tree), [0] * (n_results - n_leaves)))[1]
+
+    @property
+    def loss_nodes(self) -> tuple[str, ...]:
+        """The nodes of ``loss_results``, each once."""
+        return tuple(dict.fromkeys(output.node for output in self.loss_results if output.node is not None))
+
+    @property
+    def writes(self) -> dict[str, Output]:
+        """Placeholder of an input that forward writes -> the result that is its new value."""
+        return {output.destination.placeholder: output for output in self.outputs if isinstance(output.destination, Written)}
+
     def combine(self, node: str) -> Combine:
         """Return how to combine the values of a returned node over microbatches."""
         return next(output.combine for output in self.outputs if output.node == node)
 
     @property
     def mixed(self) -> tuple[str, ...]:
-        """Describe the results and buffers that microbatches cannot compute, for errors."""
-        mixed = []
-        for output in self.outputs:
-            if output.combine == "mixed":
-                name = f"output {output.name}" if output.name else "the result"
-                mixed.append(f"{name} ({output.reason})" if output.reason else name)
+        """Describe the results and buffers that microbatches cannot compute, for errors.
+
+        Attributes of modules are not among them: calls that cut the batch leave out those that are mixed.
+        """
+        found = (each for each in self.outputs if each.combine == "mixed" and not isinstance(each.destination, Attribute))
+        mixed = [f"{output.label} ({output.reason})" if output.reason else output.label for output in found]
         mixed += [f"the new value of buffer {self.buffers[name]}" for name, combine in self.updates.items() if combine == "mixed"]
         return tuple(mixed)
 

@@ -1,26 +1,27 @@
-"""Return the loss of a model alone, for steps that read nothing else of it.
+"""Return the results that a training step reads, and no others: of a model that returns its loss, this alone.
 
 Before:                                         After:
 
     loss = cross_entropy_loss(logits, labels)       loss = cross_entropy_loss(logits, labels)
     return (loss, logits, key, value)               return (loss, None, None, None)
 
-What is not returned is gathered by nobody, and kept for nobody.
+What is not returned is gathered by nobody, and kept for nobody. New values of inputs that forward writes are always returned.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx
 
 from passes.graph.lazy_graph_module import rewritten
-from passes.ir.graph import ModelGraph, Output
+from passes.ir.graph import Attribute, ModelGraph, Output, Written
 from passes.ir.program import call_loss
 from passes.ir.torch_private import pytree
 
-__all__ = ["graph_of_step", "own_loss", "return_alone"]
+__all__ = ["graph_of_step", "own_loss", "results_of_step", "return_only"]
 
 
 def own_loss(graph: ModelGraph) -> int | None:
@@ -29,7 +30,7 @@ def own_loss(graph: ModelGraph) -> int | None:
     None also where the structure that the model returns cannot hold the loss alone.
     """
     values = {node.name: node.meta["val"] for node in graph.graph.output_node().all_input_nodes}
-    leaves = [output.constant if output.node is None else _stand_in(values[output.node]) for output in graph.outputs]
+    leaves = [output.constant if output.node is None else _stand_in(values[output.node]) for output in graph.leaves]
     try:
         loss = call_loss(pytree.tree_unflatten(leaves, graph.output_tree), None, None)
         index = next(place for place, leaf in enumerate(leaves) if leaf is loss)
@@ -45,8 +46,26 @@ def _stand_in(value: object) -> Tensor:
     return torch.zeros(()) if is_number else torch.zeros(2)
 
 
-def return_alone(graph: ModelGraph, index: int) -> ModelGraph:
-    """Return a model that gives one of its outputs, and None for all others; what it computes stays as it is."""
+def results_of_step(graph: ModelGraph, attributes: Collection[int] = (), *, has_own_loss: bool = True) -> tuple[int, ...] | None:
+    """Return the indices of the results that a training step reads; None: all.
+
+    Args:
+        attributes: indices of the results in attributes of modules that its loss function reads.
+        has_own_loss: whether the step's loss is that which the model returns, if it returns one.
+    """
+    loss = own_loss(graph) if has_own_loss else None
+    kept = tuple(
+        place
+        for place, output in enumerate(graph.outputs)
+        if isinstance(output.destination, Written)
+        or (output.destination is None and loss in (None, place))
+        or (isinstance(output.destination, Attribute) and place in attributes)
+    )
+    return None if len(kept) == len(graph.outputs) else kept
+
+
+def return_only(graph: ModelGraph, kept: Collection[int]) -> ModelGraph:
+    """Return a model that gives some of its results, and None for all others; what it computes stays as it is."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -55,10 +74,11 @@ def return_alone(graph: ModelGraph, index: int) -> ModelGraph:
         copies[node].meta = dict(node.meta)
     (returned,) = graph.graph.output_node().args
     assert isinstance(returned, tuple | list)
-    alone = tuple(value if place == index else None for place, value in enumerate(returned))
+    alone = tuple(value if place in kept else None for place, value in enumerate(returned))
     copied.output(fx.map_arg(alone, copies.__getitem__))
     outputs = tuple(
-        output if place == index else Output(output.name, None, None, "same", None) for place, output in enumerate(graph.outputs)
+        output if place in kept else Output(output.name, None, None, "same", None, destination=output.destination)
+        for place, output in enumerate(graph.outputs)
     )
     return dataclasses.replace(rewritten(graph, copied, {}), outputs=outputs)
 
@@ -68,5 +88,5 @@ def graph_of_step(graph: ModelGraph) -> ModelGraph:
 
     A model with an output that mixes rows stays as it is: its forward cannot be cut into microbatches.
     """
-    index = own_loss(graph) if graph.training and not graph.mixed else None
-    return graph if index is None else return_alone(graph, index)
+    kept = results_of_step(graph, has_own_loss=not graph.mixed) if graph.training else None
+    return graph if kept is None else return_only(graph, kept)

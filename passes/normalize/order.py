@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
 
+from passes.graph.aliasing import mutated_arguments, writes_statistics
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.canonicalize import remove_noise
 from passes.graph.lazy_graph_module import LazyGraphModule
@@ -48,6 +49,8 @@ class ExportedGraph:
         without_gradient: placeholders that never require a gradient.
         autocast: what it was traced in.
         notes: what the user should know.
+        written: placeholders of the inputs that the graph wrote in place: its last results are their new values.
+        arguments: index of a result -> placeholder of the written input that it is.
     """
 
     module: fx.GraphModule
@@ -60,6 +63,8 @@ class ExportedGraph:
     without_gradient: Collection[str]
     autocast: Autocast | None = None
     notes: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    arguments: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,12 +115,23 @@ def _note_of_squeeze(node: fx.Node) -> str:
 
 
 def _functionalize(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
-    unwritten = functionalize(exported.graph, exported.inputs, exported.buffers, exported.without_gradient)
-    return replace(exported, notes=(*map(_note_of_input, unwritten), *exported.notes))
+    output = exported.graph.output_node()
+    (results,) = output.args
+    assert isinstance(results, tuple | list)
+    returned = {place: _written_placeholder(result) for place, result in enumerate(results) if isinstance(result, fx.Node)}
+    written = functionalize(exported.graph, exported.inputs, exported.buffers, exported.without_gradient)
+    (results,) = output.args  # as they are after all writes
+    assert isinstance(results, tuple | list)
+    output.args = ((*results, *written.values()),)
+    arguments = {place: name for place, name in returned.items() if name in written}
+    return replace(exported, written=tuple(written), arguments=arguments)
 
 
-def _note_of_input(name: str) -> str:
-    return f"the model writes into its input {name}; partitioned, it leaves the caller's tensor as it is"
+def _written_placeholder(node: fx.Node) -> str:
+    """Return the name of the tensor that a node is: of an in-place operation, that which it writes."""
+    while node.op == "call_function" and not writes_statistics(node) and (written := mutated_arguments(node)):
+        node = written[0]
+    return node.name
 
 
 def _draw_order(exported: ExportedGraph, _: Sizes) -> ExportedGraph:

@@ -32,7 +32,7 @@ from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.routed_rows import MATRICES, Route, find_routes
 from passes.graph.dependencies import is_differentiable
 from passes.graph.schemas import bound_arguments, draws
-from passes.ir.graph import ModelGraph, Results
+from passes.ir.graph import ModelGraph, Results, Written
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import SEQUENCE, TILES, WIDTH
 from passes.rules.loops import Loops
@@ -208,7 +208,8 @@ class LayoutWalk:
         for value in returned_values(node):
             output = by_node[value.name]
             batch_dim = output.batch_dim if output.combine == "concatenate" and self.form != "whole" else None
-            layout = self._row_layout(value.name, batch_dim, Varying() if self.form == "loss" else Replicate())
+            is_written = isinstance(output.destination, Written)
+            layout = self._row_layout(value.name, batch_dim, Varying() if self.form == "loss" and not is_written else Replicate())
             self._use(value, layout)
             needs.append(layout)
         self.needs["output"] = tuple(needs)

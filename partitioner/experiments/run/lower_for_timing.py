@@ -32,7 +32,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.program import Program
-from passes.normalize.loss_alone import own_loss
+from passes.normalize.loss_alone import results_of_step
 from passes.normalize.specialize_batch import fix_batch
 from passes.pipeline import Lowered, Lowerer, Target, values_requiring_gradient
 
@@ -72,7 +72,7 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
         device = torch.device("cpu")
     lowerer = Lowerer(Lowered(plan, _graph_for_microbatch(subject, plan)))
     target = Target(
-        loss_output=own_loss(subject.graph) if subject.graph.training else None,
+        kept=results_of_step(subject.graph) if subject.graph.training else None,
         in_parts=has_means and (count > 1 or plan.grid.cutting.size > 1),
         results=results_in_training(subject.graph) if subject.graph.training else "rows",
         rows=rows.divides(plan.batch_size),

@@ -69,7 +69,7 @@ class _Comparison:
         self.graph = graph
         self.loss_fn = loss_fn
         self.device = device
-        self.outputs = [next(output for output in graph.outputs if output.node == name) for name in graph.returned]
+        self.outputs = [next(output for output in graph.loss_results if output.node == name) for name in graph.loss_nodes]
 
     def affordable_parts(self, sizes: Sequence[int]) -> Sequence[int]:
         """Return the first parts whose outputs are small enough to draw, at least two."""
@@ -126,8 +126,8 @@ class _Comparison:
         with torch.enable_grad():
             inputs = [value.detach().requires_grad_() if value.is_floating_point() else value for value in results]
             by_node = {output.node: value for output, value in zip(self.outputs, inputs, strict=True)}
-            leaves = [at_batch(o.constant, rows) if o.node is None else by_node[o.node] for o in self.graph.outputs]
-            loss = call_loss(pytree.tree_unflatten(leaves, self.graph.output_tree), target, self.loss_fn, self.graph.autocast)
+            leaves = [at_batch(o.constant, rows) if o.node is None else by_node[o.node] for o in self.graph.loss_results]
+            loss = call_loss(pytree.tree_unflatten(leaves, self.graph.loss_tree), target, self.loss_fn, self.graph.autocast)
         gradients = [torch.zeros_like(value) for value in inputs]
         tracked = [index for index, value in enumerate(inputs) if value.requires_grad]
         if loss.requires_grad:

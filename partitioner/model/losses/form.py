@@ -115,7 +115,7 @@ def _dependence(
     nodes = {node.name: node for node in graph.graph.nodes}
     leaves: list[Any] = []
     results: dict[str, Tensor] = {}
-    for output in graph.outputs:
+    for output in graph.loss_results:
         if output.node is None:
             leaves.append(at_batch(output.constant, sizes.rows))
             continue
@@ -127,7 +127,7 @@ def _dependence(
             results[output.node] = allocate(shape, dtype=value.dtype, device=device, requires_grad=output.node in requiring)
         leaves.append(results[output.node])
     with torch.enable_grad():
-        loss = call_loss(pytree.tree_unflatten(leaves, graph.output_tree), target, loss_fn, graph.autocast)
+        loss = call_loss(pytree.tree_unflatten(leaves, graph.loss_tree), target, loss_fn, graph.autocast)
     own = next((name for name, result in results.items() if result is loss), None)
     tracked = {name: result for name, result in results.items() if result.requires_grad}
     _check_gradients(loss, list(tracked.values()))

@@ -23,15 +23,15 @@ from passes.ir.comm.microbatch import microbatch_sizes, split_target
 from passes.ir.errors import ConfigError, PartitionError, level_of_caller
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.torch_private import pytree
-from passes.normalize.loss_alone import own_loss
+from passes.normalize.loss_alone import results_of_step
 
 __all__ = ["Losses", "PreparedLoss", "check_loss"]
 
 LoweringFor = Callable[..., tuple[int, Lowering]]
-"""``lowering_for(batch, in_parts=True, results="rows", loss_output=None)``: the number of microbatches of a batch, and the lowered model.
+"""``lowering_for(batch, in_parts=True, results="rows", kept=None)``: the number of microbatches of a batch, and the lowered model.
 
 ``in_parts``: means that the model returns may be computed as sums over parts of the batch. ``results``: see ``passes.ir.graph.Results``.
-``loss_output``: the index of the only output that is returned; None: all are.
+``kept``: the indices of the results that are returned; None: all are.
 """
 
 _BATCH_REMEDY = 'pass loss_reduction="batch": the loss is then taken of all rows at once, and is exact'
@@ -46,7 +46,7 @@ class PreparedLoss:
         lowering: the model, lowered for this loss.
         results: which results of the model ranks pass to the loss.
         is_own_loss: whether the model itself returns the loss.
-        loss_output: the index of that output, if no other is returned.
+        kept: the indices of the results that are returned; None: all are.
         in_parts: whether means that the model returns are computed as sums over microbatches and ranks.
         outputs: nodes of the model's results that the loss depends on differentiably.
         form: reduction and dtype of the loss, for the programs.
@@ -57,7 +57,7 @@ class PreparedLoss:
     lowering: Lowering
     results: Results
     is_own_loss: bool
-    loss_output: int | None
+    kept: tuple[int, ...] | None
     in_parts: bool
     outputs: frozenset[str]
     form: LossForm
@@ -128,7 +128,7 @@ class Losses:
             ConfigError: the loss is no number, is not what ``reduction`` says, or the target does not fit.
         """
         step = _Step(inputs, target, loss_fn, reduction)
-        mixes_rows = any(output.combine == "mixed" for output in self._traced(inputs.batch, lambda: lowering_for(inputs.batch)[1]).outputs)
+        mixes_rows = any(output.combine == "mixed" for output in self._traced(inputs.batch, lambda: lowering_for(inputs.batch)[1]).leaves)
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
         prepared = self._prepare(step, lowering_for, "whole" if mixes_rows or takes_all_rows else "loss")
         is_cut = prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
@@ -155,11 +155,11 @@ class Losses:
         """
         batch = step.inputs.batch
         takes_all_rows = results == "whole" and step.loss_fn is not None
-        loss_output = own_loss(self._graph) if step.loss_fn is None else None
+        kept = results_of_step(self._graph, has_own_loss=step.loss_fn is None)
         if step.loss_fn is None:
-            count, lowering = lowering_for(batch, loss_output=loss_output)
+            count, lowering = lowering_for(batch, kept=kept)
         else:
-            count, lowering = lowering_for(batch, in_parts=takes_all_rows, results=results)
+            count, lowering = lowering_for(batch, in_parts=takes_all_rows, results=results, kept=kept)
         check_target(step.target, lowering.rows, batch, count, results)
         targets = {
             rank: step.target if results == "whole" else lowering.rows.target_of_rank(step.target, batch, rank)
@@ -170,13 +170,13 @@ class Losses:
         if dependence.own is None:
             form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype)
             outputs, in_parts = dependence.outputs, takes_all_rows
-            return PreparedLoss(count, lowering, results, False, None, in_parts, outputs, form, extra)
+            return PreparedLoss(count, lowering, results, False, kept, in_parts, outputs, form, extra)
         index = lowering.graph.returned.index(dependence.own)
-        count, lowering = lowering_for(batch, loss_output=loss_output)
+        count, lowering = lowering_for(batch, kept=kept)
         own = lowering.graph.returned[index]
         outputs = frozenset({own}) if dependence.outputs else frozenset[str]()  # without outputs, the loss has no gradient
         form = LossForm("sum" if lowering.graph.combine(own) == "sum" else "mean", dependence.dtype)
-        return PreparedLoss(count, lowering, "rows", True, loss_output, True, outputs, form, extra)
+        return PreparedLoss(count, lowering, "rows", True, kept, True, outputs, form, extra)
 
     def _agreed_dependence(self, step: _Step, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
         """Return which results the loss depends on. A rank that computes no loss and has no target learns it from the others.

@@ -84,7 +84,7 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
         target: for a batch of ``rows`` rows.
         device: where the loss is computed.
     """
-    results = {output.node: output for output in graph.outputs if output.node is not None}
+    results = {output.node: output for output in graph.loss_results if output.node is not None}
     if any(output.combine == "mean" for output in results.values()) and _returns_counted_mean(model):
         return Proof(None, "the model returns a mean that leaves targets out")
     try:
@@ -120,7 +120,7 @@ def _changes_state(loss: _Loss, results: Sequence[Tensor], target: Any, device: 
 
 def _conclude(traced: ModelGraph, n_results: int) -> Proof:
     """Read the reduction of a loss off its traced graph. The first ``n_results`` inputs are results of the model, the others the target."""
-    (output,) = traced.outputs
+    (output,) = traced.leaves
     if traced.mixing:
         return Proof(None, f"it mixes rows in {', '.join(traced.mixing.normalizations)}")
     if any(argument.op == "placeholder" for node in traced.computing_nodes() for argument in mutated_arguments(node)):
@@ -132,7 +132,7 @@ def _conclude(traced: ModelGraph, n_results: int) -> Proof:
     if not counted_means(traced):
         return Proof(output.combine, is_fitted=traced.batch is None)
     parts = with_totals(traced)
-    if parts.outputs[0].combine != "sum":
+    if parts.leaves[0].combine != "sum":
         return Proof(None, "it computes more than a weighted sum with a mean that leaves targets out")
     target_leaves = {leaf.placeholder: index for index, leaf in enumerate(traced.inputs[n_results:])}
     counted = [total for total in parts.totals if total.arguments != ("batch",)]
@@ -151,7 +151,7 @@ def _mixing_operation(traced: ModelGraph) -> str:
 def _returns_counted_mean(model: ModelGraph) -> bool:
     """Whether a mean that the model returns is computed from a mean over targets that are not ignored."""
     nodes = {node.name: node for node in model.graph.nodes}
-    means = [nodes[output.node] for output in model.outputs if output.combine == "mean" and output.node is not None]
+    means = [nodes[output.node] for output in model.loss_results if output.combine == "mean" and output.node is not None]
     return bool(set(counted_means(model)) & set(with_ancestors(means)))
 
 
@@ -166,10 +166,12 @@ class _Loss(nn.Module):
 
     def forward(self, results: Sequence[Tensor], target: Any) -> Tensor:
         (graph,) = self._graph
-        outputs = {output.node: output for output in graph.outputs}
+        outputs = {output.node: output for output in graph.loss_results}
         values = {name: _result_of_rows(graph, outputs[name], rows) for name, rows in zip(_results_in_order(graph), results, strict=True)}
-        leaves = [_constant_result(output.constant, results) if output.node is None else values[output.node] for output in graph.outputs]
-        loss: Tensor = self.loss_fn(pytree.tree_unflatten(leaves, graph.output_tree), target)
+        leaves = [
+            _constant_result(output.constant, results) if output.node is None else values[output.node] for output in graph.loss_results
+        ]
+        loss: Tensor = self.loss_fn(pytree.tree_unflatten(leaves, graph.loss_tree), target)
         return loss
 
 
@@ -182,7 +184,7 @@ def _constant_result(constant: Any, results: Sequence[Tensor]) -> Any:
 
 def _results_in_order(graph: ModelGraph) -> list[str]:
     """Return the names of the results, those with rows first: a trace reads the batch from its first argument."""
-    return sorted(graph.returned, key=lambda name: graph.combine(name) == "same")
+    return sorted(graph.loss_nodes, key=lambda name: graph.combine(name) == "same")
 
 
 def fake_value(graph: ModelGraph, output: Output) -> Tensor:
@@ -235,7 +237,7 @@ def _result_of_rows(graph: ModelGraph, output: Output, value: Tensor) -> Tensor:
 
 def _batch_to_trace(graph: ModelGraph, leaves: Sequence[Any], rows: int) -> int:
     """Return a batch size that is no other size of a result or of a target leaf, so that the trace tells them apart."""
-    values = [fake_value(graph, output) for output in graph.outputs if output.node is not None]
+    values = [fake_value(graph, output) for output in graph.loss_results if output.node is not None]
     sizes = {size for value in values for size in map(size_of, value.shape)}
     for leaf in leaves:
         if isinstance(leaf, Tensor):

@@ -206,7 +206,7 @@ class _Check:
         return call
 
     def _compare_outputs(self, leaves: Sequence[Any]) -> Iterator[Comparison]:
-        for output, reference, actual in zip(self.graph.outputs, self.reference.outputs, leaves, strict=True):
+        for output, reference, actual in zip(self.graph.leaves, self.reference.outputs, leaves, strict=True):
             if isinstance(reference, Tensor):
                 yield compare(f"output {output.name}".strip(), reference, actual, computed_in=self.computed_in)
 

@@ -111,7 +111,7 @@ def run_original(
         result = model(*call.args, **call.kwargs)
     outputs = pytree.tree_leaves(result)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    objective = DotProduct(graph.outputs, outputs, batch)
+    objective = DotProduct(graph.leaves, outputs, batch)
     if objective.is_empty:
         return Reference(outputs, buffers, None, None, None)
     own_loss = _own_loss(result)

@@ -20,6 +20,9 @@ class ResultsOfCalls(Protocol):
     def asks_for_gradients(self) -> bool:
         """Whether code of the model asks whether gradients are on, or required."""
 
+    def refuse_writes(self) -> None:
+        """Raise ConfigError if forward writes into its arguments."""
+
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
         """Whether a call passes the arguments that were traced; ``with_lacking``: None may stand for a tensor."""
 

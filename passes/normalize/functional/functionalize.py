@@ -1,5 +1,7 @@
 """Write in-place operations as functional ones: afterwards no call writes memory, except declared writes to buffers.
 
+New values of inputs are handed back: they become results of the graph.
+
 Before:                                            After:
 
     x = aten.clone(input)                              x = aten.clone(input)
@@ -74,7 +76,7 @@ def functionalize(
     constants: Collection[str] = (),
     *,
     differentiable: bool = True,
-) -> tuple[str, ...]:
+) -> dict[str, fx.Node]:
     """Replace in-place operations of a graph by functional ones, in place.
 
     Args:
@@ -84,13 +86,13 @@ def functionalize(
         differentiable: whether the graph will be differentiated; False for one that holds its backward already.
 
     Returns:
-        Those inputs that the graph wrote in place and does not any more.
+        Those inputs that the graph wrote in place and does not any more, with their new values.
 
     Raises:
         TraceError: an operator writes in place what cannot be written otherwise, or writes a parameter or a constant.
     """
     if not any(node.op == "call_function" and mutated_arguments(node) for node in graph.nodes):
-        return ()
+        return {}
     with fake_mode(graph):
         return _Functionalizer(graph, inputs, buffers, constants, differentiable).run()
 
@@ -140,12 +142,12 @@ class _Functionalizer:
         self._lists: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self._renewed: set[fx.Node] = set()
         self._with_gradient: set[fx.Node] = set()
-        self._unwritten: dict[str, None] = {}
+        self._unwritten: dict[str, fx.Node] = {}
         self._laid_out_anew: set[fx.Node] = set()
         self._at: fx.Node
         self._like: fx.Node
 
-    def run(self) -> tuple[str, ...]:
+    def run(self) -> dict[str, fx.Node]:
         for node in list(self._graph.nodes):
             if node.op == "placeholder":
                 self._names[node] = _Name(_Base(node), node, 0)
@@ -157,7 +159,7 @@ class _Functionalizer:
             for node in self._graph.find_nodes(op="call_function", target=aten.view.default):
                 node.target = aten.reshape.default
             draw_in_rows(self._graph, {node.name for node in laid_out_anew(self._graph, self._laid_out_anew.__contains__)})
-        return tuple(self._unwritten)
+        return self._unwritten
 
     def _visit(self, node: fx.Node) -> None:
         self._at = self._like = node
@@ -368,14 +370,14 @@ class _Functionalizer:
             self._declare(base, base.placeholder, value)
 
     def _declare(self, base: _Base, placeholder: fx.Node, value: fx.Node) -> None:
-        """Handle a write to a placeholder: copy_ to a buffer, a note for an input, an error for a parameter or constant."""
+        """Handle a write to a placeholder: copy_ to a buffer, the new value of an input, an error for a parameter or constant."""
         if placeholder.name in self._buffers:
             if base.declared is not None:
                 self._graph.erase_node(base.declared)
             base.declared = self._emit(aten.copy_.default, placeholder, value)
             self._with_gradient.discard(base.declared)
         elif placeholder.name in self._inputs:
-            self._unwritten[placeholder.name] = None
+            self._unwritten[placeholder.name] = value
         else:
             what = "a constant tensor" if placeholder.name in self._without_gradient else "a parameter"
             self._refuse(

@@ -54,7 +54,7 @@ def texts_of_pair(pair: Pair) -> tuple[Mapping[str, str], Mapping[str, str]]:
         seen = _Seen((order[phase - 1], order[phase]), subject)
         _lower(subject, options, seen)
         expected = run_model(subject.model, subject.args, {}, gradient_of_inputs=False)
-        loss_alone = tuple(leaf if place == options.get("loss_output") else None for place, leaf in enumerate(expected.leaves))
+        loss_alone = tuple(leaf if place in options.get("kept", ()) else None for place, leaf in enumerate(expected.leaves))
         for name, run in seen.runs.items():
             if run is not None:
                 assert_equal_runs(run, replace(expected, leaves=loss_alone) if name == options["phase"] == "return_loss" else expected)
@@ -152,8 +152,8 @@ def _lower(subject: Subject, options: Mapping[str, Any], seen: _Seen) -> None:
         seen.runs["step"] = run
         return
     devices = tuple(map(torch.device, plan.devices))
-    loss_output, in_parts = options.get("loss_output"), options.get("in_parts", False)
-    target = Target(loss_output, in_parts, "whole", devices=devices)
+    kept, in_parts = options.get("kept"), options.get("in_parts", False)
+    target = Target(kept, in_parts, "whole", devices=devices)
     start = Lowered(plan, fixed_for(graph, plan))
     lowerer = Lowerer(start)
     seen("start", start)

@@ -69,7 +69,7 @@ def run_traced(
             values["batch"] = value.shape[leaf.batch_dim]
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     torch.manual_seed(SEED)
-    results = graph.module(*(values[name] for name in names))
+    results = graph.module(*(values[name] for name in names))[: len(graph.leaves)]
     backward(results)
     return Run(
         tuple(_detached(leaf) for leaf in results),

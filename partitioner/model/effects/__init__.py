@@ -1,0 +1,1 @@
+"""Give the caller what forward does besides returning its result."""

@@ -1,0 +1,1 @@
+"""What forward does besides returning its result."""
