@@ -132,7 +132,7 @@ def _run(model: nn.Module, how: How, state: Any) -> list[Tensor]:
 
 
 def _loss(result: Any, _target: Any) -> Tensor:
-    return torch.stack([leaf.pow(2).mean() for leaf in tensors_of(result) if leaf.requires_grad]).sum()
+    return torch.stack([leaf.pow(2).mean() for leaf in tensors_of(result) if leaf.is_floating_point()]).sum()
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
