@@ -38,6 +38,7 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
 from partitioner.tracing.autograd.checkpoints import STATISTICS_NOTE
+from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.restore import Structure
 from partitioner.tracing.traced_model import trace_model
@@ -75,6 +76,7 @@ def partition(
     constraints: Constraints | None = None,
     plan: Plan | None = None,
     cost_model: CostModel | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
     progress: bool | None = None,
 ) -> PartitionedModel:
     """Partition a model over devices: trace, plan, lower. The model is not changed.
@@ -113,6 +115,9 @@ def partition(
         constraints: decisions that the plan must keep to: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
+        batch_dims: the dimension of the batch of inputs by name, ``{"x": 1, "batch['pos']": None}``, and of the target of ``train_step``,
+            ``{"target": 1}``; None: it has no batch. Of all others the batch is found when the model is traced, by its size, and of the
+            target from the model's results.
         progress: show progress; None: on a terminal. While it is shown, Ctrl-C stops the search and keeps the best plan.
 
     Returns:
@@ -145,7 +150,7 @@ def partition(
     cost_model, steps = checked_costs(cost_model), Progress("partition", 2 if request is None else 3, progress)
     source = _convert_source(model, positional(example_inputs), example_kwargs, precision)
     modes = modes_of_trace(source.model, training)
-    graph = _trace_source(source, training, autocast_of(precision, source.model, target.hardware), steps)
+    graph = _trace_source(source, training, batch_dims, autocast_of(precision, source.model, target.hardware), steps)
     runtime = _start_runtime(source, graph, target)
     problem = None if request is None else PlanProblem(graph, target.hardware, request, cost_model, target.mesh, target.sequential_tiles)
     plan = _make_plan(problem, runtime, steps) if problem is not None else target.plan
@@ -153,7 +158,9 @@ def partition(
     _check_numbers(graph, plan, runtime, precision)
     with steps.step("lowering"):
         structure = Structure(source.model)
-        tracing = Tracing(source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, structure)
+        tracing = Tracing(
+            source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, structure, batch_dims=batch_dims or {}
+        )
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
         warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else ())
         return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
@@ -261,10 +268,12 @@ def _convert_source(model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapp
     return _Source(model, hooks, dtype, *converted_inputs(example, dtype))
 
 
-def _trace_source(source: _Source, training: bool | None, autocast: Autocast | None, steps: Progress) -> ModelGraph:
+def _trace_source(
+    source: _Source, training: bool | None, batch_dims: BatchDims | None, autocast: Autocast | None, steps: Progress
+) -> ModelGraph:
     """Trace the model; warn of statistics under checkpoints, and of side effects of its hooks, which are also noted in the graph."""
     with steps.step("tracing"):
-        graph = trace_model(source.model, source.args, source.kwargs, training, autocast).graph
+        graph = trace_model(source.model, source.args, source.kwargs, training, autocast, batch_dims=batch_dims).graph
     if STATISTICS_NOTE in graph.notes:
         warnings.warn(PartitionWarning(STATISTICS_NOTE), stacklevel=level_of_caller())
     note = side_effect_note(source.model)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from partitioner.lowering.variants import Variant
+from partitioner.tracing.inputs.batch_dims import accidental_batch
 from passes.analysis.replicable import read_by_replicable
 from passes.autograd.staged_model import cut_stages
 from passes.ir.errors import ConfigError
@@ -78,7 +79,7 @@ class PlanCuts:
         mixed = self._graph_for(rows).mixed
         if mixed:
             problem = f"{batch} rows cannot be cut into microbatches: rows of the batch are mixed in {', '.join(mixed)}"
-            raise ConfigError(problem, remedy="pass n_microbatches=1")
+            raise ConfigError(problem, remedy=f"pass n_microbatches=1{accidental_batch(self._graph)}")
 
     def holdings(self, variant: Variant, devices: Sequence[torch.device]) -> Mapping[str, Mapping[int, Block]]:
         """Return placeholder of a parameter, buffer or constant -> rank -> the block that the rank holds.

@@ -147,17 +147,17 @@ class PartitionedModel(ModuleInPlan):
         """Run one forward and backward of the whole batch by the plan's schedule; gradients are added to ``.grad``.
 
         On the first step with a loss function, and whenever shapes change, it is proved from a trace of ``loss_fn`` that the losses of
-        microbatches and of ranks add up to the loss of the batch. A mean that leaves targets out (``ignore_index``) is weighted by the
-        targets that are left.
+        microbatches and of ranks add up to the loss of the batch. A mean that leaves targets out (``ignore_index``), or weighs them (by
+        class, a mask), is combined by their weights.
 
         Args:
             args: the model's inputs: the whole batch, or this rank's rows of it with ``inputs="local"``. A rank whose stages read no
                 input may pass none; a rank that computes no loss may pass no target.
-            target: second argument of ``loss_fn``: tensors, in any structure, whose first dimension is the batch.
+            target: second argument of ``loss_fn``: tensors, in any structure, with the batch first, or where the results have it.
             loss_fn: ``loss_fn(output, target)``, a tensor of one number. None: the model returns its loss (``.loss``, or a scalar).
             loss_reduction: the reduction of ``loss_fn`` over the rows of the batch. ``"mean"`` or ``"sum"``: it is computed of each
-                microbatch, on each rank that cuts the batch, and combined. ``"batch"``: a function of all rows at once (weighted or masked
-                means, contrastive losses, RMSE). Then all forwards come first, every stage holds the activations of all microbatches, and
+                microbatch, on each rank that cuts the batch, and combined. ``"batch"``: a function of all rows at once (contrastive
+                losses, RMSE). Then all forwards come first, every stage holds the activations of all microbatches, and
                 ranks that cut the batch gather the model's outputs; with ``inputs="local"`` such a loss takes no target.
             kwargs: the model's keyword inputs.
 

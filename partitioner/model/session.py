@@ -25,6 +25,7 @@ from partitioner.reports.tables.devices import DeviceTable, device_table
 from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
+from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.restore import Structure
 from passes.emit.programs import LossForm
 from passes.ir.graph import Autocast, ModelGraph
@@ -80,6 +81,7 @@ class Tracing:
         dtype: floating-point inputs are converted to it; None: they are not converted.
         structure: the model when it was partitioned.
         with_gradients: whether gradients were on, as in training.
+        batch_dims: the batch dimension of inputs and target, by name.
     """
 
     args: tuple[Any, ...] | None
@@ -90,6 +92,7 @@ class Tracing:
     dtype: torch.dtype | None
     structure: Structure
     with_gradients: bool = True
+    batch_dims: BatchDims = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

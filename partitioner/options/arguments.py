@@ -64,6 +64,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "constraints": 'Constraints(axes={"heads": "tensor"}), or leave it out',
         "plan": "Plan.from_json(text), or leave it out",
         "cost_model": "MeasuredCosts(), or leave it out",
+        "batch_dims": '{"x": 1, "positions": None}, or leave it out',
         "progress": "True or False, or leave it out",
     }
 )

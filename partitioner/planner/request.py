@@ -9,6 +9,7 @@ from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.constraints import Constraints
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.gpipe import GPIPE
+from partitioner.tracing.inputs.batch_dims import accidental_batch
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import RECOMPUTE
@@ -102,7 +103,7 @@ class PlanRequest:
         if count > 1 and graph.mixed:
             raise ConfigError(
                 f"the batch cannot be cut into {count} microbatches: rows of the batch are mixed in {', '.join(graph.mixed)}",
-                remedy="pass n_microbatches=1, or return, and keep in buffers, what does not mix rows",
+                remedy=f"pass n_microbatches=1, or return, and keep in buffers, what does not mix rows{accidental_batch(graph)}",
             )
         if count > graph.batch_size and graph.batch is None:
             raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from partitioner.options.batch_rows import RowParts
+from partitioner.tracing.inputs.batch_dims import no_batch_remedy
 from partitioner.tracing.inputs.flatten import check_dense
 from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
@@ -173,7 +174,12 @@ def _batch_of(graph: ModelGraph, batches: Mapping[str, int], lacking: Sequence[I
     """Return the rows of the batch from those of each given input; None if only ``lacking`` inputs have a batch dimension."""
     if len(set(batches.values())) > 1:
         sizes = ", ".join(f"{name} has {rows}" for name, rows in batches.items())
-        raise ConfigError(f"the inputs differ in batch size: {sizes}", remedy="give every input the same number of rows")
+        first = next(iter(batches.values()))
+        accidental = no_batch_remedy([name for name, rows in batches.items() if rows != first])
+        raise ConfigError(
+            f"the inputs differ in batch size: {sizes}",
+            remedy=f"give every input the same number of rows; of one that has none, say so: partition(..., {accidental})",
+        )
     if not batches and any(leaf.batch_dim is not None for leaf in lacking):
         return None
     batch = next(iter(batches.values()), graph.batch_size)
@@ -214,9 +220,12 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
                 remedy='let the model return its loss, or loss_fn compute the target; or pass the whole batch, with inputs="global"',
             )
         if is_split and leaf.shape[0] != passed:
+            name = f"target{pytree.keystr(path)}"
+            dim = next((dim for dim, size in enumerate(leaf.shape) if size == passed), None)
             raise ConfigError(
-                f"target{pytree.keystr(path)} has shape {tuple(leaf.shape)} and the batch has {passed} rows",
-                remedy="give it one row for each row of the batch; let loss_fn close over tensors that have none, or take n_microbatches=1",
+                f"{name} has shape {tuple(leaf.shape)} and the batch has {passed} rows",
+                remedy="give it one row for each row of the batch; if it has none, or in another dimension, say so: "
+                f'partition(..., batch_dims={{"{name}": {dim}}})',
             )
 
 

@@ -13,7 +13,7 @@ from passes.analysis.replicable import replicable_nodes
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.buffer_writes import declared_writes
 from passes.graph.symbolic_sizes import size_of
-from passes.ir.graph import Combine, ModelGraph, Output
+from passes.ir.graph import WEIGHTED, Combine, ModelGraph, Output
 
 __all__ = ["add_outputs"]
 
@@ -35,6 +35,8 @@ def add_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
     batch_dims = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs if leaf.placeholder is not None and leaf.batch_dim is not None}
     countable = replicable_nodes(graph) | graph.buffers.keys() | graph.constants.keys() | batch_dims.keys()
     flow = follow_batch(graph.graph, sizes, batch_dims, countable)
+    for node, calls in flow.weighted.items():
+        node.meta[WEIGHTED] = calls
     outputs = tuple(_output(output, result, flow) for output, result in described)
     reasons = dict.fromkeys(output.reason for output in outputs if output.reason is not None)
     updates: dict[str, Combine] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import nn
 
 from partitioner.tracing.assemble import Assembly, assemble
 from partitioner.tracing.errors import refuse_unplaceable
-from partitioner.tracing.export.dynamic_batch import Exported, export_fixed, export_open
+from partitioner.tracing.export.dynamic_batch import Exported, export_fixed, export_open, wrong_dimension
 from partitioner.tracing.export.export import TRACING
+from partitioner.tracing.inputs.batch_dims import BatchDims, input_dims
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs, flatten_inputs
 from partitioner.tracing.inputs.ties import refuse_overlaps
@@ -66,6 +68,7 @@ def trace(
     autocast: Autocast | None = None,
     *,
     with_gradients: bool = True,
+    batch_dims: BatchDims | None = None,
 ) -> ModelGraph:
     """Trace a model into one graph. The model is not changed, and tracing computes nothing.
 
@@ -76,12 +79,13 @@ def trace(
         batch_size: trace for this batch size alone, even where the model allows any.
         autocast: the mixed precision to trace in; what the caller is in does not matter.
         with_gradients: trace with gradients on, as in training; off as under ``torch.no_grad()``. That of the caller does not matter.
+        batch_dims: the batch dimension of inputs by name, as ``partition`` takes them.
 
     Raises:
         TraceError: the model cannot be made one graph.
         ConfigError: the inputs do not fit, or there are none and none can be found.
     """
-    source = source_of(model, example_inputs, example_kwargs, training, autocast, with_gradients=with_gradients)
+    source = source_of(model, example_inputs, example_kwargs, training, autocast, with_gradients=with_gradients, batch_dims=batch_dims)
     return trace_source(source, batch_size)[0]
 
 
@@ -93,6 +97,7 @@ def source_of(
     autocast: Autocast | None,
     *,
     with_gradients: bool = True,
+    batch_dims: BatchDims | None = None,
 ) -> Source:
     """Check a model and the inputs of a call before they are traced; see ``trace``."""
     refuse_unplaceable(model)
@@ -101,9 +106,10 @@ def source_of(
     if is_found:
         example_inputs, example_kwargs = find_example_inputs(model)
     inputs = flatten_inputs(model, example_inputs or (), example_kwargs or {}).on_device_of(model)
+    named = input_dims(batch_dims or {}, inputs.names, inputs.leaves, inspect.signature(model.forward).parameters)
     return Source(
         model,
-        dataclasses.replace(inputs, autocast=autocast, with_gradients=with_gradients),
+        dataclasses.replace(inputs, autocast=autocast, with_gradients=with_gradients, batch_dims=named),
         model.training if training is None else training,
         is_found,
     )
@@ -181,16 +187,20 @@ def _has_splittable_outputs(graph: ModelGraph) -> bool:
 def _trace_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> ModelGraph:
     """Trace for one batch size; numbers that differ in a trace for twice the size, or half of it, depend on the batch."""
     exported = export_fixed(model, inputs, training, layout, size)
-    graph, found = assemble(model, exported, training), None
+    graph, found, traces = assemble(model, exported, training), None, 0
     for other in (2 * size, *([size // 2] if size % 2 == 0 else [])):
         try:
             twin = assemble(model, export_fixed(model, inputs, training, exported.layout, other), training)
         except TraceError:
             continue
+        traces += 1
         sizes = _fitted_sizes(graph, twin)
         if sizes is not None and sizes.digest is not None:
             return dataclasses.replace(add_outputs(graph, sizes), digest=sizes.digest)
         found = sizes if found is None else found
+    named = [pair for pair in layout.dimensions if pair[0] in layout.named]
+    if named and not traces:
+        raise wrong_dimension(inputs, *named[0])
     return add_outputs(graph, found)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.flatten import BatchLayout
 from partitioner.tracing.outputs import add_outputs
 from partitioner.tracing.sizes.names_of_sizes import named_like
@@ -43,9 +44,10 @@ def trace_model(
     autocast: Autocast | None = None,
     *,
     with_gradients: bool = True,
+    batch_dims: BatchDims | None = None,
 ) -> TracedModel:
     """Trace a model with all sizes open that it may take in any number; the arguments are those of ``trace``."""
-    source = source_of(model, example_inputs, example_kwargs, training, autocast, with_gradients=with_gradients)
+    source = source_of(model, example_inputs, example_kwargs, training, autocast, with_gradients=with_gradients, batch_dims=batch_dims)
     return TracedModel(source, *trace_source(source, open_sizes=_OPEN_AT_FIRST))
 
 

@@ -53,11 +53,13 @@ class BatchFlow:
         roles: node -> its role; one for each result if the node has several results with different roles.
         sizes: source of sizes and numbers.
         mixing: normalisations whose statistics mix rows, although their results are rows.
+        weighted: division of a sum over rows by a total of weights -> the number of calls from the total to the divisor (``WEIGHTED``).
     """
 
     roles: Mapping[fx.Node, Role | Roles]
     sizes: Sizes
     mixing: RowMixing
+    weighted: Mapping[fx.Node, int]
 
 
 def follow_batch(graph: fx.Graph, sizes: Sizes, batched: Mapping[str, int], countable: Collection[str]) -> BatchFlow:
@@ -72,7 +74,7 @@ def follow_batch(graph: fx.Graph, sizes: Sizes, batched: Mapping[str, int], coun
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
             walk.roles[node] = walk.role(node)
-    return BatchFlow(walk.roles, sizes, RowMixing(tuple(walk.normalizations)))
+    return BatchFlow(walk.roles, sizes, RowMixing(tuple(walk.normalizations)), walk.weighted)
 
 
 def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, str | None]:
@@ -105,6 +107,7 @@ class _Walk:
     Attributes:
         roles: of the nodes so far.
         normalizations: module paths of normalisations whose statistics mix rows, in order.
+        weighted: see ``BatchFlow``.
     """
 
     def __init__(self, sizes: Sizes, batched: Mapping[str, int], countable: Collection[str]) -> None:
@@ -113,6 +116,7 @@ class _Walk:
         self._batched = batched
         self._countable = countable
         self.normalizations: dict[str, None] = {}
+        self.weighted: dict[fx.Node, int] = {}
 
     def role(self, node: fx.Node) -> Role | Roles:
         """Return the role of a node whose operands have theirs; a node that reads a mixed value is mixed by the same operation."""
@@ -120,6 +124,9 @@ class _Walk:
             return Rows(self._batched[node.name]) if node.name in self._batched else Same()
         if self._sizes.number(node) is not None:
             return Same()
+        if (calls := self._calls_to_divisor(node)) is not None:
+            self.weighted[node] = calls
+            return Total("mean", counted=True)
         for source in node.all_input_nodes:
             mixed = next((role for role in _as_tuple(self.roles[source]) if isinstance(role, Mixed)), None)
             if mixed is not None:
@@ -151,6 +158,21 @@ class _Walk:
         if any(isinstance(role, Total) and role.counted for role in results) and not self._is_countable(node):
             return Mixed(node)
         return results[0] if len(set(results)) == 1 else results
+
+    def _calls_to_divisor(self, node: fx.Node) -> int | None:
+        """Return the number of calls from a total of weights to the divisor of a sum over rows; None: a call is no such weighted mean."""
+        numerator, divisor = node.args if node.target is aten.div.Tensor and len(node.args) == 2 else (None, None)
+        if not (isinstance(numerator, fx.Node) and isinstance(divisor, fx.Node) and self.roles[numerator] == Total("sum")):
+            return None
+        values = numerator.meta["val"], divisor.meta["val"]
+        if not all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values):
+            return None
+        calls, total = 0, divisor
+        while self.roles[total] != Total("sum"):
+            if len(total.all_input_nodes) != 1 or total.args[:1] != (total.all_input_nodes[0],):
+                return None
+            calls, total = calls + 1, total.all_input_nodes[0]
+        return calls if total.op == "call_function" and {total.name, divisor.name} <= set(self._countable) else None
 
     def _operand_role(self, node: fx.Node) -> Role:
         role = self.roles[node]

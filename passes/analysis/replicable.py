@@ -26,9 +26,20 @@ __all__ = ["read_by_replicable", "replicable_nodes"]
 
 aten = torch.ops.aten
 
-_READS_SHAPE_ONLY = frozenset(
-    {aten.full_like, aten.new_full, aten.new_ones, aten.new_zeros, aten.ones_like, aten.sym_numel, aten.sym_size, aten.zeros_like}
+_CUTS_GRADIENT = frozenset(
+    {
+        aten.detach,
+        aten.full_like,
+        aten.new_full,
+        aten.new_ones,
+        aten.new_zeros,
+        aten.ones_like,
+        aten.sym_numel,
+        aten.sym_size,
+        aten.zeros_like,
+    }
 )
+"""They pass no gradient on: ``detach``, and those that read the sizes of their argument alone."""
 
 _NEVER = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
 """Their results are uninitialized memory, which differs from rank to rank."""
@@ -72,7 +83,7 @@ def _is_replicable(node: fx.Node, available: AbstractSet[str], without_gradient:
     """Return whether a node is deterministic, reads only ``available`` nodes, and would pass no gradient to a floating-point input."""
     if not _is_deterministic(node.target) or any(argument.name not in available for argument in node.all_input_nodes):
         return False
-    cuts_gradient = packet(node.target) in _READS_SHAPE_ONLY or not is_differentiable(node)
+    cuts_gradient = packet(node.target) in _CUTS_GRADIENT or not is_differentiable(node)
     return cuts_gradient or not any(
         argument.op == "placeholder" and argument.name not in without_gradient and is_differentiable(argument)
         for argument in node.all_input_nodes

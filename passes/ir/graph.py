@@ -16,6 +16,7 @@ from passes.ir.torch_private import TreeSpec, tree_flatten, tree_unflatten
 __all__ = [
     "SPLITS",
     "VARIES",
+    "WEIGHTED",
     "Attribute",
     "Autocast",
     "Combine",
@@ -37,6 +38,10 @@ SPLITS = "pipe_splits"
 VARIES = "varies"
 """Entry of ``meta`` of a call that takes elements of a dimension of a fixed size, for other sizes of the inputs another number of them:
 ``table[:, :length]``. It also stands where these are all: the same call is there for every length."""
+
+WEIGHTED = "weighted_mean"
+"""Entry of ``meta`` of a division of a sum over the rows of the batch by a total of weights, which follows from the inputs alone: how many
+calls, each of the one before, lead from the total to the divisor. ``sum(loss) / clamp(total, min=1)``: 1."""
 
 Combine = Literal["concatenate", "mean", "sum", "same", "mixed"]
 """How the values of one output over microbatches are combined to the value over the whole batch; ``"mixed"``: no way is correct."""
@@ -149,11 +154,13 @@ class Total:
         placeholder: of the number, in the graph.
         module: the graph that counts it.
         arguments: its arguments: ``"batch"`` and model inputs, whole batch; buffers and constants.
+        mean: the call that computes the mean, in the graph before.
     """
 
     placeholder: str
     module: fx.GraphModule
     arguments: tuple[str, ...]
+    mean: str
 
 
 @dataclass(frozen=True)

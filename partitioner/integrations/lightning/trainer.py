@@ -48,7 +48,7 @@ _GIVEN = {
 }
 """Arguments of ``partition`` that are no options, and what takes their place."""
 
-_NOT_PLANNED = {"inputs", "batchnorm"}
+_NOT_PLANNED = {"inputs", "batchnorm", "batch_dims"}
 """Options that a plan does not decide."""
 
 

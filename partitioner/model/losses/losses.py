@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch import Tensor
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.losses.evidence import contradiction
 from partitioner.model.losses.form import LossDependence, LossFunction, ResultSizes, loss_dependence
-from partitioner.model.losses.proof import Proof, has_rows, prove
-from partitioner.model.losses.reachable_state import loss_key
+from partitioner.model.losses.proof import Counter, Proof, has_rows, prove
+from partitioner.model.losses.reachable_state import loss_key, reads_tensors
+from partitioner.model.losses.target_rows import rows_first
 from partitioner.options.batch_rows import RowParts
 from partitioner.runtime.arguments import BoundInputs, check_target
 from partitioner.runtime.base import Runtime
+from partitioner.tracing.inputs.batch_dims import BatchDims
 from passes.emit.programs import LossForm, LossReduction
 from passes.ir.comm.microbatch import microbatch_sizes, split_target
 from passes.ir.errors import ConfigError, PartitionError, level_of_caller
@@ -79,16 +82,18 @@ class _Combination:
     """How the loss of the batch is combined from the losses of its parts: the microbatches of all ranks.
 
     Attributes:
-        kind: ``"mean"``: weighted by rows; ``"sum"``: added; ``"counted"``: weighted by the targets that are not ignored; ``"batch"``: not
+        kind: ``"mean"``: weighted by rows; ``"sum"``: added; ``"counted"``: weighted by the targets that count; ``"batch"``: not
             at all, the loss takes all rows at once; ``"neither"``: a test contradicts ``loss_reduction``.
         problem: for ``"neither"``, the contradiction.
-        counts: for ``"counted"``, the targets of each microbatch that are not ignored.
+        counts: for ``"counted"``, the targets of each microbatch that are not ignored, or the sum of their weights.
+        counter: of these counts; None on a rank that has no target.
         targets_per_row: text that all ranks must agree on besides ``kind``.
     """
 
     kind: str
     problem: str = ""
     counts: tuple[float, ...] = ()
+    counter: Counter | None = None
     targets_per_row: str = ""
 
 
@@ -104,11 +109,18 @@ def check_loss(loss_fn: object, loss_reduction: object) -> None:
 
 
 class Losses:
-    """Decides how training steps compute their loss. Caches the inspection of each loss function."""
+    """Decides how training steps compute their loss. Caches the inspection of each loss function.
 
-    def __init__(self, runtime: Runtime, graph: ModelGraph) -> None:
+    Args:
+        runtime: runs the programs.
+        graph: the model.
+        batch_dims: the batch dimension of the target, and of inputs, by name.
+    """
+
+    def __init__(self, runtime: Runtime, graph: ModelGraph, batch_dims: BatchDims = MappingProxyType({})) -> None:
         self._runtime = runtime
         self._graph = graph
+        self._batch_dims = batch_dims
         self._dependences: dict[Any, LossDependence] = {}
         self._proofs: dict[Any, Proof] = {}
         self._contradictions: dict[tuple[Proof, tuple[int, ...]], str | None] = {}
@@ -127,8 +139,12 @@ class Losses:
         Raises:
             ConfigError: the loss is no number, is not what ``reduction`` says, or the target does not fit.
         """
+        graph = self._traced(inputs.batch, lambda: lowering_for(inputs.batch)[1])
+        if loss_fn is not None:
+            rows = lowering_for(inputs.batch)[1].rows.rows_passed(inputs.batch)
+            target, loss_fn = rows_first(self._batch_dims, graph, target, loss_fn, rows)
         step = _Step(inputs, target, loss_fn, reduction)
-        mixes_rows = any(output.combine == "mixed" for output in self._traced(inputs.batch, lambda: lowering_for(inputs.batch)[1]).leaves)
+        mixes_rows = any(output.combine == "mixed" for output in graph.leaves)
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
         prepared = self._prepare(step, lowering_for, "whole" if mixes_rows or takes_all_rows else "loss")
         is_cut = prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
@@ -139,7 +155,7 @@ class Losses:
             return self._prepare(step, lowering_for, "whole")
         if combination.kind != "counted":
             return prepared
-        weights = self._weights(step, prepared, combination.counts)
+        weights = self._weights(step, prepared, combination)
         extra = {rank: {**arguments, "loss_weights": weights.get(rank)} for rank, arguments in prepared.extra.items()}
         return replace(prepared, form=replace(prepared.form, is_weighted=True), extra=extra)
 
@@ -249,8 +265,9 @@ class Losses:
         rows_of_rank = step.inputs.batch // lowering.rows.count
         shapes = tuple(_kind_of_leaf(leaf, rows_of_rank) for leaf in pytree.tree_leaves(target))
         key = (loss_key(step.loss_fn, exact=False), tuple(lowering.graph.returned), shapes)
-        if key not in self._proofs:
-            assert step.loss_fn is not None
+        assert step.loss_fn is not None
+        held = self._proofs.get(key)
+        if held is None or not reads_tensors(step.loss_fn, held.weights):  # functions with one key may read other weights
             device = self._runtime.devices[self._here]
             self._proofs[key] = prove(
                 self._traced(step.inputs.batch, lambda: lowering), lowering.graph, step.loss_fn, target, rows_of_rank, device
@@ -261,22 +278,24 @@ class Losses:
         """Return how the loss of the batch is combined from its parts: proved, or else tested on the step's target and random outputs."""
         rows = prepared.lowering.rows
         is_local = _has_local_rows(rows)
-        sizes = _passed_microbatches(rows, step.inputs.batch, prepared.n_microbatches)
+        sizes, is_empty = _passed_microbatches(rows, step.inputs.batch, prepared.n_microbatches), False
         if proof.kind == "counted" and step.reduction == "mean":
             counts = [counter.counts(step.target, sizes) for counter in proof.counters]
-            if proof.is_sole:
-                return _Combination("counted", counts=counts[0])
-            if all(_is_proportional(of_mean, sizes) for of_mean in counts):
+            first = proof.counters[0]
+            if proof.is_sole and all(map(first.can_weigh, counts[0])):
+                return _Combination("counted", counts=counts[0], counter=first)
+            if all(counter.divides_by_count for counter in proof.counters) and all(_is_proportional(each, sizes) for each in counts):
                 targets_per_row = "".join(f" {of_mean[0] / sizes[0]}" for of_mean in counts) if is_local else ""
-                return _Combination("counted", counts=counts[0], targets_per_row=targets_per_row)
-            reason = "it adds means over unlike numbers of targets"
+                return _Combination("counted", counts=counts[0], counter=first, targets_per_row=targets_per_row)
+            is_empty = proof.is_sole
+            reason = "a part of the batch has no weight" if is_empty else "it adds means over unlike numbers of targets"
         elif proof.kind is not None and not (proof.is_fitted and self._contradiction(step, prepared, proof, sizes)):
             return _Combination("mean" if proof.kind == "counted" else proof.kind)
         else:
             reason = proof.reason
         if is_local:
             return _Combination("neither", f'{reason}; with inputs="local" no rank has the target of all rows')
-        if (problem := self._contradiction(step, prepared, proof, sizes)) is not None:
+        if not is_empty and (problem := self._contradiction(step, prepared, proof, sizes)) is not None:
             return _Combination("neither", f"{problem} ({reason})" if reason else problem)
         if proof not in self._warned:
             self._warned.add(proof)
@@ -296,23 +315,23 @@ class Losses:
             self._contradictions[proof, sizes] = problem
         return self._contradictions[proof, sizes]
 
-    def _weights(self, step: _Step, prepared: PreparedLoss, counts: tuple[float, ...]) -> Mapping[int, tuple[float, ...]]:
-        """Return rank -> the weight of each of its microbatches: its fraction of the batch's targets that are not ignored.
+    def _weights(self, step: _Step, prepared: PreparedLoss, combination: _Combination) -> Mapping[int, tuple[float, ...]]:
+        """Return rank -> the weight of each of its microbatches: its fraction of the divisor of the batch's mean.
 
-        ``counts``: the targets of each microbatch of ``_passed_microbatches``; empty if this process has no target. It then computes no
-        loss, and its weights are not used.
+        A process that has no target computes no loss, and its weights are not used.
         """
         rows, batch, n_microbatches = prepared.lowering.rows, step.inputs.batch, prepared.n_microbatches
-        total = self._total_count(prepared.lowering, counts)
+        divisor = float if combination.counter is None else combination.counter.divisor
+        total = divisor(self._total_count(prepared.lowering, combination.counts))
         if total:
-            weights = tuple(count / total for count in counts)
+            weights = tuple(divisor(count) / total for count in combination.counts)
         else:  # no target counts: the loss is NaN with any weights, as it is unpartitioned
             weights = tuple(size / batch for size in _passed_microbatches(rows, batch, n_microbatches))
         starts = {rank: 0 if _has_local_rows(rows) else rows.part_index(rank) * n_microbatches for rank in self._runtime.local_ranks}
         return {rank: weights[start : start + n_microbatches] for rank, start in starts.items()}
 
     def _total_count(self, lowering: Lowering, counts: tuple[float, ...]) -> float:
-        """Return the number of targets of the batch that are not ignored; with local inputs, summed over the processes."""
+        """Return the number of targets of the batch that are not ignored, or the sum of their weights; local inputs: over all processes."""
         if not _has_local_rows(lowering.rows):
             return sum(counts)
         own = sum(counts) if self._here in lowering.collectors else 0.0

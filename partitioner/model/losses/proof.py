@@ -1,9 +1,10 @@
-"""Prove that a loss function is a mean or a sum over the rows of a batch, or a mean over the targets that are not ignored.
+"""Prove that a loss function is a mean or a sum over the rows of a batch, or a mean weighted by its targets.
 
 The loss is traced as a model is, its arguments the model's results and the target, and the batch is followed through its graph
 (``passes.analysis.batch_semantics``). What is proved holds for all values and for every batch size:
 
     cross_entropy(o, t)                     counted: a mean over the targets that are not ignored
+    cross_entropy(o, t, weight=w)           counted: a mean weighted by the classes of the targets
     (o - t).pow(2).mean()                   mean
     mse_loss(o, t).sqrt()                   nothing: rows meet in sqrt
     o.mean() if o.sum() > 0 else o.max()    nothing: values decide what it computes
@@ -21,15 +22,16 @@ from torch import Tensor, fx, nn
 
 from partitioner.model.losses.form import LossFunction, fake_tensors, silence_fake_tensor_log
 from partitioner.model.losses.reachable_state import preserve_state
+from partitioner.model.losses.target_rows import RowsFirst
 from partitioner.tracing.carried.attributes import CarriedValueError
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import with_ancestors
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.microbatch import split_target
-from passes.ir.graph import ModelGraph, Output
+from passes.ir.graph import WEIGHTED, ModelGraph, Output
 from passes.ir.torch_private import pytree
-from passes.spmd.mean_to_sum import counted_means, with_totals
+from passes.spmd.mean_to_sum import counted_means, divisor_of, with_totals
 
 __all__ = ["Counter", "Proof", "entries_per_row", "fake_value", "has_rows", "prove"]
 
@@ -44,7 +46,7 @@ class Proof:
     Attributes:
         kind: the reduction; None: nothing is proved.
         reason: why nothing is proved.
-        counters: for ``"counted"``, one for each mean over the targets that are not ignored.
+        counters: for ``"counted"``, one for each mean over the targets that are not ignored, or weighted by class.
         is_sole: whether the loss is one such mean: then microbatches may be weighted by its targets.
         is_fitted: whether the proof holds only for the batch sizes of its traces, so that other batches need a test.
     """
@@ -55,24 +57,48 @@ class Proof:
     is_sole: bool = True
     is_fitted: bool = False
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The tensors by which the loss weighs targets: the proof is of functions that read these."""
+        return tuple(each for counter in self.counters for each in counter.arguments if isinstance(each, Tensor))
+
 
 @dataclass(frozen=True)
 class Counter:
-    """Counts the targets that a mean divides by.
+    """Counts the targets that a mean divides by, or adds up their weights.
 
     Attributes:
         module: the graph that counts.
-        leaves: indices of its arguments among the leaves of the target.
+        arguments: of the module: the index of a leaf of the target, or a tensor that the loss reads (weights of classes).
+        mean: the call that computes the mean, in the graph of the loss.
     """
 
     module: fx.GraphModule
-    leaves: tuple[int, ...]
+    arguments: tuple[int | Tensor, ...]
+    mean: fx.Node
 
     def counts(self, target: Any, sizes: Sequence[int]) -> tuple[float, ...]:
         """Count the targets of each microbatch; ``sizes`` are the rows of these."""
-        microbatches = [pytree.tree_leaves(part) for part in split_target(target, sizes)]
-        counts = [self.module(*(leaves[index] for index in self.leaves)) for leaves in microbatches]
+        counts = []
+        for part in split_target(target, sizes):
+            leaves = pytree.tree_leaves(part)
+            device = next(leaves[each].device for each in self.arguments if isinstance(each, int))
+            arguments = [leaves[each] if isinstance(each, int) else each.detach().to(device) for each in self.arguments]
+            counts.append(self.module(*arguments))
         return tuple(map(float, torch.stack(counts).tolist()))
+
+    def divisor(self, count: float) -> float:
+        """Return the number that the mean divides by for a count: another one where the loss changes it, ``mask.sum().clamp(min=1)``."""
+        return float(divisor_of(self.mean, torch.tensor(count, dtype=self.mean.meta["val"].dtype)))
+
+    def can_weigh(self, count: float) -> bool:
+        """Return whether a part of the batch with this count may be weighted by it: a part without weight may have a loss all the same."""
+        return WEIGHTED not in self.mean.meta or self.divisor(count) != 0
+
+    @property
+    def divides_by_count(self) -> bool:
+        """Whether that is the count."""
+        return not self.mean.meta.get(WEIGHTED)
 
 
 def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: Any, rows: int, device: torch.device) -> Proof:
@@ -105,7 +131,7 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
     for traced_input, leaf in zip(traced.inputs, [*example_results, *example_leaves], strict=False):
         if has_rows(leaf, batch) and traced_input.batch_dim != 0:
             return Proof(None, "it fixes the number of rows")
-    return _conclude(traced, n_results=len(example_results))
+    return _conclude(traced, loss, n_results=len(example_results))
 
 
 def _changes_state(loss: _Loss, results: Sequence[Tensor], target: Any, device: torch.device) -> bool:
@@ -118,7 +144,7 @@ def _changes_state(loss: _Loss, results: Sequence[Tensor], target: Any, device: 
         return is_changed()
 
 
-def _conclude(traced: ModelGraph, n_results: int) -> Proof:
+def _conclude(traced: ModelGraph, loss: nn.Module, n_results: int) -> Proof:
     """Read the reduction of a loss off its traced graph. The first ``n_results`` inputs are results of the model, the others the target."""
     (output,) = traced.leaves
     if traced.mixing:
@@ -134,11 +160,16 @@ def _conclude(traced: ModelGraph, n_results: int) -> Proof:
     parts = with_totals(traced)
     if parts.leaves[0].combine != "sum":
         return Proof(None, "it computes more than a weighted sum with a mean that leaves targets out")
-    target_leaves = {leaf.placeholder: index for index, leaf in enumerate(traced.inputs[n_results:])}
+    known: dict[str, int | Tensor] = {
+        **{leaf.placeholder: index for index, leaf in enumerate(traced.inputs[n_results:]) if leaf.placeholder is not None},
+        **traced.constants,
+        **{placeholder: loss.get_buffer(name) for placeholder, name in traced.buffers.items()},
+    }
     counted = [total for total in parts.totals if total.arguments != ("batch",)]
-    if any(name not in target_leaves for total in counted for name in total.arguments):
-        return Proof(None, "its rows are weighted by class")
-    counters = tuple(Counter(total.module, tuple(target_leaves[name] for name in total.arguments)) for total in counted)
+    if any(not set(total.arguments) <= known.keys() for total in counted):
+        return Proof(None, "its rows are weighted by what the model returns")
+    means = {mean.name: mean for mean in counted_means(traced)}
+    counters = tuple(Counter(total.module, tuple(known[name] for name in total.arguments), means[total.mean]) for total in counted)
     return Proof("counted", counters=counters, is_sole=len(parts.totals) == 1, is_fitted=traced.batch is None)
 
 
@@ -160,7 +191,7 @@ class _Loss(nn.Module):
 
     def __init__(self, graph: ModelGraph, loss_fn: LossFunction) -> None:
         super().__init__()
-        self.training = loss_fn.training if isinstance(loss_fn, nn.Module) else True
+        self.training = loss_fn.training if isinstance(loss_fn, nn.Module | RowsFirst) else True
         self.loss_fn = loss_fn
         self._graph = (graph,)
 
@@ -168,6 +199,7 @@ class _Loss(nn.Module):
         (graph,) = self._graph
         outputs = {output.node: output for output in graph.loss_results}
         values = {name: _result_of_rows(graph, outputs[name], rows) for name, rows in zip(_results_in_order(graph), results, strict=True)}
+        target = pytree.tree_map_only(Tensor, torch.detach, target)  # it has no gradient, so that it may weigh rows
         leaves = [
             _constant_result(output.constant, results) if output.node is None else values[output.node] for output in graph.loss_results
         ]

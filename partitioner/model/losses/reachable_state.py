@@ -6,17 +6,18 @@ import contextlib
 import functools
 import math
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from partitioner.model.losses.target_rows import RowsFirst
 from partitioner.tracing.restore import preserve
 from passes.graph.fakes.fake_tensors import plain_autograd
 
-__all__ = ["loss_key", "preserve_state"]
+__all__ = ["loss_key", "preserve_state", "reads_tensors"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,8 @@ def _key(value: object, exact: bool, seen: set[int]) -> Hashable:
         return value.__code__, tuple((name, _key(captured, exact, seen)) for name, captured in _captured_values(value))
     if isinstance(value, types.MethodType):
         return _key(value.__func__, exact, seen), _key(value.__self__, exact, seen)
+    if isinstance(value, RowsFirst):
+        return RowsFirst, value.dims, tuple(value.whole[::2]), _key(value.loss_fn, exact, seen)
     if isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
         return functools.partial, tuple(value.keywords), tuple(_key(part, exact, seen) for part in parts)
@@ -149,11 +152,28 @@ def _reachable(loss_fn: object) -> tuple[list[types.FunctionType], list[object]]
                 pending += [captured for _, captured in _captured_values(value)]
         elif isinstance(value, types.MethodType):
             pending += [value.__func__, value.__self__]
+        elif isinstance(value, RowsFirst):
+            pending += [value.loss_fn, value.whole]
         elif isinstance(value, functools.partial):
             pending += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, list | dict) or (hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | Tensor)):
             objects.append(value)
     return functions, objects
+
+
+def reads_tensors(loss_fn: object, tensors: Sequence[Tensor]) -> bool:
+    """Return whether a loss function can reach each of these tensors, the objects themselves: it captures them, or a module has them."""
+    functions, objects = _reachable(loss_fn)
+    values = [captured for function in functions for _, captured in _captured_values(function)]
+    for holder in objects:
+        if isinstance(holder, list | dict):
+            values += holder.values() if isinstance(holder, dict) else holder
+        elif isinstance(holder, nn.Module):
+            values += [*holder.parameters(), *holder.buffers(), *(value for module in holder.modules() for value in vars(module).values())]
+        else:
+            values += vars(holder).values()
+    reached = {id(value) for value in values if isinstance(value, Tensor)}
+    return all(id(tensor) in reached for tensor in tensors)
 
 
 def _snapshot(functions: list[types.FunctionType], objects: list[object]) -> Hashable:

@@ -77,7 +77,7 @@ class Form:
     def of(cls, session: Session) -> Form:
         """Return the form of a session."""
         calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.dtype)
-        return cls(session, calls, Losses(session.runtime, session.graph))
+        return cls(session, calls, Losses(session.runtime, session.graph, session.tracing.batch_dims))
 
     def for_gradients(self, requiring: frozenset[str], *, tracked: bool) -> Form:
         """Return the form for a call with gradients on or off: of a model whose code asks for that, another trace.
@@ -204,10 +204,10 @@ def _in_modes(model: nn.Module, tracing: Tracing) -> Iterator[None]:
 def traced(model: nn.Module, tracing: Tracing, rows: int | None = None) -> ModelGraph:
     """Trace a model in given modes, for a number of rows or as the example has them."""
     with _in_modes(model, tracing):
-        call, mode = (model, tracing.args, tracing.kwargs, None), tracing.with_gradients
+        call, mode, dims = (model, tracing.args, tracing.kwargs, None), tracing.with_gradients, tracing.batch_dims
         if rows is None:
-            return trace_model(*call, tracing.autocast, with_gradients=mode).graph
-        return trace(*call, rows, tracing.autocast, with_gradients=mode)
+            return trace_model(*call, tracing.autocast, with_gradients=mode, batch_dims=dims).graph
+        return trace(*call, rows, tracing.autocast, with_gradients=mode, batch_dims=dims)
 
 
 @gc_paused()

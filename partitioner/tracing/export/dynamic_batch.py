@@ -26,8 +26,9 @@ from partitioner.tracing.errors import depends_on_sizes, trace_error, why_fixed
 from partitioner.tracing.export.export import export
 from partitioner.tracing.export.guards import Assumptions, assumptions_of, symbol_of
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
+from passes.ir.errors import ConfigError
 
-__all__ = ["Exported", "export_fixed", "export_open"]
+__all__ = ["Exported", "export_fixed", "export_open", "wrong_dimension"]
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,29 @@ def export_open(
         return reason
     result = _try_layout(model, inputs, training, layout, max(layout.size, 2), one_size=False)  # a size of 1 is never left open
     if isinstance(result, Exported):
+        _refuse_constant(inputs, layout, result.layout)
         result = _try_layout(model, inputs, training, result.layout, _unique_size(inputs, result.layout))
         return _checked(result) if isinstance(result, Exported) else reason
     if isinstance(result, Exception) and layout.size > 1:
         raise trace_error(model, result) from result
     return reason
+
+
+def _refuse_constant(inputs: ModelInputs, layout: BatchLayout, opened: BatchLayout) -> None:
+    """Raise ConfigError where the model takes one size alone in a dimension that the caller names as the batch, and more in another one."""
+    for index, dimension in layout.dimensions:
+        if index in layout.named and (index, dimension) not in opened.dimensions:
+            raise wrong_dimension(inputs, index, dimension)
+
+
+def wrong_dimension(inputs: ModelInputs, index: int, dimension: int) -> ConfigError:
+    """Return the error for a named batch dimension in which the model takes one size alone."""
+    name = inputs.names[index]
+    return ConfigError(
+        f"batch_dims says that dimension {dimension} of {name} is the batch, and the model takes no other size than "
+        f"{inputs.leaves[index].shape[dimension]} there",
+        remedy=f"name the dimension that holds the samples, or leave {name} out of batch_dims",
+    )
 
 
 def _checked(exported: Exported) -> Exported | str:
@@ -134,7 +153,7 @@ def _try_layout(
     still_open = tuple(pair for pair in layout.dimensions if symbol_of(program, *pair) is not None)
     if not still_open:
         return None
-    open_layout, batch = BatchLayout(layout.size, still_open), symbol_of(program, *still_open[0])
+    open_layout, batch = replace(layout, dimensions=still_open), symbol_of(program, *still_open[0])
     found = {pair: symbol for pair in others if (symbol := symbol_of(program, *pair)) is not None}
     sizes = {symbol: inputs.leaves[leaf].shape[dimension] for (leaf, dimension), symbol in found.items() if symbol != batch}
     open_sizes = {pair: symbol for pair, symbol in found.items() if symbol in sizes}
@@ -167,7 +186,7 @@ def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: 
             if size == layout.size or not depends_on_sizes(error):
                 break
         else:
-            return Exported(program, resized, BatchLayout(size, candidate.dimensions), None, notes, gradient_questions=questions)
+            return Exported(program, resized, replace(candidate, size=size), None, notes, gradient_questions=questions)
     assert first_error is not None
     raise trace_error(model, first_error) from first_error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class ModelInputs:
         tree: the structure of ``(args, kwargs)``.
         autocast: the mixed precision around the call.
         with_gradients: whether the call is made with gradients on.
+        batch_dims: index of a leaf -> its batch dimension, or None for none, where the caller names it.
     """
 
     leaves: tuple[Any, ...]
@@ -41,6 +42,7 @@ class ModelInputs:
     tree: TreeSpec
     autocast: Autocast | None = None
     with_gradients: bool = True
+    batch_dims: Mapping[int, int | None] = field(default_factory=dict)
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -62,21 +64,42 @@ class ModelInputs:
         return replace(self, leaves=tuple(leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves))
 
     def batch_layout(self, dimension: int) -> BatchLayout:
-        """Return the batch dimensions of the inputs, if the batch size is the size of this dimension in the first tensor that has it.
+        """Return the batch dimensions of the inputs. The caller may name them; else the batch is found by its size.
 
-        Every tensor of this size takes part: in the same dimension, else in its first. Without tensors the layout is empty.
+        The batch size is that of the named dimensions, else that of this dimension in the first tensor that has it. Every other tensor of
+        this size takes part: in the same dimension, in a named one, else in its first. Without tensors the layout is empty.
+
+        Raises:
+            ConfigError: the named dimensions have several sizes.
         """
+        named = {index: dim for index, dim in self.batch_dims.items() if dim is not None}
         tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        size = next((leaf.shape[dimension] for _, leaf in tensors if leaf.ndim > dimension), None)
+        size = self._size_of(named)
+        if size is None:
+            found = (leaf for index, leaf in tensors if leaf.ndim > dimension and index not in self.batch_dims)
+            size = next((leaf.shape[dimension] for leaf in found), None)
         if size is None:
             return BatchLayout(1, ())
         batch_dims = []
         for index, leaf in tensors:
-            for candidate in (dimension, 0):
+            candidates = dict.fromkeys((dimension, *named.values(), 0))
+            if index in self.batch_dims:
+                candidates = dict.fromkeys((named[index],) if index in named else ())
+            for candidate in candidates:
                 if leaf.ndim > candidate and leaf.shape[candidate] == size:
                     batch_dims.append((index, candidate))
                     break
-        return BatchLayout(size, tuple(batch_dims))
+        return BatchLayout(size, tuple(batch_dims), frozenset(named))
+
+    def _size_of(self, named: Mapping[int, int]) -> int | None:
+        """Return the size of the dimensions that the caller names; None if there are none."""
+        sizes = {self.names[index]: self.leaves[index].shape[dim] for index, dim in named.items()}
+        if len(set(sizes.values())) > 1:
+            raise ConfigError(
+                f"the inputs differ in batch size, as batch_dims says: {', '.join(f'{name} has {size}' for name, size in sizes.items())}",
+                remedy="name the dimension of each that is the batch, and None for one that has none",
+            )
+        return next(iter(sizes.values()), None)
 
     def other_sizes(self, layout: BatchLayout) -> dict[tuple[int, int], str]:
         """Return the dimensions besides the batch that a model may take in any size, pairs (leaf, dimension) -> what the size is called.
@@ -142,17 +165,20 @@ class BatchLayout:
     Attributes:
         size: the batch size.
         dimensions: pairs (index of a leaf, its batch dimension).
+        named: the leaves whose dimension the caller names.
     """
 
     size: int
     dimensions: tuple[tuple[int, int], ...]
+    named: frozenset[int] = frozenset()
 
     def smaller_layouts(self) -> Iterator[BatchLayout]:
-        """Yield layouts of fewer leaves: without one of them, never the first, then the first alone."""
-        for dropped in reversed(self.dimensions[1:]):
-            yield BatchLayout(self.size, tuple(pair for pair in self.dimensions if pair != dropped))
-        if len(self.dimensions) > 2:
-            yield BatchLayout(self.size, self.dimensions[:1])
+        """Yield layouts of fewer leaves: without one of them, never the first or a named one, then without all of these."""
+        others = [pair for pair in self.dimensions[1:] if pair[0] not in self.named]
+        for dropped in reversed(others):
+            yield replace(self, dimensions=tuple(pair for pair in self.dimensions if pair != dropped))
+        if len(others) > 1:
+            yield replace(self, dimensions=tuple(pair for pair in self.dimensions if pair not in others))
 
 
 def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelInputs:

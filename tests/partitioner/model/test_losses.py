@@ -63,7 +63,7 @@ def test_losses_of_all_rows_are_exact(pm: PartitionedModel) -> None:
 def test_rows_of_ranks_and_microbatches_are_in_their_order() -> None:
     x, target = labelled()
     pm = partitioned(**MODES["mesh"])
-    for name in ("row_order", "weighted"):
+    for name in ("row_order", "root_mean_square"):
         assert difference(cases.model(), pm, NEITHER[name], x, target, loss_reduction="batch") is None, name
     assert difference(cases.model(), pm, MEANS["ignored_labels"], x, target) is None
 
@@ -102,7 +102,7 @@ def test_sums_are_told_from_means(pm: PartitionedModel) -> None:
 def test_every_schedule_takes_a_loss_of_all_rows(schedule: str) -> None:
     x, target = labelled()
     pm = partitioned(devices=2, mode="pipeline", n_microbatches=3, schedule=schedule)
-    assert difference(cases.model(), pm, NEITHER["weighted"], x, target, loss_reduction="batch") is None
+    assert difference(cases.model(), pm, NEITHER["root_mean_square"], x, target, loss_reduction="batch") is None
 
 
 @pytest.mark.parametrize("stages", [(1, 2), *slow((2, 1))], ids=str)
@@ -153,18 +153,46 @@ def test_two_means_over_unlike_numbers_of_targets(pm: PartitionedModel) -> None:
 
 
 def test_what_is_equal_today_may_differ_tomorrow(pm: PartitionedModel) -> None:
-    """A mask that is full on the first step proves nothing: the loss is taken of all rows, which is exact whatever the mask."""
+    """Scales that are equal on the first step prove nothing: the loss is taken of all rows, which is exact whatever they are."""
     x, _ = labelled()
-    full, partly = torch.ones(8, dtype=torch.bool), torch.tensor([1, 1, 1, 1, 1, 0, 0, 0], dtype=torch.bool)
+    equal, unlike = torch.ones(8, dtype=torch.float64), torch.arange(1.0, 9, dtype=torch.float64)
 
-    def masked(o: Tensor, t: Tensor) -> Tensor:
-        return (o.pow(2).mean(1) * t).sum() / t.sum()
+    def scaled(o: Tensor, t: Tensor) -> Tensor:
+        return o.pow(2).mean() / t.amax()
 
-    with pytest.warns(UserWarning, match="cannot be proved to be a mean over rows .*div.* taken of all rows"):
-        assert difference(cases.model(), pm, masked, x, full) is None
+    with pytest.warns(UserWarning, match="cannot be proved to be a mean over rows .*amax.* taken of all rows"):
+        assert difference(cases.model(), pm, scaled, x, equal) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        assert difference(cases.model(), pm, masked, x, partly) is None
+        assert difference(cases.model(), pm, scaled, x, unlike) is None
+
+
+def test_weights_of_classes_are_those_of_the_step(pm: PartitionedModel) -> None:
+    """A new tensor, another one in the module, and other values in it: each step weighs by the weights that its loss reads."""
+    x, target = labelled()
+    criterion = nn.CrossEntropyLoss(weight=cases.WEIGHT.clone())
+
+    def made(weight: Tensor) -> Callable[..., Tensor]:
+        return lambda o, t: F.cross_entropy(o, t, weight=weight)
+
+    for step in range(1, 4):
+        assert difference(cases.model(), pm, made(cases.WEIGHT**step), x, target) is None
+        assert difference(cases.model(), pm, criterion, x, target) is None
+        assert criterion.weight is not None
+        criterion.weight.pow_(2)
+        assert difference(cases.model(), pm, criterion, x, target) is None
+        criterion.weight = cases.WEIGHT.flip(0) + step
+
+
+def test_a_part_of_the_batch_without_weight(pm: PartitionedModel) -> None:
+    """It is 0 / 0 in the part, and no number to weigh the part by, which may have a sum: the step takes the loss of all rows."""
+    x, target = labelled()
+    target[:4], target[4:] = 0, 5
+    assert difference(cases.model(), pm, MEANS["masked_or_none"], x, target) is None
+    with pytest.warns(UserWarning, match="a part of the batch has no weight"):
+        assert difference(cases.model(), pm, MEANS["masked"], x, target) is None
+    weight = torch.tensor([0.0, 1, 1, 1, 1, 2], dtype=torch.float64)
+    assert difference(cases.model(), pm, lambda o, t: F.cross_entropy(o, t, weight=weight), x, target) is None
 
 
 def test_rows_that_are_all_equal_hide_nothing(pm: PartitionedModel) -> None:
@@ -327,10 +355,10 @@ class Returning(nn.Module):
         return {"loss": self.loss_fn(logits, target), "logits": logits}
 
 
-@pytest.mark.parametrize("name", ["weighted", *slow("root_mean_square", "masked")])
+@pytest.mark.parametrize("name", ["weighted", *slow("root_mean_square", "masked", "masked_or_none")])
 def test_a_model_that_returns_its_loss(name: str) -> None:
     x, target = labelled()
-    model = Returning(NEITHER[name])
+    model = Returning({**MEANS, **NEITHER}[name])
     pm = partition(model, devices=2, mode="data", example_inputs=(x, target))
     expected = model(x, target)["loss"]
     expected.backward()
@@ -365,7 +393,7 @@ def test_memory_and_order_of_the_last_step_are_reported() -> None:
     pm = partition(cases.model(), devices=2, mode="pipeline", n_microbatches=8, schedule="1F1B", example_inputs=(x,))
     pm.train_step(x, target=target, loss_fn=F.cross_entropy)
     by_microbatches, text = pm.simulate(), pm.explain()
-    pm.train_step(x, target=target, loss_fn=NEITHER["weighted"], loss_reduction="batch")
+    pm.train_step(x, target=target, loss_fn=NEITHER["root_mean_square"], loss_reduction="batch")
     of_all_rows = pm.simulate()
     assert max(of_all_rows.peak_memory) > max(by_microbatches.peak_memory)
     assert "loss of all rows" not in text
@@ -384,7 +412,7 @@ def test_memory_over_the_limit_is_announced() -> None:
     ):
         tight = partition(cases.model(), devices=2, memory_limit=int(max(pm.plan.memory)) + 1, **options)
     with pytest.warns(UserWarning, match="holds all 16 microbatches on every rank: rank . is predicted to need"):
-        tight.train_step(x, target=target, loss_fn=NEITHER["weighted"], loss_reduction="batch")
+        tight.train_step(x, target=target, loss_fn=NEITHER["root_mean_square"], loss_reduction="batch")
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------------------
@@ -396,11 +424,11 @@ def test_memory_over_the_limit_is_announced() -> None:
 @pytest.mark.parametrize("mode", ["pipeline", "data"])
 def test_processes_refuse_together(workers: Callable[[int], Workers], mode: str) -> None:
     remedy = 'ConfigError pass loss_reduction="batch": the loss is then taken of all rows at once, and is exact'
-    assert workers(2).values(cases.refused_then_exact, mode, timeout=120) == [[remedy, "None", remedy, "None", "None"]] * 2
+    assert workers(2).values(cases.refused_then_exact, mode, timeout=120) == [[remedy, "None", remedy, "None", "None", "None", "None"]] * 2
 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_processes_with_rows_of_their_own(workers: Callable[[int], Workers]) -> None:
-    expected = [None, "ConfigError", "ConfigError", None]
+    expected = [None, "ConfigError", "ConfigError", None, None, None, None]
     assert workers(2).values(cases.trained_on_own_rows, timeout=120) == [expected] * 2

@@ -28,12 +28,16 @@ MEANS: Mapping[str, Loss] = {
     "constant_and_mean": lambda o, t: 1.5 + (o - F.one_hot(t, WIDTH)).pow(2).mean(),
     "sum_by_rows": lambda o, t: o.pow(2).sum() / o.shape[0],
     "preference": lambda o, t: -F.logsigmoid(o[:, 0] - o[:, 1]).mean(),
+    "weighted": lambda o, t: F.cross_entropy(o, t, weight=WEIGHT),
+    "weighted_module": nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=2, label_smoothing=0.2),
+    "weighted_nll": lambda o, t: 2 * F.nll_loss(F.log_softmax(o, -1), t, weight=torch.tensor([3.0, 1.0, 0.5, 2.0, 1.0, 4.0]).to(o)),
+    "masked": lambda o, t: (o.pow(2).mean(1) * (t > 1)).sum() / (t > 1).sum(),
+    "masked_or_none": lambda o, t: (o.pow(2).mean(1) * (t > 4)).sum() / (t > 4).sum().clamp(min=1),
+    "weighted_rows": lambda o, t: -(o.sum(1) * t.double().sqrt()).sum() / (t.double().sqrt().sum() + 1e-3),
 }
-"""Losses of outputs and classes that are a mean over rows, or over the rows that count."""
+"""Losses of outputs and classes that are a mean over rows, or over the rows that count, or weighted by their targets."""
 
 NEITHER: Mapping[str, Loss] = {
-    "weighted": lambda o, t: F.cross_entropy(o, t, weight=WEIGHT),
-    "masked": lambda o, t: (o.pow(2).mean(1) * (t > 2)).sum() / (t > 2).sum(),
     "root_mean_square": lambda o, t: (o - F.one_hot(t, WIDTH)).pow(2).mean().sqrt(),
     "contrastive": lambda o, t: F.cross_entropy(o @ o.T, torch.arange(o.shape[0])),
     "largest": lambda o, t: o.max(),
@@ -93,7 +97,7 @@ def refused_then_exact(mode: Any) -> list[str]:
     x, target = labelled()
     pm = partition(model(), devices=2, mode=mode, example_inputs=(x,), n_microbatches=4 if mode == "pipeline" else None)
     found = []
-    for name in ("weighted", "contrastive"):
+    for name in ("root_mean_square", "contrastive"):
         try:
             pm.train_step(x, target=target, loss_fn=NEITHER[name])
         except PartitionError as error:
@@ -102,7 +106,7 @@ def refused_then_exact(mode: Any) -> list[str]:
         found.append(str(difference(original, pm, NEITHER[name], x, target, loss_reduction="batch")))
         pm.zero_grad()
     found.append(str(difference(original, pm, MEANS["ignored_labels"], x, target)))
-    return found
+    return [*found, *(str(difference(original, pm, MEANS[name], x, target)) for name in ("weighted", "masked_or_none"))]
 
 
 def trained_on_own_rows() -> list[str | None]:
@@ -114,10 +118,11 @@ def trained_on_own_rows() -> list[str | None]:
     found = [_difference_of_rows(pm, NEITHER["contrastive"], x, None, half, "batch")]
     for reduction in ("mean", "batch"):
         try:
-            found.append(_difference_of_rows(pm, NEITHER["masked"], x, target, half, reduction))
+            found.append(_difference_of_rows(pm, NEITHER["root_mean_square"], x, target, half, reduction))
         except PartitionError as error:
             found.append(type(error).__name__)
-    return [*found, _difference_of_rows(pm, MEANS["ignored_labels"], x, target, half, "mean")]
+    counted = ("ignored_labels", "weighted", "masked_or_none", "weighted_rows")
+    return [*found, *(_difference_of_rows(pm, MEANS[name], x, target, half, "mean") for name in counted)]
 
 
 def _difference_of_rows(pm: PartitionedModel, loss_fn: Loss, x: Tensor, target: Tensor | None, rows: slice, reduction: Any) -> str | None:

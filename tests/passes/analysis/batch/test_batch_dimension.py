@@ -198,7 +198,7 @@ MIXED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "padded_rows": lambda x, y, w: F.pad(x, (0, 0, 0, 0, 1, 0)),
     "repeated_batch": lambda x, y, w: x.repeat(2, 1, 1),
     "statistics_of_rows": lambda x, y, w: F.layer_norm(x.transpose(0, 2), (x.shape[0],)),
-    "total_in_a_function": lambda x, y, w: (x.mean().sqrt(), x.mean() * x.sum(), x.sum() / (y > 2).sum(), x.sum() + 1, x.mean() + x.sum()),
+    "total_in_a_function": lambda x, y, w: (x.mean().sqrt(), x.mean() * x.sum(), x.mean() / (y > 2).sum(), x.sum() + 1, x.mean() + x.sum()),
     "totals_of_unlike_weight": lambda x, y, w: F.cross_entropy(x[:, 0], y) + 1,
     "unknown_targets": lambda x, y, w: F.cross_entropy(x[:, 0], x[:, 1].argmax(-1)),
     "random_rows": lambda x, y, w: x[torch.randperm(x.shape[0])],

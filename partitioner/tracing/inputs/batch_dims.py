@@ -1,0 +1,100 @@
+"""Read ``batch_dims=``: which dimension of an input, or of a leaf of the target, is the batch.
+
+batch_dims={"x": 1, "pos": None, "target['labels']": 1}      dimension 1 of x is the batch, pos has none, and so on
+
+A name is that of an argument, for all tensors in it, or of one tensor, as errors name it: ``"batch['pos']"``, ``"args[0]"``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from passes.ir.errors import ConfigError
+from passes.ir.graph import ModelGraph
+
+__all__ = ["TARGET", "BatchDims", "accidental_batch", "argument_of", "input_dims", "no_batch_remedy", "target_dims"]
+
+BatchDims = Mapping[str, int | None]
+"""Name of an argument, or of a tensor in it -> the dimension of the batch; None: it has none."""
+
+TARGET = "target"
+"""The name of the target of a training step."""
+
+
+def input_dims(given: BatchDims, names: Collection[str], leaves: Collection[Any], parameters: Collection[str]) -> dict[int, int | None]:
+    """Return the dimensions of the named inputs: index of a leaf -> its batch dimension.
+
+    Args:
+        names: of the leaves of a call.
+        leaves: their values.
+        parameters: of ``forward``, which other calls may pass.
+
+    Raises:
+        ConfigError: there is no input of a name, or it does not have the dimension.
+    """
+    others = {name for name in given if argument_of(name) == TARGET and TARGET not in {*map(argument_of, names), *parameters}}
+    others |= {name for name in given if name in parameters and name not in map(argument_of, names)}
+    found = _dims_of_leaves({name: dim for name, dim in given.items() if name not in others}, dict(zip(names, leaves, strict=True)), TARGET)
+    return {index: found[name] for index, name in enumerate(names) if name in found}
+
+
+def target_dims(given: BatchDims, leaves: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the dimensions of the named leaves of a target: name of a leaf, ``"target['labels']"`` -> its batch dimension.
+
+    Raises:
+        ConfigError: there is no leaf of a name, or it does not have the dimension.
+    """
+    return _dims_of_leaves({name: dim for name, dim in given.items() if argument_of(name) == TARGET}, leaves)
+
+
+def _dims_of_leaves(given: BatchDims, leaves: Mapping[str, Any], *other_names: str) -> dict[str, int | None]:
+    """Return name of a leaf -> its dimension, from names of leaves or of what holds them; the most exact name of a leaf counts."""
+    found: dict[str, int | None] = {}
+    for name, dim in sorted(given.items(), key=lambda pair: len(pair[0])):
+        named = [leaf for leaf in leaves if leaf == name or leaf.startswith((f"{name}[", f"{name}."))]
+        tensors = [leaf for leaf in named if isinstance(leaves[leaf], Tensor)]
+        if not named:
+            raise _unknown(name, [*leaves, *map(argument_of, leaves), *other_names])
+        if not tensors:
+            raise ConfigError(f"batch_dims names {name}, which is no tensor", remedy="name tensors alone")
+        for leaf in tensors:
+            found[leaf] = None if dim is None else _dimension(leaf, leaves[leaf], dim)
+    return found
+
+
+def _unknown(name: str, known: Collection[str]) -> ConfigError:
+    """Return the error for a name that no input has."""
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(name, names, n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigError(f"batch_dims names {name!r}, and there is no such input", remedy=f"{meant}the names are {', '.join(names)}")
+
+
+def _dimension(name: str, tensor: Tensor, dim: int) -> int:
+    """Return a dimension of a tensor, counted from its first; raise ConfigError if it has none such."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ConfigError(
+            f"batch_dims says that dimension {dim} of {name} is the batch, and {name} has shape {tuple(tensor.shape)}",
+            remedy=f'name a dimension that it has, or none: batch_dims={{"{name}": None}}',
+        )
+    return dim % tensor.dim()
+
+
+def argument_of(name: str) -> str:
+    """Return the argument that a tensor is in: ``"batch"`` for ``"batch['pos']"``."""
+    return name.partition("[")[0].partition(".")[0]
+
+
+def no_batch_remedy(names: Collection[str]) -> str:
+    """Return the option that says that inputs have no batch, as a user writes it."""
+    return f"batch_dims={{{', '.join(f'{chr(34)}{name}{chr(34)}: None' for name in names)}}}"
+
+
+def accidental_batch(graph: ModelGraph) -> str:
+    """Return a clause for remedies of rows that meet: an input may be as long as the batch by accident. Empty where one input has it."""
+    others = [leaf.name for leaf in graph.inputs if leaf.batch_dim is not None][1:]
+    return f"; if an input is as long as the batch by accident, say so: {no_batch_remedy(others)}" if others else ""
