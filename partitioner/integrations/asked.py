@@ -39,7 +39,7 @@ def await_trainer(session: Session) -> None:
 
 
 def _prepare_trainer(_module: ModuleType) -> None:
-    from partitioner.integrations.trainer.methods import replace_methods  # noqa: PLC0415  importing partitioner imports little
+    from partitioner.integrations.transformers.methods import replace_methods  # noqa: PLC0415  importing partitioner imports little
 
     replace_methods()
 

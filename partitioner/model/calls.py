@@ -265,12 +265,16 @@ class Calls:
         """Return the inputs whose gradients are wanted, in the order in which programs return the gradients."""
         return [leaf.placeholder for leaf in self._graph.inputs if leaf.placeholder is not None and leaf.placeholder in wanted]
 
+    def rows_passed(self, batch: int) -> int:
+        """Return the rows of a batch that this process passes, and gets results for."""
+        return self._rows.rows_passed(batch)
+
     def result(self, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
         """Return the model's outputs in their original structure, from the computed values and the constants among its results.
 
         New values of inputs are written into the caller's tensors.
         """
-        rows = self._rows.rows_passed(inputs.batch)
+        rows = self.rows_passed(inputs.batch)
         if self._graph.batch is None and rows not in self._shapes:
             self._shapes[rows] = [(list(value.shape), value.dtype) for value in values]
         by_node = dict(zip(self._graph.returned, own_memory(values, inputs), strict=True))

@@ -19,7 +19,6 @@ from cost_models.simulator.result import Simulation
 from cost_models.text_files import write_text
 from partitioner.lowering.dump_passes import dump_passes
 from partitioner.lowering.lowering import Lowering
-from partitioner.model.autograd import Accumulation, backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
@@ -36,6 +35,10 @@ from partitioner.model.module.structure import ModuleInPlan, RegisteredTensors, 
 from partitioner.model.replan import Replanned, replan
 from partitioner.model.session import Session
 from partitioner.model.simulate import Step, simulate
+from partitioner.model.steps.autograd import backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
+from partitioner.model.steps.gradient_accumulation import Accumulation
+from partitioner.model.steps.loss_in_step import LossInStep
+from partitioner.model.steps.train_step import prepare_step
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.constraints import Constraints
 from partitioner.options.precision import converted_inputs
@@ -45,7 +48,6 @@ from partitioner.reports.check.report import CheckReport
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.cost_formula import cost_formula
 from partitioner.reports.explain.explanation import explanation
-from partitioner.reports.explain.step_memory import warn_of_loss
 from partitioner.reports.page.build import page_html
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
@@ -89,6 +91,8 @@ class PartitionedModel(ModuleInPlan):
         self._forms = Forms(session)
         self._freezing = Freezing(session.state.named_parameters())
         self._accumulation = Accumulation(session.state.named_parameters())
+        self.loss_in_step = LossInStep(self._accumulation)
+        """Runs steps inside of calls, for integrations."""
         self._norm = ModelNorm(session.original, session.state, session.runtime)
         self._gathered = GatheredState(session.state, session.runtime)
         self._dtensors = DTensorState(session.state, session.runtime, self._gathered, session.plan.grid)
@@ -120,7 +124,7 @@ class PartitionedModel(ModuleInPlan):
             self._tensor_places.refuse_replaced()
             return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
         if replaced := self._tensor_places.replaced():
-            with self._tensor_places.registered():
+            with self._tensor_places.registered(), self.loss_in_step.off():
                 return call_with(self._form.session, self._run_forward, replaced, args, kwargs)
         return self._run_forward(*args, **kwargs)
 
@@ -133,8 +137,8 @@ class PartitionedModel(ModuleInPlan):
         if not (differentiation.outputs and tracks_gradients(calls, inputs)):
             return calls.result(calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs)
         self._check_parameters()
-        outputs = tracked_forward(calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
-        return calls.result(outputs, inputs)
+        given = (calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
+        return calls.result(self.loss_in_step.results(form_of_call, inputs, lambda: tracked_forward(*given)), inputs)
 
     def train_step(
         self,
@@ -173,18 +177,10 @@ class PartitionedModel(ModuleInPlan):
         self._tensor_places.refuse_replaced()
         check_loss(loss_fn, loss_reduction)
         self._check_parameters()
-        form_of_call, inputs = self._bind(args, kwargs, tracked=True)
-        form_of_sizes = at_sizes(form_of_call, inputs)
-        prepared = form_of_sizes.losses.prepare(inputs, target, loss_fn, loss_reduction, form_of_sizes.session.lowerings.for_batch)
-        lowering, form = prepared.lowering, prepared.form
-        differentiation = lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
-        programs = lowering.train_step(differentiation, prepared.n_microbatches, form, self._accumulation.gradients)
-        is_new = form_of_call.last_step is None or form_of_call.last_step[-1] != form
-        if form.reduction == "batch" and is_new:
-            warn_of_loss(self._session.plan, self._session.assumed.limits)
-        form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.kept, differentiation, form)
-        loss, gradients = form_of_sizes.calls.step(lowering, programs, inputs, prepared.extra)
-        backward_of_inputs(inputs.tensors, form_of_sizes.calls.input_gradient_names(differentiation.inputs), gradients)
+        form, inputs = self._bind(args, kwargs, tracked=True)
+        step = prepare_step(form, inputs, target, loss_fn, loss_reduction, self._accumulation.gradients)
+        loss, gradients = step.run()
+        backward_of_inputs(inputs.tensors, step.input_names, gradients)
         return loss
 
     def generate(self, input_ids: Tensor | Sequence[Tensor] | None = None, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from partitioner.integrations.lightning.first_batch import STEPS, first_batch
 from partitioner.integrations.lightning.optimizer_states import has_other_stages, load_optimizer_state, optimizer_state
 from partitioner.integrations.lightning.partitioned_module import Replacement, refuse_shared, traceable
 from partitioner.integrations.lightning.processes import Processes, reduced
+from partitioner.integrations.losses_in_steps import losses_in_steps
 from partitioner.integrations.options import checked_options
 from partitioner.integrations.random_states import share_random_states
 from partitioner.model.partitioned_model import PartitionedModel
@@ -333,6 +334,11 @@ class TrainerPartition(Processes):
             self._put_in()
 
     # -- steps ---------------------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step, by the schedule of a pipeline where the model returns the loss."""
+        with losses_in_steps(self._trained_models):
+            return cast(Any, super()).training_step(*args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

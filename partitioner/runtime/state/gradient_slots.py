@@ -37,6 +37,7 @@ class GradientStore:
         self._calls_hooks = True
         self.discards = False
         self._waiting: dict[StoredParameter, Tensor] = {}
+        self._aside: dict[StoredParameter, Tensor] | None = None
 
     def begin(self) -> None:
         """Discard gradients of a run that failed."""
@@ -45,7 +46,9 @@ class GradientStore:
     def add(self, stored: StoredParameter, gradient: Tensor, block: Block | None) -> None:
         """Add a summed gradient, or a block of it."""
         parameter = stored.parameter
-        if self._calls_hooks and has_hooks(parameter):
+        if self._aside is not None:
+            self._aside[stored] = _add(self._aside.get(stored), gradient, block, parameter)
+        elif self._calls_hooks and has_hooks(parameter):
             self._waiting[stored] = _add(self._waiting.get(stored), gradient, block, parameter)
         else:
             set_gradient(stored, _add(parameter.grad, gradient, block, parameter))
@@ -67,6 +70,23 @@ class GradientStore:
             yield
         finally:
             self.discards = previous
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[dict[StoredParameter, Tensor]]:
+        """Return a context in which gradients are kept in a dictionary of their own, for ``add_scaled``."""
+        previous, self._aside = self._aside, {}
+        try:
+            yield self._aside
+        finally:
+            self._aside = previous
+
+    def add_scaled(self, kept: dict[StoredParameter, Tensor], factor: Tensor) -> None:
+        """Add the gradients that were kept aside to ``.grad``, each multiplied by a number; ``kept`` is empty then."""
+        while kept:
+            stored, gradient = kept.popitem()
+            if stored.parameter.requires_grad:
+                self.add(stored, gradient * factor.to(gradient.device), None)
+        self.finish()
 
     @contextlib.contextmanager
     def without_hooks(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.partitioner.integrations.loops import problems
-from tests.partitioner.integrations.trainer.training import Trained, few_steps, local_rows, smoothed_mean, trained
+from tests.partitioner.integrations.transformers.training import Trained, few_steps, local_rows, smoothed_mean, trained
 from tests.support.processes.processes import Workers
 
 KINDS = ("gpt", "resnet")

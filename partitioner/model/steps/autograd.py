@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.calls import Calls
 from partitioner.model.effects.written_inputs import with_copies
+from partitioner.model.steps.gradient_accumulation import Accumulation
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
-from partitioner.runtime.state.gradient_slots import is_unsummed
 from partitioner.runtime.state.hooks import has_hooks
 from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
@@ -25,62 +25,24 @@ from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.torch_private import is_transformed, is_view, tree_leaves, version_of, will_run
 
-__all__ = ["Accumulation", "backward_of_inputs", "outside_inference_mode", "tracked_forward", "tracks_gradients"]
+__all__ = ["Versions", "backward_of_inputs", "outside_inference_mode", "tracked_call", "tracked_forward", "tracks_gradients"]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 """Returns the outputs, and the saved tensors."""
 
-Backward = Callable[[Any, tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
-"""(saved tensors, gradients of the outputs or None) -> gradients of the inputs that autograd tracks."""
+Backward = Callable[[Any, tuple[Tensor | None, ...], bool], tuple[Tensor | None, ...]]
+"""(saved tensors, gradients of the outputs or None, whether those of parameters are wanted) -> gradients of the inputs, in order."""
 
 
 _FIRST_INPUT = 4
 """The place of the first of the model's inputs among the arguments of ``_PartitionedCall.forward``."""
 
 
-class Accumulation:
-    """Decides whether a step sums gradients over ranks, and knows whether parts of earlier steps are still to be summed."""
-
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._parameters = tuple(parameters)
-        self._holds = False
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keep each rank's part of gradients inside; see ``PartitionedModel.no_sync``."""
-        before, self._holds = self._holds, True
-        try:
-            yield
-        finally:
-            self._holds = before
-
-    @property
-    def holds(self) -> bool:
-        """Whether steps now keep each rank's part of gradients."""
-        return self._holds
-
-    @property
-    def gradients(self) -> Gradients:
-        """What the next step does with gradients: keep parts, add them to the parts of earlier steps and sum, or sum its own."""
-        if self._holds:
-            return "keep"
-        return "add" if any(is_unsummed(parameter) for _, parameter in self._parameters) else "sum"
-
-    def check(self, what: str) -> None:
-        """Raise ConfigError while a gradient is this rank's part of a sum; ``what`` names the call that needs whole gradients."""
-        name = next((name for name, parameter in self._parameters if is_unsummed(parameter)), None)
-        if name is not None:
-            raise ConfigError(
-                f"{what} needs whole gradients, and that of {name} is this rank's part: every step since it was cleared ran in no_sync()",
-                remedy="run the last step of an accumulation outside no_sync()",
-            )
-
-
 class _PartitionedCall(torch.autograd.Function):
     """One forward of all ranks as one node of the autograd graph. The backward programs add parameter gradients to ``.grad``."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Forward, backward: Backward, tracked: Sequence[bool], anchor: Tensor, *leaves: Tensor) -> Any:
+    def forward(ctx: Any, forward: Forward, backward: Callable[..., Any], tracked: Sequence[bool], anchor: Tensor, *leaves: Tensor) -> Any:
         outputs, saved = forward()
         ctx.saved = saved
         ctx.run = backward
@@ -128,7 +90,7 @@ def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class _Versions:
+class Versions:
     """The versions, at the end of a forward, of the tensors that its backward may read: each write in place counts one up.
 
     Attributes:
@@ -140,7 +102,7 @@ class _Versions:
     saved: tuple[tuple[Tensor, int | None], ...]
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, str, Tensor]], saved: Any) -> _Versions:
+    def of(cls, named: Iterable[tuple[str, str, Tensor]], saved: Any) -> Versions:
         """Return the present versions of named tensors, and of those among nested saved values."""
         tensors = [leaf for leaf in tree_leaves(saved) if isinstance(leaf, Tensor)]
         return cls(tuple((*each, version_of(each[2])) for each in named), tuple((each, version_of(each)) for each in tensors))
@@ -191,7 +153,7 @@ class _Kept:
     """
 
     saved: Mapping[int, _TakenOnce]
-    versions: _Versions | None
+    versions: Versions | None
 
 
 _INPUT = "input "
@@ -231,27 +193,26 @@ def tracked_forward(
 
     def forward() -> tuple[tuple[Tensor, ...], Any]:
         """Run the training forward; return the model's outputs, and what its backward reads."""
-        before = _Versions.of(calls.named_buffers(), ())
+        before = Versions.of(calls.named_buffers(), ())
         results = calls.run(lowering, lowering.training_forward(differentiation, count), read)
         outputs = _writable(results[here][0])
         metas.update({name: torch.empty_like(output, device="meta") for name, output in zip(training.returned, outputs, strict=True)})
         saved = {rank: result[1] for rank, result in results.items()}
         own = dict(before.changed())  # of a buffer that the model writes to, the backward reads a saved value
         named = [each for each in calls.named_tensors(read) if each[0] not in own]
-        return outputs, _Kept({rank: _TakenOnce(each) for rank, each in saved.items()}, _Versions.of(named, saved))
+        return outputs, _Kept({rank: _TakenOnce(each) for rank, each in saved.items()}, Versions.of(named, saved))
 
-    def backward(kept: _Kept, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def backward(kept: _Kept, gradients: tuple[Tensor | None, ...], wants_parameters: bool) -> tuple[Tensor | None, ...]:
         """Run the backward, with zeros for outputs without a gradient; return the gradients of this process's inputs."""
         rows, graph = lowering.rows, lowering.graph
         present = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
         if not present:  # a function behind the call returned None
-            return (None,) * sum(name in inputs.tensors for name in names)
+            return (None,) * len(names)
         filled = _filled(present, {name: metas[name] for name in differentiated})
         extra = {
             rank: {"saved": kept.saved[rank], "output_gradients": rows.output_gradients(graph, differentiated, filled, rank)}
             for rank in runtime.local_ranks
         }
-        wants_parameters = will_run(accumulate) or _named_as_inputs(calls.parameters)
         mode: Gradients = "keep" if in_no_sync or not wants_parameters else accumulation.gradients
         programs = lowering.backward(differentiation, count, frozenset(present), mode)
         with runtime.failing_together():
@@ -259,17 +220,34 @@ def tracked_forward(
             kept.versions.check(programs)
         kept.versions = None  # it holds the saved values
         with contextlib.nullcontext() if wants_parameters else calls.discarding_gradients():
-            input_gradients = rows.input_gradients(graph, names, calls.run(lowering, programs, read, extra)[here])
-        return tuple(gradient for name, gradient in zip(names, input_gradients, strict=True) if name in inputs.tensors)
+            return tuple(rows.input_gradients(graph, names, calls.run(lowering, programs, read, extra)[here]))
 
+    return tracked_call(calls, inputs, names, forward, backward, tuple(name in differentiated for name in training.returned))
+
+
+def tracked_call(
+    calls: Calls, inputs: BoundInputs, names: Sequence[str], forward: Forward, backward: Backward, tracked: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Run a forward as one node of the autograd graph; return its outputs.
+
+    Args:
+        names: of the inputs whose gradients ``backward`` returns, also of those that this process lacks.
+        tracked: for each output, whether autograd tracks it.
+    """
     # Autograd runs a function's backward only if one of its inputs requires grad, and backward(inputs=...) if one of these is among them.
     # Autograd would call hooks of parameters without a gradient: the programs call them.
     anchor = torch.empty(0, requires_grad=True)
     accumulate = torch.autograd.graph.get_gradient_edge(anchor).node
+
+    def of_given_inputs(saved: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Run the backward; return the gradients of the inputs that this process was given."""
+        wants_parameters = will_run(accumulate) or _named_as_inputs(calls.parameters)
+        of_inputs = backward(saved, gradients, wants_parameters)
+        return tuple(gradient for name, gradient in zip(names, of_inputs, strict=True) if name in inputs.tensors)
+
     leaves = [inputs.tensors[name] for name in names if name in inputs.tensors]
     leaves += [parameter for parameter in calls.parameters if parameter.requires_grad and not has_hooks(parameter)]
-    tracked = tuple(name in differentiated for name in training.returned)
-    outputs: tuple[Tensor, ...] = _PartitionedCall.apply(forward, backward, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _PartitionedCall.apply(forward, of_given_inputs, tracked, anchor, *leaves)  # type: ignore[no-untyped-call]
     return outputs
 
 

@@ -1,1 +1,0 @@
-"""transformers' Trainer: its checkpoints have the states of all ranks."""

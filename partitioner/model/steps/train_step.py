@@ -1,0 +1,74 @@
+"""One training step by the plan's schedule: how its loss is computed, its programs, and its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from partitioner.model.losses.losses import PreparedLoss
+from partitioner.model.module.forms import at_sizes
+from partitioner.model.module.modes import Form
+from partitioner.reports.explain.step_memory import warn_of_loss
+from partitioner.runtime.arguments import BoundInputs
+from partitioner.runtime.executor import ProgramSet
+from passes.autograd.staged_model import Differentiation
+from passes.emit.place_on_mesh import Gradients
+from passes.emit.programs import LossReduction
+
+__all__ = ["PreparedStep", "prepare_step"]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedStep:
+    """A training step that can be run.
+
+    Attributes:
+        form: the model for these sizes of the inputs.
+        inputs: of the step.
+        loss: how the loss is computed.
+        differentiation: what gets a gradient.
+        programs: of all ranks.
+    """
+
+    form: Form
+    inputs: BoundInputs
+    loss: PreparedLoss
+    differentiation: Differentiation
+    programs: ProgramSet
+
+    @property
+    def input_names(self) -> list[str]:
+        """The inputs whose gradients ``run`` returns, in order."""
+        return self.form.calls.input_gradient_names(self.differentiation.inputs)
+
+    def run(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Run the step: gradients of parameters are added to ``.grad``. Return the loss, and the gradients of inputs."""
+        loss, gradients = self.form.calls.step(self.loss.lowering, self.programs, self.inputs, self.loss.extra)
+        return loss, tuple(gradients)
+
+
+def prepare_step(
+    form_of_call: Form,
+    inputs: BoundInputs,
+    target: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    loss_reduction: LossReduction,
+    gradients: Gradients,
+) -> PreparedStep:
+    """Decide how a step computes its loss, and lower its programs; reports describe it from now on.
+
+    Raises:
+        ConfigError: the loss is no tensor of one number, or contradicts ``loss_reduction``.
+    """
+    form = at_sizes(form_of_call, inputs)
+    prepared = form.losses.prepare(inputs, target, loss_fn, loss_reduction, form.session.lowerings.for_batch)
+    differentiation = prepared.lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
+    programs = prepared.lowering.train_step(differentiation, prepared.n_microbatches, prepared.form, gradients)
+    is_new = form_of_call.last_step is None or form_of_call.last_step[-1] != prepared.form
+    if prepared.form.reduction == "batch" and is_new:
+        warn_of_loss(form_of_call.session.plan, form_of_call.session.assumed.limits)
+    form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.kept, differentiation, prepared.form)
+    return PreparedStep(form, inputs, prepared, differentiation, programs)
