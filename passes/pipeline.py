@@ -35,6 +35,7 @@ from passes.autograd.staged_model import Differentiation, LoweredStages, cut_sta
 from passes.emit.inline_stages import inline_stages
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
 from passes.emit.programs import LossForm, emit_backward, emit_call, emit_forward, emit_train_step
+from passes.emit.random_state import share_state
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.program_printer import ProgramModule
@@ -253,6 +254,8 @@ def emit(lowered: Lowered, target: Target) -> Lowered:
                 emitted[key] = _emit_pipeline(lowered.stages[pipeline, replica], own_target, devices)
         by_position = [emitted[stage_devices[replica]][position] for position, replica in sorted(replica_of.items())]
         programs += [(pipeline, program) for program in by_position if owner[ranks[program.rank]] == pipeline]
+    loss_rank = lowered.pipelines[0][lowered.stages[0, 0].collectors[0]] if target.kind == "train_step" and target.loss.draws else None
+    share_state([program for _, program in programs], tuple(range(lowered.plan.n_ranks)), loss_rank)
     return replace(lowered, programs=tuple(programs))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from partitioner.runtime.collectives.exchange import Exchange
+from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.transfers import Exchanged, Transfer
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.executor import ProgramSet, Run
@@ -55,16 +56,6 @@ class _Collective:
         return f"{self.name}{operation}, collective {self.number} of {rank_list(self.group)}"
 
 
-@dataclass(frozen=True)
-class _DrawTurn:
-    """Waited for by a stage before it draws random numbers: the draws of earlier stages, which the original model makes first."""
-
-    stage: int
-
-    def __str__(self) -> str:
-        return f"the random numbers of the stages before stage {self.stage}"
-
-
 @dataclass
 class _Mailbox:
     """Communication under way between the ranks of one run.
@@ -74,20 +65,19 @@ class _Mailbox:
         exchanges: collective -> rank that has started it -> its exchanges.
         n_finished: collective -> how many ranks have its results.
         draws: (group, number of the draw) -> what the first rank drew, and how many ranks have it.
-        undrawn: stage -> how many of its ranks have not drawn all of their random numbers yet.
     """
 
     messages: dict[_Receive, Tensor] = field(default_factory=dict)
     exchanges: defaultdict[_Collective, dict[int, Sequence[Exchange]]] = field(default_factory=lambda: defaultdict(dict))
     n_finished: defaultdict[_Collective, int] = field(default_factory=lambda: defaultdict(int))
     draws: dict[tuple[tuple[int, ...], int], tuple[Any, int]] = field(default_factory=dict)
-    undrawn: Counter[int] = field(default_factory=Counter)
 
 
 class _EmbeddedTransport(CollectiveTransport):
     """The communication of one rank: through the mailbox, without copies between ranks of one device."""
 
-    def __init__(self, rank: int, devices: Sequence[torch.device], mailbox: _Mailbox) -> None:
+    def __init__(self, rank: int, devices: Sequence[torch.device], mailbox: _Mailbox, stream: RandomStream) -> None:
+        self.stream = stream
         self.rank = rank
         self.device = devices[rank]
         self._devices = devices
@@ -124,18 +114,13 @@ class _EmbeddedTransport(CollectiveTransport):
             return arguments[0].copy_(drawn)
         return tuple(tensor.to(self.device) for tensor in drawn) if isinstance(drawn, tuple) else drawn.to(self.device)
 
-    def draw_turn(self, stage: int) -> _DrawTurn:
-        return _DrawTurn(stage)
+    def share_random_state(self, group: tuple[int, ...], source: int, *, after_loss: bool = False) -> None:
+        """Do nothing: the ranks of this process share its generators."""
 
-    def end_draw_turn(self, stage: int) -> None:
-        self._mailbox.undrawn[stage] -= 1
-
-    def ready(self, pending: _Receive | _Collective | _DrawTurn) -> bool:
-        """Whether a message was sent, all ranks have started a collective, or earlier stages have drawn."""
+    def ready(self, pending: _Receive | _Collective) -> bool:
+        """Whether a message was sent, or all ranks have started a collective."""
         if isinstance(pending, _Receive):
             return pending in self._mailbox.messages
-        if isinstance(pending, _DrawTurn):
-            return not any(count for stage, count in self._mailbox.undrawn.items() if stage < pending.stage)
         return len(self._mailbox.exchanges[pending]) == len(pending.group)
 
     def wait(self, pending: _Receive | _Collective) -> Tensor | list[Tensor]:
@@ -193,8 +178,9 @@ class EmbeddedRuntime:
         Raises:
             CommunicationError: deadlock, all ranks are blocked; names what each waits for.
         """
-        mailbox = _Mailbox(undrawn=Counter(stage for rank in self.local_ranks for stage in programs.executables[rank].drawing_stages))
-        transports = {rank: _EmbeddedTransport(rank, self.devices, mailbox) for rank in self.local_ranks}
+        mailbox = _Mailbox()
+        stream = RandomStream(programs.draws, max((given.get("batch", 0) for given in inputs.values()), default=0), self.devices)
+        transports = {rank: _EmbeddedTransport(rank, self.devices, mailbox, stream) for rank in self.local_ranks}
         running = {rank: programs.executables[rank].start(transports[rank], inputs[rank]) for rank in self.local_ranks}
         waiting: dict[int, Any] = {}
         results: dict[int, Any] = {}
@@ -205,6 +191,7 @@ class EmbeddedRuntime:
                     raise _deadlock(waiting)
                 for rank in runnable:
                     _advance(rank, running, waiting, results)
+            stream.finish()
         return lambda: results
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:

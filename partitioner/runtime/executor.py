@@ -11,12 +11,11 @@ The graph is written as straight-line Python, node by node, in order; a ``wait``
         receive_h_mb0 = None
         ...
 
-Where a step has one forward of each stage, stages draw their random numbers in the order of the model, whichever rank is ahead:
+A call that draws random numbers says whose they are, so that every rank draws those of one device (``random_stream``):
 
-        while not transport.ready(transport.draw_turn(3)):
-            yield transport.draw_turn(3)
-        dropout_mb0 = transport.draw_alike(...)
-        transport.end_draw_turn(3)
+        transport.begin_draw((0, 3))
+        stage3_forward_mb0 = stage3_forward(...)
+        transport.end_draws((0, 3))
 
 A value is dropped after its last use, so that memory is that of the schedule. The embedded runtime runs the generators of all ranks
 alternately, switching where one waits; under torchrun ``wait`` blocks and the generator never yields.
@@ -38,9 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from partitioner.runtime.collectives.random_stream import ProgramDraws
 from partitioner.runtime.recording.recorder import active_recorders, in_profiler_ranges
-from passes.graph.schemas import draws
-from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, wait
+from passes.emit.random_state import drawing_calls
+from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, share_random_state, wait
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
 from passes.rules.ops.grouped_mm import MIXTURE, PRODUCT_CUTS, grouped_mm, grouped_mm_of_each
@@ -57,13 +57,11 @@ class Executable:
     Attributes:
         program: what it runs.
         source: the Python text of it.
-        drawing_stages: the stages whose forwards draw random numbers, in the order of the model.
     """
 
     def __init__(self, program: Program) -> None:
         writer = _Writer(program.module)
         self.program = program
-        self.drawing_stages = writer.draws.stages
         self.source = writer.generator()
         self._run: Callable[..., Run] = writer.compile(self.source, f"program of rank {program.rank}")
         self._recorded: Callable[..., Run] | None = None
@@ -97,6 +95,11 @@ class ProgramSet:
     programs: tuple[Program, ...]
     executables: Mapping[int, Executable]
 
+    @functools.cached_property
+    def draws(self) -> ProgramDraws:
+        """The random numbers that the programs draw."""
+        return ProgramDraws(self.programs)
+
 
 class _Writer:
     """Writes a graph as Python text, one line a node.
@@ -111,7 +114,8 @@ class _Writer:
         self.module = module
         self.recorded, self.counted = recorded, counted
         self.names: dict[str, Any] = {}
-        self.draws = _DrawOrder(module)
+        self._draws = dict(drawing_calls(module))
+        self._last_draws = {draws: node for node, draws in self._draws.items() if draws is not None}
         self._last_use = _last_uses(module.graph)
         self._calls: dict[str, tuple[str, str]] = {}
 
@@ -144,7 +148,7 @@ class _Writer:
                 section = node_section
                 lines.append(f"    recorder.begin({section!r})")
             recorded = self._add_recording(node, self._statement(node))
-            lines += [f"    {line}" for line in self.draws.add_turns(node, recorded, pauses=self.recorded)]
+            lines += [f"    {line}" for line in self._add_draws(node, recorded)]
             dropped = self._last_use.get(node, [])
             if dropped and node.op != "output":
                 lines.append(f"    {' = '.join(value.name for value in dropped)} = None")
@@ -164,6 +168,14 @@ class _Writer:
         if node.target in COMMUNICATION:
             return [f"recorder.start({node.name!r})", *lines, "recorder.started()"]
         return lines
+
+    def _add_draws(self, node: fx.Node, lines: list[str]) -> list[str]:
+        """Add the lines that say whose random numbers a node draws."""
+        if node not in self._draws:
+            return lines
+        draws = self._draws[node]
+        is_last = draws is not None and self._last_draws[draws] is node
+        return [f"transport.begin_draw({draws})", *lines, *([f"transport.end_draws({draws})"] if is_last else [])]
 
     def _counting(self, node: fx.Node) -> str:
         """Let the recorder count the rows of a product by groups."""
@@ -190,7 +202,7 @@ class _Writer:
             pending = self._value(node.args[0])
             return [f"while not transport.ready({pending}):", f"    yield {pending}", f"{node.name} = transport.wait({pending})"]
         assert callable(node.target)
-        if node.target in COMMUNICATION or node.target is draw_alike:
+        if node.target in COMMUNICATION or node.target in (draw_alike, share_random_state):
             return [f"{node.name} = transport.{node.target.__name__}({self._arguments(node)})"]
         function = quick_call(node)
         return [f"{node.name} = {self._object(getattr(function, '__name__', node.name), function)}({self._arguments(node)})"]
@@ -247,41 +259,6 @@ class _Writer:
         return name
 
 
-class _DrawOrder:
-    """Makes stages draw random numbers in the order of the model; does nothing in programs with several forwards of a stage."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        actions = {node: node.meta.get("section") for node in module.graph.nodes}
-        has_one_forward_each = all(action.microbatch == 0 for action in actions.values() if isinstance(action, Action))
-        self._first: dict[int, fx.Node] = {}
-        self._last: dict[int, fx.Node] = {}
-        for node, action in actions.items():
-            if not isinstance(action, Action) or action.kind is not ActionKind.FORWARD:
-                continue
-            if has_one_forward_each and _draws(node, module):
-                self._first.setdefault(action.stage, node)
-                self._last[action.stage] = node
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages that draw, in the order of the program."""
-        return tuple(self._first)
-
-    def add_turns(self, node: fx.Node, statement: list[str], *, pauses: bool) -> list[str]:
-        """Wait for the draws of earlier stages before the first draw of a stage, and end the stage's turn after its last one.
-
-        ``pauses``: tell the recorder that the action pauses meanwhile.
-        """
-        for stage, first in self._first.items():
-            if node is first:
-                turn = f"transport.draw_turn({stage})"
-                loop = [f"while not transport.ready({turn}):", f"    yield {turn}"]
-                statement = [*(["recorder.end()", *loop, "recorder.resume()"] if pauses else loop), *statement]
-            if node is self._last[stage]:
-                statement = [*statement, f"transport.end_draw_turn({stage})"]
-        return statement
-
-
 def _is_counted(node: fx.Node) -> bool:
     """Whether a node is the product of a mixture of experts that shows how many rows each has."""
     return node.target is grouped_mm and MIXTURE in (node.meta.get("custom") or {})
@@ -291,14 +268,6 @@ def _is_forward(node: fx.Node) -> bool:
     """Whether a node computes a forward, and not a backward that may compute it again."""
     section = node.meta.get("section")
     return isinstance(section, Action) and section.kind is ActionKind.FORWARD
-
-
-def _draws(node: fx.Node, module: fx.GraphModule) -> bool:
-    """Whether a node draws random numbers, itself or in the stage that it calls."""
-    if node.target is draw_alike:
-        return True
-    called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return isinstance(called, StageCall) and any(inner.op == "call_function" and draws(inner) for inner in called.graph.graph.nodes)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

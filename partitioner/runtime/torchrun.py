@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.torch_distributed import all_gather_single, as_bytes, wait_for
 from partitioner.runtime.collectives.transfers import Exchanged, Transfer, exchange
 from partitioner.runtime.executor import ProgramSet, Run
@@ -111,9 +112,11 @@ class TorchrunRuntime:
             kind = prepared.traffic.name.rpartition(" ")[0]  # without the digest
             connection.begin_call(f"{kind} of model {self._number}", compared, optimizer_steps)
             connection.open(prepared.traffic)
-            transport = DistributedTransport(connection, prepared)
+            stream = RandomStream(programs.draws, inputs[self._rank].get("batch", 0), [self.devices[self._rank]])
+            transport = DistributedTransport(connection, prepared, stream)
             run = programs.executables[self._rank].start(transport, inputs[self._rank])
             found = _go_on(run)
+            stream.finish()
 
         def finish() -> dict[int, Any]:
             with self._reporting_errors(), torch.no_grad():

@@ -57,11 +57,13 @@ class LossForm:
         reduction: whether it is a mean or a sum over the batch, or needs all rows of the batch at once.
         dtype: of its value.
         is_weighted: whether programs are given what each microbatch counts; else it follows from its rows.
+        draws: whether it draws random numbers.
     """
 
     reduction: LossReduction = "mean"
     dtype: torch.dtype = torch.float32
     is_weighted: bool = False
+    draws: bool = False
 
 
 def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, devices: Sequence[torch.device]) -> tuple[Program, ...]:
@@ -227,7 +229,7 @@ def _loss_of_microbatch(emitter: StageEmitter, microbatch: int, form: LossForm, 
     target = emitter.item(emitter.targets, microbatch, f"target_mb{microbatch}")
     weight = emitter.item(emitter.weights, microbatch, f"weight_mb{microbatch}")
     arguments = (values, target, emitter.inputs["loss_fn"], weight, emitter.size(microbatch))
-    call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, f"loss_call_mb{microbatch}")
+    call = emitter.call_module("loss", lambda: _loss_call(lowered, form), arguments, f"loss_call_mb{microbatch}")
     losses.append(emitter.item(call, 0, f"loss_mb{microbatch}"))
     for position, name in enumerate(differentiated_outputs(lowered)):
         node = emitter.item(call, 1 + position, f"{name}_gradient_of_loss_mb{microbatch}")
@@ -237,13 +239,13 @@ def _loss_of_microbatch(emitter: StageEmitter, microbatch: int, form: LossForm, 
         emitter.values["loss", None].meta["dtype"] = form.dtype
 
 
-def _loss_call(lowered: LoweredStages) -> LossCall:
+def _loss_call(lowered: LoweredStages, form: LossForm) -> LossCall:
     outputs, returned = lowered.graph.loss_results, lowered.returned
     leaves = [None if output.node is None else returned.index(output.node) for output in outputs]
     tracked = [index for index, name in enumerate(returned) if name in lowered.requiring]
     differentiated = [returned.index(name) for name in differentiated_outputs(lowered)]
     constants = [output.constant for output in outputs]
-    return LossCall(leaves, constants, lowered.graph.loss_tree, tracked, differentiated, lowered.graph.autocast)
+    return LossCall(leaves, constants, lowered.graph.loss_tree, tracked, differentiated, lowered.graph.autocast, draws=form.draws)
 
 
 def _loss_of_all_rows(emitter: StageEmitter, form: LossForm, values: Sequence[fx.Node]) -> None:
@@ -254,7 +256,7 @@ def _loss_of_all_rows(emitter: StageEmitter, form: LossForm, values: Sequence[fx
     if of_ranks := _ranks_sharding_rows(lowered):
         rows = emitter.call(operator.mul, (emitter.batch, *of_ranks), "rows_of_all_ranks")
     arguments = (list(values), emitter.inputs["target"], emitter.inputs["loss_fn"], 1.0, rows)
-    call = emitter.call_module("loss", lambda: _loss_call(lowered), arguments, "loss_call")
+    call = emitter.call_module("loss", lambda: _loss_call(lowered, form), arguments, "loss_call")
     loss = emitter.item(call, 0, "loss_of_batch")
     if emitter.rank != lowered.collectors[0]:  # it has the same loss, and the sum over ranks counts the first
         loss = emitter.call(torch.zeros_like, (loss,), "loss_of_another_rank")

@@ -136,6 +136,7 @@ class LossCall(nn.Module):
         tracked: indices of the values that require a gradient.
         differentiated: indices of the values whose gradients are arguments of stages.
         autocast: the mixed precision that it is computed in.
+        draws: whether it draws random numbers.
     """
 
     def __init__(
@@ -146,8 +147,11 @@ class LossCall(nn.Module):
         tracked: Sequence[int],
         differentiated: Sequence[int],
         autocast: Autocast | None = None,
+        *,
+        draws: bool = False,
     ) -> None:
         super().__init__()
+        self.draws = draws
         self.leaves = tuple(leaves)
         self.constants = tuple(constants)
         self.tree = tree

@@ -235,11 +235,11 @@ ELEMENTWISE: Mapping[Any, list[Any]] = {
         aten.celu, aten.relu6, aten.softplus, aten.square, aten.zero, aten.__and__, aten.__or__, aten.__xor__, aten.absolute, aten.greater,
         aten.greater_equal, aten.less, aten.less_equal, aten.not_equal, aten.log_sigmoid, aten.hardswish, aten.hardsigmoid, aten.mish,
         aten.silu, aten.float_power, aten.isnan, aten.isreal, aten.polar, aten.special_expit, aten.fix, aten.arccos, aten.arctan2,
-        aten.__lshift__, aten.__rshift__,
+        aten.__lshift__, aten.__rshift__, aten.cauchy, aten.exponential, aten.geometric, aten.log_normal, aten.random, aten.uniform,
     ],
     "...; linear self": [
         aten.neg, aten.negative, aten.positive, aten.real, aten.imag, aten.conj, aten.conj_physical,
-        aten.resolve_conj, aten.resolve_neg, aten.deg2rad, aten.rad2deg,
+        aten._conj, aten._neg_view, aten.resolve_conj, aten.resolve_neg, aten.deg2rad, aten.rad2deg,  # noqa: SLF001
         aten._to_copy, aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy, aten.lift_fresh,  # noqa: SLF001
         aten.ldexp,
     ],

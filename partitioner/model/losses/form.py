@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from partitioner.model.losses.reachable_state import preserve_state
+from passes.graph.schemas import draws_random_numbers
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch, call_loss
-from passes.ir.torch_private import FakeTensorMode, pytree
+from passes.ir.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 __all__ = ["LossDependence", "LossFunction", "ResultSizes", "fake_tensors", "loss_dependence", "silence_fake_tensor_log"]
 
@@ -36,11 +37,23 @@ class LossDependence:
         outputs: nodes of the model's results that the loss depends on differentiably.
         dtype: of the loss.
         own: the node of the model's results that is the loss itself, when one is.
+        draws: whether it draws random numbers.
     """
 
     outputs: frozenset[str]
     dtype: torch.dtype
     own: str | None
+    draws: bool = False
+
+
+class _DrawWatch(TorchDispatchMode):
+    """Notes whether an operator inside draws random numbers."""
+
+    draws = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or draws_random_numbers(function)
+        return function(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -126,16 +139,16 @@ def _dependence(
                 shape[output.batch_dim] *= sizes.repeats
             results[output.node] = allocate(shape, dtype=value.dtype, device=device, requires_grad=output.node in requiring)
         leaves.append(results[output.node])
-    with torch.enable_grad():
+    with torch.enable_grad(), _DrawWatch() as watch:  # type: ignore[no-untyped-call]  # torch's
         loss = call_loss(pytree.tree_unflatten(leaves, graph.loss_tree), target, loss_fn, graph.autocast)
     own = next((name for name, result in results.items() if result is loss), None)
     tracked = {name: result for name, result in results.items() if result.requires_grad}
     _check_gradients(loss, list(tracked.values()))
     if not tracked:
-        return LossDependence(frozenset(), loss.dtype, own)
+        return LossDependence(frozenset(), loss.dtype, own, watch.draws)
     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, list(tracked.values()), allow_unused=True)
     reached = frozenset(name for name, gradient in zip(tracked, gradients, strict=True) if gradient is not None)
-    return LossDependence(reached, loss.dtype, own)
+    return LossDependence(reached, loss.dtype, own, watch.draws)
 
 
 def _check_gradients(loss: Tensor, results: Sequence[Tensor]) -> None:

@@ -184,7 +184,7 @@ class Losses:
         dependence = self._agreed_dependence(step, lowering, targets[self._here], None if takes_all_rows else count)
         extra = {rank: {"target": targets[rank], "loss_fn": step.loss_fn} for rank in self._runtime.local_ranks}
         if dependence.own is None:
-            form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype)
+            form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype, draws=dependence.draws)
             outputs, in_parts = dependence.outputs, takes_all_rows
             return PreparedLoss(count, lowering, results, False, kept, in_parts, outputs, form, extra)
         index = lowering.graph.returned.index(dependence.own)
@@ -383,13 +383,13 @@ def _kind_of_leaf(leaf: object, rows: int) -> Any:
 
 
 def _encode_dependence(dependence: LossDependence) -> str:
-    """Encode a dependence as one line, ``"float32: out_1 out_2 = out_1"``, to send it to the ranks that compute no loss."""
+    """Encode a dependence as one line for ranks that compute no loss: ``"float32: out_1 out_2 = out_1"``; ``*``: it draws numbers."""
     dtype = str(dependence.dtype).removeprefix("torch.")
     own = [f"= {dependence.own}"] if dependence.own is not None else []
-    return " ".join([f"{dtype}:", *sorted(dependence.outputs), *own])
+    return " ".join([f"{dtype}{'*' if dependence.draws else ''}:", *sorted(dependence.outputs), *own])
 
 
 def _decode_dependence(text: str) -> LossDependence:
     dtype, _, rest = text.partition(":")
     outputs, _, own = rest.partition("=")
-    return LossDependence(frozenset(outputs.split()), getattr(torch, dtype), own.strip() or None)
+    return LossDependence(frozenset(outputs.split()), getattr(torch, dtype.rstrip("*")), own.strip() or None, dtype.endswith("*"))

@@ -25,7 +25,6 @@ from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.search.space import candidates_of
 from partitioner.planner.sharding.model import MeshCut
 from partitioner.planner.sharding.shared_models import SharedModels
-from passes.graph.schemas import draws
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
@@ -201,7 +200,7 @@ _MOST_CONTENDERS = 6
 
 
 def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
-    """Yield the notes of a plan: on the traced graph, why the batch is not cut, unpriced ops, seeds of replicas."""
+    """Yield the notes of a plan: on the traced graph, why the batch is not cut, unpriced ops."""
     yield from graph.notes
     if (asked := request.n_microbatches or 1) > graph.batch_size:
         yield f"n_microbatches={asked}: a pipeline has {graph.batch_size} rows of the planned batch, which runs in that many microbatches"
@@ -214,5 +213,3 @@ def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: Sta
         yield why_uncut(graph.mixing)
     if cost.unknown:
         yield f"Priced by their bytes alone, because their FLOPs are not known: {', '.join(cost.unknown)}."
-    if request.replicas and any(draws(node) for node in graph.computing_nodes()):
-        yield "Ranks of a round-robin replicated stage draw the same numbers if their seeds are equal: give each rank a different seed."

@@ -20,10 +20,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.collectives.halo import Halo
+from partitioner.runtime.collectives.random_stream import RandomStream
 from passes.ir.comm.primitives import Operation, Sizes
 from passes.ir.errors import CommunicationError
 
@@ -37,16 +39,23 @@ class CollectiveTransport(ABC):
     """Implements every collective by ``start``, which a transport defines."""
 
     rank: int
+    device: torch.device
+    stream: RandomStream
 
     @abstractmethod
     def start(self, name: Collective, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Operation) -> Any:
         """Start a collective; return the handle that ``wait`` takes."""
 
-    def draw_turn(self, stage: int) -> Any:  # noqa: B027  each process has a random generator of its own
-        """Return the handle that a stage waits for before it draws random numbers; None: it need not wait."""
+    def begin_draw(self, draws: tuple[int, int] | None) -> None:
+        """Let the random numbers that follow be those of the forward of (microbatch, stage); None: of the loss."""
+        if draws is None:
+            self.stream.enter_loss(self.rank, self.device)
+        else:
+            self.stream.enter(draws, self.device)
 
-    def end_draw_turn(self, stage: int) -> None:  # noqa: B027
-        """Note that a stage has drawn its random numbers, so that the next stage may draw."""
+    def end_draws(self, draws: tuple[int, int]) -> None:
+        """Note that the forward of (microbatch, stage) has drawn all its random numbers."""
+        self.stream.leave(draws, self.device)
 
     def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
         """Start reducing each tensor over the group."""

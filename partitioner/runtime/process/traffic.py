@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from passes.ir.comm.primitives import COLLECTIVES, COMMUNICATION, draw_alike, receive, send, wait
+from passes.ir.comm.primitives import COLLECTIVES, COMMUNICATION, receive, send, share_random_state, wait
 from passes.ir.comm.semantics import collective_arguments
 from passes.ir.program import Program
 
@@ -59,7 +59,6 @@ def traffic_of(programs: Sequence[Program]) -> Traffic:
             digest.update(f"{rank} {node.name} {node.args} {node.kwargs}\n".encode())
             if node.target in COLLECTIVES:
                 groups.add(collective_arguments(node.target, node.args, node.kwargs)["group"])
-        groups.update(node.args[1] for node in program.module.graph.nodes if node.target is draw_alike)
     kinds = sorted({program.kind for program in programs})
     communicating = sorted(group for group in groups if len(group) > 1)
     return Traffic(tuple(sorted(channels)), tuple(communicating), f"{' and '.join(kinds)} {digest.hexdigest()[:8]}")
@@ -121,7 +120,7 @@ def _messages(program: Program) -> Iterator[_Message]:
 
 
 def _communication(program: Program) -> Iterator[fx.Node]:
-    return (node for node in program.module.graph.nodes if node.target in COMMUNICATION)
+    return (node for node in program.module.graph.nodes if node.target in COMMUNICATION or node.target is share_random_state)
 
 
 def _keywords(node: fx.Node) -> dict[str, Any]:

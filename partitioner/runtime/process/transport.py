@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partitioner.runtime.collectives.exchange import Exchange
+from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.torch_distributed import GLOO, NCCL, Started, as_bytes, start_collective, wait_for
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport
 from partitioner.runtime.process.call_order import rank_list
@@ -64,7 +65,8 @@ class _Receive(NamedTuple):
 class DistributedTransport(CollectiveTransport):
     """Carries one run of one rank's program, over a connection with all groups that the programs need."""
 
-    def __init__(self, connection: Connection, prepared: PreparedTraffic) -> None:
+    def __init__(self, connection: Connection, prepared: PreparedTraffic, stream: RandomStream) -> None:
+        self.stream = stream
         self.rank = connection.rank
         self.device = connection.device
         self._connection = connection
@@ -79,7 +81,6 @@ class DistributedTransport(CollectiveTransport):
             elif destination == self.rank:
                 self._routes_in[source] = connection.route(source, destination)
         self._sent: defaultdict[int, deque[tuple[int, dist.Work]]] = defaultdict(deque)
-        self._synchronized: set[tuple[int, ...]] = set()  # groups whose ranks have the same generator state
         self._tagged = connection.tagged
         self._calls = GLOO if connection.tagged else NCCL
         self._bytes_only = frozenset() if connection.tagged else _NOT_IN_NCCL
@@ -116,26 +117,27 @@ class DistributedTransport(CollectiveTransport):
             raise self._collective_failed(name, group) from error
 
     def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], *arguments: Any, **keywords: Any) -> Any:
-        """Draw on every rank; before the first draw of a group, its ranks take the generator state of its first rank."""
-        if len(group) > 1 and group not in self._synchronized:
-            self._synchronized.add(group)
-            self._broadcast_generator_state(group)
+        """Draw on every rank: their generators have the same state."""
         return function(*arguments, **keywords)
 
-    def _broadcast_generator_state(self, group: tuple[int, ...]) -> None:
-        """Set the generators of CPU and GPU to their states on the group's first rank."""
+    def share_random_state(self, group: tuple[int, ...], source: int, *, after_loss: bool = False) -> None:
+        """Set the generators of CPU and GPU to their states on one rank."""
+        if after_loss:
+            self.stream.end()
         cuda = self.device.type == "cuda"
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(self.device)] if cuda else [])]
         for index, state in enumerate(states):
             message = state.to(self.device)
             try:
-                wait_for(dist.broadcast(message, group=self._connection.group(group), async_op=True, group_src=0))
+                wait_for(dist.broadcast(message, group=self._connection.group(group), async_op=True, group_src=source))
             except RuntimeError as error:
                 raise self._collective_failed("all_gather", group) from error
             states[index] = message.cpu()
         torch.set_rng_state(states[0])
         if cuda:
             torch.cuda.set_rng_state(states[1], self.device)
+        if not after_loss:
+            self.stream.restart()
 
     def ready(self, pending: _Receive | Started) -> bool:
         """Return True, since ``wait`` blocks; False, once, for the results at which this run may be left for another one."""

@@ -50,6 +50,7 @@ __all__ = [
     "receive",
     "reduce_scatter",
     "send",
+    "share_random_state",
     "use_transport",
     "wait",
 ]
@@ -117,11 +118,14 @@ class Transport(Protocol):
     def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
         """Call a function that draws random numbers, with the same result on every rank of the group."""
 
-    def draw_turn(self, stage: int) -> Any:
-        """Return a pending value that is ready once all earlier stages have drawn random numbers; None: nothing to wait for."""
+    def share_random_state(self, group: tuple[int, ...], source: int, *, after_loss: bool = False) -> None:
+        """Set the random generators of a group to the state of one rank: before it draws, or after a loss that drew."""
 
-    def end_draw_turn(self, stage: int) -> None:
-        """Report that the stage has drawn all its random numbers on this rank."""
+    def begin_draw(self, draws: tuple[int, int] | None) -> None:
+        """Let the random numbers that follow be those of the forward of (microbatch, stage); None: of the loss."""
+
+    def end_draws(self, draws: tuple[int, int]) -> None:
+        """Report that the forward of (microbatch, stage) has drawn all its random numbers on this rank."""
 
     def ready(self, pending: Any) -> bool:
         """Return whether ``wait`` may be called now: always, if the transport's ``wait`` blocks."""
@@ -238,9 +242,18 @@ def halo_add(
 def draw_alike(function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
     """Call a function that draws random numbers: all ranks of a group call it, and get the numbers of the unpartitioned model.
 
-    It may communicate, but returns the result itself, not a pending value.
+    It does not communicate: the ranks have the same state of the generator (``share_random_state``).
     """
     return current_transport().draw_alike(function, group, *arguments, **keywords)
+
+
+def share_random_state(group: tuple[int, ...], source: int, *, after_loss: bool = False) -> None:
+    """Set the random generators of a group of ranks to the state of one of them, which is the model's from here on.
+
+    Args:
+        after_loss: whether the loss has drawn random numbers on that rank, and nothing draws after it.
+    """
+    current_transport().share_random_state(group, source, after_loss=after_loss)
 
 
 def wait(pending: Any) -> Any:
@@ -254,5 +267,5 @@ COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, halo_exchange
 COMMUNICATION = (send, receive, *COLLECTIVES, wait)
 """Every function of this module that a program may call: kept by dead-code elimination."""
 
-for _function in (*COMMUNICATION, draw_alike):
+for _function in (*COMMUNICATION, draw_alike, share_random_state):
     torch.fx.node.has_side_effect(_function)
