@@ -58,6 +58,7 @@ __all__ = [
     "foreach_add_",
     "foreach_norm",
     "graph_break",
+    "indexing_as_operator",
     "indexing_by_tensors",
     "is_profiling",
     "is_resumed",
@@ -187,6 +188,22 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = TransformGetItemToIndex()
     return context
+
+
+@contextmanager
+def indexing_as_operator() -> Iterator[None]:
+    """While active, what ``indexing_by_tensors`` calls is ``aten.index``: a trace holds no application of an autograd function for it.
+
+    ``torch.export`` cannot write such an application inside a region of ``torch.autocast`` or ``torch.no_grad()``.
+    """
+    import torch._dynamo._trace_wrapped_higher_order_op as indexing  # noqa: PLC0415  an export loads it
+
+    original = indexing.mod_index
+    indexing.mod_index = torch.ops.aten.index.Tensor
+    try:
+        yield
+    finally:
+        indexing.mod_index = original
 
 
 def dynamo_source(placeholder: fx.Node) -> str:

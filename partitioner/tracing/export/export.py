@@ -41,7 +41,7 @@ from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
 from passes.graph.fakes.fake_tensors import plain_autograd
 from passes.graph.fakes.plain_results import PLAIN_RESULTS
-from passes.ir.torch_private import fake_results_by, tree_leaves, without_fake_cache
+from passes.ir.torch_private import fake_results_by, indexing_as_operator, tree_leaves, without_fake_cache
 from passes.normalize.autocast.operation_lists import traced_in
 
 __all__ = ["TRACING", "export"]
@@ -96,6 +96,7 @@ def export(
             plain_autograd(),
             keep_custom_functions(),
             decompose_flex_attention(),
+            indexing_as_operator(),
             fake_results_by(PLAIN_RESULTS),
             without_fake_cache(),
             preserve(model),
