@@ -65,6 +65,7 @@ __all__ = [
     "is_transformed",
     "is_view",
     "make_fx",
+    "masks_as_given",
     "no_dispatch_modes",
     "no_rules",
     "nonstrict_trace",
@@ -204,6 +205,26 @@ def indexing_as_operator() -> Iterator[None]:
         yield
     finally:
         indexing.mod_index = original
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """While active, transformer layers of ``torch.nn`` take a mask for causal only where the call says so, ``is_causal=True``.
+
+    Else they compare its values with those of a causal mask, to leave it out for a kernel that gives the same numbers.
+    """
+    from torch.nn.modules import transformer  # noqa: PLC0415  patched where it is looked up
+
+    original = transformer._detect_is_causal_mask
+
+    def said(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = said  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original
 
 
 def dynamo_source(placeholder: fx.Node) -> str:

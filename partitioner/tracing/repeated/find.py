@@ -152,6 +152,8 @@ def comparison_key(value: Any, key_of_object: Callable[[Any], Hashable]) -> Hash
         return kind, value
     if isinstance(value, slice):
         return slice, comparison_key((value.start, value.stop, value.step), key_of_object)
+    if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+        return kind, str(value.dtype), value.shape, value.tobytes()
     if type(value) is functools.partial:
         return functools.partial, comparison_key((value.func, value.args, value.keywords), key_of_object)
     return ("stateless", type(value)) if _is_stateless(value) else key_of_object(value)
