@@ -30,7 +30,7 @@ class _Kind:
 
     Attributes:
         matches: returns whether an exception has this reason.
-        problem: predicate of a sentence about the model; ``{error}`` stands for the exception.
+        problem: predicate of a sentence about the model; ``{error}`` stands for the exception, ``{kind}`` for the class that it names.
         remedy: advice to the user; ``{remedy}`` stands for that of the exception.
         whatever_size: whether a trace with other sizes, or with fixed sizes, fails for the same reason.
         chooses: whether a mixture of experts that visits chosen experts alone has this reason.
@@ -85,8 +85,27 @@ _KINDS = (
     ),
     _Kind(
         _mentions("not a known type", "pytree", "Unsupported input type", "Unsupported output type"),
-        "takes or returns something that is not made of tensors: {error}",
-        "use tensors in tuples, lists, dicts, or in dataclasses registered with torch.export.register_dataclass",
+        "takes or returns {kind}, which is not made of tensors",
+        "use tensors, numbers and strings, in tuples, lists, dicts or dataclasses",
+        whatever_size=True,
+    ),
+    _Kind(
+        _mentions("fake tensor in the exported program constant's list"),
+        "writes a tensor where a trace does not see it: into the .data of a parameter or buffer, or into an object that outlives the call",
+        "keep what forward changes in a buffer, and write into the buffer itself, self.state.copy_(...); change parameters between steps",
+        whatever_size=True,
+    ),
+    _Kind(
+        _mentions("Couldn't swap"),
+        "moves or converts a module in its forward",
+        "move it before the model is partitioned: model.to(...)",
+        whatever_size=True,
+    ),
+    _Kind(
+        _mentions("FakeTensor.__format__"),
+        "formats the values of a tensor as text",
+        "return the tensor, and print it after the call",
+        whatever_size=True,
     ),
     _Kind(
         _mentions("_to_sparse", "sparse_coo"),
@@ -164,12 +183,20 @@ def trace_error(model: nn.Module, error: Exception) -> TraceError:
             remedy = kind.remedy.format(remedy=getattr(error, "remedy", ""))
             if kind.chooses and _has_experts(model, place):
                 remedy = _EXPERTS_REMEDY
-            return TraceError(f"{name} cannot be traced: it {kind.problem.format(error=message)}", place=place, remedy=remedy)
+            problem = kind.problem.format(error=message, kind=_named_class(message))
+            return TraceError(f"{name} cannot be traced: it {problem}", place=place, remedy=remedy)
     return TraceError(
         f"{name} cannot be traced with the example inputs: {type(error).__name__}: {message}",
         place=place,
         remedy="call the model itself with the example inputs; if that works, that line does what torch.export does not support",
     )
+
+
+def _named_class(message: str) -> str:
+    """Return the class that an error of torch names, with its article: ``"a generator"``."""
+    found = re.search(r"<class '([^']+)'>", message)
+    name = "an object" if found is None else found[1].rpartition(".")[2]
+    return name if found is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _has_experts(model: nn.Module, place: Place) -> bool:
@@ -195,6 +222,19 @@ def why_fixed(error: Exception | None) -> str:
 
 def refuse_unplaceable(model: nn.Module) -> None:
     """Raise TraceError for a model with lazy, distributed, sparse or quantized tensors, tensors with own rules, or on several devices."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{type(module).__name__} is a module of TorchScript, which cannot be traced",
+                place=Place(module=name),
+                remedy="partition the module that it was scripted or traced from",
+            )
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None and module.training:  # noqa: SLF001
+            raise TraceError(
+                "batch normalisation with momentum=None reads its number of batches from a tensor in training",
+                place=Place(module=name),
+                remedy="give it a number, momentum=0.1; or partition the model in evaluation mode",
+            )
     first_on: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         place = Place(module=name.rpartition(".")[0])

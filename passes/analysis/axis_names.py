@@ -175,7 +175,10 @@ def axes_named(wanted: str, names: Sequence[str]) -> tuple[int, ...]:
     matching = tuple(axis for axis, name in enumerate(names) if _matches(wanted, name))
     if not matching:
         known = ", ".join(sorted({name.partition("[")[0] for name in names} - {"rest"}))
-        raise ConfigError(f"the model has no axis {wanted!r}", remedy=f"it has {known}")
+        raise ConfigError(
+            f"the model has no axis {wanted!r}: no loop of that kind runs through it from its inputs, or an operation needs it whole",
+            remedy=f"shard one that it has: {known}",
+        )
     return matching
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from passes.ir.comm.unsummed import AddUnsummed, GradientSlot
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import Autocast
-from passes.ir.torch_private import pytree
+from passes.ir.torch_private import TreeSpec, pytree
 
 __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
 
@@ -143,7 +143,7 @@ class LossCall(nn.Module):
         self,
         leaves: Sequence[int | None],
         constants: Sequence[Any],
-        tree: pytree.TreeSpec,
+        tree: TreeSpec,
         tracked: Sequence[int],
         differentiated: Sequence[int],
         autocast: Autocast | None = None,

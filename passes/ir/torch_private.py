@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,10 +26,10 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx  # records what autograd and vmap dispatch as a graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # makes sizes that are open
-from torch.utils import _pytree as pytree  # the structure of arguments and results as torch.export has it
+from torch.utils import _pytree  # the structure of arguments and results as torch.export has it
 from torch.utils._python_dispatch import TorchDispatchMode  # sees what operations cast below autocast, and every storage they make
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes  # a trace within a trace
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing  # how symbolic sizes spell these functions
 from torch.utils._sympy.numbers import int_oo  # no upper end of a range of sizes
 from torch.utils._sympy.value_ranges import ValueRanges  # the sizes that a symbol stands for
@@ -45,6 +46,7 @@ __all__ = [
     "Mod",
     "ModularIndexing",
     "OpOverload",
+    "RecordKind",
     "TorchDispatchMode",
     "TorchLazyGraphModule",
     "TreeSpec",
@@ -58,20 +60,19 @@ __all__ = [
     "foreach_add_",
     "foreach_norm",
     "graph_break",
-    "indexing_as_operator",
     "indexing_by_tensors",
     "is_profiling",
     "is_resumed",
     "is_transformed",
     "is_view",
     "make_fx",
-    "masks_as_given",
     "no_dispatch_modes",
     "no_rules",
     "nonstrict_trace",
     "open_size",
     "process_group",
     "pytree",
+    "records_as_dicts",
     "registered_operators",
     "running_ddp",
     "set_grad_mode",
@@ -82,6 +83,7 @@ __all__ = [
     "use_lazy_graph_module",
     "version_of",
     "will_run",
+    "with_records",
     "without_fake_cache",
     "without_saved_tensors_hooks",
 ]
@@ -189,42 +191,6 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = TransformGetItemToIndex()
     return context
-
-
-@contextmanager
-def indexing_as_operator() -> Iterator[None]:
-    """While active, what ``indexing_by_tensors`` calls is ``aten.index``: a trace holds no application of an autograd function for it.
-
-    ``torch.export`` cannot write such an application inside a region of ``torch.autocast`` or ``torch.no_grad()``.
-    """
-    import torch._dynamo._trace_wrapped_higher_order_op as indexing  # noqa: PLC0415  an export loads it
-
-    original = indexing.mod_index
-    indexing.mod_index = torch.ops.aten.index.Tensor
-    try:
-        yield
-    finally:
-        indexing.mod_index = original
-
-
-@contextmanager
-def masks_as_given() -> Iterator[None]:
-    """While active, transformer layers of ``torch.nn`` take a mask for causal only where the call says so, ``is_causal=True``.
-
-    Else they compare its values with those of a causal mask, to leave it out for a kernel that gives the same numbers.
-    """
-    from torch.nn.modules import transformer  # noqa: PLC0415  patched where it is looked up
-
-    original = transformer._detect_is_causal_mask
-
-    def said(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
-        return is_causal is True
-
-    transformer._detect_is_causal_mask = said  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = original
 
 
 def dynamo_source(placeholder: fx.Node) -> str:
@@ -451,3 +417,111 @@ def _has_flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
         is_half = query.dtype in (torch.bfloat16, torch.float16)
         return is_half and mask is None and width <= widest and width % 8 == 0 and capability >= (8, 0)
     return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+# -- pytrees, with dataclasses -----------------------------------------------------------------------------------------------------
+#
+# torch takes a dataclass apart only if its class is registered, for the whole process. A class of the user's stays as it is: an instance is
+# replaced by a ``_Record``, a class of this file that is registered. Its fields are the children, and unflattening gives the user's class.
+
+
+@dataclass(frozen=True)
+class RecordKind:
+    """The class of an instance that is taken apart, and the attributes that are its children."""
+
+    cls: type
+    names: tuple[str, ...]
+
+
+class _Record:
+    """Stands for an instance of a dataclass whose class nobody has registered."""
+
+    def __init__(self, value: Any) -> None:
+        fields = dict.fromkeys((*type(value).__dataclass_fields__, *getattr(value, "__dict__", ())))
+        self.kind = RecordKind(type(value), tuple(name for name in fields if hasattr(value, name)))
+        self.children = [with_records(getattr(value, name)) for name in self.kind.names]
+
+
+def _unflatten_record(children: Iterable[Any], kind: RecordKind) -> Any:
+    """Return an instance with these attributes; ``__init__`` and ``__post_init__`` have run when the first one was made."""
+    value: Any = object.__new__(kind.cls)
+    for name, child in zip(kind.names, children, strict=True):
+        object.__setattr__(value, name, child)  # also of a frozen class
+    return value
+
+
+_pytree.register_pytree_node(
+    _Record,
+    lambda record: (record.children, record.kind),
+    _unflatten_record,
+    flatten_with_keys_fn=lambda record: (
+        [(_pytree.GetAttrKey(name), child) for name, child in zip(record.kind.names, record.children, strict=True)],
+        record.kind,
+    ),
+)
+
+
+def _is_record(value: Any) -> bool:
+    """Whether a leaf is an instance of a dataclass: no module, tensor or function object, which have more than fields."""
+    return hasattr(type(value), "__dataclass_fields__") and not callable(value) and not isinstance(value, Tensor | type)
+
+
+def with_records(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return nested values with instances of dataclasses as pytrees; unflattening gives instances again."""
+    leaves, spec = _pytree.tree_flatten(tree, is_leaf)
+    if not any(map(_is_record, leaves)):
+        return tree
+    return tree_unflatten([_Record(leaf) if _is_record(leaf) else leaf for leaf in leaves], spec)
+
+
+def records_as_dicts(tree: Any) -> Any:
+    """Return nested values with a mapping of its attributes in place of each instance of a dataclass: the leaves stay in their order."""
+    leaves, spec = _pytree.tree_flatten(tree)
+    if not any(map(_is_record, leaves)):
+        return tree
+    return tree_unflatten([_as_dict(leaf) if _is_record(leaf) else leaf for leaf in leaves], spec)
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return {name: records_as_dicts(getattr(value, name)) for name in _Record(value).kind.names}
+
+
+def tree_flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves and the structure of nested values."""
+    leaves, spec = _pytree.tree_flatten(tree, is_leaf)
+    return _pytree.tree_flatten(with_records(tree, is_leaf), is_leaf) if any(map(_is_record, leaves)) else (leaves, spec)
+
+
+def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Return the leaves of nested values."""
+    return tree_flatten(tree, is_leaf)[0]
+
+
+def tree_map_only(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return nested values with a function applied to the leaves of a type."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([function(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves], spec)
+
+
+class pytree:  # noqa: N801  it stands for the module
+    """The functions of ``torch.utils._pytree``, for dataclasses too."""
+
+    SUPPORTED_NODES = _pytree.SUPPORTED_NODES
+    SequenceKey = _pytree.SequenceKey
+    keystr = staticmethod(_pytree.keystr)
+    register_pytree_node = staticmethod(_pytree.register_pytree_node)
+    tree_flatten = staticmethod(tree_flatten)
+    tree_leaves = staticmethod(tree_leaves)
+    tree_map_only = staticmethod(tree_map_only)
+    tree_unflatten = staticmethod(tree_unflatten)
+
+    @staticmethod
+    def tree_flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[Any, Any]], TreeSpec]:
+        """Return the leaves, each with its path, and the structure of nested values."""
+        return _pytree.tree_flatten_with_path(with_records(tree, is_leaf), is_leaf)
+
+    @staticmethod
+    def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+        """Return nested values with a function applied to the leaves."""
+        leaves, spec = tree_flatten(tree)
+        return tree_unflatten([function(leaf) for leaf in leaves], spec)

@@ -134,7 +134,7 @@ class _Sharder:
     def _most_contenders(self) -> int:
         """Return how many contenders are priced."""
         in_tiles = any(name in TILES for name in self._mesh.names)
-        return _MOST_OPERATIONS // (self._model.n_operations(self._mesh.cutting) * (_OF_A_TILE if in_tiles else 1))
+        return _MOST_OPERATIONS // max(self._model.n_operations(self._mesh.cutting) * (_OF_A_TILE if in_tiles else 1), 1)
 
     def _shard(self, model: CuttableModel, request: PlanRequest, *, extra_axes: bool, attention: str) -> Sharding:
         mesh = self._mesh

@@ -14,12 +14,18 @@ from typing import Any
 
 from torch import nn
 
+from passes.ir.torch_private import with_records
+
 __all__ = ["entered_in_forward"]
 
 
 @contextlib.contextmanager
-def entered_in_forward(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """While active, every ``forward`` of a model runs in a new context.
+def entered_in_forward(
+    model: nn.Module,
+    context: Callable[[], AbstractContextManager[object]],
+    as_called: Callable[[Any, Any], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs),
+) -> Iterator[None]:
+    """While active, every ``forward`` of a model runs in a new context, and dataclasses in its result are pytrees.
 
     The model is of a subclass meanwhile: ``torch.export`` passes ``forward`` a stand-in for the model, by which it tells the paths of a
     shared module apart. A function that is set on the model does not get it, and hooks of modules see no exceptions in an export.
@@ -29,7 +35,8 @@ def entered_in_forward(model: nn.Module, context: Callable[[], AbstractContextMa
     @functools.wraps(own or original.forward)
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with context():
-            return own(*args, **kwargs) if own is not None else original.forward(self, *args, **kwargs)
+            args, kwargs = as_called(args, kwargs)
+            return with_records(own(*args, **kwargs) if own is not None else original.forward(self, *args, **kwargs))
 
     if own is not None:  # somebody else has replaced it
         vars(model)["forward"] = functools.wraps(own)(functools.partial(forward, model))

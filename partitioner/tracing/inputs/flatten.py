@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
+from partitioner.tracing.inputs.argument_types import check_argument
+from partitioner.tracing.inputs.kv_caches import register_caches
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
-from passes.ir.torch_private import TreeSpec, is_view, no_rules, tree_flatten, tree_unflatten
+from passes.ir.torch_private import RecordKind, TreeSpec, is_view, no_rules, tree_flatten, tree_leaves, tree_unflatten
 from passes.normalize.randomness.draw_order import memory_order
 
 __all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "has_own_rules", "output_names"]
@@ -190,6 +193,7 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     Raises:
         ConfigError: the model's ``forward`` does not take them.
     """
+    register_caches()
     args, kwargs = tuple(args), dict(kwargs)
     signature = inspect.signature(model.forward)
     try:
@@ -199,6 +203,9 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example inputs do not fit {type(model).__name__}.forward: {error}",
             remedy=f"pass example_inputs=(...) and example_kwargs={{...}} that fit forward{signature}",
         ) from error
+    for name, value in zip([*_positional_names(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
+        for leaf in tree_leaves(value, is_leaf=lambda each: isinstance(each, PackedSequence)):
+            check_argument(name, leaf)
     leaves, tree = tree_flatten((args, kwargs))
     names = []
     for name, value in zip([*_positional_names(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
@@ -211,7 +218,9 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raise ConfigError for a tensor without strides (sparse, MKL-DNN), of several shapes (nested), or of a class with rules of its own."""
+    """Raise ConfigError for a sparse, nested or quantized tensor, or one of a class with rules of its own."""
+    if tensor.is_quantized:
+        raise ConfigError(f"{name} is quantized ({tensor.dtype}), and a graph cannot hold it", remedy="pass x.dequantize()")
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested (of several shapes)" if tensor.is_nested else f"sparse ({tensor.layout})"
         remedy = "a padded tensor and a mask" if tensor.is_nested else "it dense, x.to_dense(), or its indices and values as a tensor each"
@@ -289,6 +298,8 @@ def _child_paths(tree: TreeSpec) -> list[str]:
             return [f"[{key!r}]" for key in keys]
     if isinstance(tree.type, type) and dataclasses.is_dataclass(tree.type) and len(dataclasses.fields(tree.type)) == children:
         return [f".{field.name}" for field in dataclasses.fields(tree.type)]
+    if isinstance(keys, RecordKind):
+        return [f".{name}" for name in keys.names]
     fields = getattr(keys if isinstance(keys, type) else tree.type, "_fields", None)
     if fields is not None and len(fields) == children:
         return [f".{field}" for field in fields]

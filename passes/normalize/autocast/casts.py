@@ -26,10 +26,10 @@ from passes.graph.provenance import place_of
 from passes.graph.schemas import is_autograd_function, written_arguments
 from passes.ir.errors import TraceError
 from passes.ir.graph import Autocast
-from passes.ir.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode, pytree
+from passes.ir.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode, TreeSpec, pytree
 from passes.normalize.autocast.operation_lists import SINGLE_UNLESS_SAID, may_be_cast, operations_of, overload
 
-__all__ = ["autocast_in", "called_graphs", "write_casts"]
+__all__ = ["write_casts"]
 
 aten = torch.ops.aten
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -58,8 +58,10 @@ def _write_casts_of(module: fx.GraphModule, autocast: Autocast | None) -> None:
         if node.op != "call_function":
             continue
         if isinstance(node.target, HigherOrderOperator):
-            for inner in called_graphs(module, node):
-                _write_casts_of(inner, autocast_in(node, autocast))
+            for called in [argument for argument in node.args if isinstance(argument, fx.Node) and argument.op == "get_attr"]:
+                inner = operator.attrgetter(str(called.target))(module)
+                if isinstance(inner, fx.GraphModule):  # and not what a function is called with
+                    _write_casts_of(inner, _autocast_of_region(node) if node.target is _AUTOCAST else autocast)
             if node.target is _AUTOCAST:
                 node.args = (*node.args[:2], False, *node.args[3:])
         elif autocast is not None and isinstance(node.target, OpOverload) and not is_autograd_function(node.target):
@@ -78,16 +80,8 @@ def _unreported_failures() -> Iterator[None]:
         log.disabled = before
 
 
-def called_graphs(module: fx.GraphModule, call: fx.Node) -> list[fx.GraphModule]:
-    """Return the graphs that a call of an operator of graphs is given, and no other constants."""
-    names = [str(argument.target) for argument in call.args if isinstance(argument, fx.Node) and argument.op == "get_attr"]
-    return [inner for name in names if isinstance(inner := operator.attrgetter(name)(module), fx.GraphModule)]
-
-
-def autocast_in(call: fx.Node, around: Autocast | None) -> Autocast | None:
-    """Return the autocast in the graphs of a call: that which a region turns on, None where it turns it off, else that around the call."""
-    if call.target is not _AUTOCAST:
-        return around
+def _autocast_of_region(call: fx.Node) -> Autocast | None:
+    """Return the autocast that a region turns on; None for a region that turns it off."""
     device_type, dtype, enabled = call.args[:3]
     if not enabled:
         return None
@@ -163,7 +157,7 @@ def _cast(values: Sequence[Any], casts: Mapping[int, torch.dtype]) -> list[Any]:
     return [value.to(casts[index]) if index in casts else value for index, value in enumerate(values)]
 
 
-def _run(node: fx.Node, tree: pytree.TreeSpec, values: Sequence[Any], context: contextlib.AbstractContextManager[Any]) -> _Recorder:
+def _run(node: fx.Node, tree: TreeSpec, values: Sequence[Any], context: contextlib.AbstractContextManager[Any]) -> _Recorder:
     """Run an operation on fake tensors. Random numbers are drawn from a copy of the generator."""
     recorder = _Recorder(values)
     args, kwargs = pytree.tree_unflatten(list(values), tree)
@@ -177,7 +171,7 @@ def _dtypes(value: Any) -> list[torch.dtype]:
     return [leaf.dtype for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _insert_casts(node: fx.Node, leaves: Sequence[Any], tree: pytree.TreeSpec, casts: dict[int, torch.dtype]) -> None:
+def _insert_casts(node: fx.Node, leaves: Sequence[Any], tree: TreeSpec, casts: dict[int, torch.dtype]) -> None:
     """Replace the leaves with an index in ``casts`` by conversions in front of the node; equal conversions are written once."""
     new_leaves = list(leaves)
     conversions: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
