@@ -45,7 +45,7 @@ from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.checked_arguments import checked_arguments
-from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
+from passes.ir.errors import PartitionWarning, level_of_caller
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -112,6 +112,7 @@ def partition(
         inputs: under torchrun, ``"global"``: every rank passes the whole batch; ``"local"``: each data-parallel rank its own rows, as many
             as the others (``DistributedSampler(data, pm.data_parallel_size, pm.data_parallel_rank)``), and gets the results of these.
             Ranks of one replica (tensor, pipeline) pass the same rows. Either way a rank may leave out inputs that its stages do not read.
+            A single process passes the rows of all ranks, which is the same for both.
         constraints: decisions that the plan must keep to: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
@@ -225,7 +226,7 @@ def _resolve_target(
         tiles, mesh = None, plan.grid
         if isinstance(devices, DeviceMesh):
             check_plan_on(devices, plan)
-    return _Target(placement.devices, world_size, placement.processes, hardware, mesh, tiles, _checked_inputs(inputs, world_size), plan)
+    return _Target(placement.devices, world_size, placement.processes, hardware, mesh, tiles, _passed_inputs(inputs, world_size), plan)
 
 
 def _join_processes(devices: DevicesArgument) -> tuple[int | None, int | None]:
@@ -248,14 +249,9 @@ def _hardware(cluster: Cluster | str | None, placement: Placement, plan: Plan | 
     return hardware
 
 
-def _checked_inputs(inputs: str, world_size: int | None) -> Inputs:
-    """Return ``inputs``; raise ConfigError for local ones in a single process."""
-    if inputs == "local" and world_size is None:
-        raise ConfigError(
-            'inputs="local" is for processes that each have their rows, and here all ranks are in one process',
-            remedy='start the script with torchrun, or pass the whole batch: inputs="global"',
-        )
-    return cast(Inputs, inputs)
+def _passed_inputs(inputs: str, world_size: int | None) -> Inputs:
+    """Return the rows that processes pass: a single process has the rows of all, so that ``"local"`` is ``"global"`` there."""
+    return "global" if world_size is None else cast(Inputs, inputs)
 
 
 def _convert_source(model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, precision: str | None) -> _Source:

@@ -268,13 +268,13 @@ class PartitionedModel(ModuleInPlan):
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of parts into which the mesh cuts the batch: ``num_replicas`` of a ``DistributedSampler``."""
-        return self._session.lowerings.rows.count
+        """Number of parts in which processes pass the batch: ``num_replicas`` of a ``DistributedSampler``; 1 in a single process."""
+        return 1 if self.has_all_ranks else self._session.lowerings.rows.count
 
     @property
     def data_parallel_rank(self) -> int:
         """Index of this process's part of the batch: ``rank`` of a ``DistributedSampler``."""
-        return self._session.lowerings.rows.part_index(self._here)
+        return 0 if self.has_all_ranks else self._session.lowerings.rows.part_index(self._here)
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 from partitioner import partition
@@ -96,8 +97,13 @@ def test_inputs_that_are_missing(workers: Callable[[int], Workers], everywhere: 
     assert "None now" in errors[1] or "rank 0 failed" in errors[1]
 
 
-def test_one_process_has_all_rows() -> None:
-    with pytest.raises(ConfigError, match="all ranks are in one process"):
-        partition(nn.Linear(3, 3), 2, "data", inputs="local")
+def test_one_process_passes_the_rows_of_all() -> None:
+    x = torch.randn(4, 3)
+    model = nn.Linear(3, 3)
+    pm = partition(model, 2, "data", example_inputs=(x,), inputs="local")
+    assert (pm.data_parallel_size, pm.data_parallel_rank) == (1, 0)
+    assert torch.equal(pm(x), model(x))
+    loss = pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
+    torch.testing.assert_close(loss, nn.functional.mse_loss(model(x), x))
     with pytest.raises(ConfigError, match="there is no inputs="):
         partition(nn.Linear(3, 3), 2, "data", inputs="rows")

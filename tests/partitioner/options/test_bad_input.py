@@ -79,7 +79,7 @@ def scaled() -> PartitionedModel:
         ({"optimizer": "adamx"}, ("adamx",)),
         ({"precision": "half"}, ("half", "bf16-mixed")),
         ({"batchnorm": "mine"}, ("mine", "local")),
-        ({"inputs": "local"}, ("local",)),
+        ({"inputs": "rows"}, ("rows", "local")),
         ({"cluster": "abacus:4"}, ("abacus",)),
         ({"constraints": Constraints(device_map={"layer_nine": 0})}, ("layer_nine",)),
         ({"constraints": Constraints(split_spec={"17": "beginning"})}, ("17",)),
