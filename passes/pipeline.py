@@ -193,9 +193,9 @@ def split(lowered: Lowered, target: Target) -> Lowered:
         graphs = lowered.parts[pipeline]
         for replica in range(n_replicas):
             devices = _stage_devices(lowered, target, pipeline, replica)
-            key = ("split", tuple(map(id, graphs)), devices)
+            key = ("split", tuple(map(id, graphs)), devices)  # all targets of one model have the same holders
             if key not in lowered.shared:
-                lowered.shared[key] = cut_stages(graphs, lowered.plan, devices)
+                lowered.shared[key] = cut_stages(graphs, lowered.plan, devices, target.stored.holders if target.stored else {})
             stages[pipeline, replica] = lowered.shared[key]
     return replace(lowered, stages=stages)
 

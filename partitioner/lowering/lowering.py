@@ -38,7 +38,7 @@ class Lowering:
         local_ranks: the ranks of this process: only their programs are bound to tensors.
         state: rank -> placeholder -> tensor.
         slots: rank -> placeholder of a parameter -> where its gradients go.
-        trainable: placeholders of the parameters that get gradients, of all ranks.
+        trainable: returns the placeholders of the parameters that get gradients, of all ranks: more of them when some are unfrozen.
         inputs: what each process passes.
     """
 
@@ -51,7 +51,7 @@ class Lowering:
         local_ranks: Sequence[int],
         state: Mapping[int, Mapping[str, Tensor]],
         slots: Mapping[int, Mapping[str, GradientSlot]],
-        trainable: frozenset[str],
+        trainable: Callable[[], frozenset[str]],
         inputs: Inputs = "global",
     ) -> None:
         self._lowerer, self._target = lowerer, replace(target, devices=tuple(devices), inputs=inputs)
@@ -63,9 +63,9 @@ class Lowering:
         self._local_ranks = tuple(local_ranks)
         self._state = state
         self._slots = slots
-        self._requiring: dict[frozenset[str], frozenset[str]] = {}
+        self._requiring: dict[tuple[frozenset[str], frozenset[str]], frozenset[str]] = {}
         self._programs: dict[Hashable, ProgramSet] = {}
-        self.trainable = trainable
+        self._trainable = trainable
 
     @property
     def cut(self) -> StagedCut:
@@ -100,13 +100,14 @@ class Lowering:
         return tuple(stages[number, 0] for number in range(len(self._sharded.parts)))
 
     def differentiation(self, outputs: frozenset[str], inputs: frozenset[str]) -> Differentiation:
-        return Differentiation(outputs, inputs, self.trainable)
+        return Differentiation(outputs, inputs, self._trainable())
 
     def requiring(self, inputs: frozenset[str]) -> frozenset[str]:
         """Return the values between stages, and the returned ones, that autograd would track if ``inputs`` require gradients."""
-        if inputs not in self._requiring:
-            self._requiring[inputs] = values_requiring_gradient(self.stages, self.trainable | inputs)
-        return self._requiring[inputs]
+        key = inputs, self._trainable()
+        if key not in self._requiring:
+            self._requiring[key] = values_requiring_gradient(self.stages, frozenset[str]().union(*key))
+        return self._requiring[key]
 
     def everything(self, inputs: frozenset[str]) -> Differentiation:
         """Return the differentiation of every result that autograd would track."""

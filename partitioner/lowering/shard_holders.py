@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -33,7 +36,7 @@ class PlanCuts:
         plan: by which it is cut.
         traced_for: traces the model for a number of rows, used if its graph is fixed to one batch size; for None, as it was traced.
         stored: layouts of tensors that ranks store already; None: choose them.
-        plan_cut: the cut of the planned graph, where this graph is for other sizes of the inputs; None: this is the planned one.
+        planned: the cuts of the planned graph, where this graph is for other sizes of the inputs; None: this is the planned one.
     """
 
     def __init__(
@@ -42,13 +45,14 @@ class PlanCuts:
         plan: Plan,
         traced_for: Callable[[int | None], ModelGraph],
         stored: StoredLayouts | None = None,
-        plan_cut: StagedCut | None = None,
+        planned: PlanCuts | None = None,
     ) -> None:
         self._graph, self._plan = graph, plan
         self.traced_for = functools.cache(traced_for)
         lowerer = Lowerer(Lowered(plan, graph))
         target = Target(kept=results_of_step(graph) if graph.training else None, stored=stored)
-        self.plan_cut = plan_cut or self._cut(lowerer, target)
+        self.plan_cut: StagedCut = self._cut(lowerer, target) if planned is None else planned.plan_cut
+        self._given = stored if planned is None else planned.stored
         self._lowerers: dict[int | None, Lowerer] = {None: lowerer, graph.batch_size: lowerer}
 
     @staticmethod
@@ -65,7 +69,12 @@ class PlanCuts:
             self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size)))
         if size is not None and variant.whole_batch not in (None, size):
             self._check_microbatches(size, variant.whole_batch)
-        return self._lowerers[size], Target(variant.kept, variant.in_parts, variant.results, variant.rows, self.plan_cut.stored)
+        return self._lowerers[size], Target(variant.kept, variant.in_parts, variant.results, variant.rows, self.stored)
+
+    @functools.cached_property
+    def stored(self) -> StoredLayouts:
+        """Return the layouts of what ranks store, of all variants."""
+        return self.plan_cut.stored if self._given is None else replace(self.plan_cut.stored, holders=self._given.holders)
 
     def _graph_for(self, rows: int | None) -> ModelGraph:
         return self._graph if rows is None or rows == self._graph.batch_size else self.traced_for(rows)
@@ -86,7 +95,8 @@ class PlanCuts:
 
         A rank holds what its stages read in this variant, and what any stage may compute for itself (``read_by_replicable``). A buffer that
         no stage reads is held with the other tensors of its module, which other modes may read it with (``num_batches_tracked`` in
-        training); rank 0 holds all else that no stage reads.
+        training). Other calls may read a parameter that this one does not: it is held by a stage that reads one of the same module, or
+        of the modules around, the nearest before it or after it.
 
         Args:
             devices: for each rank, where it runs.
@@ -106,9 +116,34 @@ class PlanCuts:
         for name, path in (*graph.parameters.items(), *graph.buffers.items()):
             readers_of_module[path.rpartition(".")[0]].update(readers[name])
         beside = {name: sorted(readers_of_module[path.rpartition(".")[0]]) for name, path in graph.buffers.items()}
-        holders = {name: readers[name] or beside.get(name) or [0] for name in placeholders}
+        near = self._ranks_near(read_by_stage, positions)
+        holders = {name: readers[name] or beside.get(name) or near.get(name, [0]) for name in placeholders}
         blocks = {rank: plan_cut.blocks(position, rank) for rank, position in positions.items()}
         return {name: {rank: blocks[rank][name] for rank in ranks} for name, ranks in holders.items()}
+
+    def _ranks_near(self, read_by_stage: Sequence[frozenset[str]], positions: Mapping[int, int]) -> dict[str, list[int]]:
+        """Return parameter or buffer that no stage reads -> the ranks of the stage that reads the nearest parameter.
+
+        Parameters are in the order of modules, so that those of the modules around one are beside it.
+        """
+        stage_of: dict[str, int] = {}
+        for stage, names in enumerate(read_by_stage):
+            for name in names:
+                stage_of.setdefault(name, stage)
+        ranks = [[rank for rank, position in positions.items() if position in stage] for stage in self._plan.stage_ranks]
+        parameters, buffers = list(self._graph.parameters.items()), self._graph.buffers.items()
+        read = [index for index, (name, _) in enumerate(parameters) if name in stage_of]
+        near: dict[str, int] = {}
+        for index, (name, path) in enumerate(parameters):
+            after = bisect.bisect_left(read, index)
+            beside = [parameters[each] for each in read[max(after - 1, 0) : after + 1]]
+            if name not in stage_of and beside:
+                near[name] = stage_of[max(beside, key=lambda other: _common_modules(path, other[1]))[0]]
+        for name, path in buffers:
+            if name not in stage_of and parameters:
+                nearest = max(parameters, key=lambda other: _common_modules(path, other[1]))[0]
+                near[name] = near.get(nearest, stage_of.get(nearest, 0))
+        return {name: ranks[stage] for name, stage in near.items()}
 
     def _read_by_stage(self, variant: Variant, devices: Sequence[torch.device]) -> list[frozenset[str]]:
         """Return for each stage the placeholders that it reads. One stage reads what the model does: no graph of a rank is written."""
@@ -117,3 +152,9 @@ class PlanCuts:
             return [read_by_one_stage(lowerer.after("boundary_layouts", target).graph)]
         stage_devices = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]
         return [frozenset(stage.bound) for stage in cut_stages(self._cut(lowerer, target).parts[0], plan, stage_devices).stages]
+
+
+def _common_modules(path: str, other: str) -> int:
+    """Return how many modules contain both of two parameters."""
+    pairs = zip(path.split(".")[:-1], other.split(".")[:-1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

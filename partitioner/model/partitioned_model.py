@@ -26,6 +26,7 @@ from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.losses.losses import check_loss
 from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session, tensors_of
 from partitioner.model.module.forms import Forms, at_sizes
+from partitioner.model.module.freezing import Freezing
 from partitioner.model.module.functional import call_with
 from partitioner.model.module.modes import Form, modes_of
 from partitioner.model.module.questions import ANSWERS, announce
@@ -62,7 +63,7 @@ from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_t
 from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, attach_hooks
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
-from partitioner.runtime.state.parameters import Freezing, check_values
+from partitioner.runtime.state.parameters import check_values
 from passes.emit.programs import LossReduction
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
@@ -89,7 +90,7 @@ class PartitionedModel(ModuleInPlan):
         check_optimizers()
         self._first = session
         self._forms = Forms(session)
-        self._freezing = Freezing(session.state.named_parameters())
+        self._freezing = Freezing(session.state, session.runtime)
         self._accumulation = Accumulation(session.state.named_parameters())
         self.loss_in_step = LossInStep(self._accumulation)
         """Runs steps inside of calls, for integrations."""
@@ -214,13 +215,14 @@ class PartitionedModel(ModuleInPlan):
         return self._session.runtime.local_ranks[0]  # the rank whose results this process returns
 
     def _check_parameters(self) -> None:
-        """Raise ConfigError if a parameter was unfrozen since, or has hooks that would get another gradient than on the original."""
-        self._freezing.check()
+        """Raise ConfigError if a parameter has hooks that would get another gradient than on the original."""
         refuse_parameter_hooks(self._session.state.stored_parameters(), in_no_sync=self._accumulation.holds)
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, tracked: bool) -> tuple[Form, BoundInputs]:
         """Return the form that serves a call, and its inputs, after bringing the parameters up to date."""
         check_values(self._first.state)
+        if tracked:
+            self._freezing.check()
         refuse_global_hooks()
         form = self._forms.of_call(modes_of(self), args, kwargs)
         form.session.state.refresh()
@@ -479,9 +481,7 @@ class PartitionedModel(ModuleInPlan):
 
         ``session``: for the sizes of the inputs that it is called with.
         """
-        sharing = PartitionedModel(session.with_microbatches(count))
-        sharing._freezing = self._freezing
-        return sharing
+        return PartitionedModel(session.with_microbatches(count))
 
     # -- parameters ----------------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -46,6 +46,7 @@ class LoweredStages:
         requiring: the values between stages, and those returned, that autograd would track.
         templates: what is known of their regions, however often they are differentiated.
         parts: for each stage the model as it is cut from it; empty where that is ``graph`` for all.
+        holders: parameter -> ranks that hold it besides those that read it.
     """
 
     graph: ModelGraph
@@ -56,6 +57,7 @@ class LoweredStages:
     requiring: frozenset[str] = frozenset()
     templates: RegionTemplates = field(default_factory=RegionTemplates, compare=False, repr=False)
     parts: tuple[ModelGraph, ...] = ()
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def collectors(self) -> tuple[int, ...]:
@@ -96,7 +98,7 @@ class LoweredStages:
     @cached_property
     def shared_parameters(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several ranks hold and some rank has a gradient of -> those ranks."""
-        holders: dict[str, set[int]] = {}
+        holders: dict[str, set[int]] = {name: set(ranks) for name, ranks in self.holders.items()}
         for stage in self.stages:
             for name in stage.parameters:
                 holders.setdefault(name, set()).update(self.stage_ranks[stage.index])
@@ -116,12 +118,15 @@ def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozen
     return frozenset(reached)
 
 
-def cut_stages(parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.device]) -> LoweredStages:
+def cut_stages(
+    parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.device], holders: Mapping[str, tuple[int, ...]] | None = None
+) -> LoweredStages:
     """Cut a part of the model into the plan's stages.
 
     Args:
         parts: for each place along the pipeline, what it computes a stage of.
         devices: for each stage, where it runs.
+        holders: parameter -> ranks that hold it besides those that read it.
 
     Raises:
         ConfigError: a stage reads what no stage sends: those of unequal degrees disagree on what each computes for itself.
@@ -136,4 +141,4 @@ def cut_stages(parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.
                 remedy="give all stages as many ranks of the tensor dimension",
             )
     of_stages = tuple(parts[stage.ranks[0]] for stage in plan.stages)
-    return LoweredStages(of_stages[-1], stages, plan.stage_ranks, parts=of_stages if len(split) > 1 else ())
+    return LoweredStages(of_stages[-1], stages, plan.stage_ranks, parts=of_stages if len(split) > 1 else (), holders=holders or {})

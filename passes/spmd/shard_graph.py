@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -135,7 +135,7 @@ def layouts_of_cut(facts: LayoutFacts, cut: AxisCut, results: Results = "rows", 
     layouts = assign_layouts(*known, results=results, stored=stored, facts=facts, attention=cut.attention, stages=cut.stages)
     layouts = computed_where_read(facts, layouts)
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
-    layouts = _with_sharded_storage(graph, axes, layouts, cut)
+    layouts = _with_sharded_storage(graph, axes, layouts, cut, stored or {})
     return with_halos(graph, axes, layouts, cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)
 
 
@@ -195,8 +195,8 @@ def _block(axes: TensorAxes, layout: Layout, extents: Extents) -> Block:
     return block_of(axes, layout, extents)
 
 
-def _with_sharded_storage(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut) -> Layouts:
-    """Shard parameters in storage over ``cut.stored`` (FSDP); those without a reader stay as they are.
+def _with_sharded_storage(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: AxisCut, given: Container[str]) -> Layouts:
+    """Shard parameters in storage over ``cut.stored`` (FSDP); those of ``given`` layouts stay as they are.
 
     A parameter no longer varies over a dimension that shards it: its gradient is not reduced at the end of the step, since the backward of
     the gather in front of its use is a reduce_scatter.
@@ -206,22 +206,26 @@ def _with_sharded_storage(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: 
     for name in graph.parameters:
         layout = list(stored[name])
         for index, dimension in enumerate(cut.mesh.names):
-            if name in read and dimension in cut.stored and not isinstance(layout[index], Shard):
-                layout[index] = _storage_shard(axes, name, layout, cut.mesh.length(dimension)) or layout[index]
+            if name not in given and dimension in cut.stored and not isinstance(layout[index], Shard):
+                layout[index] = _storage_shard(axes, name, layout, cut.mesh.length(dimension), is_read=name in read) or layout[index]
         stored[name] = tuple(layout)
         varying[name] = frozenset(index for index in varying[name] if not isinstance(layout[index], Shard))
         results[name] = (tuple(Varying() if index in varying[name] else place for index, place in enumerate(layout)),)
     return replace(layouts, stored=stored, varying=varying, results=results)
 
 
-def _storage_shard(axes: Axes, name: str, layout: Sequence[Placement], count: int) -> Shard | None:
+def _storage_shard(axes: Axes, name: str, layout: Sequence[Placement], count: int, *, is_read: bool) -> Shard | None:
     """Return the axis over which a parameter is sharded in storage: one not sharded yet, preferably divisible and outermost.
 
-    An axis that is twice in one dimension (the flattened weight of a score matrix) is left out: a shard of it would be ambiguous.
+    An axis that is twice in one dimension (the flattened weight of a score matrix) is left out: a shard of it would be ambiguous. Of a
+    parameter that the graph does not read, a later call may unfold the first dimension into other axes (queries, keys and values in one
+    weight): the second one is sharded, and a vector is not.
     """
     taken = {place.axis for place in layout if isinstance(place, Shard)}
     candidates: list[tuple[bool, int, int, int]] = []
     for dimension, axes_of in enumerate(axes.of(name)):
+        if not is_read and dimension != 1:
+            continue
         for position, axis in enumerate(axes_of):
             size = axes.sizes[axis]
             if axis not in taken and axes_of.count(axis) == 1 and isinstance(size, int) and size >= count:

@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -86,9 +86,11 @@ class StoredLayouts:
 
     Attributes:
         of_places: for each pipeline position, parameter, buffer, constant or resident input -> how it is sharded, rows excepted.
+        holders: parameter -> the pipeline positions that store it besides those that read it: all of them get its gradient.
     """
 
     of_places: tuple[Mapping[str, StoredShards], ...]
+    holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def at(self, place: int, graph: ModelGraph, axes: Axes) -> dict[str, Layout]:
         """Return the layouts at a pipeline position of those stored tensors that a graph has.

@@ -82,14 +82,15 @@ def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, i
     Args:
         graph: a model, or a rank's graph of it (``passes.spmd.localize``): there a stage begins with the first node that was emitted for
             its first node (``written_for``).
-        first_nodes: for each stage, the name of its first node, in graph order; that of stage 0 is ignored.
+        first_nodes: for each stage, the name of its first node, in graph order; that of stage 0 is ignored. A stage that computes nothing
+            begins with the first node of the next; after the last node, with the output.
 
     Raises:
         ConfigError: a name is no computing node, or the names are out of order.
     """
     replicable = replicable_nodes(graph)
     nodes = graph.computing_nodes()
-    position = {node.name: index for index, node in enumerate(nodes)}
+    position = {graph.graph.output_node().name: len(nodes), **{node.name: index for index, node in enumerate(nodes)}}
     for index, node in reversed(list(enumerate(nodes))):
         if "written_for" in node.meta:  # the earliest node wins, also over a node that has the name itself
             position[node.meta["written_for"]] = index
@@ -98,7 +99,7 @@ def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, i
         if name not in position:
             raise ConfigError(f"the plan starts a stage at {name!r}, which is no node of this graph", remedy="make the plan again")
         starts.append(position[name])
-    if starts != sorted(set(starts)):
+    if starts != sorted(starts):
         raise ConfigError("the plan's stages are not in the order of the graph", remedy="make the plan again")
     stages, stage = {}, 0
     for index, node in enumerate(nodes):

@@ -218,8 +218,8 @@ class Losses:
         leaves, tree = pytree.tree_flatten(target)
         kinds = (str(tree), *(leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
         # The names of results are part of the key: they differ where the batch is not cut.
-        names = tuple(lowering.graph.returned)
-        key = (loss_key(step.loss_fn), step.inputs.requiring_gradient, names, n_microbatches is None, kinds)
+        names, requiring = tuple(lowering.graph.returned), lowering.requiring(step.inputs.requiring_gradient)
+        key = (loss_key(step.loss_fn), requiring, names, n_microbatches is None, kinds)
         if key not in self._dependences:
             part, sizes = _inspected_part(lowering, target, step.inputs.batch, n_microbatches)
             self._dependences[key] = self._inspect(step, lowering, part, sizes)

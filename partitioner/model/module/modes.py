@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -38,10 +38,11 @@ from passes.graph.fingerprint import graph_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 from passes.ir.torch_private import tree_flatten, tree_leaves, tree_unflatten
 from passes.normalize.specialize_batch import fixed_for
-from passes.spmd.shard_stages import StagedCut, StoredLayouts
+from passes.spmd.shard_stages import StoredLayouts
 
 __all__ = ["Form", "first_session", "modes_after_train", "modes_of", "modes_of_trace", "session_of_trace", "session_of_tracing", "traced"]
 
@@ -153,13 +154,17 @@ def _with_requiring(session: Session, requiring: frozenset[str]) -> tuple[tuple[
 def _refuse_frozen(session: Session, *, tracked: bool) -> None:
     """Raise ConfigError where code of the model asks which tensors require gradients, and another parameter does than in the trace."""
     questions = [question for question in session.graph.gradient_questions if question != GRADIENTS_ON]
-    trains = session.tracing.structure.trains
-    frozen = [name for name, parameter in session.state.named_parameters() if trains(name) and not parameter.requires_grad]
-    if tracked and questions and frozen:
-        raise ConfigError(
-            f"{first_few(frozen)} was frozen after the model was partitioned, and its forward asks for {questions[0]} of its tensors",
-            remedy="freeze the parameters of the model, and partition it again",
-        )
+    trained = {name: session.tracing.structure.trains(name) for name in session.graph.parameters.values()}
+    changes = {
+        "frozen": [name for name, parameter in session.state.named_parameters() if trained[name] and not parameter.requires_grad],
+        "unfrozen": [name for name in session.state.gradients.trained if not trained[name]],
+    }
+    for change, names in changes.items():
+        if tracked and questions and names:
+            raise ConfigError(
+                f"{first_few(names)} was {change} after the model was partitioned, and its forward asks for {questions[0]} of its tensors",
+                remedy="freeze, or unfreeze, the parameters of the model, and partition it again",
+            )
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:
@@ -241,17 +246,37 @@ def session_of_tracing(first: Session, tracing: Tracing) -> Session:
         runtime.agree("modes", f"{'training' if graph.training else 'evaluation'} (graph {graph_digest(graph)})")
     problem = first.assumed.problem
     fixed_microbatches = problem is None or problem.request.n_microbatches is not None
-    plan = transferred_plan(first.plan, first.graph, graph, fixed_microbatches=fixed_microbatches)
+    plan = transferred_plan(first.plan, first.graph, graph, _held_by_stage(first), fixed_microbatches=fixed_microbatches)
     check_fits(plan, graph)
     if 0 in runtime.local_ranks:
         warn_of_microbatches(graph, plan)
     return session_of_trace(first, fixed_for(graph, plan), plan, tracing)
 
 
+def _held_by_stage(first: Session) -> list[list[frozenset[str]]]:
+    """Return for each stage the names of the parameters that its ranks hold; where these do not fit a call, of fewer parameters.
+
+    In one process any rank can read what one device holds whole: first what the plan does not read, then everything.
+    """
+    names, held_at = first.graph.parameters, _positions(first, first.graph.parameters.values())
+    held = [frozenset(name for name, places in held_at.items() if set(places).issuperset(stage)) for stage in first.plan.stage_ranks]
+    fixed = frozenset(name for each, name in names.items() if not first.state.is_whole_here(each))
+    read = frozenset(names[node.name] for node in first.graph.graph.nodes if node.name in names and node.users)
+    return [held] if fixed == frozenset(held_at) else [held, [each & (read | fixed) for each in held], [each & fixed for each in held]]
+
+
+def _positions(first: Session, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return parameter -> the pipeline positions that hold it."""
+    position = {rank: place for ranks in pipelines(first.plan.grid) for place, rank in enumerate(ranks)}
+    return {name: tuple(sorted({position[rank] for rank in first.state.blocks_in_processes(name)})) for name in names}
+
+
 def session_of_trace(first: Session, graph: ModelGraph, plan: Plan, tracing: Tracing) -> Session:
     """Return the session of another trace, with the parameters and buffers of the first one."""
     runtime = first.runtime
-    cuts = _cuts(first.original, graph, plan, tracing, stored_as_in(first.cuts.plan_cut, first.graph, graph))
+    apart = [name for placeholder, name in first.graph.parameters.items() if not first.state.is_whole_here(placeholder)]
+    stored = stored_as_in(first.cuts.plan_cut, first.graph, graph, _positions(first, apart))
+    cuts = _cuts(first.original, graph, plan, tracing, stored)
     blocks = cuts.holdings(first_variant(graph, plan, tracing.inputs), runtime.devices)
     state = state_of_trace(first.state, graph, blocks)
     return _session(first.original, graph, plan, runtime, state, cuts, first.assumed, tracing)
@@ -269,7 +294,7 @@ def session_of_sizes(planned: Session, sizes: Mapping[str, int]) -> Session:
         graph = fixed_for(planned.graph.for_sizes.at(sizes), planned.plan)
     args, kwargs = planned.graph.for_sizes.call_of(sizes)
     tracing = dataclasses.replace(planned.tracing, args=args, kwargs=kwargs)
-    cuts = _cuts(planned.original, graph, planned.plan, tracing, plan_cut=planned.cuts.plan_cut)
+    cuts = _cuts(planned.original, graph, planned.plan, tracing, planned=planned.cuts)
     return _session(planned.original, graph, planned.plan, planned.runtime, planned.state, cuts, planned.assumed, tracing)
 
 
@@ -279,7 +304,7 @@ def _cuts(
     plan: Plan,
     tracing: Tracing,
     stored: StoredLayouts | None = None,
-    plan_cut: StagedCut | None = None,
+    planned: PlanCuts | None = None,
 ) -> PlanCuts:
     """Return the cuts of a trace by a plan; a batch size that the trace does not serve is traced in the same modes."""
 
@@ -287,14 +312,16 @@ def _cuts(
         graph = traced(model, tracing, rows)
         return fixed_for(graph, plan) if rows is None else graph
 
-    return PlanCuts(graph, plan, trace_again, stored, plan_cut)
+    return PlanCuts(graph, plan, trace_again, stored, planned)
 
 
 def _session(
     model: nn.Module, graph: ModelGraph, plan: Plan, runtime: Runtime, state: State, cuts: PlanCuts, assumed: Assumptions, tracing: Tracing
 ) -> Session:
     """Return the session of a trace whose tensors are ``state``."""
-    trainable = frozenset(placeholder for placeholder, name in graph.parameters.items() if tracing.structure.trains(name))
+
+    def trainable() -> frozenset[str]:
+        return frozenset(placeholder for placeholder, name in graph.parameters.items() if name in state.gradients.trained)
 
     def lower_at(variant: Variant) -> Lowering:
         tensors = (state.by_rank, state.slots)

@@ -30,9 +30,14 @@ def is_unsummed(parameter: Tensor) -> bool:
 
 
 class GradientStore:
-    """Adds gradients to parameters, those with hooks at the end of a run; terms of sums add up here if ``all_ranks_here``."""
+    """Adds gradients to parameters, those with hooks at the end of a run; terms of sums add up here if ``all_ranks_here``.
 
-    def __init__(self, *, all_ranks_here: bool) -> None:
+    Attributes:
+        trained: the names of the parameters that programs compute gradients for.
+    """
+
+    def __init__(self, trained: frozenset[str], *, all_ranks_here: bool) -> None:
+        self.trained = trained
         self.all_ranks_here = all_ranks_here
         self._calls_hooks = True
         self.discards = False

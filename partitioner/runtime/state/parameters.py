@@ -1,16 +1,8 @@
-"""The parameters, buffers and constants of this process's ranks, copied from the model.
-
-``requires_grad`` may change after the model was partitioned:
-
-frozen later        programs still compute the gradient; it is not added to ``.grad``
-unfrozen later      refused: no program computes the gradient
-partly frozen       refused: the shards of one parameter must agree
-"""
+"""The parameters, buffers and constants of this process's ranks, copied from the model."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,7 +19,7 @@ from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
 from passes.spmd.shards import Block, whole_block
 
-__all__ = ["Freezing", "State", "check_values", "materialize", "state_of_trace"]
+__all__ = ["State", "check_values", "materialize", "state_of_trace"]
 
 
 @dataclass(frozen=True)
@@ -52,12 +44,12 @@ class State:
     """
 
     graph: ModelGraph
-    by_rank: Mapping[int, Mapping[str, Tensor]]
+    by_rank: Mapping[int, dict[str, Tensor]]
     blocks: Mapping[str, Mapping[int, Block]]
     stored: Mapping[str, Sequence[StoredParameter]]
-    followers: Mapping[StoredParameter, Sequence[RankTensor]]
+    followers: dict[StoredParameter, list[RankTensor]]
     gradients: GradientStore
-    slots: Mapping[int, Mapping[str, GradientSlot]]
+    slots: Mapping[int, dict[str, GradientSlot]]
     names: tuple[str, ...]
     parameter_names: tuple[str, ...]
     devices: Sequence[torch.device]
@@ -286,6 +278,11 @@ class State:
         tensors = self._tensors(placeholder)
         return [(_key(name, number), tensors[rank]) for number, (rank, _) in enumerate(self._owners(placeholder)) if rank in tensors]
 
+    def is_whole_here(self, placeholder: str) -> bool:
+        """Whether all ranks are in this process, and one of its parameters is the whole one: each rank can read any block of it."""
+        stored = self.stored.get(placeholder, ())
+        return self.gradients.all_ranks_here and len(stored) == 1 and stored[0].block.is_whole
+
     def is_cut(self, name: str) -> bool:
         """Whether a tensor of the model is sharded: some rank holds only a block of it."""
         return not all(block.is_whole for block in self._stored_blocks(self._placeholder(name)).values())
@@ -366,7 +363,8 @@ def materialize(
         for hook in hooks.get(shard.name, ()):
             shard.parameter.register_hook(hook)
         refuse_parameter_hooks([shard], in_no_sync=False)
-    gradients = GradientStore(all_ranks_here=len(local_ranks) == len(devices))
+    trained = frozenset(name for name, original in originals.values() if original.requires_grad)
+    gradients = GradientStore(trained, all_ranks_here=len(local_ranks) == len(devices))
     by_rank: dict[int, dict[str, Tensor]] = {}
     slots: dict[int, dict[str, GradientSlot]] = {}
     followers: dict[StoredParameter, list[RankTensor]] = {}
@@ -397,17 +395,21 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
     before = {name: placeholder for placeholder, name in (*state.graph.parameters.items(), *state.graph.buffers.items())}
     old = {placeholder: before[name] for placeholder, name in (*graph.parameters.items(), *graph.buffers.items()) if name in before}
     read = {node.name for node in graph.graph.nodes if node.op == "placeholder" and node.users}
-    lacking = [
-        {**graph.parameters, **graph.buffers}[placeholder]
+    elsewhere = {
+        placeholder: {**graph.parameters, **graph.buffers}[placeholder]
         for placeholder in (*graph.parameters, *graph.buffers)
         for rank, block in blocks[placeholder].items()
         if placeholder in read and (placeholder not in old or state.blocks[old[placeholder]].get(rank) != block)
-    ]
+    }
+    # The lowest rank that reads a block adds its gradient: where another rank does than in the first trace, they are bound anew.
+    here = [each for each in graph.parameters if each in read and each in old and state.is_whole_here(old[each])]
+    bound = [each for each in here if blocks[each] != state.blocks[old[each]]]
+    lacking = [name for placeholder, name in elsewhere.items() if placeholder not in bound]
     lacking += [graph.parameters[each] for each in _written_parameters(graph) if old[each] not in _written_parameters(state.graph)]
     if lacking:
         raise ConfigError(
-            f"in these modes, ranks read {first_few(lacking)} otherwise than they hold it",
-            remedy="partition the model in these modes, partition(model.eval(), ...), and load pm.full_state_dict() into it",
+            f"the call reads {first_few(lacking)} on other ranks, or in other parts, than these hold since the model was partitioned",
+            remedy="partition the model with an example like this call, in these modes, and load pm.full_state_dict() into it",
         )
     by_rank, slots = {}, {}
     for rank, tensors in state.by_rank.items():
@@ -418,8 +420,23 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
         slots[rank] = {placeholder: state.slots[rank][each] for placeholder, each in old.items() if each in state.slots[rank]}
     stored = {placeholder: state.stored[each] for placeholder, each in old.items() if each in state.stored}
     held = {placeholder: state.blocks[each] for placeholder, each in old.items()}
-    held.update({placeholder: blocks[placeholder] for placeholder in graph.constants})
-    return replace(state, graph=graph, by_rank=by_rank, blocks=held, stored=stored, slots=slots)
+    held.update({placeholder: blocks[placeholder] for placeholder in (*graph.constants, *bound)})
+    moved = replace(state, graph=graph, by_rank=by_rank, blocks=held, stored=stored, slots=slots)
+    _bind(moved, bound)
+    return moved
+
+
+def _bind(state: State, placeholders: Sequence[str]) -> None:
+    """Bind the programs of all ranks to parameters that this process holds whole: each to the block that it reads."""
+    owner_of = {placeholder: owners(state.blocks[placeholder].items()) for placeholder in placeholders}
+    for rank in state.by_rank:
+        binder = _ParameterBinder(
+            state.blocks, owner_of, state.devices, device_keys(state.devices), rank, state.gradients, _written_parameters(state.graph)
+        )
+        for placeholder in placeholders:
+            if rank in state.blocks[placeholder]:
+                bound = binder.bind(placeholder, state.stored[placeholder], state.followers)
+                state.by_rank[rank][placeholder], state.slots[rank][placeholder] = bound
 
 
 @dataclass(frozen=True)
@@ -483,33 +500,3 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     tensor = getattr(model.get_submodule(owner), attribute)
     assert isinstance(tensor, Tensor)
     return tensor
-
-
-class Freezing:
-    """Checks changes of ``requires_grad`` since the model was partitioned; shards of one parameter have the same name."""
-
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        shards_of: defaultdict[str, list[nn.Parameter]] = defaultdict(list)
-        for name, parameter in parameters:
-            shards_of[name].append(parameter)
-        self._frozen = [(name, shard) for name, shards in shards_of.items() for shard in shards if not shard.requires_grad]
-        self._sharded = [(name, shards) for name, shards in shards_of.items() if len(shards) > 1]
-
-    def check(self) -> None:
-        """Check parameters before gradients are computed.
-
-        Raises:
-            ConfigError: a parameter was unfrozen, or only some of its shards were frozen.
-        """
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name} was frozen when the model was partitioned, and requires a gradient now: no program computes one",
-                    remedy="call requires_grad_() on the model's parameter and partition it again",
-                )
-        for name, shards in self._sharded:
-            if len({shard.requires_grad for shard in shards}) > 1:
-                raise ConfigError(
-                    f"{name} lies in {len(shards)} parts on several devices, and only some of them are frozen",
-                    remedy=f'freeze all: for key, p in pm.named_parameters(): if key == "{name}": p.requires_grad_(False)',
-                )

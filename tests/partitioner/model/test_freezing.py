@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from partitioner import PartitionedModel
 from passes.ir.errors import ConfigError
 from tests.support.models.case import Case, Instance
 from tests.support.models.zoo import case_named
+from tests.support.processes.processes import Workers
+from tests.support.running.later_calls import unfreezing_difference
 from tests.support.running.transparency import make_partitioned
 
 
@@ -108,24 +111,26 @@ def test_parts_on_several_devices_frozen_in_part_are_refused(how: str) -> None:
     instance = case.build()
     pm = make_partitioned(instance, devices=2, mode="tensor")
     next(parameter for name, parameter in pm.named_parameters() if name == "blocks.0.up.weight").requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight lies in 2 parts on several devices, and only some of them are frozen"):
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight is stored in 2 parts on several devices, and only some"):
         step(case, instance, pm, how)
     with torch.no_grad():
         pm(*instance.args)
 
 
-@pytest.mark.parametrize("how", [pytest.param("train_step", marks=pytest.mark.slow), "backward"])
-def test_what_was_frozen_cannot_be_trained(how: str) -> None:
-    case = case_named("gpt")
-    instance = case.build()
-    instance.model.get_parameter("blocks.1.up.weight").requires_grad_(False)
-    pm = make_partitioned(instance, devices=2, mode="pipeline", n_microbatches=4)
-    step(case, instance, pm, how)
-    assert_same_gradients(instance.model, pm)
-    freeze(pm, instance.model, "blocks.1.up.weight", frozen=False)
-    with pytest.raises(ConfigError, match=r"blocks\.1\.up\.weight was frozen when the model was partitioned") as raised:
-        step(case, instance, pm, how)
-    assert "partition it again" in str(raised.value)
+@pytest.mark.parametrize(
+    "mode",
+    ["pipeline", "fsdp", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("model", "data", "zero1", "zero2", "tensor"))],
+)
+def test_unfrozen_parameters_train_without_a_new_trace(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("partitioner.model.module.modes.traced")
+    assert unfreezing_difference(mode, 2) is None
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("mode", ["pipeline", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp", "tensor", "data"))])
+def test_unfrozen_parameters_of_one_process_train_in_all(workers: Callable[[int], Workers], mode: str) -> None:
+    assert workers(2).values(unfreezing_difference, mode, 2, timeout=170) == [None] * 2
 
 
 @pytest.mark.slow

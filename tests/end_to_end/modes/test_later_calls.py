@@ -1,0 +1,58 @@
+"""Calls that read other parameters than the example: each gets a trace of its own, and the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from partitioner import ConfigError
+from tests.support.processes.processes import Workers
+from tests.support.running.later_calls import MODELS, difference
+
+Mode = str | Mapping[str, int]
+
+_MODES: tuple[Mode, ...] = ("model", "pipeline", "data", "fsdp", "zero1", "tensor", {"pipeline": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2})
+
+_QUICK = (("heads", "pipeline"), ("encoder", "fsdp"), ("encoder_left_out", "pipeline"), ("tied", "model"), ("adapter", "tensor"))
+
+
+def n_devices(mode: Mode) -> int:
+    return 2 if isinstance(mode, str) else 4
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [pytest.param(name, mode, marks=() if (name, mode) in _QUICK else pytest.mark.slow) for name in MODELS for mode in _MODES],
+    ids=str,
+)
+def test_one_process(name: str, mode: Mode) -> None:
+    assert difference(name, mode, n_devices(mode)) is None
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("tied", "pipeline"),
+        *(
+            pytest.param(name, mode, marks=pytest.mark.slow)
+            for name in MODELS
+            for mode in ("pipeline", "fsdp", "tensor")
+            if (name, mode) not in (("late_encoder", "pipeline"), ("tied", "pipeline"))
+        ),
+    ],
+)
+def test_processes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
+    assert workers(2).values(difference, name, mode, 2, timeout=170) == [None] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_parameters_of_a_later_stage_that_are_read_first(workers: Callable[[int], Workers]) -> None:
+    """The order of registration says nothing else than that the encoder belongs to the last stage."""
+    for answer in workers(2).call(difference, "late_encoder", "pipeline", 2):
+        assert isinstance(answer.error, ConfigError), answer.error
+        assert "reads" in str(answer.error)
+        assert "partition the model with an example" in str(answer.error)
