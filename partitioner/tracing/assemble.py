@@ -83,6 +83,7 @@ class Assembly:
             autocast=exported.inputs.autocast,
             notes=(*exported.notes, *self._merged, *normal.notes),
             gradient_questions=exported.gradient_questions,
+            program_state=exported.program_state,
         )
 
 

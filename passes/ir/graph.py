@@ -246,6 +246,7 @@ class ModelGraph:
         autocast: the mixed precision that the loss is computed in; casts inside of the model are nodes of the graph.
         part: which part of the model this is, for a graph that ``passes.spmd.localize`` wrote.
         gradient_questions: what code of the model asked of autograd's state, which a call may have otherwise: ``torch.is_grad_enabled()``.
+        program_state: plain values outside of tensors and arguments that code of the model may have read.
         for_sizes: gives the graphs of the model for other sizes of its inputs; None: it serves these sizes alone.
     """
 
@@ -270,6 +271,7 @@ class ModelGraph:
     digest: str | None = None
     batch_limit: int | None = None
     gradient_questions: tuple[str, ...] = ()
+    program_state: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     for_sizes: SizedGraphs | None = field(default=None, compare=False, repr=False)
 
     def serves(self, batch: int) -> bool:

@@ -60,12 +60,14 @@ __all__ = [
     "foreach_add_",
     "foreach_norm",
     "graph_break",
+    "indexing_as_operator",
     "indexing_by_tensors",
     "is_profiling",
     "is_resumed",
     "is_transformed",
     "is_view",
     "make_fx",
+    "masks_as_given",
     "no_dispatch_modes",
     "no_rules",
     "nonstrict_trace",
@@ -191,6 +193,42 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = TransformGetItemToIndex()
     return context
+
+
+@contextmanager
+def indexing_as_operator() -> Iterator[None]:
+    """While active, what ``indexing_by_tensors`` calls is ``aten.index``: a trace holds no application of an autograd function for it.
+
+    ``torch.export`` cannot write such an application inside a region of ``torch.autocast`` or ``torch.no_grad()``.
+    """
+    import torch._dynamo._trace_wrapped_higher_order_op as indexing  # noqa: PLC0415  an export loads it
+
+    original = indexing.mod_index
+    indexing.mod_index = torch.ops.aten.index.Tensor
+    try:
+        yield
+    finally:
+        indexing.mod_index = original
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """While active, transformer layers of ``torch.nn`` take a mask for causal only where the call says so, ``is_causal=True``.
+
+    Else they compare its values with those of a causal mask, to leave it out for a kernel that gives the same numbers.
+    """
+    from torch.nn.modules import transformer  # noqa: PLC0415  patched where it is looked up
+
+    original = transformer._detect_is_causal_mask
+
+    def said(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
+        return is_causal is True
+
+    transformer._detect_is_causal_mask = said  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original
 
 
 def dynamo_source(placeholder: fx.Node) -> str:

@@ -16,7 +16,6 @@ from passes.graph.provenance import complete_provenance, place_of
 from passes.ir.graph import Autocast
 from passes.ir.phase import Phase, PhaseRunner
 from passes.normalize.autocast.casts import write_casts
-from passes.normalize.autocast.operation_lists import traced_in
 from passes.normalize.causal_masks import name_masks
 from passes.normalize.functional.functionalize import functionalize
 from passes.normalize.inline.control_flow import inline_control_flow
@@ -88,11 +87,6 @@ def _rewriting(rewrite: Callable[[ExportedGraph], None]) -> Callable[[ExportedGr
     return step
 
 
-def _inline_vmap(exported: ExportedGraph) -> None:
-    with traced_in(exported.autocast):
-        inline_vmap(exported.module)
-
-
 def _fix_sizes(exported: ExportedGraph, sizes: Sizes) -> ExportedGraph:
     """Return the state with a copy of the graph, so that the state can be fixed to other sizes later."""
     if not sizes.numbers or exported.batch is None or exported.symbol is None:
@@ -162,7 +156,7 @@ FUNCTIONAL = ("functionalize", "remove_noise", "causal_masks", "expert_rows", "r
 NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("tie_parameters", _rewriting(lambda exported: tie_parameters(exported.graph, exported.tied))),
     Phase("control_flow", _rewriting(lambda exported: inline_control_flow(exported.module))),
-    Phase("inline_vmap", _rewriting(_inline_vmap)),
+    Phase("inline_vmap", _rewriting(lambda exported: inline_vmap(exported.module, exported.autocast))),
     Phase("write_casts", _rewriting(lambda exported: write_casts(exported.module, exported.autocast))),
     Phase("inline", _rewriting(lambda exported: inline_subgraphs(exported.module, exported.without_gradient))),
     Phase("fix_sizes", _fix_sizes),

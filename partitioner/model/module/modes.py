@@ -21,6 +21,7 @@ from partitioner.lowering.variants import Lowerings, Variant, first_variant
 from partitioner.model.calls import Calls
 from partitioner.model.inspected_programs import LastStep
 from partitioner.model.losses.losses import Losses
+from partitioner.model.module.program_state import refuse_changed_program
 from partitioner.model.session import Assumptions, Session, Tracing
 from partitioner.options.batch_statistics import warn_of_microbatches
 from partitioner.options.given_plan import check_fits
@@ -90,9 +91,11 @@ class Form:
             tracked: whether gradients are on.
 
         Raises:
-            ConfigError: the model asks which tensors require gradients, and a parameter was frozen since.
+            ConfigError: the model asks which tensors require gradients, and a parameter was frozen since; or it computes otherwise with
+                plain state of the program that has changed since.
         """
         session = self.session
+        _refuse_changed_program(session)
         if not session.graph.gradient_questions:
             return self
         _refuse_frozen(session, tracked=tracked)
@@ -165,6 +168,13 @@ def _refuse_frozen(session: Session, *, tracked: bool) -> None:
                 f"{first_few(names)} was {change} after the model was partitioned, and its forward asks for {questions[0]} of its tensors",
                 remedy="freeze, or unfreeze, the parameters of the model, and partition it again",
             )
+
+
+def _refuse_changed_program(session: Session) -> None:
+    """Raise ConfigError where plain state of the program has changed since the trace, and the model computes otherwise with it."""
+    changed = [reading for reading in session.graph.program_state if reading.is_changed()]
+    if changed:
+        refuse_changed_program(session, changed)
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:

@@ -33,6 +33,7 @@ Attributes = Mapping[str, object]
 """Path of an attribute, of an item in one, or of a length -> its value; of an object of another kind that is no function, its type."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
 _PLAIN = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, Tensor)
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict)
 _MOST = 10_000
@@ -78,11 +79,13 @@ class Left:
     Attributes:
         attributes: module -> its attributes, containers copied.
         modules: module -> its children, which forward may have put in the place of others.
+        hooks: module -> its tables of hooks around forward, which forward may have registered.
         asked: paths of the watched values that it asked for.
     """
 
     attributes: dict[nn.Module, dict[str, Any]] = dataclasses.field(default_factory=dict)
     modules: dict[nn.Module, dict[str, nn.Module | None]] = dataclasses.field(default_factory=dict)
+    hooks: dict[nn.Module, dict[str, dict[int, Any]]] = dataclasses.field(default_factory=dict)
     asked: frozenset[str] = frozenset()
 
 
@@ -102,15 +105,21 @@ def record_left(model: nn.Module, asking: set[str] | None = None) -> Iterator[Le
         left.asked = frozenset(asking)
         for module in model.modules():
             left.modules[module] = dict(vars(module)["_modules"])
+            left.hooks[module] = {name: _without(vars(module)[name], own_hooks) for name in _HOOKS}
             own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
             left.attributes[module] = {name: _mapped(value, lambda _, leaf: leaf, "", frozenset()) for name, value in own.items()}
 
     handles = model.register_forward_pre_hook(begin), model.register_forward_hook(record)
+    own_hooks = {handle.id for handle in handles}
     try:
         yield left
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _without(hooks: Mapping[int, Any], left_out: set[int]) -> dict[int, Any]:
+    return {number: hook for number, hook in hooks.items() if number not in left_out}
 
 
 def _mapped(value: Any, change: Callable[[str, Any], Any], path: str, around: frozenset[int]) -> Any:
@@ -218,6 +227,9 @@ def _set(model: nn.Module, left: Left, before: Attributes, changed: Sequence[str
     for module, children in left.modules.items():
         if module in names and vars(module)["_modules"] != children:
             vars(module)["_modules"] = children
+    for module, tables in left.hooks.items():
+        for name, hooks in tables.items() if module in names else ():
+            vars(module)[name].update(hooks)
     for module, values in left.attributes.items():
         for name, value in values.items() if module in names else ():
             path = _path(names[module], name)

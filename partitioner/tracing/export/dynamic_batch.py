@@ -22,6 +22,7 @@ import sympy
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from partitioner.tracing.carried.program_state import Reading
 from partitioner.tracing.errors import depends_on_sizes, trace_error, why_fixed
 from partitioner.tracing.export.export import export
 from partitioner.tracing.export.guards import Assumptions, assumptions_of, symbol_of
@@ -46,6 +47,7 @@ class Exported:
         sizes: each of these symbols -> its size in the inputs.
         assumed: what the program assumes of open sizes; None without any.
         gradient_questions: what code of the model asked of autograd's state.
+        program_state: the plain state of the program that its code may have read.
     """
 
     program: ExportedProgram
@@ -58,6 +60,7 @@ class Exported:
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     assumed: Assumptions | None = None
     gradient_questions: tuple[str, ...] = ()
+    program_state: tuple[Reading, ...] = ()
 
 
 def export_open(
@@ -145,7 +148,9 @@ def _try_layout(
         The program, with the leaves that stayed open as its layout.
     """
     try:
-        program, notes, questions = export(model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others)
+        program, notes, questions, readings = export(
+            model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others
+        )
     except Exception as error:
         if not may_fail and not depends_on_sizes(error):
             raise trace_error(model, error) from error
@@ -167,6 +172,7 @@ def _try_layout(
         sizes=sizes,
         assumed=assumptions_of(program, open_layout),
         gradient_questions=questions,
+        program_state=readings,
     )
 
 
@@ -180,13 +186,14 @@ def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: 
     for candidate in (layout, *layout.smaller_layouts()):
         resized = inputs.with_batch(size, candidate)
         try:
-            program, notes, questions = export(model, resized, training)
+            program, notes, questions, readings = export(model, resized, training)
         except Exception as error:  # noqa: BLE001  torch.export raises every kind
             first_error = first_error or error
             if size == layout.size or not depends_on_sizes(error):
                 break
         else:
-            return Exported(program, resized, replace(candidate, size=size), None, notes, gradient_questions=questions)
+            fixed = replace(candidate, size=size)
+            return Exported(program, resized, fixed, None, notes, gradient_questions=questions, program_state=readings)
     assert first_error is not None
     raise trace_error(model, first_error) from first_error
 

@@ -28,6 +28,9 @@ from partitioner.tracing.carried.attributes import (
     refuse_carried_values,
     refuse_read_tensors,
 )
+from partitioner.tracing.carried.decisions import Run, drawn_from, refuse_decisions
+from partitioner.tracing.carried.generators import generators_of
+from partitioner.tracing.carried.program_state import Reading, preserve_program, reach_of
 from partitioner.tracing.export.chosen_experts import export_with_experts, one_expert_for_all
 from partitioner.tracing.export.fast_path import record_fast_paths
 from partitioner.tracing.export.flex_attention import decompose_flex_attention
@@ -41,7 +44,15 @@ from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
 from passes.graph.fakes.fake_tensors import plain_autograd
 from passes.graph.fakes.plain_results import PLAIN_RESULTS
-from passes.ir.torch_private import fake_results_by, records_as_dicts, tree_leaves, tree_unflatten, without_fake_cache
+from passes.ir.torch_private import (
+    fake_results_by,
+    indexing_as_operator,
+    masks_as_given,
+    records_as_dicts,
+    tree_leaves,
+    tree_unflatten,
+    without_fake_cache,
+)
 from passes.normalize.autocast.operation_lists import traced_in
 
 __all__ = ["TRACING", "export"]
@@ -58,7 +69,7 @@ def export(
     *,
     one_size: bool = True,
     others: Sequence[tuple[int, int]] = (),
-) -> tuple[ExportedProgram, tuple[str, ...], tuple[str, ...]]:
+) -> tuple[ExportedProgram, tuple[str, ...], tuple[str, ...], tuple[Reading, ...]]:
     """Export a model in training IR: composite operations, parameters lifted to placeholders.
 
     Args:
@@ -69,18 +80,21 @@ def export(
         others: further dimensions, pairs (leaf, dimension), whose sizes are left open, each by itself.
 
     Returns:
-        The program; notes for the user, one sentence each; and what code of the model asked of autograd's state.
+        The program; notes for the user, one sentence each; what code of the model asked of autograd's state; and the plain state of the
+        program that it may have read.
 
     Raises:
         CustomFunctionError: the model applies a custom autograd function, where gradients flow, that has no graph.
         AutogradUseError: forward asks for something that only the autograd engine does.
-        TraceError: forward computes with an attribute that the call before has changed.
+        TraceError: forward computes with an attribute that the call before has changed, or by what is no tensor and no argument.
         Exception: whatever ``torch.export`` raises.
     """
     shapes: Any = ShapesCollection()
     for index, dimensions in _by_leaf((*(() if layout is None else layout.dimensions), *others)).items():
         shapes[inputs.leaves[index]] = dict.fromkeys(dimensions, Dim.AUTO)
     register_caches()
+    reach = reach_of(model)
+    generators = generators_of(model, reach.objects.values())
     with contextlib.ExitStack() as stack:
         comparisons = stack.enter_context(record_comparisons_with_one())
         of_statistics = stack.enter_context(record_statistics_in_checkpoints())
@@ -96,9 +110,13 @@ def export(
             plain_autograd(),
             keep_custom_functions(),
             decompose_flex_attention(),
+            indexing_as_operator(),
+            masks_as_given(),
             fake_results_by(PLAIN_RESULTS),
             without_fake_cache(),
             preserve(model),
+            drawn_from(generators),
+            preserve_program(reach.readings),
             entered_in_forward(model, ConstantRandomComparisons, functools.partial(_as_called, inputs)),
         ):
             stack.enter_context(context)
@@ -109,14 +127,19 @@ def export(
         _name_keywords(model, inputs.kwargs)
         if layout is not None and one_size:
             _equate_sizes(model, layout)
-        with record_left(model) as left:
+        with drawn_from(generators) as drawn, record_left(model) as left:
             program, of_experts = _export(model, inputs, shapes or None)
+        changed = [(reading, values) for reading in reach.readings if (values := reading.changed())]
+        for reading, values in changed:
+            reading.set({name: reading.values[name] for name in values})
         assigned = _assigned_attributes(caught)
         refuse_read_tensors(model, before, left, program)
         calls = functools.partial(calls_of, model, inputs.args, inputs.kwargs)
-        refuse_carried_values(model, before, left, calls, lambda: _export(model, inputs, None)[0])
+        again = functools.partial(_export, model, inputs, None)
+        refuse_decisions(Run(model, calls, lambda: again()[0]), reach, drawn, changed)
+        refuse_carried_values(model, before, left, calls, lambda: again()[0])
     notes = (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
-    return program, notes, tuple(sorted(questions))
+    return program, notes, tuple(sorted(questions)), tuple(reach.readings)
 
 
 def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[ExportedProgram, tuple[str, ...]]:

@@ -152,6 +152,8 @@ def comparison_key(value: Any, key_of_object: Callable[[Any], Hashable]) -> Hash
         return kind, value
     if isinstance(value, slice):
         return slice, comparison_key((value.start, value.stop, value.step), key_of_object)
+    if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+        return kind, str(value.dtype), value.shape, value.tobytes()
     if type(value) is functools.partial:
         return functools.partial, comparison_key((value.func, value.args, value.keywords), key_of_object)
     return ("stateless", type(value)) if _is_stateless(value) else key_of_object(value)
@@ -359,6 +361,7 @@ class _CallLogger(TorchFunctionMode):
         super().__init__()
         self.outer = _Log(takes_unseen=True)
         self.calls: list[_Call] = []
+        self._around = _modes()
         self._log: _Log | None = self.outer  # None: calls are not logged
         self.modules = modules
         self._stand_ins = stand_ins
@@ -404,7 +407,8 @@ class _CallLogger(TorchFunctionMode):
         stand_in = _stand_in(arguments, leaves, result_tree)
         key = None
         is_pure = not (changes_attributes or changes_arguments or log.reads_unknown)
-        if stand_in is not None and is_pure and all(map(_has_value, arguments)):
+        is_traced_in_place = modes == self._around  # and not in a graph of its own, as a region of other modes is
+        if stand_in is not None and is_pure and is_traced_in_place and all(map(_has_value, arguments)):
             results = tuple(log.source_of(leaf) if isinstance(leaf, Tensor) else comparison_key(leaf, id) for leaf in leaves)
             key = str(tree), layouts, modes, tuple(log.entries), str(result_tree), results
         self.calls.append(_Call(path, tuple(log.entries), key, stand_in))

@@ -29,7 +29,7 @@ from passes.ir.graph import Autocast
 from passes.ir.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode, TreeSpec, pytree
 from passes.normalize.autocast.operation_lists import SINGLE_UNLESS_SAID, may_be_cast, operations_of, overload
 
-__all__ = ["write_casts"]
+__all__ = ["autocast_in", "called_graphs", "write_casts"]
 
 aten = torch.ops.aten
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -58,10 +58,8 @@ def _write_casts_of(module: fx.GraphModule, autocast: Autocast | None) -> None:
         if node.op != "call_function":
             continue
         if isinstance(node.target, HigherOrderOperator):
-            for called in [argument for argument in node.args if isinstance(argument, fx.Node) and argument.op == "get_attr"]:
-                inner = operator.attrgetter(str(called.target))(module)
-                if isinstance(inner, fx.GraphModule):  # and not what a function is called with
-                    _write_casts_of(inner, _autocast_of_region(node) if node.target is _AUTOCAST else autocast)
+            for inner in called_graphs(module, node):
+                _write_casts_of(inner, autocast_in(node, autocast))
             if node.target is _AUTOCAST:
                 node.args = (*node.args[:2], False, *node.args[3:])
         elif autocast is not None and isinstance(node.target, OpOverload) and not is_autograd_function(node.target):
@@ -80,8 +78,16 @@ def _unreported_failures() -> Iterator[None]:
         log.disabled = before
 
 
-def _autocast_of_region(call: fx.Node) -> Autocast | None:
-    """Return the autocast that a region turns on; None for a region that turns it off."""
+def called_graphs(module: fx.GraphModule, call: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that a call of an operator of graphs is given, and no other constants."""
+    names = [str(argument.target) for argument in call.args if isinstance(argument, fx.Node) and argument.op == "get_attr"]
+    return [inner for name in names if isinstance(inner := operator.attrgetter(name)(module), fx.GraphModule)]
+
+
+def autocast_in(call: fx.Node, around: Autocast | None) -> Autocast | None:
+    """Return the autocast in the graphs of a call: that which a region turns on, None where it turns it off, else that around the call."""
+    if call.target is not _AUTOCAST:
+        return around
     device_type, dtype, enabled = call.args[:3]
     if not enabled:
         return None

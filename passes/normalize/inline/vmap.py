@@ -24,7 +24,10 @@ from torch import fx
 from passes.graph.dependencies import boundary, is_differentiable
 from passes.graph.provenance import place_of
 from passes.ir.errors import TraceError
-from passes.ir.torch_private import make_fx
+from passes.ir.graph import Autocast
+from passes.ir.torch_private import HigherOrderOperator, make_fx
+from passes.normalize.autocast.casts import autocast_in, called_graphs
+from passes.normalize.autocast.operation_lists import traced_in
 
 __all__ = ["inline_vmap"]
 
@@ -33,16 +36,24 @@ aten = torch.ops.aten
 _LEVELS = "torch._functorch.predispatch"
 """Where the functions live that a trace holds for levels of function transforms."""
 
-_INDEXING = "torch._dynamo._trace_wrapped_higher_order_op.ModIndex"
-"""An autograd function of PyTorch whose backward is that of its forward."""
 
+def inline_vmap(module: fx.GraphModule, autocast: Autocast | None) -> None:
+    """Replace every such region of a graph, and of those that it calls for a mode of gradients or of autocast, in place.
 
-def inline_vmap(module: fx.GraphModule) -> None:
-    """Replace every such region, in place.
+    Args:
+        autocast: what the graph was traced in; regions of it may say otherwise.
 
     Raises:
         TraceError: the graph holds another function transform (``torch.func.grad``, ``torch.func.jvp``).
     """
+    for node in module.graph.nodes:
+        for inner in called_graphs(module, node) if isinstance(node.target, HigherOrderOperator) else ():
+            inline_vmap(inner, autocast_in(node, autocast))
+    with traced_in(autocast):
+        _inline_regions(module)
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
     while (region := _next_region(module.graph)) is not None:
         for node in region:
             _refuse_custom_function(node)
@@ -69,7 +80,7 @@ def _level_function(node: fx.Node) -> str | None:
 
 def _refuse_custom_function(node: fx.Node) -> None:
     """A custom autograd function that gradients flow through; running its forward would forget its backward."""
-    if node.target is not torch.ops.higher_order.flat_apply or _INDEXING in node.args:
+    if node.target is not torch.ops.higher_order.flat_apply:
         return
     if any(is_differentiable(source) for source in node.all_input_nodes if source.op != "get_attr"):
         raise TraceError(

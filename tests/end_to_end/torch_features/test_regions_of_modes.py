@@ -1,0 +1,70 @@
+"""Regions of ``torch.autocast`` and ``torch.no_grad()`` in a forward, around masks that are made below ``vmap``."""
+
+# A module returns Any when it is called.
+# mypy: no-warn-return-any
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from partitioner import partition
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+class Model(nn.Module):
+    """Calls a Llama in a region of a mode.
+
+    Args:
+        region: ``"whole"``, ``"part"`` or ``"nested"`` of autocast, or ``"no_grad"``.
+    """
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.llama = LlamaForCausalLM(LlamaConfig(vocab_size=64, use_cache=False, **SIZES))
+        self.head, self.region = nn.Linear(64, 8), region
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.region == "no_grad":
+            with torch.no_grad():
+                logits = self.llama(ids).logits
+            return self.head(logits)
+        if self.region == "part":
+            embedded = self.llama.model.embed_tokens(ids)
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = self.llama(inputs_embeds=embedded).logits
+            return self.head(logits.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.llama(ids).logits
+            with torch.autocast("cpu", enabled=self.region == "whole"):
+                return self.head(logits.float())
+
+
+def check(region: str, mode: str) -> None:
+    """Compare outputs and gradients; ranks that cut sums round them in bfloat16 in another order."""
+    model, ids = Model(region), torch.randint(0, 64, (4, 8))
+    pm = partition(model, 2, mode, example_inputs=(ids,), progress=False)
+    atol = 0.0 if mode == "pipeline" else 4e-3
+    expected, found = model(ids), pm(ids)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
+    expected.float().square().mean().backward()
+    found.float().square().mean().backward()
+    gradients = pm.full_gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0.0, atol=atol)
+
+
+@pytest.mark.parametrize("region", ["nested", "no_grad"])
+def test_region(region: str) -> None:
+    check(region, "pipeline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pipeline", "tensor", "data"])
+@pytest.mark.parametrize("region", ["whole", "part", "nested", "no_grad"])
+def test_regions_in_modes(region: str, mode: str) -> None:
+    check(region, mode)
