@@ -44,6 +44,7 @@ class Assembly:
 
     def __init__(self, model: nn.Module, exported: Exported, training: bool) -> None:
         refuse_sparse(model, exported.program.graph)
+        _erase_checks(exported.program.graph)
         refuse_data_dependent(model, exported.program.graph)
         self._exported, self._training, self._name = exported, training, type(model).__name__
         self._lifted = lifted = read_signature(exported.program)
@@ -85,6 +86,26 @@ class Assembly:
             gradient_questions=exported.gradient_questions,
             program_state=exported.program_state,
         )
+
+
+_CHECKS = frozenset(
+    {
+        *(torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default),  # noqa: SLF001
+        *(torch.ops.aten.sym_constrain_range.default, torch.ops.aten.sym_constrain_range_for_size.default),
+    }
+)
+"""Operations that raise an error where a value is not as it should be, and compute nothing."""
+
+
+def _erase_checks(graph: fx.Graph) -> None:
+    """Erase checks of values, and the numbers that nothing but these reads."""
+    pending = [node for node in graph.nodes if node.target in _CHECKS]
+    while pending:
+        node = pending.pop()
+        if not node.users and node.op == "call_function":
+            sources = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), bool | int | torch.SymBool | torch.SymInt)]
+            graph.erase_node(node)
+            pending += sources
 
 
 def _tied_placeholders(lifted: Lifted, first: Mapping[str, str]) -> dict[str, str]:
