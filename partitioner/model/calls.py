@@ -31,6 +31,7 @@ from partitioner.runtime.arguments import (
     is_as_traced,
     may_be_traced,
     missing_inputs,
+    refuse_tangents,
     reorder_keywords,
     to_device,
     values_on,
@@ -138,6 +139,7 @@ class Calls:
             ConfigError: the inputs do not fit the trace, or ranks differ in them.
         """
         own = self._leaves(args, kwargs) if self._graph.writes else None
+        refuse_tangents(pytree.tree_leaves((args, kwargs)))
         args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self.dtype))
         given = given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
         question = "local batch size" if self._rows.inputs == "local" else "batch size"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.graph import Input, ModelGraph, Results
 from passes.ir.program import at_batch
-from passes.ir.torch_private import pytree
+from passes.ir.torch_private import has_tangent, pytree
 from passes.normalize.randomness.draw_order import memory_order
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "is_as_traced",
     "may_be_traced",
     "missing_inputs",
+    "refuse_tangents",
     "reorder_keywords",
     "shape_text",
     "to_device",
@@ -152,6 +153,15 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
     return GivenInputs(tensors, _batch_of(graph, batches, lacking), tuple(leaf.name for leaf in lacking), of_names)
 
 
+def refuse_tangents(values: Iterable[object]) -> None:
+    """Raise ConfigError where one of these values is a dual tensor of forward-mode AD."""
+    if has_tangent(values):
+        raise ConfigError(
+            "forward-mode AD (torch.autograd.forward_ad): a partitioned model computes no tangents, and those given would be lost",
+            remedy="call the model itself for Jacobian-vector products; backward() of a partitioned model gives vector-Jacobian products",
+        )
+
+
 def check_shapes(graph: ModelGraph, tensors: Mapping[str, Tensor]) -> None:
     """Raise ConfigError if a given tensor has not the sizes of the graph, but for its batch; ``tensors``: placeholder -> tensor."""
     for leaf in graph.inputs:
@@ -201,6 +211,7 @@ def check_target(target: Any, rows: RowParts, batch: int, n_microbatches: int, r
         ConfigError: a tensor in it cannot be cut into microbatches, for its first dimension is not the batch; or it holds the rows of one
             rank where the loss takes all.
     """
+    refuse_tangents(pytree.tree_leaves(target))
     passed = rows.rows_passed(batch)
     is_split = results != "whole" and (n_microbatches > 1 or rows.count > 1)
     for path, leaf in pytree.tree_flatten_with_path(target)[0]:

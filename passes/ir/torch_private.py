@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher  # runs composite operations on fake tensors without fixing symbolic sizes
 from torch._ops import HigherOrderOperator, OpOverload  # types of the operations of a traced graph; torch.ops holds their instances only
 from torch._subclasses.fake_tensor import FakeTensorMode  # runs a loss, a graph or a call on shapes alone
+from torch.autograd import forward_ad  # says whether a level of forward-mode differentiation is entered
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub lacks what it has
 from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule  # writes its Python when it is called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
@@ -60,6 +61,7 @@ __all__ = [
     "foreach_add_",
     "foreach_norm",
     "graph_break",
+    "has_tangent",
     "indexing_as_operator",
     "indexing_by_tensors",
     "is_profiling",
@@ -239,6 +241,13 @@ def dynamo_source(placeholder: fx.Node) -> str:
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` (``grad``, ``vmap``, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_tangent(tensors: Iterable[object]) -> bool:
+    """Whether a level of forward-mode differentiation is entered, and one of these is a tensor with a tangent."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in tensors)
 
 
 def without_fake_cache() -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from partitioner.lowering.lowering import Lowering
 from partitioner.model.calls import Calls
 from partitioner.model.effects.written_inputs import with_copies
 from partitioner.model.steps.gradient_accumulation import Accumulation
-from partitioner.runtime.arguments import BoundInputs
+from partitioner.runtime.arguments import BoundInputs, refuse_tangents
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.hooks import has_hooks
@@ -71,11 +71,13 @@ def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     What a call traces, stores or refreshes serves training, too, and autograd refuses tensors that were made in inference mode.
 
     Raises:
-        ConfigError: it is called inside of a transform of ``torch.func``, which would have to transform programs.
+        ConfigError: it is called inside of a transform of ``torch.func``, or with tangents of forward-mode AD: programs have neither.
     """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _refuse_tangents(args, kwargs)
         if not torch.compiler.is_compiling() and is_transformed():
             raise ConfigError(
                 "torch.func (grad, vmap, jacrev, ...) cannot transform a partitioned model: it does not see what programs compute",
@@ -87,6 +89,13 @@ def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
+
+
+def _refuse_tangents(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise ConfigError where an argument of a method, or a parameter or buffer of its module, is a dual tensor of forward-mode AD."""
+    modules = [each for each in args[:1] if isinstance(each, nn.Module)]
+    state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    refuse_tangents([*tree_leaves((args, kwargs)), *state])
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from partitioner import ConfigError, PartitionedModel, partition
@@ -294,3 +295,24 @@ def test_a_first_step_traces_apart_from_the_autograd_around_it(around: Callable[
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients(pm), gradients(reference), rtol=1e-12, atol=1e-12)
+
+
+def test_tangents_of_forward_mode_are_refused() -> None:
+    model, x, target = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(6, 4), torch.randn(6, 2)
+    pm = partition(model, 2, "model", example_inputs=(x,), progress=False)
+    with forward_ad.dual_level():
+        dual, dual_target = (forward_ad.make_dual(each, torch.ones_like(each)) for each in (x, target))
+        weights = {name: forward_ad.make_dual(each.detach(), torch.ones_like(each)) for name, each in pm.named_parameters()}
+        calls: list[Callable[[], object]] = [
+            lambda: pm(dual),
+            lambda: nn.Sequential(nn.Linear(4, 4), pm)(dual),
+            lambda: torch.func.functional_call(pm, weights, (x,)),
+            lambda: pm.train_step(dual, target=target, loss_fn=nn.functional.mse_loss),
+            lambda: pm.train_step(x, target=dual_target, loss_fn=nn.functional.mse_loss),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match="computes no tangents"):
+                call()
+        torch.testing.assert_close(pm(x), model(x))
+    with pytest.raises(ConfigError, match=r"tangents|cannot transform"):
+        torch.func.jvp(pm, (x,), (x,))
