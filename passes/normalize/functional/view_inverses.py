@@ -57,9 +57,9 @@ def inverse(view: View, source: fx.Node, base: fx.Node, value: fx.Node, emit: Em
     if item is None and kind in _INVERSES and call.args and call.args[0] is source:
         return _INVERSES[kind](call, base, value, emit)
     if item is not None and kind is aten.unbind:
-        return emit(aten.select_scatter.default, base, value, bound_arguments(call)["dim"], item)
+        return _emit_scatter(emit, aten.select_scatter.default, base, value, bound_arguments(call)["dim"], item)
     if item is not None and kind in _SPLITS and (interval := _interval(call, item)) is not None:
-        return emit(aten.slice_scatter.default, base, value, bound_arguments(call)["dim"], *interval)
+        return _emit_scatter(emit, aten.slice_scatter.default, base, value, bound_arguments(call)["dim"], *interval)
     if kind is aten.as_strided and not (_is_dense(source) and _is_dense(base)):
         raise TraceError(
             "the model writes by strides (as_strided) into a tensor that is itself a view, or lies in memory in another way here",
@@ -117,6 +117,22 @@ def _interval(call: fx.Node, item: int) -> tuple[int, int] | None:
 
 # -- one operator each -----------------------------------------------------------------------------------------------------------------
 
+
+def _emit_scatter(emit: Emit, function: Any, base: fx.Node, value: fx.Node, *arguments: Any) -> fx.Node:
+    """Write a view into its base: complex numbers as pairs of real ones, since the operators have no autograd for complex tensors."""
+    fake: Tensor = base.meta["val"]
+    if not fake.is_complex():
+        return emit(function, base, value, *arguments)
+    is_diagonal = function is aten.diagonal_scatter.default  # (offset, dim1, dim2); the others begin with their dimension
+    dims = (1, 2) if is_diagonal else (0,)
+    of_pairs = [each % fake.dim() if place in dims else each for place, each in enumerate(arguments)]
+    value = value if value.meta["val"].is_complex() else emit(aten.to.dtype, value, fake.dtype)
+    base_pairs, pairs = (emit(aten.view_as_real.default, emit(aten.resolve_conj.default, each)) for each in (base, value))
+    if is_diagonal:  # a diagonal is the last dimension of its view, also of pairs
+        pairs = emit(aten.transpose.int, pairs, -1, -2)
+    return emit(aten.view_as_complex.default, emit(function, base_pairs, pairs, *of_pairs))
+
+
 _Inverse: TypeAlias = Callable[[fx.Node, fx.Node, fx.Node, Emit], fx.Node]
 """(call, base, value, emit) -> the new base."""
 
@@ -126,7 +142,7 @@ def _scatter(function: Any, *names: str) -> _Inverse:
 
     def write(call: fx.Node, base: fx.Node, value: fx.Node, emit: Emit) -> fx.Node:
         bound = bound_arguments(call)
-        return emit(function, base, value, *(bound[name] for name in names))
+        return _emit_scatter(emit, function, base, value, *(bound[name] for name in names))
 
     return write
 
@@ -135,14 +151,16 @@ def _inverse_of_narrow(call: fx.Node, base: fx.Node, value: fx.Node, emit: Emit)
     bound = bound_arguments(call)
     start, length = bound["start"], bound["length"]
     if isinstance(start, int) and start < 0:
-        return emit(aten.slice_scatter.default, base, value, bound["dim"], start, None if start + length == 0 else start + length)
+        return _emit_scatter(
+            emit, aten.slice_scatter.default, base, value, bound["dim"], start, None if start + length == 0 else start + length
+        )
     if isinstance(start, int) and isinstance(length, int):
         end: Any = start + length
     elif start == 0:
         end = length
     else:
         end = emit(operator.add, start, length)
-    return emit(aten.slice_scatter.default, base, value, bound["dim"], start, end)
+    return _emit_scatter(emit, aten.slice_scatter.default, base, value, bound["dim"], start, end)
 
 
 def _permutation(order_of: Callable[[Mapping[str, Any], int], Sequence[int]]) -> _Inverse:
