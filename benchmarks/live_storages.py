@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from passes.ir.torch_private import TorchDispatchMode, tree_leaves
 
-__all__ = ["LiveStorages", "peak_of"]
+__all__ = ["LiveStorages", "held", "peak_of"]
 
 
 class LiveStorages(TorchDispatchMode):
@@ -34,7 +36,9 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run an operator, and count what it makes: a result that lies in the memory of an argument is not made."""
-        before = {_key(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = tree_leaves((args, kwargs))
+        before = {_key(leaf.untyped_storage()) for leaf in given if isinstance(leaf, Tensor)}
+        before |= {_key(leaf) for leaf in given if isinstance(leaf, torch.UntypedStorage)}  # of a file that is mapped into memory
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
@@ -58,6 +62,15 @@ class LiveStorages(TorchDispatchMode):
 def _key(storage: torch.UntypedStorage) -> int:
     key: int = storage._cdata  # noqa: SLF001  data_ptr does not tell storages without bytes apart
     return key
+
+
+def held() -> int:
+    """The bytes of all storages of plain tensors and parameters that Python can reach."""
+    storages: dict[int, int] = {}
+    for tensor in [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and not each.is_meta]:
+        with contextlib.suppress(NotImplementedError):  # of vmap's tensors, which have no storage
+            storages[_key(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def peak_of(call: Callable[[], object]) -> int:

@@ -503,8 +503,7 @@ class PartitionedModel(ModuleInPlan):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield this process's parameters, and an empty one if other processes alone train some: optimizers refuse an empty list."""
-        parameters = [parameter for _, parameter in self.named_parameters(recurse=recurse)]
-        return iter([*parameters, *(self._first.stand_in(parameters) if recurse else ())])
+        return iter([*(each for _, each in self.named_parameters(recurse=recurse)), *(self._first.stand_in if recurse else ())])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return all parameters and buffers, whole, under the original names, on every rank.
@@ -551,6 +550,8 @@ class PartitionedModel(ModuleInPlan):
         """
         refuse_hooks(self, "load_state_dict()")
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    load_safetensors = ModuleInPlan.load_safetensors
 
     @checked_arguments()
     def initialize(self, init_fn: InitFunction | None = None, *, seed: int | None = None) -> None:

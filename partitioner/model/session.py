@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -133,12 +133,16 @@ class Session:
         """Name of the model's class."""
         return type(self.original).__name__
 
-    def stand_in(self, parameters: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
-        """Return an empty parameter where an optimizer of these, all of this process, trains none of the model's; else nothing."""
-        trains = any(parameter.requires_grad for parameter in parameters)
-        is_alone = len(self.runtime.local_ranks) == self.runtime.n_ranks
-        others_train = not is_alone and any(parameter.requires_grad for parameter in self.original.parameters())
-        return self.state.stand_in if not parameters or (others_train and not trains) else ()
+    @functools.cached_property
+    def stand_in(self) -> tuple[nn.Parameter, ...]:
+        """An empty parameter where this process trains none of the model's, and others may; else nothing.
+
+        That is decided by the model as it was partitioned: whoever freezes parameters later, or a copy of them, meets the same number.
+        """
+        trains = self.tracing.structure.trains
+        own = [trains(name) for name, _ in self.state.named_parameters()]
+        others_train = len(self.runtime.local_ranks) < self.runtime.n_ranks and any(map(trains, self.state.parameter_names))
+        return self.state.stand_in if not own or (others_train and not any(own)) else ()
 
     def with_microbatches(self, count: int | None) -> Session:
         """Return a session with the same tensors and programs, and ``count`` microbatches unless that is None."""

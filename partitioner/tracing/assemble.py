@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from partitioner.tracing.errors import refuse_data_dependent, refuse_sparse
 from partitioner.tracing.export.dynamic_batch import Exported
@@ -18,7 +19,7 @@ from partitioner.tracing.inputs.flatten import has_own_rules, output_names
 from partitioner.tracing.inputs.ties import first_names, merged_parameters
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_of
-from passes.ir.errors import TraceError
+from passes.ir.errors import Place, TraceError
 from passes.ir.graph import SPLITS, Input, ModelGraph, Output, Written
 from passes.ir.program import PROGRAM_ARGUMENTS
 from passes.ir.torch_private import OpOverload
@@ -49,7 +50,7 @@ class Assembly:
         self._exported, self._training, self._name = exported, training, type(model).__name__
         self._lifted = lifted = read_signature(exported.program)
         self._first = first_names(model)
-        self._tied = tied = _tied_placeholders(lifted, self._first)
+        self._tied = tied = _tied_placeholders(lifted, self._first) | _registered_constants(model, lifted, self._first)
         self._merged = merged_parameters(model)
         graph, self._renamed = _ordered_graph(exported, lifted)
         module = LazyGraphModule(exported.program.graph_module, graph)
@@ -71,7 +72,7 @@ class Assembly:
             module=LazyGraphModule(nn.Module(), normal.graph, self._name),
             parameters={name: first[target] for name, target in lifted.parameters.items() if name not in tied},
             buffers={name: first[target] for name, target in lifted.buffers.items() if name not in tied},
-            constants=lifted.constants,
+            constants={name: constant for name, constant in lifted.constants.items() if name not in tied},
             aliases={name: other for name, other in first.items() if name != other},
             inputs=_inputs(exported, lifted, self._renamed, normal.graph),
             input_tree=exported.inputs.tree,
@@ -112,6 +113,35 @@ def _tied_placeholders(lifted: Lifted, first: Mapping[str, str]) -> dict[str, st
     """Return placeholder -> the placeholder to use instead, for tensors with an earlier name in ``first`` (see ``first_names``)."""
     placeholder_of = {target: name for name, target in (*lifted.parameters.items(), *lifted.buffers.items())}
     return {name: placeholder_of[first[target]] for target, name in placeholder_of.items() if first[target] != target}
+
+
+def _registered_constants(model: nn.Module, lifted: Lifted, first: Mapping[str, str]) -> dict[str, str]:
+    """Return placeholder of a constant -> that of the parameter or buffer which it is: code has it in a list, or under another name.
+
+    Raises:
+        TraceError: a constant is a part of a parameter that is trained: its gradients would be lost.
+    """
+    placeholder_of = {target: name for name, target in (*lifted.parameters.items(), *lifted.buffers.items())}
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    held = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in reversed(tensors.items()) if tensor.numel()}
+    found: dict[str, str] = {}
+    for placeholder, constant in lifted.constants.items():
+        name = held.get(StorageWeakRef(constant.untyped_storage()))
+        if name is None:
+            continue
+        if _layout(constant) == _layout(tensors[name]):
+            found[placeholder] = placeholder_of[first[name]]
+        elif tensors[name].requires_grad:
+            raise TraceError(
+                f"the model computes with a part of {name} that it took outside of forward",
+                place=Place(module=name.rpartition(".")[0]),
+                remedy="take the part in forward: gradients reach the parameter then",
+            )
+    return found
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[str, str]]:

@@ -257,6 +257,8 @@ def refuse_unplaceable(model: nn.Module) -> None:
                 remedy=_PLAIN_PARTS,
             )
         first_on.setdefault(tensor.device, name)
+    if len({parameter.device for parameter in model.parameters()} - {torch.device("meta")}) == 0 and torch.device("meta") in first_on:
+        return  # buffers that the constructor made on the CPU have their values
     if len(first_on) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in first_on.items())
         raise TraceError(

@@ -6,7 +6,7 @@ The one file that reads PyTorch's operator schemas (``OpOverload._schema``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +142,13 @@ def returns_argument(operator: Any) -> bool:
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that a call writes, by the schema."""
     return _aliased_nodes(node, only_written=True) if isinstance(node.target, OpOverload) else []
+
+
+def written_values(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call that it writes, by the schema."""
+    parameters = _parameters(operator)
+    bound = {**dict(zip(parameters_of(operator), args, strict=False)), **kwargs}
+    return [bound[each.name] for each in parameters if each.written and each.name in bound]
 
 
 def functional(operator: Any) -> OpOverload | None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from partitioner.tracing.export.chosen_experts import one_expert_for_all
 from partitioner.tracing.export.export import TRACING
-from partitioner.tracing.export.meta_models import autocast_as_cpu
+from partitioner.tracing.export.on_meta.meta_models import autocast_as_cpu
 from partitioner.tracing.restore import preserve
 from partitioner.tracing.trace import trace
 from passes.graph.buffer_writes import verify_writes

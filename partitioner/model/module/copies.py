@@ -67,6 +67,8 @@ def copy_tensors(source: State, target: State) -> None:
     for one, other in zip(source.stored_parameters(), target.stored_parameters(), strict=True):
         other.parameter.requires_grad_(one.parameter.requires_grad)
         copy_gradient(one, other)
+    for old, new in zip(source.stand_in, target.stand_in, strict=True):
+        new.requires_grad_(old.requires_grad)
 
 
 def _pairs(source: State, target: State) -> Iterator[tuple[Tensor, Tensor]]:
@@ -95,7 +97,7 @@ class Pickled:
         ranks: of the process.
         processes: the number of the process of each rank, if they are not all processes in order; else None.
         tensors: parameters and buffers of the process in order, if the model does not have their values.
-        frozen: for each parameter of the process, in order, whether it is frozen.
+        frozen: for each parameter of the process, in order, whether it is frozen; last the stand-in.
     """
 
     model: nn.Module
@@ -134,7 +136,7 @@ def pickled(session: Session) -> Pickled:
         tuple(session.runtime.local_ranks),
         processes if processes is not None and processes != tuple(range(torchrun.world_size())) else None,
         None if puts_into_model else tuple(old.detach() for old, _ in _pairs(state, state)),
-        tuple(not stored.parameter.requires_grad for stored in state.stored_parameters()),
+        tuple(not parameter.requires_grad for parameter in _with_stand_in(state)),
     )
 
 
@@ -186,8 +188,13 @@ def fill(session: Session, saved: Pickled) -> None:
     if saved.tensors is not None:
         for (_, held), value in zip(_pairs(state, state), saved.tensors, strict=True):
             state.copy_into(held, value)
-    for stored, is_frozen in zip(state.stored_parameters(), saved.frozen, strict=True):
-        stored.parameter.requires_grad_(not is_frozen)
+    for parameter, is_frozen in zip(_with_stand_in(state), saved.frozen, strict=True):
+        parameter.requires_grad_(not is_frozen)
+
+
+def _with_stand_in(state: State) -> list[nn.Parameter]:
+    """Return the parameters of this process, and the one for an optimizer that has none."""
+    return [*(stored.parameter for stored in state.stored_parameters()), *state.stand_in]
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 
 from partitioner.model.module.attributes import is_traced_attribute, read_attribute
 from partitioner.model.module.modes import modes_after_train, modes_of
+from partitioner.runtime.state.checkpoint.load_safetensors import load_safetensors
 from partitioner.runtime.state.checkpoint.load_state import load_state
 from partitioner.runtime.state.gather import GatheredState
+from partitioner.runtime.state.hooks import refuse_hooks
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import plain
 from partitioner.tracing.restore import Structure
+from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError, Place
 
 __all__ = ["ModuleInPlan", "RegisteredTensors", "Source", "build_structure", "container_methods"]
@@ -188,6 +192,28 @@ class ModuleInPlan(nn.Module):
             raise ConfigError("assign=True would give the model other tensors, and its plan says where each one is", remedy="leave it out")
         tensors = {f"{source.prefix}{name}": value for name, value in state_dict.items()}
         return load_state(source.state, tensors, strict=strict, prefix=source.prefix)
+
+    @checked_arguments()
+    def load_safetensors(self, path: str | Path, *, strict: bool = True) -> Any:
+        """Load a safetensors file, or a folder of several with an index: each rank reads its own slices. Every rank must call it.
+
+        Names are those of the original model. No rank reads or holds more than its part of a sharded tensor; values are converted to the
+        dtype of the parameter. A model from the meta device has all its values then: buffers that no file has (rotary frequencies, masks)
+        are computed as the constructors of the model compute them.
+
+        Args:
+            path: of a file, of an index, or of a folder with either.
+            strict: refuse names that are missing or unknown. One name of a tied parameter is enough.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does.
+
+        Raises:
+            ConfigError: files are missing or damaged, or an entry does not fit; nothing is loaded then.
+        """
+        refuse_hooks(self, "load_safetensors()")
+        source: Source = self.__dict__["_source"]
+        return load_safetensors(source.state, source.gathered.runtime, Path(path), strict=strict, prefix=source.prefix)
 
     def _load_from_state_dict(
         self,

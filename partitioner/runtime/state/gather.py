@@ -18,7 +18,7 @@ class GatheredState:
 
     def __init__(self, state: State, runtime: Runtime) -> None:
         self._state = state
-        self._runtime = runtime
+        self.runtime = runtime
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every parameter and buffer of the original ``state_dict()``."""
@@ -53,7 +53,7 @@ class GatheredState:
             return {}
         first_names = list(dict.fromkeys(first_name_of.values()))
         owned = {key: read(tensor) for name in first_names for key, tensor in self._state.owned(name)}
-        blocks = self._runtime.collect(owned)
+        blocks = self.runtime.collect(owned)
         assembled = {name: self._state.whole(name, blocks) for name in first_names}
         return {name: assembled[first] for name, first in first_name_of.items()}
 

@@ -37,13 +37,12 @@ TensorHooks = Mapping[str, tuple[Callable[[Tensor], Tensor | None], ...]]
 # Attribute in which a module keeps hooks -> name of their kind. PyTorch has no public interface for this.
 _BACKWARD = {"_backward_hooks": "backward hook", "_backward_pre_hooks": "backward pre-hook"}
 _FORWARD = {"_forward_hooks": "forward hook", "_forward_pre_hooks": "forward pre-hook"}
+_LOAD = {"_load_state_dict_pre_hooks": "load_state_dict pre-hook", "_load_state_dict_post_hooks": "load_state_dict post-hook"}
 _NOT_CALLED = {
     "train_step()": _FORWARD | _BACKWARD,
     "state_dict()": {"_state_dict_hooks": "state_dict hook", "_state_dict_pre_hooks": "state_dict pre-hook"},
-    "load_state_dict()": {
-        "_load_state_dict_pre_hooks": "load_state_dict pre-hook",
-        "_load_state_dict_post_hooks": "load_state_dict post-hook",
-    },
+    "load_state_dict()": _LOAD,
+    "load_safetensors()": _LOAD,
 }
 """Method of a partitioned model -> the hooks of it that the method does not call."""
 
@@ -94,7 +93,7 @@ def refuse_hooks(model: nn.Module, what: str) -> None:
     """Raise ConfigError where a partitioned model has hooks that ``what`` would not call.
 
     Args:
-        what: ``"train_step()"``, ``"state_dict()"`` or ``"load_state_dict()"``.
+        what: ``"train_step()"``, ``"state_dict()"``, ``"load_state_dict()"`` or ``"load_safetensors()"``.
     """
     instead = "run pm(...) and .backward(), which calls it" if what == "train_step()" else "change the state dict yourself"
     for kind, hook in _hooks(model, _NOT_CALLED[what]):

@@ -51,6 +51,7 @@ def initialize(model: nn.Module, state: State, gathered: GatheredState, init_fn:
         ConfigError: names tensors that get no value.
     """
     function = _reset_parameters if init_fn is None else _with_module_in_errors(init_fn)
+    state.complete()  # as on the CPU, where a function finds what the constructors computed
     initializer = _Initializer(model, state, gathered)
     with torch.random.fork_rng(devices=(), enabled=seed is not None):
         if seed is not None:
@@ -152,6 +153,11 @@ class _Initializer:
                         self._places[name].append((tensors, key))
                         self._meta[name] = tensor
         self._known = {name for name in self._meta if state.knows(name)}
+        buffers = {name for name in self._known if name in state.graph.buffers.values()}
+        self._initialized |= {
+            name for name in buffers if not self._meta[name].is_meta or isinstance(state.constructed.buffer(name), Tensor)
+        }
+        state.constructed.built.clear()
 
     def call(self, function: InitFunction, module: nn.Module) -> None:
         """Call the function with a module whose own tensors are real; again with more real tensors if it needs them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from partitioner.runtime.state.gradient_slots import GradientStore, ParameterSlo
 from partitioner.runtime.state.hooks import TensorHooks, refuse_parameter_hooks
 from partitioner.runtime.state.sharded_tensor import BlockTensor
 from partitioner.runtime.state.stored_parameters import RankTensor, StoredParameter, copy_of, device_keys, owners, store_parameters
+from partitioner.tracing.export.on_meta.constructed import ConstructedTensors
 from passes.graph.aliasing import aliasing
 from passes.ir.comm.unsummed import GradientSlot
 from passes.ir.errors import ConfigError, first_few
@@ -40,6 +41,9 @@ class State:
         names: the keys of the original ``state_dict``, in its order.
         parameter_names: the names of the original ``named_parameters``, in its order.
         devices: for each rank, where it runs.
+        constructed: computes tensors of a model on the meta device that no checkpoint has.
+        stand_in: an empty parameter for the optimizer of a process that trains none, since optimizers refuse an empty list; frozen if no
+            process trains any. Nothing for a model without parameters.
         equal_buffers: whether copies of a buffer are always equal: then those of this process follow that of the lowest rank.
     """
 
@@ -53,6 +57,8 @@ class State:
     names: tuple[str, ...]
     parameter_names: tuple[str, ...]
     devices: Sequence[torch.device]
+    constructed: ConstructedTensors
+    stand_in: tuple[nn.Parameter, ...]
     equal_buffers: bool = False
 
     # -- the tensors of this process -----------------------------------------------------------------------------------------------
@@ -73,11 +79,6 @@ class State:
         """Whether every process has all parameters of the model, each whole; the same answer in a process that has none of them."""
         members = [stored.membership for stored in self.stored_parameters()]
         return all(member.has_all for member in members) and bool(members or not self.parameter_names)
-
-    @cached_property
-    def stand_in(self) -> tuple[nn.Parameter, ...]:
-        """An empty parameter for the optimizer of a process without parameters, since optimizers refuse an empty list."""
-        return (nn.Parameter(torch.empty(0)),) if self.parameter_names else ()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every buffer of this process under its original name; other blocks, and copies that may differ, as ``name@rank3``."""
@@ -125,6 +126,19 @@ class State:
     def knows(self, name: str) -> bool:
         """Whether the graph has a parameter or buffer of this name."""
         return self.graph.aliases.get(name, name) in self._placeholders
+
+    def first_name(self, name: str) -> str:
+        """Return the name of a tensor, or the first one of those of a tied tensor."""
+        return self.graph.aliases.get(name, name)
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor without memory that has the shape and dtype of a parameter or buffer of the model."""
+        return self._traced[self._placeholder(name)]
+
+    @cached_property
+    def _traced(self) -> dict[str, Tensor]:
+        """Placeholder -> the value that the trace has for it."""
+        return {node.name: node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder"}
 
     def _tensors(self, placeholder: str) -> dict[int, Tensor]:
         """Return rank -> the tensor that this process stores for it."""
@@ -200,6 +214,17 @@ class State:
                 else:
                     held.copy_(blocks[rank].take(whole))
 
+    def fill(self, name: str, read: Callable[[Block, Tensor], None]) -> None:
+        """Let ``read(block, part)`` copy into every copy and block of a tensor in this process; those on the meta device become real."""
+        placeholder = self._placeholder(name)
+        blocks = self._stored_blocks(placeholder)
+        with torch.no_grad():
+            for rank, held in self._tensors(placeholder).items():
+                part = torch.empty(held.shape, dtype=held.dtype, device=self.devices[rank]) if held.is_meta else held.detach()
+                read(blocks[rank], part)
+                if held.is_meta:
+                    self._make_real(placeholder, held, part)
+
     def copy_into(self, held: Tensor, values: Tensor) -> None:
         """Copy values into a tensor of this process; one on the meta device becomes real, unless the values are there, too."""
         if held.is_meta and not values.is_meta:
@@ -207,6 +232,16 @@ class State:
             self._make_real(placeholder, held, values.detach().clone())
         elif not held.is_meta:
             held.detach().copy_(values.detach())
+
+    def complete(self) -> None:
+        """Compute buffers on the meta device as the constructors of the model do; those whose values are not known stay there."""
+        for placeholder, name in self.graph.buffers.items():
+            held = {rank: tensor for rank, tensor in self._tensors(placeholder).items() if tensor.is_meta}
+            values = self.constructed.buffer(name) if held else None
+            if isinstance(values, Tensor):
+                for rank, tensor in held.items():
+                    self._make_real(placeholder, tensor, copy_of(values, self.blocks[placeholder][rank], self.devices[rank]))
+        self.constructed.built.clear()
 
     def lend(self, name: str, whole: Tensor, *, is_written: bool) -> None:
         """Let programs compute with the values of another tensor: in its memory if ranks can read it there, else with a copy.
@@ -380,7 +415,10 @@ def materialize(
             if rank in blocks[placeholder]:
                 by_rank[rank][placeholder] = copy_of(tensor, blocks[placeholder][rank], devices[rank])
     names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
-    return State(graph, by_rank, blocks, stored, followers, gradients, slots, names, parameters, tuple(devices), equal_buffers)
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    stand_in = (nn.Parameter(torch.empty(0), requires_grad=trains),) if parameters else ()
+    of_model = (names, parameters, tuple(devices), ConstructedTensors.of(model), stand_in)
+    return State(graph, by_rank, blocks, stored, followers, gradients, slots, *of_model, equal_buffers)
 
 
 def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]]) -> State:
@@ -486,12 +524,24 @@ def _written_parameters(graph: ModelGraph) -> frozenset[str]:
 
 
 def check_values(state: State) -> None:
-    """Raise ConfigError if a tensor of this process is on the meta device."""
-    names = state.on_meta
-    if names:
+    """Compute buffers that constructors alone know, of a model on the meta device; raise ConfigError if a tensor has no values then."""
+    if not state.on_meta:
+        return
+    state.complete()
+    learned = [name for name in state.on_meta if name in state.names]
+    if learned:
         raise ConfigError(
-            f"the model is on the meta device: {first_few(names)} have shapes but no numbers to compute with",
-            remedy="pm.initialize(init_fn) or pm.load_state_dict(...) gives them numbers; plan and graphs can be read without",
+            f"the model is on the meta device: {first_few(learned)} have shapes but no numbers to compute with",
+            remedy="pm.load_safetensors(folder), pm.load_state_dict(...) or pm.initialize(init_fn) gives them numbers; plan and graphs can "
+            "be read without",
+        )
+    for name in state.on_meta:
+        is_buffer = name in state.graph.buffers.values()
+        of_constructor = state.constructed.buffer(name) if is_buffer else state.constructed.attribute(state.graph.constants[name])
+        other = "; or set it in a function of a module, pm.initialize(init_fn), and then load the weights" if is_buffer else ""
+        raise ConfigError(
+            f"the model is on the meta device, and its constructor alone knows the values of {name}: {of_constructor}",
+            remedy=f"let the constructor make it on the CPU, as torch.arange(n, device='cpu') does{other}",
         )
 
 

@@ -36,7 +36,7 @@ from partitioner.tracing.export.fast_path import record_fast_paths
 from partitioner.tracing.export.flex_attention import decompose_flex_attention
 from partitioner.tracing.export.forward_context import entered_in_forward
 from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one, symbol_of
-from partitioner.tracing.export.meta_models import autocast_as_cpu, meta_as_cpu
+from partitioner.tracing.export.on_meta.meta_models import as_on_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
 from partitioner.tracing.repeated.find import calls_of, find_copies
@@ -105,8 +105,6 @@ def export(
         stack.enter_context(torch.set_grad_enabled(inputs.with_gradients))  # sets them when it is made
         for context in (
             traced_in(inputs.autocast),
-            autocast_as_cpu(inputs.autocast),
-            meta_as_cpu(inputs.autocast),
             plain_autograd(),
             keep_custom_functions(),
             decompose_flex_attention(),
@@ -120,6 +118,7 @@ def export(
             entered_in_forward(model, ConstantRandomComparisons, functools.partial(_as_called, inputs)),
         ):
             stack.enter_context(context)
+        without_values = stack.enter_context(as_on_cpu(model, inputs.autocast))
         caught = stack.enter_context(_silence_torch())
         before = attributes_of(model)
         if model.training != training:
@@ -138,6 +137,7 @@ def export(
         again = functools.partial(_export, model, inputs, None)
         refuse_decisions(Run(model, calls, lambda: again()[0]), reach, drawn, changed)
         refuse_carried_values(model, before, left, calls, lambda: again()[0])
+        program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
     notes = (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
     return program, notes, tuple(sorted(questions)), tuple(reach.readings)
 

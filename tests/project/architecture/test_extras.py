@@ -12,7 +12,7 @@ from tests import ROOT
 
 OPTIONAL = (
     *("accelerate", "diffusers", "lightning", "lightning_fabric", "optuna", "peft"),
-    *("pyarrow", "pytorch_lightning", "sklearn", "tensorboard", "transformers"),
+    *("pyarrow", "pytorch_lightning", "safetensors", "sklearn", "tensorboard", "transformers"),
 )
 """Top-level modules of the extras."""
 

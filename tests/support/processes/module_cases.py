@@ -21,7 +21,7 @@ from partitioner.model.generation.decoder import Decoder
 from tests.support.models.language import causal_model
 from tests.support.models.switched import switched
 
-__all__ = ["copy_differences", "generated", "mode_differences", "requests_in_flight", "wrapped_in_ddp"]
+__all__ = ["copy_differences", "frozen_counts", "generated", "mode_differences", "requests_in_flight", "wrapped_in_ddp"]
 
 
 def mode_differences() -> str:
@@ -49,6 +49,24 @@ def mode_differences() -> str:
         same = torch.allclose(*results) and all(torch.allclose(state[name], each) for name, each in reference.state_dict().items())
         found += "" if same else f"{mode} differs; "
     return found
+
+
+def frozen_counts() -> list[str]:
+    """Models whose ``parameters()`` are not those of ``named_parameters()``, or that train, after the model or a copy was frozen."""
+    wrong = []
+    for mode in ("tensor", "pipeline"):
+        model, x = switched()
+        pm = partition(model, 2, mode, example_inputs=(x,), progress=False)
+        copied = copy.deepcopy(pm).requires_grad_(requires_grad=False)
+        pickled = pickle.loads(pickle.dumps(copied))  # noqa: S301
+        models = {"model": pm, "frozen copy": copied, "copy of frozen": copy.deepcopy(copied), "pickle of frozen": pickled}
+        for name, each in models.items():
+            parameters = list(each.parameters())
+            same = [id(parameter) for parameter in parameters] == [id(parameter) for _, parameter in each.named_parameters()]
+            trains = any(parameter.requires_grad for parameter in parameters)
+            names = list(each.state_dict()) == list(model.state_dict())
+            wrong += [] if same and names and trains == (each is pm) else [f"{mode}, {name}"]
+    return wrong
 
 
 def copy_differences() -> str:

@@ -12,7 +12,7 @@ from partitioner.runtime.state.checkpoint.from_dtensor import check_source, with
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError, first_few
 
-__all__ = ["load_state"]
+__all__ = ["check_entry", "load_state"]
 
 
 def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool, prefix: str = "") -> Any:
@@ -52,24 +52,29 @@ def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool, prefix
         )
     for name, value in known.items():
         for block, held in state.held(name):
-            _check_entry(name, value, block.shape, held)
+            check_entry(name, value, block.shape, held)
+            if value.is_meta:
+                raise ConfigError(f"{name} is on the meta device in the state: it has no values", remedy="load values first")
             check_source(name, value)
     for name in (name for name in state.names if name in known):  # in the same order on all ranks
         state.set(name, without_dtensor(known[name], state.blocks_of_ranks(name), tuple(state.by_rank)))
+    state.complete()
     result: Any = nn.Module().load_state_dict({})  # torch does not export the class
     return type(result)(missing, unexpected)
 
 
-def _check_entry(name: str, value: Any, shape: Sequence[int], held: Tensor) -> None:
-    """Raise ConfigError if a value cannot be copied into a tensor of the model of this shape, of which ``held`` is a block."""
+def check_entry(name: str, value: Any, shape: Sequence[int], held: Tensor, *, source: str = "state") -> None:
+    """Raise ConfigError if a value cannot be copied into a tensor of the model of this shape, of which ``held`` is a block.
+
+    Args:
+        source: has the value: the word of errors.
+    """
     if not isinstance(value, Tensor):
-        raise ConfigError(f"{name} is a {type(value).__name__} in the state, and a tensor in the model", remedy="pass a tensor")
+        raise ConfigError(f"{name} is a {type(value).__name__} in the {source}, and a tensor in the model", remedy="pass a tensor")
     if tuple(value.shape) != tuple(shape):
-        raise ConfigError(f"{name} has shape {tuple(value.shape)} in the state and {tuple(shape)} in the model")
+        raise ConfigError(f"{name} has shape {tuple(value.shape)} in the {source} and {tuple(shape)} in the model")
     if not torch.can_cast(value.dtype, held.dtype):
         raise ConfigError(
-            f"{name} has dtype {value.dtype} in the state and {held.dtype} in the model, which cannot hold its values",
+            f"{name} has dtype {value.dtype} in the {source} and {held.dtype} in the model, which cannot hold its values",
             remedy="convert it yourself if that is what you mean: state[name] = state[name].real, .round(), ...",
         )
-    if value.is_meta:
-        raise ConfigError(f"{name} is on the meta device in the state: it has no values", remedy="load values first")

@@ -134,3 +134,12 @@ def test_a_model_without_values() -> None:
 @pytest.mark.timeout(180)
 def test_processes(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(cases.copy_differences, timeout=170) == [""] * 2
+
+
+def test_frozen_copies_have_the_parameters_that_they_name() -> None:
+    assert not cases.frozen_counts()
+
+
+@pytest.mark.gloo
+def test_frozen_copies_in_processes(workers: Callable[[int], Workers]) -> None:
+    assert workers(2).values(cases.frozen_counts, timeout=110) == [[], []]

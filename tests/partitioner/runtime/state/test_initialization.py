@@ -136,9 +136,11 @@ class Rotary(nn.Module):
 
     inv_freq: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, base: int = 100, *, keeps: bool = False) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", 1.0 / 100 ** (torch.arange(0, 8, 2) / 8), persistent=False)
+        if keeps:
+            self.base, self.keeps = base, keeps
+        self.register_buffer("inv_freq", 1.0 / base ** (torch.arange(0, 8, 2) / 8), persistent=False)
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +153,8 @@ def test_what_a_constructor_computes_is_asked_for_by_name() -> None:
     with pytest.raises(ConfigError, match=r"reset_parameters\(\) gave no value to inv_freq") as raised:
         pm.initialize()
     assert "that a constructor computes" in str(raised.value)
-    with pytest.raises(ConfigError, match="meta device: inv_freq have shapes"):
+    pm.load_state_dict(Rotary().double().state_dict())
+    with pytest.raises(ConfigError, match="its constructor alone knows the values of inv_freq: Rotary does not keep its argument 'base'"):
         pm(torch.randn(4, 4, dtype=torch.float64))
 
     def init(module: nn.Module) -> None:
@@ -164,6 +167,19 @@ def test_what_a_constructor_computes_is_asked_for_by_name() -> None:
     reference = Rotary().double()
     torch.manual_seed(0)
     reference.apply(reset)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    torch.testing.assert_close(pm(x), reference(x))
+
+
+@pytest.mark.parametrize("how", ["initialize", "load_state_dict"])
+def test_what_a_constructor_computes_of_arguments_that_it_keeps_is_computed(how: str) -> None:
+    pm, reference = on_two(lambda: Rotary(50, keeps=True), "tensor", 4), Rotary(50, keeps=True).double()
+    if how == "initialize":
+        pm.initialize(seed=0)
+        torch.manual_seed(0)
+        reference.apply(reset)
+    else:
+        pm.load_state_dict(reference.state_dict())
     x = torch.randn(4, 4, dtype=torch.float64)
     torch.testing.assert_close(pm(x), reference(x))
 
