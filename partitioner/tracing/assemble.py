@@ -28,6 +28,8 @@ from passes.normalize.randomness.draw_order import draws, memory_order
 
 __all__ = ["Assembly", "Lifted", "assemble", "read_signature", "refuse_learned_constants"]
 
+aten = torch.ops.aten
+
 
 def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph:
     """Return the normal form of an exported program as a ``ModelGraph``; ``add_outputs`` describes ``outputs`` and ``updates``."""
@@ -91,8 +93,8 @@ class Assembly:
 
 _CHECKS = frozenset(
     {
-        *(torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default),  # noqa: SLF001
-        *(torch.ops.aten.sym_constrain_range.default, torch.ops.aten.sym_constrain_range_for_size.default),
+        *(aten._assert_scalar.default, aten._assert_async.msg, aten._assert_async.default),  # noqa: SLF001
+        *(aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default),
     }
 )
 """Operations that raise an error where a value is not as it should be, and compute nothing."""

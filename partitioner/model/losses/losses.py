@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -114,12 +113,14 @@ class Losses:
     Args:
         runtime: runs the programs.
         graph: the model.
+        rows: of the batch that each process passes.
         batch_dims: the batch dimension of the target, and of inputs, by name.
     """
 
-    def __init__(self, runtime: Runtime, graph: ModelGraph, batch_dims: BatchDims = MappingProxyType({})) -> None:
+    def __init__(self, runtime: Runtime, graph: ModelGraph, rows: RowParts, batch_dims: BatchDims) -> None:
         self._runtime = runtime
         self._graph = graph
+        self._rows = rows
         self._batch_dims = batch_dims
         self._dependences: dict[Any, LossDependence] = {}
         self._proofs: dict[Any, Proof] = {}
@@ -141,8 +142,7 @@ class Losses:
         """
         graph = self._traced(inputs.batch, lambda: lowering_for(inputs.batch)[1])
         if loss_fn is not None:
-            rows = lowering_for(inputs.batch)[1].rows.rows_passed(inputs.batch)
-            target, loss_fn = rows_first(self._batch_dims, graph, target, loss_fn, rows)
+            target, loss_fn = rows_first(self._batch_dims, graph, target, loss_fn, self._rows.rows_passed(inputs.batch))
         step = _Step(inputs, target, loss_fn, reduction)
         mixes_rows = any(output.combine == "mixed" for output in graph.leaves)
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")

@@ -79,7 +79,7 @@ class Form:
     def of(cls, session: Session) -> Form:
         """Return the form of a session."""
         calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.dtype)
-        return cls(session, calls, Losses(session.runtime, session.graph, session.tracing.batch_dims))
+        return cls(session, calls, Losses(session.runtime, session.graph, session.lowerings.rows, session.tracing.batch_dims))
 
     def for_gradients(self, requiring: frozenset[str], *, tracked: bool) -> Form:
         """Return the form for a call with gradients on or off: of a model whose code asks for that, another trace.
