@@ -12,7 +12,7 @@ from partitioner.options.batch_statistics import check_values_per_channel
 from passes.ir.errors import level_of_caller
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
-from passes.normalize.loss_alone import results_of_step
+from passes.normalize.loss_alone import results_in_parts, results_of_step
 
 __all__ = ["LowerAt", "Lowerings", "Variant", "first_variant", "results_in_training", "variant_for"]
 
@@ -129,6 +129,8 @@ def variant_for(
     if not graph.serves(batch):
         count = next(divisor for divisor in range(count, 0, -1) if batch // n_parts % divisor == 0)
         size, whole = batch // count, batch
+    if kept is None and count > 1:
+        kept = results_in_parts(graph)
     is_split = count > 1 or plan.grid.cutting.size > 1
     has_means = any(output.combine == "mean" for output in graph.outputs)
     return count, Variant(size, whole, in_parts and is_split and has_means, results, is_sharded, parts_of_rows.inputs, kept)

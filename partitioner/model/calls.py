@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.lowering.lowering import Lowering
+from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.effects.written_inputs import check_writable, own_memory, write_inputs
 from partitioner.options.batch_rows import RowParts
 from partitioner.options.precision import converted_inputs
@@ -71,17 +72,28 @@ class Calls:
         original: the model; its signature says which argument has which name.
         state: the parameters, buffers and gradients of this process's ranks.
         rows: cuts batches into the rows of ranks.
+        left: receives what calls leave in attributes of modules.
         dtype: floating-point inputs are converted to it; None: they are not converted.
     """
 
     def __init__(
-        self, original: nn.Module, graph: ModelGraph, runtime: Runtime, state: State, rows: RowParts, dtype: torch.dtype | None = None
+        self,
+        original: nn.Module,
+        graph: ModelGraph,
+        runtime: Runtime,
+        state: State,
+        rows: RowParts,
+        left: LeftAttributes,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._signature = inspect.signature(original.forward)
         self._graph = graph
         self._runtime = runtime
         self._state = state
         self._rows = rows
+        self._left = left
+        left.declare(graph.edits)
+        self._returned = tuple(dict.fromkeys(output.node for output in graph.leaves if output.node is not None))
         self._optimizer_steps = OptimizerSteps(state.named_parameters)
         self.dtype = dtype
         self._output_tree = graph.output_tree
@@ -271,20 +283,27 @@ class Calls:
         """Return the rows of a batch that this process passes, and gets results for."""
         return self._rows.rows_passed(batch)
 
-    def result(self, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
+    def result(self, lowering: Lowering, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
         """Return the model's outputs in their original structure, from the computed values and the constants among its results.
 
-        New values of inputs are written into the caller's tensors.
+        New values of inputs are written into the caller's tensors, and attributes of modules are set.
         """
         rows = self.rows_passed(inputs.batch)
+        lowered = lowering.graph  # it may leave out attributes
+        values_of_nodes = dict(zip(lowered.returned, own_memory(values, inputs), strict=True))
+        pairs = [pair for pair in zip(self._graph.outputs, lowered.outputs, strict=True) if pair[1].node is not None]
+        by_node = {str(output.node): values_of_nodes[str(own.node)] for output, own in pairs}
         if self._graph.batch is None and rows not in self._shapes:
-            self._shapes[rows] = [(list(value.shape), value.dtype) for value in values]
-        by_node = dict(zip(self._graph.returned, own_memory(values, inputs), strict=True))
-        self.write(by_node, inputs)
+            self._shapes[rows] = [(list(by_node[name].shape), by_node[name].dtype) for name in self._returned]
+        self._write(by_node, inputs)
+        if self._graph.edits:
+            places = enumerate(self._graph.outputs)
+            is_there = {place: output for place, output in places if output.node is None or output.node in by_node}
+            self._left.apply(self._graph.edits, {place: self._leaf(each, by_node, inputs, rows) for place, each in is_there.items()})
         leaves = [self._leaf(output, by_node, inputs, rows) for output in self._graph.leaves]
         return pytree.tree_unflatten(leaves, self._graph.output_tree)
 
-    def write(self, by_node: Mapping[str, Tensor], inputs: BoundInputs) -> None:
+    def _write(self, by_node: Mapping[str, Tensor], inputs: BoundInputs) -> None:
         """Write new values of inputs, by node, into the caller's tensors."""
         if inputs.written:
             with self._runtime.failing_together():
@@ -298,7 +317,9 @@ class Calls:
         for values in written:
             names = dict.fromkeys(output.node for output in self._graph.writes.values() if output.node is not None)
             with torch.no_grad():
-                self.write(dict(zip(names, own_memory(values, inputs), strict=True)), inputs)
+                self._write(dict(zip(names, own_memory(values, inputs), strict=True)), inputs)
+        why = "train_step() gives attributes to its loss function alone, and keeps none"
+        self._left.forget(self._graph, why, "read it in loss_fn, or call pm(...)")
         assert isinstance(loss, Tensor)
         return loss, gradients
 
@@ -317,8 +338,8 @@ class Calls:
             ConfigError: the model is traced for each batch size, and it has not been called with this one.
         """
         if self._graph.batch is not None or rows == self._graph.batch_size:
-            traced = {node.name: node.meta["val"] for node in self._graph.graph.nodes if node.name in self._graph.returned}
-            specs = [traced[name] for name in self._graph.returned]
+            traced = {node.name: node.meta["val"] for node in self._graph.graph.nodes if node.name in self._returned}
+            specs = [traced[name] for name in self._returned]
             return [([size_at_rows(size_of(size), rows) for size in value.shape], value.dtype) for value in specs]
         if int(rows) not in self._shapes:
             error = ConfigError(
@@ -330,11 +351,12 @@ class Calls:
         return self._shapes[int(rows)]
 
     def values_of(self, result: Any) -> list[Tensor]:
-        """Return the value of each returned node, from a result of the model, which may be in other modes.
+        """Return the value of each returned node, from a result of the model, which may be in other modes, to compiled code.
 
         Raises:
             ConfigError: its structure, or a constant in it, differs from what was traced.
         """
+        self._left.forget(self._graph, "compiled code returns results alone", "call pm(...) without torch.compile")
         leaves, tree = pytree.tree_flatten(result)
         pairs = list(zip(self._constants, leaves, strict=False))
         if tree != self._output_tree or any(not is_computed and leaf != constant for (is_computed, constant), leaf in pairs):
@@ -343,11 +365,11 @@ class Calls:
                 remedy="compile a model that is partitioned in these modes: torch.compile(partition(model.eval(), ...))",
             )
         by_node = {output.node: leaf for output, leaf in zip(self._graph.leaves, leaves, strict=True)}
-        return [by_node[name] for name in self._graph.returned]
+        return [by_node[name] for name in self._returned]
 
     def computed_leaves(self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of the result that differ between calls: tensors, and sizes that depend on the batch."""
-        by_node, rows = dict(zip(self._graph.returned, values, strict=True)), self.rows_of(args, kwargs)
+        by_node, rows = dict(zip(self._returned, values, strict=True)), self.rows_of(args, kwargs)
         computed = [output for output in self._graph.leaves if output.is_computed]
         return [size_at_rows(output.constant, rows) if output.node is None else by_node[output.node] for output in computed]
 

@@ -104,7 +104,8 @@ class PartitionedModel(ModuleInPlan):
         """Of the modes that it was partitioned in: compiled code expects results like these."""
         self._number = number_of(self)
         self._anchor = torch.empty(0, requires_grad=any(parameter.requires_grad for _, parameter in session.state.named_parameters()))
-        build_structure(self, session.original, session.state, self._gathered, session.tracing.structure, session.tracing.modes)
+        source = (session.original, session.state, self._gathered, session.tracing.structure, session.left)
+        build_structure(self, *source, session.tracing.modes)
         self._parts = tuple(self.modules())
         self._tensor_places = RegisteredTensors.of(self)
         self._initial = frozenset({*vars(self), "_initial"})
@@ -136,10 +137,10 @@ class PartitionedModel(ModuleInPlan):
         count, lowering = form.session.lowerings.for_batch(inputs.batch)
         differentiation = lowering.everything(inputs.requiring_gradient)
         if not (differentiation.outputs and tracks_gradients(calls, inputs)):
-            return calls.result(calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs)
+            return calls.result(lowering, calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs)
         self._check_parameters()
         given = (calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
-        return calls.result(self.loss_in_step.results(form_of_call, inputs, lambda: tracked_forward(*given)), inputs)
+        return calls.result(lowering, self.loss_in_step.results(form_of_call, inputs, lambda: tracked_forward(*given)), inputs)
 
     def train_step(
         self,

@@ -15,6 +15,7 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from partitioner.lowering.shard_holders import PlanCuts
 from partitioner.lowering.variants import Lowerings, results_in_training
+from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.inspected_programs import InspectedPrograms, LastStep
 from partitioner.options.batch_rows import Inputs
 from partitioner.options.devices import hardware_of
@@ -109,6 +110,7 @@ class Session:
         assumed: the hardware, costs and optimizer that it was planned for.
         cuts: of the graph, from which programs are lowered.
         tracing: how the graph was traced.
+        left: what calls have left in attributes of modules.
         last_reports: kind of report -> the objects that it was last made of, and the report.
     """
 
@@ -121,6 +123,7 @@ class Session:
     assumed: Assumptions
     cuts: PlanCuts
     tracing: Tracing
+    left: LeftAttributes
     last_reports: dict[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict, init=False)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -20,7 +20,7 @@ from partitioner.tracing.inputs.ties import first_names, merged_parameters
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import Place, TraceError
-from passes.ir.graph import SPLITS, Input, ModelGraph, Output, Written
+from passes.ir.graph import SPLITS, Attribute, Edit, Input, ModelGraph, Output, Result, Written
 from passes.ir.program import PROGRAM_ARGUMENTS
 from passes.ir.torch_private import OpOverload
 from passes.normalize.order import ExportedGraph, Normalizer
@@ -79,7 +79,7 @@ class Assembly:
             inputs=_inputs(exported, lifted, self._renamed, normal.graph),
             input_tree=exported.inputs.tree,
             outputs=_outputs(exported, lifted, self._renamed, normal),
-            output_tree=exported.program.call_spec.out_spec,
+            output_tree=exported.output_tree,
             batch=exported.batch,
             batch_size=exported.layout.size,
             batch_limit=exported.limit,
@@ -88,6 +88,7 @@ class Assembly:
             notes=(*exported.notes, *self._merged, *normal.notes),
             gradient_questions=exported.gradient_questions,
             program_state=exported.program_state,
+            edits=_edits(exported),
         )
 
 
@@ -204,11 +205,27 @@ def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], grap
 
 
 def _outputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], normal: ExportedGraph) -> tuple[Output, ...]:
-    """Return the names and destinations of the results, in the order of the graph: what it returns, then new values of inputs."""
-    names = output_names(exported.program.call_spec.out_spec)
+    """Return the names and destinations of the results, in the order of the graph: what it returns, leaves, and writes into inputs."""
+    names = output_names(exported.output_tree)
+    left = [
+        Output(edit.name, None, None, "same", None, destination=Attribute(edit.module, str(edit.path[0])))
+        for edit in exported.left.edits
+        for leaf in edit.leaves
+        if isinstance(leaf, Result)
+    ]
     returned = [Output(name, None, None, "same", None, argument=normal.arguments.get(place)) for place, name in enumerate(names)]
     of_inputs = {renamed[each]: name for each, name in zip(lifted.inputs, exported.inputs.names, strict=True) if each is not None}
-    return (*returned, *(Output(of_inputs[each], None, None, "same", None, destination=Written(each)) for each in normal.written))
+    return (*returned, *left, *(Output(of_inputs[each], None, None, "same", None, destination=Written(each)) for each in normal.written))
+
+
+def _edits(exported: Exported) -> tuple[Edit, ...]:
+    """Return what the model leaves in attributes, with the indices of results in the graph."""
+    n_leaves = exported.output_tree.num_leaves
+
+    def placed(leaf: Any) -> Any:
+        return Result(leaf.index + n_leaves) if isinstance(leaf, Result) else leaf
+
+    return tuple(replace(edit, leaves=tuple(map(placed, edit.leaves))) for edit in exported.left.edits)
 
 
 @dataclass(frozen=True)

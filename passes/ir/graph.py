@@ -14,16 +14,19 @@ from torch import fx
 from passes.ir.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = [
+    "APPENDED",
     "SPLITS",
     "VARIES",
     "WEIGHTED",
     "Attribute",
     "Autocast",
     "Combine",
+    "Edit",
     "Input",
     "ModelGraph",
     "Output",
     "Part",
+    "Result",
     "Results",
     "RowMixing",
     "SizedGraphs",
@@ -97,14 +100,58 @@ class Attribute:
 
     Attributes:
         module: path of the module.
-        path: name of the attribute, and the keys of the item in it.
+        attribute: its name.
+    """
+
+    module: str
+    attribute: str
+
+
+Destination = Written | Attribute
+
+
+@dataclass(frozen=True)
+class Result:
+    """A value that is a result of the graph: its index among them."""
+
+    index: int
+
+
+class _Appended:
+    """The key of an item that is appended to a list."""
+
+    def __repr__(self) -> str:
+        return "+"
+
+    def __reduce__(self) -> str:
+        return "APPENDED"
+
+
+APPENDED = _Appended()
+"""The key of an item that is appended to a list."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One assignment of forward to an attribute of a module, or to an item of a list or dict in one.
+
+    Attributes:
+        module: path of the module.
+        path: name of the attribute, and keys of the item.
+        tree: structure of the value.
+        leaves: of the value: ``Result`` or what is known.
     """
 
     module: str
     path: tuple[Any, ...]
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
 
-
-Destination = Written | Attribute
+    @property
+    def name(self) -> str:
+        """Return the path for the user: ``layer.maps[0]``."""
+        keys = "".join(f"[{key!r}]" for key in self.path[1:] if key is not APPENDED)
+        return f"{self.module}.{self.path[0]}{keys}".removeprefix(".")
 
 
 @dataclass(frozen=True)
@@ -248,6 +295,7 @@ class ModelGraph:
         gradient_questions: what code of the model asked of autograd's state, which a call may have otherwise: ``torch.is_grad_enabled()``.
         program_state: plain values outside of tensors and arguments that code of the model may have read.
         for_sizes: gives the graphs of the model for other sizes of its inputs; None: it serves these sizes alone.
+        edits: what forward leaves in attributes of modules, in order; ``Result`` is the index of one of ``outputs``.
     """
 
     module: fx.GraphModule
@@ -273,6 +321,7 @@ class ModelGraph:
     gradient_questions: tuple[str, ...] = ()
     program_state: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     for_sizes: SizedGraphs | None = field(default=None, compare=False, repr=False)
+    edits: tuple[Edit, ...] = ()
 
     def serves(self, batch: int) -> bool:
         """Return whether it is the model for batches of so many rows, though traced for another size."""

@@ -21,7 +21,7 @@ from passes.ir.graph import Attribute, ModelGraph, Output, Written
 from passes.ir.program import call_loss
 from passes.ir.torch_private import pytree
 
-__all__ = ["graph_of_step", "own_loss", "results_of_step", "return_only"]
+__all__ = ["graph_of_step", "own_loss", "results_in_parts", "results_of_step", "return_only"]
 
 
 def own_loss(graph: ModelGraph) -> int | None:
@@ -62,6 +62,12 @@ def results_of_step(graph: ModelGraph, attributes: Collection[int] = (), *, has_
         or (isinstance(output.destination, Attribute) and place in attributes)
     )
     return None if len(kept) == len(graph.outputs) else kept
+
+
+def results_in_parts(graph: ModelGraph) -> tuple[int, ...] | None:
+    """Return the indices of the results that microbatches can compute, all but attributes that mix rows; None: all."""
+    mixed = {place for place, each in enumerate(graph.outputs) if isinstance(each.destination, Attribute) and each.combine == "mixed"}
+    return tuple(place for place in range(len(graph.outputs)) if place not in mixed) if mixed else None
 
 
 def return_only(graph: ModelGraph, kept: Collection[int]) -> ModelGraph:

@@ -233,7 +233,8 @@ def trace_cached_forward(
 
 def _with_resident_caches(model: nn.Module, graph: ModelGraph) -> ModelGraph:
     """Return a graph that returns the logits alone, and writes the new keys and values into its inputs, which are resident."""
-    leaves: Any = graph.graph.output_node().args[0]
+    results: Any = graph.graph.output_node().args[0]
+    leaves = results[: len(graph.leaves)]
     caches = [leaf for leaf in graph.inputs if leaf.name.startswith("cache[")]
     target = graph.graph.__class__()
     copies: dict[Any, Any] = {}
@@ -254,4 +255,4 @@ def _with_resident_caches(model: nn.Module, graph: ModelGraph) -> ModelGraph:
     verify_writes(target, "making the cache resident")
     module = LazyGraphModule(nn.Module(), target, type(model).__name__)
     inputs = tuple(replace(leaf, resident=leaf in caches) for leaf in graph.inputs)
-    return replace(graph, module=module, inputs=inputs, outputs=graph.outputs[:1], output_tree=tree_flatten((0,))[1], digest=None)
+    return replace(graph, module=module, inputs=inputs, outputs=graph.outputs[:1], output_tree=tree_flatten((0,))[1], digest=None, edits=())

@@ -219,7 +219,7 @@ class Decoder:
         lowerings = lower_with_weights(graph, plan, stored, session.state, trace, inputs, session.runtime.local_ranks)
         if self._stored is None:  # all programs then keep the cache in the layout of the first
             self._stored = lowerings.for_batch(batch)[1].cut.stored
-        calls = Calls(session.original, graph, session.runtime, session.state, lowerings.rows, session.dtype)
+        calls = Calls(session.original, graph, session.runtime, session.state, lowerings.rows, session.left, session.dtype)
         return _Programs(graph, plan, lowerings, calls)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from partitioner.lowering.lowering import Lowering
+from partitioner.model.effects.left_attributes import LeftAttributes, attribute_results, loss_with_attributes
 from partitioner.model.losses.evidence import contradiction
 from partitioner.model.losses.form import LossDependence, LossFunction, ResultSizes, loss_dependence
 from partitioner.model.losses.proof import Counter, Proof, has_rows, prove
@@ -22,8 +25,8 @@ from partitioner.runtime.base import Runtime
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from passes.emit.programs import LossForm, LossReduction
 from passes.ir.comm.microbatch import microbatch_sizes, split_target
-from passes.ir.errors import ConfigError, PartitionError, level_of_caller
-from passes.ir.graph import ModelGraph, Results
+from passes.ir.errors import ConfigError, PartitionError, Place, level_of_caller
+from passes.ir.graph import Attribute, ModelGraph, Output, Results
 from passes.ir.torch_private import pytree
 from passes.normalize.loss_alone import results_of_step
 
@@ -68,12 +71,13 @@ class PreparedLoss:
 
 @dataclass(frozen=True)
 class _Step:
-    """The arguments of a training step."""
+    """The arguments of a training step, and the indices of the results in attributes of modules that its loss reads."""
 
     inputs: BoundInputs
     target: Any
     loss_fn: LossFunction | None
     reduction: LossReduction
+    attributes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,14 +118,17 @@ class Losses:
         runtime: runs the programs.
         graph: the model.
         rows: of the batch that each process passes.
+        left: the attributes that calls leave on modules, which a loss function may read.
         batch_dims: the batch dimension of the target, and of inputs, by name.
     """
 
-    def __init__(self, runtime: Runtime, graph: ModelGraph, rows: RowParts, batch_dims: BatchDims) -> None:
+    def __init__(self, runtime: Runtime, graph: ModelGraph, rows: RowParts, left: LeftAttributes, batch_dims: BatchDims) -> None:
         self._runtime = runtime
         self._graph = graph
         self._rows = rows
+        self._left = left
         self._batch_dims = batch_dims
+        self._attributes: dict[Any, tuple[int, ...]] = {}
         self._dependences: dict[Any, LossDependence] = {}
         self._proofs: dict[Any, Proof] = {}
         self._contradictions: dict[tuple[Proof, tuple[int, ...]], str | None] = {}
@@ -143,8 +150,18 @@ class Losses:
         graph = self._traced(inputs.batch, lambda: lowering_for(inputs.batch)[1])
         if loss_fn is not None:
             target, loss_fn = rows_first(self._batch_dims, graph, target, loss_fn, self._rows.rows_passed(inputs.batch))
-        step = _Step(inputs, target, loss_fn, reduction)
-        mixes_rows = any(output.combine == "mixed" for output in graph.leaves)
+        attributes = self._read_attributes(graph, inputs, target, loss_fn)
+        if attributes and loss_fn is not None:
+            loss_fn = functools.partial(loss_with_attributes, self._left, self._graph.edits, attributes, loss_fn)
+        step = _Step(inputs, target, loss_fn, reduction, attributes)
+        mixed = [graph.outputs[place] for place in attributes if graph.outputs[place].combine == "mixed"]
+        if mixed and lowering_for(inputs.batch)[0] > 1:
+            raise ConfigError(
+                f"loss_fn reads {mixed[0].label}, which microbatches cannot compute: {mixed[0].reason}",
+                place=Place(module=mixed[0].name.rpartition(".")[0]),
+                remedy="partition with n_microbatches=1",
+            )
+        mixes_rows = bool(mixed) or any(output.combine == "mixed" for output in graph.leaves)
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
         prepared = self._prepare(step, lowering_for, "whole" if mixes_rows or takes_all_rows else "loss")
         is_cut = prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
@@ -163,6 +180,26 @@ class Losses:
         """Return the model as it was traced for a batch, which may differ from the plan's graph if that does not serve it."""
         return self._graph if self._graph.serves(batch) else lowering().whole
 
+    def _read_attributes(self, graph: ModelGraph, inputs: BoundInputs, target: Any, loss_fn: LossFunction | None) -> tuple[int, ...]:
+        """Return the indices of the results in attributes of modules that a loss reads; every rank must call it.
+
+        It is called once on results of zeros. A rank without a target learns them from the others.
+        """
+        places = attribute_results(graph)
+        if not places or loss_fn is None:
+            return ()
+        key = loss_key(loss_fn)
+        if key not in self._attributes:
+            device, batch = self._runtime.devices[self._here], inputs.batch
+            packed = functools.partial(loss_with_attributes, self._left, graph.edits, places, loss_fn)
+            with self._left.recorded() as read, contextlib.suppress(Exception):
+                loss_dependence(graph, frozenset(), packed, target, ResultSizes(batch, 1, batch), device)
+            found = [place for place in places if _key_of(graph.outputs[place]) in read]
+            is_known = target is not None or self._runtime.n_ranks == len(self._runtime.local_ranks)
+            agreed = self._runtime.agree("attributes that the loss reads", " ".join(map(str, found)) if is_known else None, in_step=True)
+            self._attributes[key] = tuple(int(place) for place in str(agreed or "").split())
+        return self._attributes[key]
+
     def _prepare(self, step: _Step, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
         """Lower the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on.
 
@@ -171,7 +208,7 @@ class Losses:
         """
         batch = step.inputs.batch
         takes_all_rows = results == "whole" and step.loss_fn is not None
-        kept = results_of_step(self._graph, has_own_loss=step.loss_fn is None)
+        kept = results_of_step(self._graph, step.attributes, has_own_loss=step.loss_fn is None)
         if step.loss_fn is None:
             count, lowering = lowering_for(batch, kept=kept)
         else:
@@ -338,6 +375,12 @@ class Losses:
         total = self._runtime.reduce(torch.tensor(own, dtype=torch.float64, device=self._runtime.devices[self._here]), "sum")
         counted_by = len(lowering.collectors) / lowering.rows.count  # ranks that compute the loss of the same rows
         return float(total) / counted_by
+
+
+def _key_of(output: Output) -> tuple[str, str]:
+    """Return path of the module, and name, of an attribute."""
+    assert isinstance(output.destination, Attribute)
+    return output.destination.module, output.destination.attribute
 
 
 def _has_local_rows(rows: RowParts) -> bool:

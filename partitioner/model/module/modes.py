@@ -19,6 +19,7 @@ from partitioner.lowering.shard_holders import PlanCuts
 from partitioner.lowering.transfer_plan import stored_as_in, transferred_plan
 from partitioner.lowering.variants import Lowerings, Variant, first_variant
 from partitioner.model.calls import Calls
+from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.inspected_programs import LastStep
 from partitioner.model.losses.losses import Losses
 from partitioner.model.module.program_state import refuse_changed_program
@@ -78,8 +79,9 @@ class Form:
     @classmethod
     def of(cls, session: Session) -> Form:
         """Return the form of a session."""
-        calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.dtype)
-        return cls(session, calls, Losses(session.runtime, session.graph, session.lowerings.rows, session.tracing.batch_dims))
+        calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.left, session.dtype)
+        losses = Losses(session.runtime, session.graph, session.lowerings.rows, session.left, session.tracing.batch_dims)
+        return cls(session, calls, losses)
 
     def for_gradients(self, requiring: frozenset[str], *, tracked: bool) -> Form:
         """Return the form for a call with gradients on or off: of a model whose code asks for that, another trace.
@@ -237,7 +239,7 @@ def first_session(
     equal_buffers = plan.batchnorm == "sync" and not plan.replicas
     state = materialize(model, graph, blocks, runtime.devices, runtime.local_ranks, hooks, equal_buffers=equal_buffers)
     broadcast_values(model, state, runtime)
-    return _session(model, graph, plan, runtime, state, cuts, assumed, tracing)
+    return _session(model, graph, plan, runtime, state, cuts, assumed, tracing, LeftAttributes(model))
 
 
 @gc_paused()
@@ -289,7 +291,7 @@ def session_of_trace(first: Session, graph: ModelGraph, plan: Plan, tracing: Tra
     cuts = _cuts(first.original, graph, plan, tracing, stored)
     blocks = cuts.holdings(first_variant(graph, plan, tracing.inputs), runtime.devices)
     state = state_of_trace(first.state, graph, blocks)
-    return _session(first.original, graph, plan, runtime, state, cuts, first.assumed, tracing)
+    return _session(first.original, graph, plan, runtime, state, cuts, first.assumed, tracing, first.left)
 
 
 @gc_paused()
@@ -305,7 +307,7 @@ def session_of_sizes(planned: Session, sizes: Mapping[str, int]) -> Session:
     args, kwargs = planned.graph.for_sizes.call_of(sizes)
     tracing = dataclasses.replace(planned.tracing, args=args, kwargs=kwargs)
     cuts = _cuts(planned.original, graph, planned.plan, tracing, planned=planned.cuts)
-    return _session(planned.original, graph, planned.plan, planned.runtime, planned.state, cuts, planned.assumed, tracing)
+    return _session(planned.original, graph, planned.plan, planned.runtime, planned.state, cuts, planned.assumed, tracing, planned.left)
 
 
 def _cuts(
@@ -326,7 +328,15 @@ def _cuts(
 
 
 def _session(
-    model: nn.Module, graph: ModelGraph, plan: Plan, runtime: Runtime, state: State, cuts: PlanCuts, assumed: Assumptions, tracing: Tracing
+    model: nn.Module,
+    graph: ModelGraph,
+    plan: Plan,
+    runtime: Runtime,
+    state: State,
+    cuts: PlanCuts,
+    assumed: Assumptions,
+    tracing: Tracing,
+    left: LeftAttributes,
 ) -> Session:
     """Return the session of a trace whose tensors are ``state``."""
 
@@ -338,4 +348,4 @@ def _session(
         return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *tensors, trainable, variant.inputs)
 
     lowerings = Lowerings(graph, plan, lower_at, cuts.traced_for, tracing.inputs)
-    return Session(model, graph, plan, runtime, state, lowerings, assumed, cuts, tracing)
+    return Session(model, graph, plan, runtime, state, lowerings, assumed, cuts, tracing, left)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.module.attributes import is_traced_attribute, read_attribute
 from partitioner.model.module.modes import modes_after_train, modes_of
 from partitioner.runtime.state.checkpoint.load_safetensors import load_safetensors
@@ -45,6 +46,7 @@ class Source:
         state: the tensors of this process.
         gathered: assembles those of all processes.
         structure: the whole model when it was partitioned.
+        left: what calls have left in attributes of modules.
     """
 
     module: nn.Module
@@ -52,6 +54,7 @@ class Source:
     state: State
     gathered: GatheredState
     structure: Structure
+    left: LeftAttributes
 
     @property
     def prefix(self) -> str:
@@ -80,11 +83,16 @@ class ModuleInPlan(nn.Module):
             source = self.__dict__.get("_source")
             if source is None or (name.startswith("__") and name.endswith("__")):
                 raise
+        if source.left.has(source.path, name):
+            return source.left.read(source.path, name)
         return read_attribute(source.module, name, source.path, source.device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute that the model has not; what was traced is refused."""
         source: Source | None = self.__dict__.get("_source")
+        if source is not None and source.left.has(source.path, name):
+            source.left.assign(source.path, name, value)
+            return
         if source is None or name == "training" or (name in self.__dict__ and name not in vars(source.module)):
             super().__setattr__(name, value)
             return
@@ -404,7 +412,13 @@ class RegisteredTensors:
 
 
 def build_structure(
-    root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, structure: Structure, modes: Sequence[bool]
+    root: ModuleInPlan,
+    model: nn.Module,
+    state: State,
+    gathered: GatheredState,
+    structure: Structure,
+    left: LeftAttributes,
+    modes: Sequence[bool],
 ) -> None:
     """Give a module the structure of the model: modules of the same names, with the parameters and buffers of this process.
 
@@ -413,12 +427,12 @@ def build_structure(
         modes: the flag ``training`` of every module.
     """
     with structure.restored():
-        _fill(root, model, state, gathered, structure)
+        _fill(root, model, state, gathered, structure, left)
     for each, is_training in zip(root.modules(), modes, strict=True):
         each.__dict__["training"] = is_training
 
 
-def _fill(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, structure: Structure) -> None:
+def _fill(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, structure: Structure, left: LeftAttributes) -> None:
     """Build the modules of the model as it is now, and register their tensors."""
     built: dict[nn.Module, ModuleInPlan] = {model: root}
     parameters = _by_name(state.named_parameters())
@@ -440,7 +454,7 @@ def _fill(root: ModuleInPlan, model: nn.Module, state: State, gathered: Gathered
         part.__dict__["_non_persistent_buffers_set"] = {*module.__dict__["_non_persistent_buffers_set"], *further}
         for key, child in _own(module, "_modules").items():
             part.__dict__["_modules"][key] = None if child is None else built.setdefault(child, _new_part(child))
-        part.stand_for(Source(module, path, state, gathered, structure))
+        part.stand_for(Source(module, path, state, gathered, structure, left))
 
 
 def _has_own_train(part: nn.Module) -> bool:

@@ -88,8 +88,9 @@ class LossInStep:
 
     def results(self, form: Form, inputs: BoundInputs, call: Call) -> Sequence[Tensor]:
         """Return the results of a call that autograd tracks: of a step that has run, or of ``call``. Every rank must call it."""
-        if not (self._is_on and form.session.graph.training and interleaves(form.session.plan)):
-            return call()
+        graph = form.session.graph
+        if not (self._is_on and graph.training and interleaves(form.session.plan)) or graph.writes or graph.edits:
+            return call()  # a step gives no new values of inputs, and no attributes of modules
         if form not in self._facts:
             self._facts[form] = _Facts.of(form)
         facts = self._facts[form]

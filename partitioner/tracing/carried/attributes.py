@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from partitioner.tracing.carried.left_results import Contents, attribute_contents, edits_of_call, without_left
 from partitioner.tracing.carried.same_computation import same_computation
 from partitioner.tracing.carried.watched_values import is_watched_list, watched
 from partitioner.tracing.restore import preserve
 from passes.ir.errors import Place, TraceError
+from passes.ir.graph import APPENDED, Edit, Result
 
 __all__ = ["CarriedValueError", "attributes_of", "record_left", "refuse_carried_values", "refuse_read_tensors"]
 
@@ -81,33 +83,45 @@ class Left:
         modules: module -> its children, which forward may have put in the place of others.
         hooks: module -> its tables of hooks around forward, which forward may have registered.
         asked: paths of the watched values that it asked for.
+        edits: what it left since the call began.
+        n_results: how many of its results are in ``edits``: they come after those that the model returns.
     """
 
     attributes: dict[nn.Module, dict[str, Any]] = dataclasses.field(default_factory=dict)
     modules: dict[nn.Module, dict[str, nn.Module | None]] = dataclasses.field(default_factory=dict)
     hooks: dict[nn.Module, dict[str, dict[int, Any]]] = dataclasses.field(default_factory=dict)
     asked: frozenset[str] = frozenset()
+    edits: tuple[Edit, ...] = ()
+    n_results: int = 0
 
 
 @contextlib.contextmanager
 def record_left(model: nn.Module, asking: set[str] | None = None) -> Iterator[Left]:
     """While active, record what each call of the model leaves, before ``torch.export`` restores it; yield that of the last one.
 
+    A call that leaves tensors, or sizes, returns a pair of its result and the list of these.
+
     Args:
         asking: gets the paths of watched values while they are asked for, whoever asks.
     """
     left, asking = Left(), set() if asking is None else asking
+    before: Contents = {}
 
     def begin(*_: object) -> None:
+        nonlocal before
+        before = attribute_contents(model)
         asking.clear()
 
-    def record(*_: object) -> None:
+    def record(_module: nn.Module, _args: object, result: Any) -> Any:
         left.asked = frozenset(asking)
         for module in model.modules():
             left.modules[module] = dict(vars(module)["_modules"])
             left.hooks[module] = {name: _without(vars(module)[name], own_hooks) for name in _HOOKS}
             own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
             left.attributes[module] = {name: _mapped(value, lambda _, leaf: leaf, "", frozenset()) for name, value in own.items()}
+        left.edits, results = edits_of_call(model, before)
+        left.n_results = len(results)
+        return (result, results) if results else None
 
     handles = model.register_forward_pre_hook(begin), model.register_forward_hook(record)
     own_hooks = {handle.id for handle in handles}
@@ -140,38 +154,65 @@ def refuse_carried_values(
     before: Attributes,
     left: Left,
     calls: Callable[[], Hashable | None],
-    export: Callable[[], ExportedProgram],
-) -> None:
+    export: Callable[[Left], ExportedProgram],
+) -> tuple[Edit, ...]:
     """Refuse a model of which a call reads what the call before it has left in attributes. It may change the attributes.
+
+    Return the edits that every call makes.
 
     Args:
         before: the attributes before the traced call.
         left: what that call left.
         calls: runs the model from the attributes that it has, which it may change, and returns all that it calls; None if that cannot be
             told.
-        export: traces the model from the attributes that it has, which it does not change, with fixed sizes.
+        export: traces the model from the attributes that it has, which it does not change, with fixed sizes, while a ``Left`` is recorded.
 
     Raises:
         CarriedValueError: naming the attributes.
     """
     if not _changed(before, _by_path(model, left.attributes)) or _calls_again(model, before, calls):
-        return
+        return left.edits
     with record_left(model) as first_left:
-        first = export()
+        first = export(first_left)
+    without_left(first, first_left.n_results)
     after_first = _by_path(model, first_left.attributes)
     changed = _changed(before, after_first)
     asking, stand_ins = set[str](), list[Tensor]()
     _set(model, first_left, before, changed, asking, stand_ins)
     with record_left(model, asking) as second_left:
         try:
-            second = export()
+            second = export(second_left)
         except Exception as error:
             raise _error(model, changed) from error
+    without_left(second, second_left.n_results)
     if not same_computation(first, second, stand_ins):
         raise _error(model, changed)
     still = _changed(after_first, _by_path(model, second_left.attributes))
     if read := [path for path in still if path in second_left.asked]:
         raise _error(model, read)
+    return _made_again(left.edits, first_left.edits, second_left.edits, still)
+
+
+def _made_again(edits: Sequence[Edit], first: Sequence[Edit], second: Sequence[Edit], still: Sequence[str]) -> tuple[Edit, ...]:
+    """Return the edits that later calls make as well, with the same values of what is no tensor.
+
+    Args:
+        edits: of the trace; ``first``: of one with fixed sizes, from the same attributes; ``second``: of the call after it.
+        still: paths of values that the second call has changed.
+    """
+    of_first, of_second = ({(edit.module, edit.path): edit for edit in each} for each in (first, second))
+
+    def is_made(edit: Edit) -> bool:
+        one, two = of_first.get((edit.module, edit.path)), of_second.get((edit.module, edit.path))
+        changes = any(path == edit.name or path.startswith((f"{edit.name}[", f"len({edit.name}")) for path in still)
+        if one is None or (changes and edit.path[-1] is not APPENDED):
+            return False
+        if two is None:
+            return not any(isinstance(leaf, Result) for leaf in one.leaves)
+        pairs = zip(one.leaves, two.leaves, strict=False)
+        return one.tree == two.tree and all(isinstance(old, Result) == isinstance(new, Result) for old, new in pairs)
+
+    return tuple(filter(is_made, edits))
 
 
 def _calls_again(model: nn.Module, before: Attributes, calls: Callable[[], Hashable | None]) -> bool:

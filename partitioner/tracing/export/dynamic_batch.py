@@ -22,12 +22,14 @@ import sympy
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from partitioner.tracing.carried.left_results import LeftByCall
 from partitioner.tracing.carried.program_state import Reading
 from partitioner.tracing.errors import depends_on_sizes, trace_error, why_fixed
 from partitioner.tracing.export.export import export
 from partitioner.tracing.export.guards import Assumptions, assumptions_of, symbol_of
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from passes.ir.errors import ConfigError
+from passes.ir.torch_private import TreeSpec
 
 __all__ = ["Exported", "export_fixed", "export_open", "wrong_dimension"]
 
@@ -48,6 +50,7 @@ class Exported:
         assumed: what the program assumes of open sizes; None without any.
         gradient_questions: what code of the model asked of autograd's state.
         program_state: the plain state of the program that its code may have read.
+        left: what it leaves in attributes of modules.
     """
 
     program: ExportedProgram
@@ -61,6 +64,13 @@ class Exported:
     assumed: Assumptions | None = None
     gradient_questions: tuple[str, ...] = ()
     program_state: tuple[Reading, ...] = ()
+    left: LeftByCall = field(default_factory=LeftByCall)
+
+    @property
+    def output_tree(self) -> TreeSpec:
+        """The structure of what the model returns."""
+        tree: TreeSpec = self.program.call_spec.out_spec
+        return tree if not self.left.is_pair else tree.children()[0]
 
 
 def export_open(
@@ -148,7 +158,7 @@ def _try_layout(
         The program, with the leaves that stayed open as its layout.
     """
     try:
-        program, notes, questions, readings = export(
+        program, notes, questions, readings, left = export(
             model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others
         )
     except Exception as error:
@@ -173,6 +183,7 @@ def _try_layout(
         assumed=assumptions_of(program, open_layout),
         gradient_questions=questions,
         program_state=readings,
+        left=left,
     )
 
 
@@ -186,14 +197,14 @@ def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: 
     for candidate in (layout, *layout.smaller_layouts()):
         resized = inputs.with_batch(size, candidate)
         try:
-            program, notes, questions, readings = export(model, resized, training)
+            program, notes, questions, readings, left = export(model, resized, training)
         except Exception as error:  # noqa: BLE001  torch.export raises every kind
             first_error = first_error or error
             if size == layout.size or not depends_on_sizes(error):
                 break
         else:
             fixed = replace(candidate, size=size)
-            return Exported(program, resized, fixed, None, notes, gradient_questions=questions, program_state=readings)
+            return Exported(program, resized, fixed, None, notes, gradient_questions=questions, program_state=readings, left=left)
     assert first_error is not None
     raise trace_error(model, first_error) from first_error
 

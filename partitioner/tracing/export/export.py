@@ -23,6 +23,7 @@ from partitioner.tracing.autograd.checkpoints import record_statistics_in_checkp
 from partitioner.tracing.autograd.functions import keep_custom_functions
 from partitioner.tracing.autograd.hooks import keep_autograd_out
 from partitioner.tracing.carried.attributes import (
+    Left,
     attributes_of,
     record_left,
     refuse_carried_values,
@@ -30,6 +31,7 @@ from partitioner.tracing.carried.attributes import (
 )
 from partitioner.tracing.carried.decisions import Run, drawn_from, refuse_decisions
 from partitioner.tracing.carried.generators import generators_of
+from partitioner.tracing.carried.left_results import LeftByCall, keep_results
 from partitioner.tracing.carried.program_state import Reading, preserve_program, reach_of
 from partitioner.tracing.export.chosen_experts import export_with_experts, one_expert_for_all
 from partitioner.tracing.export.fast_path import record_fast_paths
@@ -39,8 +41,8 @@ from partitioner.tracing.export.guards import ConstantRandomComparisons, record_
 from partitioner.tracing.export.on_meta.meta_models import as_on_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
-from partitioner.tracing.repeated.find import calls_of, find_copies
-from partitioner.tracing.repeated.replay import trace_copies_once, write_copies
+from partitioner.tracing.repeated.find import Copies, calls_of, find_copies
+from partitioner.tracing.repeated.replay import NotCopyableError, trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
 from passes.graph.fakes.fake_tensors import plain_autograd
 from passes.graph.fakes.plain_results import PLAIN_RESULTS
@@ -69,7 +71,7 @@ def export(
     *,
     one_size: bool = True,
     others: Sequence[tuple[int, int]] = (),
-) -> tuple[ExportedProgram, tuple[str, ...], tuple[str, ...], tuple[Reading, ...]]:
+) -> tuple[ExportedProgram, tuple[str, ...], tuple[str, ...], tuple[Reading, ...], LeftByCall]:
     """Export a model in training IR: composite operations, parameters lifted to placeholders.
 
     Args:
@@ -80,8 +82,8 @@ def export(
         others: further dimensions, pairs (leaf, dimension), whose sizes are left open, each by itself.
 
     Returns:
-        The program; notes for the user, one sentence each; what code of the model asked of autograd's state; and the plain state of the
-        program that it may have read.
+        The program; notes for the user, one sentence each; what code of the model asked of autograd's state; the plain state of the
+        program that it may have read; and what it leaves in attributes of modules.
 
     Raises:
         CustomFunctionError: the model applies a custom autograd function, where gradients flow, that has no graph.
@@ -119,7 +121,7 @@ def export(
         ):
             stack.enter_context(context)
         without_values = stack.enter_context(as_on_cpu(model, inputs.autocast))
-        caught = stack.enter_context(_silence_torch())
+        stack.enter_context(_silence_torch())
         before = attributes_of(model)
         if model.training != training:
             model.train(training)
@@ -127,22 +129,22 @@ def export(
         if layout is not None and one_size:
             _equate_sizes(model, layout)
         with drawn_from(generators) as drawn, record_left(model) as left:
-            program, of_experts = _export(model, inputs, shapes or None)
+            program, of_experts = _export(model, inputs, shapes or None, left)
         changed = [(reading, values) for reading in reach.readings if (values := reading.changed())]
         for reading, values in changed:
             reading.set({name: reading.values[name] for name in values})
-        assigned = _assigned_attributes(caught)
         refuse_read_tensors(model, before, left, program)
         calls = functools.partial(calls_of, model, inputs.args, inputs.kwargs)
         again = functools.partial(_export, model, inputs, None)
-        refuse_decisions(Run(model, calls, lambda: again()[0]), reach, drawn, changed)
-        refuse_carried_values(model, before, left, calls, lambda: again()[0])
+        refuse_decisions(Run(model, calls, lambda: again(Left())[0]), reach, drawn, changed)
+        edits = refuse_carried_values(model, before, left, calls, lambda each: again(each)[0])
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
-    notes = (*_notes(assigned, _lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
-    return program, notes, tuple(sorted(questions)), tuple(reach.readings)
+        by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
+    notes = (*_notes(_lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
+    return program, notes, tuple(sorted(questions)), tuple(reach.readings), by_call
 
 
-def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[ExportedProgram, tuple[str, ...]]:
+def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, left: Left) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Call ``torch.export``: with repeated modules traced once if possible, else with the model as it is. Return notes, too."""
 
     def run() -> tuple[ExportedProgram, tuple[str, ...]]:
@@ -158,6 +160,7 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any) -> tuple[Exporte
         with contextlib.suppress(Exception):
             with preserve(model), trace_copies_once(model, copies):
                 program, notes = run()
+            _refuse_left(left, copies)
             write_copies(program, copies)
             return program, notes
     with preserve(model):
@@ -173,6 +176,14 @@ def _as_called(inputs: ModelInputs, args: tuple[Any, ...], kwargs: Mapping[str, 
         tree_leaves((args, {name: kwargs[name] for name in inputs.kwargs})), inputs.tree
     )
     return called
+
+
+def _refuse_left(left: Left, copies: Sequence[Copies]) -> None:
+    """Raise NotCopyableError if a template leaves something in attributes: its copies would leave as much."""
+    templates = {group.template for group in copies}
+    for edit in left.edits:
+        if any(edit.module == template or edit.module.startswith(f"{template}.") for template in templates):
+            raise NotCopyableError(f"{edit.name} is left by a call")
 
 
 def _erase_own_frames(program: ExportedProgram) -> None:
@@ -237,28 +248,10 @@ def _name_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     model.forward = forward
 
 
-_ASSIGNED = re.compile(r"tensor attributes? (.+) (?:was|were) assigned during export")
-
-
-def _assigned_attributes(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    """Return the attributes that forward assigned tensors to, from warnings of ``torch.export``, which restores them."""
-    names: set[str] = set()
-    for warning in caught:
-        match = _ASSIGNED.search(str(warning.message))
-        if match is not None:
-            names.update(name.removeprefix("self.") for name in match[1].split(", "))
-    return sorted(names)
-
-
-def _notes(assigned: Sequence[str], comparisons: Sequence[str]) -> tuple[str, ...]:
-    """Return notes about the attributes that forward assigns, and the lines that compare the batch size with one."""
-    notes = []
-    if assigned:
-        notes.append(f"the model keeps tensors in {', '.join(assigned)} for later calls; partitioned, only its buffers are kept")
-    if comparisons:
-        where = ", ".join(comparisons)
-        notes.append(f"the model asks whether its batch is of one row ({where}); partitioned, one row is computed as several are")
-    return tuple(notes)
+def _notes(comparisons: Sequence[str]) -> tuple[str, ...]:
+    """Return a note about the lines that compare the batch size with one, if there are some."""
+    where = ", ".join(comparisons)
+    return (f"the model asks whether its batch is of one row ({where}); partitioned, one row is computed as several are",) if where else ()
 
 
 @contextlib.contextmanager

@@ -338,7 +338,7 @@ def test_notes_name_what_the_user_should_know() -> None:
             return x if x.shape[0] == 1 else x * 2
 
     graph = trace(Model(), (torch.zeros(4, 6),))
-    parts = ("keeps tensors in last", "one row (" + __file__, "squeezes")
+    parts = ("one row (" + __file__, "squeezes")
     assert len(graph.notes) == len(parts)
     assert all(part in note for part, note in zip(parts, graph.notes, strict=True)), graph.notes
     assert graph.mixing == RowMixing(normalizations=("norm",))

@@ -138,3 +138,76 @@ def _loss(result: Any, _target: Any) -> Tensor:
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a nested value."""
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+class Leaves(nn.Module):
+    """Blocks that leave tensors, sizes and numbers in attributes, lists and dicts."""
+
+    def __init__(self, n_blocks: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(LeavingBlock() for _ in range(n_blocks))
+        self.mixed: Tensor | None = None
+        self.last: dict[str, Any] = {}
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.mixed = (x.mean((0, 1)) ** 2).sum()
+        self.last = {"x": x, "pair": (x.sum(-1), 3)}
+        return x.mean(1)
+
+
+class LeavingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.aux: Tensor | None = None
+        self.maps: list[Tensor] = []
+        self.stats: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.inner(x) @ x.transpose(1, 2), -1)
+        self.aux = weights.pow(2).mean()
+        self.maps.append(weights.detach())
+        self.stats["rows"], self.stats["twice"], self.stats["kind"] = x.shape[0], x * 2, "self"
+        return x + self.outer(weights @ x)
+
+
+def left_difference(how: How, devices: int, mode: Any, options: Mapping[str, Any], with_mixed: bool = False) -> str | None:
+    """Return the first difference in what a model and its partition leave in attributes, and in gradients through it."""
+    model = Leaves()
+    pm = partition(model, devices, mode, example_inputs=(torch.zeros(4, 3, 8, dtype=torch.float64),), **options)
+    for place, (expected, actual) in enumerate(zip(_left(model, how, with_mixed), _left(pm, how, with_mixed), strict=True)):
+        if expected.shape != actual.shape or not torch.allclose(expected, actual, rtol=1e-9, atol=1e-9):
+            return f"{mode}, {how}: value {place} is {actual.flatten()[:3]}, and the model's {expected.flatten()[:3]}"
+    return None
+
+
+def _left(model: Any, how: How, with_mixed: bool) -> list[Tensor]:
+    """Call a model twice; return what it has left, losses that read it, and gradients."""
+    generator = torch.Generator().manual_seed(1)
+    found: list[Tensor] = []
+
+    def loss_of(result: Tensor, target: Tensor) -> Tensor:
+        total = nn.functional.mse_loss(result, target) + model.mixed if with_mixed else nn.functional.mse_loss(result, target)
+        return total + torch.stack([block.aux for block in model.blocks]).sum()
+
+    for _ in range(2):
+        x, target = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((4, 3, 8), (4, 8)))
+        if how == "train_step" and isinstance(model, PartitionedModel):
+            found.append(model.train_step(x, target=target, loss_fn=loss_of))
+            continue
+        with torch.set_grad_enabled(how != "no_grad"):
+            result = model(x)
+        loss = loss_of(result, target) + (0 if how == "train_step" else model.blocks[0].stats["twice"].mean())
+        if how != "no_grad":
+            loss.backward()
+        found.append(loss.detach())
+        if how != "train_step":
+            left = [(block.aux, block.maps, block.stats) for block in model.blocks]
+            found += [leaf.detach().clone() for leaf in tensors_of((left, model.last))]
+            found.append(torch.tensor([block.stats["rows"] + len(block.maps) + len(block.stats) for block in model.blocks]))
+    gradients = model.full_gradients() if isinstance(model, PartitionedModel) else {n: p.grad for n, p in model.named_parameters()}
+    return [*found, *(gradient for gradient in gradients.values() if gradient is not None)]

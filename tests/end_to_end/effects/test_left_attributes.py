@@ -1,0 +1,100 @@
+"""Tensors that forward leaves on modules are on those of a partitioned model, differentiable, in every mode and both runtimes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from partitioner import partition
+from passes.ir.errors import ConfigError
+from tests.support.processes.processes import Workers
+from tests.support.running.effects import How, Leaves, left_difference
+
+HOWS: tuple[How, ...] = ("no_grad", "backward", "train_step")
+MODES: tuple[Any, ...] = ("model", "pipeline", "data", "fsdp", "tensor", {"data": 2, "pipeline": 2})
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "options"),
+    [
+        ("backward", "model", {}),
+        ("backward", "data", {}),
+        ("train_step", "pipeline", {"n_microbatches": 2}),
+        ("train_step", "data", {}),
+        ("no_grad", "pipeline", {"n_microbatches": 2}),
+    ],
+)
+def test_what_forward_leaves(how: How, mode: Any, options: dict[str, Any]) -> None:
+    assert left_difference(how, 2, mode, options) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_what_forward_leaves_in_every_mode(how: How, mode: Any) -> None:
+    devices = 4 if isinstance(mode, dict) else 2
+    assert left_difference(how, devices, mode, {"n_microbatches": 1}, True) is None
+
+
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("how", "mode", "options"), [("train_step", "pipeline", {"n_microbatches": 2}), ("no_grad", "pipeline", {}), ("backward", "data", {})]
+)
+def test_what_forward_leaves_in_processes(workers: Callable[[int], Workers], how: How, mode: Any, options: dict[str, Any]) -> None:
+    assert workers(2).values(left_difference, how, 2, mode, options, timeout=120) == [None] * 2
+
+
+def test_attributes_that_microbatches_cannot_compute_are_refused_when_they_are_read() -> None:
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    pm: Any = partition(Leaves(), 2, "pipeline", example_inputs=(x,), n_microbatches=2)
+    pm(x)
+    assert pm.blocks[0].aux is not None
+    with pytest.raises(ConfigError, match="mixed is not there: it mixes rows of the batch"):
+        _ = pm.mixed
+    with pytest.raises(ConfigError, match="loss_fn reads attribute mixed"):
+        pm.train_step(x, target=x[:, 0], loss_fn=lambda result, target: nn.functional.mse_loss(result, target) + pm.mixed)
+
+
+def test_attributes_after_a_step_are_refused_by_name() -> None:
+    x = torch.randn(4, 3, 8, dtype=torch.float64)
+    pm: Any = partition(Leaves(), 2, "model", example_inputs=(x,))
+    pm.train_step(x, target=x[:, 0], loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ConfigError, match=r"blocks\.0\.aux is not there: train_step\(\) gives attributes to its loss function alone"):
+        _ = pm.blocks[0].aux
+    pm.blocks[0].aux = None  # as a user resets it
+    assert pm.blocks[0].aux is None
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model, x = Leaves(), torch.randn(4, 3, 8, dtype=torch.float64)
+    pm: Any = partition(model, 2, "model", example_inputs=(x,))
+    pm(x)
+    block: Any = model.blocks[0]
+    assert (block.aux, block.maps, block.stats, model.mixed, model.last) == (None, [], {}, None, {})
+    pm.blocks[0].maps.clear()
+    pm(x)
+    assert len(pm.blocks[0].maps) == 1
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(4, 4), 0
+        self.first: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.first is None:
+            self.first = x.mean()
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_values_of_the_first_call_alone_are_not_those_of_later_calls() -> None:
+    pm: Any = partition(Counts(), 1, "model", example_inputs=(torch.zeros(2, 4),))
+    pm(torch.zeros(2, 4))
+    assert (pm.steps, pm.first) == (0, None)  # those of the model: no call of pm has set them
