@@ -36,7 +36,8 @@ class Constraints:
 
     Attributes:
         device_map: module name -> rank, or device (``"cuda:1"``), as transformers and accelerate write it. A module has the entry of
-            its longest prefix; ``""`` is the entry of all other modules; the planner places a module without an entry.
+            its longest prefix; ``""`` is the entry of all other modules; the planner places a module without an entry. Where an entry goes
+            back to an earlier rank, a module with a tied weight, or without parameters, runs in the order of computation, as a note says.
         tp_plan: transformers' tensor-parallel patterns -> how a weight is cut: ``{"layers.*.mlp.up_proj": "colwise"}``, over the
             mesh dimension ``"tensor"``. The beginning of a pattern may be left out.
         split_spec: module name -> ``"beginning"`` or ``"end"`` (or ``torch.distributed.pipelining.SplitPoint``): a stage begins there.

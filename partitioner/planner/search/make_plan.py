@@ -15,6 +15,8 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware.clusters import Cluster
 from partitioner.options.batch_statistics import microbatch_effects, why_uncut
+from partitioner.planner.constraints.device_map import placement_notes
+from partitioner.planner.constraints.named_units import NamedUnits
 from partitioner.planner.pipeline.candidate import StagedModel, describe_stages
 from partitioner.planner.pipeline.candidates import Candidate, may_cut_batch, microbatch_choices, schedules
 from partitioner.planner.request import PlanRequest
@@ -213,3 +215,8 @@ def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: Sta
         yield why_uncut(graph.mixing)
     if cost.unknown:
         yield f"Priced by their bytes alone, because their FLOPs are not known: {', '.join(cost.unknown)}."
+    if request.constraints.device_map is not None:
+        problems = chosen.problems
+        names = NamedUnits(problems.graph, problems.points, request.modules)
+        placed = [chosen.schedule.stage_ranks[stage] for stage, run in enumerate(chosen.runs) for _unit in run]
+        yield from placement_notes(request.constraints.device_map, names, request.devices, placed)

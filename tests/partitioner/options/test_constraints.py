@@ -93,6 +93,12 @@ def test_with_several_stages_on_a_rank_device_map_may_return() -> None:
     assert firsts(plan)[3] == "linear_4"
 
 
+def test_a_module_without_parameters_gives_way_to_the_order() -> None:
+    plan = planned(2, Constraints(device_map={"blocks.0.0": 0, "blocks.0.1": 1, "blocks.1": 0}))
+    assert [*plan.stages[0].modules][:2] == ["blocks.0", "blocks.1"]
+    assert plan.notes[-1] == "device_map: 'blocks.0.1' has no parameters: it runs on rank 0, where the order of computation requires it"
+
+
 def test_pin_puts_modules_and_nodes_in_stages() -> None:
     plan = planned(2, Constraints(pin={"blocks.2": 0, "relu_2": 0, "linear_3": 1}))
     assert firsts(plan) == ["linear", "linear_3"]
@@ -121,7 +127,7 @@ def test_a_module_that_computes_nothing_may_be_named_if_the_model_has_it() -> No
         ({"split_spec": {f"blocks.{index}": "end" for index in range(4)}}, "makes 5 stages, the plan has 2"),
         ({"pin": {"head": 0}}, "no way to cut"),
         ({"device_map": {"": 0}}, "no way to cut"),
-        ({"device_map": {"blocks.0.0": 0, "blocks.0.1": 1, "blocks.1": 0}}, "goes back"),
+        ({"device_map": {"blocks.0": 0, "blocks.1": 1, "blocks.2": 0}}, "goes back"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(constraints: dict[str, Any], message: str) -> None:
