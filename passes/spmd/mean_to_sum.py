@@ -172,7 +172,8 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, t
     target = fx.Graph()
     if WEIGHTED not in mean.meta and not _counts_targets(mean):
         batch = target.placeholder("batch")
-        batch.meta = {"val": next((node.meta["val"] for node in graph.graph.nodes if node.target == "batch"), graph.batch_size)}
+        # It counts all rows of a rank; a graph of a fixed batch size is that of one microbatch, and does not know how many there are.
+        batch.meta = {"val": next((node.meta["val"] for node in graph.graph.nodes if node.target == "batch"), None)}
         target.output(target.call_function(aten.scalar_tensor.default, (batch,), {"dtype": torch.int64}))
         return LazyGraphModule({}, target, class_name="Total"), ("batch",)
     is_weighted = WEIGHTED in mean.meta

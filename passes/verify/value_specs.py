@@ -136,7 +136,7 @@ class _SpecInterpreter(AbstractInterpreter):
         symbols = self._solve_symbols(placeholders, arguments)
         for index, (placeholder, argument) in enumerate(zip(placeholders, arguments, strict=True)):
             expected = _spec_of_traced(placeholder.meta["val"], symbols)
-            if argument is not UNKNOWN and not self.fits(argument, expected):
+            if UNKNOWN not in (argument, expected) and not self.fits(argument, expected):
                 name = self._name_of_argument(module, index, len(arguments))
                 raise self.error(f"gives {name}, {argument}, where the stage's {placeholder.name} is {expected}")
         returned = module.graph.graph.output_node().args[0]

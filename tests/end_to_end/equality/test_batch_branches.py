@@ -104,3 +104,35 @@ def _assert_same_step(pm: PartitionedModel, module: nn.Module, rows: int) -> Non
 
 def _rows(count: int) -> Tensor:
     return torch.randn(count, 8, dtype=torch.float64)
+
+
+class _MeanOfBranch(nn.Module):
+    """A layer whose output is doubled for small batches, and its mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return (y if x.shape[0] > 5 else 2 * y).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices"), [("data", 2), *slow(("fsdp", 2), ({"data": 2, "tensor": 2}, 4), ({"pipeline": 1, "data": 2}, 2))]
+)
+def test_a_mean_over_a_batch_of_one_size_is_that_of_the_model(mode: str | Mapping[str, int], devices: int) -> None:
+    model = _MeanOfBranch().double()
+    pm = partition(model, devices, mode, example_inputs=(torch.randn(8, 4, dtype=torch.float64),), progress=False)
+    for rows in (8, 4):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        expected = model(x)
+        gradients = torch.autograd.grad(expected, list(model.parameters()))
+        pm.zero_grad()
+        loss = pm(x)
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(list(pm.full_gradients().values()), list(gradients))
+        pm.zero_grad()
+        torch.testing.assert_close(pm.train_step(x), expected)
+        torch.testing.assert_close(list(pm.full_gradients().values()), list(gradients))
