@@ -89,6 +89,7 @@ class Assembly:
             gradient_questions=exported.gradient_questions,
             program_state=exported.program_state,
             edits=_edits(exported),
+            deciding_buffers=exported.deciding_buffers,
         )
 
 

@@ -338,7 +338,7 @@ def _place(model: nn.Module, error: Exception) -> Place:
     return Place(module=module, source=source)
 
 
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent, Path(__file__).parents[2] / "passes")
 
 
 def _is_library_code(file: str) -> bool:

@@ -294,6 +294,7 @@ class ModelGraph:
         part: which part of the model this is, for a graph that ``passes.spmd.localize`` wrote.
         gradient_questions: what code of the model asked of autograd's state, which a call may have otherwise: ``torch.is_grad_enabled()``.
         program_state: plain values outside of tensors and arguments that code of the model may have read.
+        deciding_buffers: buffers whose values decide the graph, by name, with the values of the trace.
         for_sizes: gives the graphs of the model for other sizes of its inputs; None: it serves these sizes alone.
         edits: what forward leaves in attributes of modules, in order; ``Result`` is the index of one of ``outputs``.
     """
@@ -320,6 +321,7 @@ class ModelGraph:
     batch_limit: int | None = None
     gradient_questions: tuple[str, ...] = ()
     program_state: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+    deciding_buffers: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     for_sizes: SizedGraphs | None = field(default=None, compare=False, repr=False)
     edits: tuple[Edit, ...] = ()
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,11 +51,13 @@ __all__ = [
     "Min",
     "Mod",
     "ModularIndexing",
+    "OngoingTrace",
     "OpOverload",
     "RecordKind",
     "TorchDispatchMode",
     "TorchLazyGraphModule",
     "TreeSpec",
+    "answers_while_tracing",
     "as_compiled",
     "autograd_dispatch",
     "dynamo_source",
@@ -235,6 +238,64 @@ def masks_as_given() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = original
+
+
+class OngoingTrace:
+    """A graph that ``make_fx`` or ``torch.export`` writes now.
+
+    Args:
+        mode: that of torch.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self._mode, self._tracer = mode, mode.tracer
+
+    def node_of(self, tensor: Tensor) -> fx.Node | None:
+        """Return the node of a tensor; None if it is not of this trace."""
+        from torch.fx.experimental.proxy_tensor import get_proxy_slot  # noqa: PLC0415  an export loads it
+
+        found: Any = get_proxy_slot(tensor, self._tracer, None)
+        return None if found is None else found.proxy.node
+
+    def attribute(self, name: str) -> Any:
+        """Return what a node ``get_attr`` of the graph reads."""
+        return operator.attrgetter(name)(self._tracer.root)
+
+    def call(self, function: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """Trace a call."""
+        with self._mode:
+            return function(*args, **kwargs)
+
+    def constant(self, value: Tensor) -> Tensor:
+        """Return a tensor of the trace that is a constant of these values."""
+        constant: Tensor = self.call(aten.lift_fresh_copy.default, value)
+        return constant
+
+
+@contextmanager
+def answers_while_tracing(
+    operators: Collection[OpOverload], answer: Callable[[OpOverload, Any, Mapping[str, Any], OngoingTrace], Any]
+) -> Iterator[None]:
+    """While active, a function gives the results of calls of operators that this thread traces, which are not written into the graph.
+
+    Args:
+        answer: returns the result of a call; ``NotImplemented``: trace it.
+    """
+    import torch.fx.experimental.proxy_tensor as tracing  # noqa: PLC0415  patched where it is looked up
+
+    original, thread = tracing.proxy_call, threading.get_ident()
+
+    def proxy_call(mode: Any, function: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> object:
+        found: Any = NotImplemented
+        if function in operators and threading.get_ident() == thread:
+            found = answer(function, args, kwargs, OngoingTrace(mode))
+        return original(mode, function, pre_dispatch, args, kwargs) if found is NotImplemented else found
+
+    tracing.proxy_call = proxy_call  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        tracing.proxy_call = original
 
 
 def dynamo_source(placeholder: fx.Node) -> str:

@@ -22,7 +22,7 @@ from partitioner.model.calls import Calls
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.inspected_programs import LastStep
 from partitioner.model.losses.losses import Losses
-from partitioner.model.module.program_state import refuse_changed_program
+from partitioner.model.module.program_state import refuse_changed_buffers, refuse_changed_program
 from partitioner.model.session import Assumptions, Session, Tracing
 from partitioner.options.batch_statistics import warn_of_microbatches
 from partitioner.options.given_plan import check_fits
@@ -173,10 +173,12 @@ def _refuse_frozen(session: Session, *, tracked: bool) -> None:
 
 
 def _refuse_changed_program(session: Session) -> None:
-    """Raise ConfigError where plain state of the program has changed since the trace, and the model computes otherwise with it."""
+    """Raise ConfigError where state that decides what the model computes has changed since the trace."""
     changed = [reading for reading in session.graph.program_state if reading.is_changed()]
     if changed:
         refuse_changed_program(session, changed)
+    if session.graph.deciding_buffers:
+        refuse_changed_buffers(session)
 
 
 def modes_of(model: nn.Module) -> tuple[bool, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from partitioner.model.session import Session
+from partitioner.runtime.state.stored_parameters import copy_of
 from partitioner.tracing.carried.program_state import Reading
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.inputs.example import find_example_inputs
@@ -19,7 +20,7 @@ from partitioner.tracing.restore import preserve
 from passes.ir.errors import ConfigError
 from passes.normalize.autocast.operation_lists import traced_in
 
-__all__ = ["refuse_changed_program"]
+__all__ = ["refuse_changed_buffers", "refuse_changed_program"]
 
 
 def refuse_changed_program(session: Session, changed: Sequence[Reading]) -> None:
@@ -40,6 +41,22 @@ def refuse_changed_program(session: Session, changed: Sequence[Reading]) -> None
         )
     for reading, values in now:
         reading.take(values)
+
+
+def refuse_changed_buffers(session: Session) -> None:
+    """Compare the buffers whose values decided the trace with these values. Every rank must call it.
+
+    Raises:
+        ConfigError: one of them has other values now.
+    """
+    with session.runtime.failing_together():
+        for name, values in session.graph.deciding_buffers.items():
+            for block, tensor in session.state.held(name) if session.state.knows(name) else ():
+                if not torch.equal(copy_of(values, block, tensor.device), tensor):
+                    raise ConfigError(
+                        f"the buffer {name} has other values than when the model was traced, and these decided what programs compute",
+                        remedy="load the values into the model and partition it again; or choose by torch.where in the place of a decision",
+                    )
 
 
 def _computes_alike(

@@ -51,6 +51,7 @@ class Exported:
         gradient_questions: what code of the model asked of autograd's state.
         program_state: the plain state of the program that its code may have read.
         left: what it leaves in attributes of modules.
+        deciding_buffers: the buffers whose values it decides by, with these values.
     """
 
     program: ExportedProgram
@@ -64,6 +65,7 @@ class Exported:
     assumed: Assumptions | None = None
     gradient_questions: tuple[str, ...] = ()
     program_state: tuple[Reading, ...] = ()
+    deciding_buffers: Mapping[str, Tensor] = field(default_factory=dict)
     left: LeftByCall = field(default_factory=LeftByCall)
 
     @property
@@ -158,7 +160,7 @@ def _try_layout(
         The program, with the leaves that stayed open as its layout.
     """
     try:
-        program, notes, questions, readings, left = export(
+        program, notes, questions, readings, left, buffers = export(
             model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others
         )
     except Exception as error:
@@ -184,6 +186,7 @@ def _try_layout(
         gradient_questions=questions,
         program_state=readings,
         left=left,
+        deciding_buffers=buffers,
     )
 
 
@@ -197,14 +200,24 @@ def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: 
     for candidate in (layout, *layout.smaller_layouts()):
         resized = inputs.with_batch(size, candidate)
         try:
-            program, notes, questions, readings, left = export(model, resized, training)
+            program, notes, questions, readings, left, buffers = export(model, resized, training)
         except Exception as error:  # noqa: BLE001  torch.export raises every kind
             first_error = first_error or error
             if size == layout.size or not depends_on_sizes(error):
                 break
         else:
             fixed = replace(candidate, size=size)
-            return Exported(program, resized, fixed, None, notes, gradient_questions=questions, program_state=readings, left=left)
+            return Exported(
+                program,
+                resized,
+                fixed,
+                None,
+                notes,
+                gradient_questions=questions,
+                program_state=readings,
+                left=left,
+                deciding_buffers=buffers,
+            )
     assert first_error is not None
     raise trace_error(model, first_error) from first_error
 

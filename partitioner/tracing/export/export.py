@@ -16,7 +16,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from partitioner.tracing.autograd.checkpoints import record_statistics_in_checkpoints
@@ -38,6 +38,7 @@ from partitioner.tracing.export.fast_path import record_fast_paths
 from partitioner.tracing.export.flex_attention import decompose_flex_attention
 from partitioner.tracing.export.forward_context import entered_in_forward
 from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one, symbol_of
+from partitioner.tracing.export.known_values import known_values, refuse_written_buffers
 from partitioner.tracing.export.on_meta.meta_models import as_on_cpu
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
@@ -71,7 +72,7 @@ def export(
     *,
     one_size: bool = True,
     others: Sequence[tuple[int, int]] = (),
-) -> tuple[ExportedProgram, tuple[str, ...], tuple[str, ...], tuple[Reading, ...], LeftByCall]:
+) -> tuple[ExportedProgram, tuple[str, ...], tuple[str, ...], tuple[Reading, ...], LeftByCall, dict[str, Tensor]]:
     """Export a model in training IR: composite operations, parameters lifted to placeholders.
 
     Args:
@@ -83,7 +84,7 @@ def export(
 
     Returns:
         The program; notes for the user, one sentence each; what code of the model asked of autograd's state; the plain state of the
-        program that it may have read; and what it leaves in attributes of modules.
+        program that it may have read; what it leaves in attributes of modules; and the buffers whose values it decides by.
 
     Raises:
         CustomFunctionError: the model applies a custom autograd function, where gradients flow, that has no graph.
@@ -121,6 +122,7 @@ def export(
         ):
             stack.enter_context(context)
         without_values = stack.enter_context(as_on_cpu(model, inputs.autocast))
+        of_buffers = stack.enter_context(known_values(model, without_values))
         stack.enter_context(_silence_torch())
         before = attributes_of(model)
         if model.training != training:
@@ -130,10 +132,9 @@ def export(
             _equate_sizes(model, layout)
         with drawn_from(generators) as drawn, record_left(model) as left:
             program, of_experts = _export(model, inputs, shapes or None, left)
-        changed = [(reading, values) for reading in reach.readings if (values := reading.changed())]
-        for reading, values in changed:
-            reading.set({name: reading.values[name] for name in values})
+        changed = _set_back(reach.readings)
         refuse_read_tensors(model, before, left, program)
+        refuse_written_buffers(program, of_buffers)
         calls = functools.partial(calls_of, model, inputs.args, inputs.kwargs)
         again = functools.partial(_export, model, inputs, None)
         refuse_decisions(Run(model, calls, lambda: again(Left())[0]), reach, drawn, changed)
@@ -141,7 +142,15 @@ def export(
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
         by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
     notes = (*_notes(_lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
-    return program, notes, tuple(sorted(questions)), tuple(reach.readings), by_call
+    return program, notes, tuple(sorted(questions)), tuple(reach.readings), by_call, of_buffers
+
+
+def _set_back(readings: Sequence[Reading]) -> list[tuple[Reading, dict[str, Any]]]:
+    """Set state of the program that the traced call changed back; return the changes."""
+    changed = [(reading, values) for reading in readings if (values := reading.changed())]
+    for reading, values in changed:
+        reading.set({name: reading.values[name] for name in values})
+    return changed
 
 
 def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, left: Left) -> tuple[ExportedProgram, tuple[str, ...]]:
