@@ -7,6 +7,7 @@ A process may leave out inputs that its stages do not read: it learns the number
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import warnings
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.effects.left_attributes import LeftAttributes
+from partitioner.model.effects.views import ViewsOfCalls
 from partitioner.model.effects.written_inputs import check_writable, own_memory, write_inputs
 from partitioner.options.batch_rows import RowParts
 from partitioner.options.precision import converted_inputs
@@ -43,7 +45,7 @@ from partitioner.runtime.state.optimizers.step_count import OptimizerSteps
 from partitioner.runtime.state.parameters import State
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError, level_of_caller
-from passes.ir.graph import ModelGraph, Output, without_autocast
+from passes.ir.graph import Base, ModelGraph, Output, without_autocast
 from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 
@@ -98,10 +100,21 @@ class Calls:
         self.dtype = dtype
         self._output_tree = graph.output_tree
         self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
+        self._lowered_views: dict[Lowering, ViewsOfCalls] = {}
         self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.leaves)
 
-    def refuse_writes(self) -> None:
-        """Raise ConfigError if forward writes into its arguments, for a compiler, which is not given what a call writes."""
+    @functools.cached_property
+    def views(self) -> ViewsOfCalls:
+        """The results that are views of one tensor."""
+        return ViewsOfCalls(self._graph)
+
+    def refuse_compiled(self) -> None:
+        """Raise ConfigError if a compiler would miss something: it is given the leaves of a result, no writes and no bases of views."""
+        if any(isinstance(output.destination, Base) for output in self._graph.outputs):
+            raise ConfigError(
+                "the model returns overlapping parts of a tensor that it does not return, and torch.compile would not see what they share",
+                remedy="call pm without torch.compile, or let the model return the tensor, or clones of its parts",
+            )
         if self._graph.writes:
             written = ", ".join(output.name for output in self._graph.writes.values())
             raise ConfigError(
@@ -150,6 +163,10 @@ class Calls:
         Raises:
             ConfigError: the inputs do not fit the trace, or ranks differ in them.
         """
+        if self.views:
+            with self._runtime.failing_together():
+                for views in self._lowered_views.values():
+                    views.check_copies()
         own = self._leaves(args, kwargs) if self._graph.writes else None
         refuse_tangents(pytree.tree_leaves((args, kwargs)))
         args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self.dtype))
@@ -286,7 +303,8 @@ class Calls:
     def result(self, lowering: Lowering, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
         """Return the model's outputs in their original structure, from the computed values and the constants among its results.
 
-        New values of inputs are written into the caller's tensors, and attributes of modules are set.
+        New values of inputs are written into the caller's tensors, and attributes of modules are set. Results that are views of one
+        tensor are taken of it.
         """
         rows = self.rows_passed(inputs.batch)
         lowered = lowering.graph  # it may leave out attributes
@@ -296,6 +314,12 @@ class Calls:
         if self._graph.batch is None and rows not in self._shapes:
             self._shapes[rows] = [(list(by_node[name].shape), by_node[name].dtype) for name in self._returned]
         self._write(by_node, inputs)
+        if lowering not in self._lowered_views:
+            self._lowered_views[lowering] = ViewsOfCalls(lowering.whole)
+        if views := self._lowered_views[lowering]:
+            names = {str(own.node): str(output.node) for output, own in zip(self._graph.outputs, lowering.whole.outputs, strict=True)}
+            whole = {own: by_node[name] for own, name in names.items() if name in by_node}
+            by_node = {names[own]: value for own, value in views.taken(whole, {**inputs.tensors, **inputs.written}, rows).items()}
         if self._graph.edits:
             places = enumerate(self._graph.outputs)
             is_there = {place: output for place, output in places if output.node is None or output.node in by_node}
@@ -369,7 +393,11 @@ class Calls:
 
     def computed_leaves(self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of the result that differ between calls: tensors, and sizes that depend on the batch."""
-        by_node, rows = dict(zip(self._returned, values, strict=True)), self.rows_of(args, kwargs)
+        rows = self.rows_of(args, kwargs)
+        leaves = () if self.dtype is not None else self._leaves(args, kwargs) or ()
+        pairs = zip(self._graph.inputs, leaves, strict=False)
+        given = {leaf.placeholder: value for leaf, value in pairs if leaf.placeholder is not None and isinstance(value, Tensor)}
+        by_node = self.views.taken(dict(zip(self._returned, values, strict=True)), given, rows)
         computed = [output for output in self._graph.leaves if output.is_computed]
         return [size_at_rows(output.constant, rows) if output.node is None else by_node[output.node] for output in computed]
 

@@ -20,7 +20,7 @@ from partitioner.tracing.inputs.ties import first_names, merged_parameters
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import Place, TraceError
-from passes.ir.graph import SPLITS, Attribute, Edit, Input, ModelGraph, Output, Result, Written
+from passes.ir.graph import SPLITS, Attribute, Base, Edit, Input, ModelGraph, Output, Result, Written
 from passes.ir.program import PROGRAM_ARGUMENTS
 from passes.ir.torch_private import OpOverload
 from passes.normalize.order import ExportedGraph, Normalizer
@@ -206,7 +206,7 @@ def _inputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], grap
 
 
 def _outputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], normal: ExportedGraph) -> tuple[Output, ...]:
-    """Return the names and destinations of the results, in the order of the graph: what it returns, leaves, and writes into inputs."""
+    """Return names and destinations of the results, in the order of the graph: returned, left, written into inputs; bases of views."""
     names = output_names(exported.output_tree)
     left = [
         Output(edit.name, None, None, "same", None, destination=Attribute(edit.module, str(edit.path[0])))
@@ -216,7 +216,8 @@ def _outputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], nor
     ]
     returned = [Output(name, None, None, "same", None, argument=normal.arguments.get(place)) for place, name in enumerate(names)]
     of_inputs = {renamed[each]: name for each, name in zip(lifted.inputs, exported.inputs.names, strict=True) if each is not None}
-    return (*returned, *left, *(Output(of_inputs[each], None, None, "same", None, destination=Written(each)) for each in normal.written))
+    written = [Output(of_inputs[each], None, None, "same", None, destination=Written(each)) for each in normal.written]
+    return (*returned, *left, *written, *(Output("", None, None, "same", None, destination=Base()) for _ in range(normal.n_bases)))
 
 
 def _edits(exported: Exported) -> tuple[Edit, ...]:

@@ -20,6 +20,7 @@ __all__ = [
     "WEIGHTED",
     "Attribute",
     "Autocast",
+    "Base",
     "Combine",
     "Edit",
     "Input",
@@ -107,7 +108,12 @@ class Attribute:
     attribute: str
 
 
-Destination = Written | Attribute
+@dataclass(frozen=True)
+class Base:
+    """The destination of a result that the caller takes other results of, which are views of it (``returned_views``)."""
+
+
+Destination = Written | Attribute | Base
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,8 @@ class Output:
             return f"the new value of input {self.name}"
         if isinstance(self.destination, Attribute):
             return f"attribute {self.name}"
+        if isinstance(self.destination, Base):
+            return "the tensor that several outputs are views of"
         return f"output {self.name}" if self.name else "the result"
 
 
@@ -276,7 +284,7 @@ class ModelGraph:
         inputs: the leaves of ``(args, kwargs)`` in pytree order.
         input_tree: structure of ``(args, kwargs)``.
         outputs: the leaves of what it returns in pytree order, then what forward leaves elsewhere: new values of inputs that it writes,
-            and tensors in attributes of modules.
+            and tensors in attributes of modules; then tensors that several of these are views of.
         output_tree: structure of what it returns.
         batch: the symbol of the batch size in every ``meta["val"]``; None when the graph serves ``batch_size`` alone.
         batch_size: the batch size that it was traced with.

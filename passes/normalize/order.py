@@ -18,6 +18,7 @@ from passes.ir.phase import Phase, PhaseRunner
 from passes.normalize.autocast.casts import write_casts
 from passes.normalize.causal_masks import name_masks
 from passes.normalize.functional.functionalize import functionalize
+from passes.normalize.functional.returned_views import add_bases
 from passes.normalize.inline.control_flow import inline_control_flow
 from passes.normalize.inline.subgraphs import inline_subgraphs
 from passes.normalize.inline.vmap import inline_vmap
@@ -50,6 +51,7 @@ class ExportedGraph:
         notes: what the user should know.
         written: placeholders of the inputs that the graph wrote in place: its last results are their new values.
         arguments: index of a result -> placeholder of the written input that it is.
+        n_bases: how many results, the last ones, are only there since others are views of them.
     """
 
     module: fx.GraphModule
@@ -64,6 +66,7 @@ class ExportedGraph:
     notes: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     arguments: Mapping[int, str] = field(default_factory=dict)
+    n_bases: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ def _tidy(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     compute_outputs(exported.graph)
     complete_provenance(exported.graph)
     name_mixtures(exported.graph)
-    return replace(exported, graph=name_nodes(exported.graph))
+    graph = name_nodes(exported.graph)
+    return replace(exported, graph=graph, n_bases=add_bases(graph, exported.inputs))
 
 
 FUNCTIONAL = ("functionalize", "remove_noise", "causal_masks", "expert_rows", "row_orders", "draw_order", "tidy")

@@ -120,6 +120,8 @@ class LossInStep:
         dtypes = {parameter.dtype for parameter in parameters} | ({graph.autocast.dtype} if graph.autocast is not None else set())
         if torch.float16 in dtypes:
             return "gradients in float16 need the scaled loss before the backward"
+        if form.calls.views:
+            return "results of the call share memory, or are parameters or buffers"
         if len(graph.leaves) < len(graph.outputs):
             return "forward writes into its arguments, or leaves tensors on modules"
         if graph.batch is None:

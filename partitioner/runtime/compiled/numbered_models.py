@@ -20,7 +20,7 @@ class ResultsOfCalls(Protocol):
     def asks_for_gradients(self) -> bool:
         """Whether code of the model asks whether gradients are on, or required."""
 
-    def refuse_writes(self) -> None:
+    def refuse_compiled(self) -> None:
         """Raise ConfigError if forward writes into its arguments."""
 
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:

@@ -89,7 +89,7 @@ def opaque_call(number: int, _training: bool, anchor: Tensor, args: Any, kwargs:
             "a partitioned model runs programs on several ranks and is no part of a graph that could be exported or partitioned again",
             remedy="pass the model itself: torch.export.export(model, ...), or partition the model around it: partition(whole_model, ...)",
         )
-    numbered_model(number).calls.refuse_writes()
+    numbered_model(number).calls.refuse_compiled()
     leaves, tree = tree_flatten((args, kwargs))
     places = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     form = _index_of(_Form(tree, tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves), places))
