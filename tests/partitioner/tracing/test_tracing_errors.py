@@ -312,6 +312,18 @@ class _Decided(nn.Module):
         return y
 
 
+def test_the_remedy_for_self_loops_of_graphs() -> None:
+    def with_self_loops(y: Tensor) -> Tensor:
+        edges = (y[:2] > 0).long()
+        nodes = torch.arange(y.shape[0])
+        edges = torch.cat([edges[:, edges[0] != edges[1]], nodes.expand(2, -1)], 1)
+        return torch.zeros_like(y).index_add(0, edges[1], y[edges[0]])
+
+    with pytest.raises(TraceError, match="how large another is") as caught:
+        trace(_Decided(with_self_loops), (torch.randn(4, 8),))
+    assert "add_self_loops=False" in (caught.value.remedy or "")
+
+
 DECIDED_BY_VALUES: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda y: y * y.detach().max().item(),
     "tolist": lambda y: y * y.detach().max().tolist(),
