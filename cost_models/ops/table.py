@@ -23,6 +23,7 @@ from cost_models.ops.contractions import Products, as_attention, attention, atte
 from cost_models.ops.work import Family
 from passes.ir.tensor_spec import Size, numel
 from passes.rules.call import Call
+from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 from passes.spmd.decompose.attention_block import attention_block, attention_block_backward
 
@@ -200,6 +201,7 @@ REDUCTIONS: Mapping[Any, Operation] = {
     **_lines(_saving("self result"), aten.amax, aten.amin, aten.prod, aten.norm, aten.linalg_vector_norm, aten.std),
     **_lines(_saving("self result"), aten.cumprod, aten.logsumexp, aten.max.default, aten.min.default),
     **_lines(_saving("self"), aten.var),
+    channel_statistics: _saving(),
     **_lines(_saving(keeps=_pool_indices), aten.topk, aten.sort, aten.median.dim, aten.max.dim, aten.min.dim),
     **_lines(_saving("self other"), aten.max.other, aten.min.other),
 }

@@ -230,12 +230,6 @@ def refuse_unplaceable(model: nn.Module) -> None:
                 place=Place(module=name),
                 remedy="partition the module that it was scripted or traced from",
             )
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None and module.training:  # noqa: SLF001
-            raise TraceError(
-                "batch normalisation with momentum=None reads its number of batches from a tensor in training",
-                place=Place(module=name),
-                remedy="give it a number, momentum=0.1; or partition the model in evaluation mode",
-            )
     first_on: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         place = Place(module=name.rpartition(".")[0])

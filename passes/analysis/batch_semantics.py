@@ -23,6 +23,7 @@ from passes.graph.schemas import MEAN, SUM, bound_arguments, functional, packet,
 from passes.ir.graph import Combine, RowMixing
 from passes.ir.torch_private import OpOverload
 from passes.rules.call import Call, Operand
+from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.registry import rule_of
 from passes.rules.tables import RESHAPES
 
@@ -344,6 +345,11 @@ def _normalised(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles
     return results if results and isinstance(results[0], Rows) and results[0].dimension == 0 else None
 
 
+def _averaged(_call: Call, roles: Sequence[Role], _batch: sympy.Symbol) -> Roles | None:
+    """Return the role of statistics that are averaged over batches: over microbatches, too, each of which is normalised by its own."""
+    return (Total("mean"),) if roles[0] == Rows(0) else None
+
+
 EXCEPTIONS: Mapping[Any, _Exception] = {
     **{operator: _reshaped for operators in RESHAPES.values() for operator in operators},
     **dict.fromkeys((aten.mul, aten.multiply, aten.div, aten.divide, aten.true_divide), _scaled),
@@ -353,6 +359,7 @@ EXCEPTIONS: Mapping[Any, _Exception] = {
     **dict.fromkeys((aten.rand_like, aten.randint_like, aten.randn_like), _made_like),
     aten.arange: _row_numbers,
     aten.batch_norm: _normalised,
+    channel_statistics: _averaged,
     aten.expand_as: _expanded,
     aten.index: _indexed,
     aten.instance_norm: _normalised,

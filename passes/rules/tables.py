@@ -19,6 +19,7 @@ from passes.rules.ops import nn_layers as layers
 from passes.rules.ops import shape as views
 from passes.rules.ops import slice_concat as moving
 from passes.rules.ops import unfold_fold as patches
+from passes.rules.ops.channel_statistics import channel_statistics
 
 __all__ = ["ALONG", "CONTRACTIONS", "CREATION", "ELEMENTWISE", "INDEXING", "LAYERS", "LOSSES", "RESHAPES", "SHAPES", "SPACE"]
 
@@ -67,6 +68,7 @@ LAYERS: Mapping[Any, list[Any]] = {
     layers.embedding: [aten.embedding],
     contractions.layer_norm: [aten.layer_norm, aten.rms_norm],
     layers.batch_norm: [aten.batch_norm],
+    "batch! channels space*! -> pair! channels": [channel_statistics],
     layers.instance_norm: [aten.instance_norm],
     "batch (groups channels!) space*!, (groups channels!), (groups channels!) -> batch (groups channels!) space*!; groups = num_groups": [
         aten.group_norm

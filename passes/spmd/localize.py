@@ -39,6 +39,7 @@ from passes.ir.layout import Shard
 from passes.ir.tensor_spec import RowCount
 from passes.ir.torch_private import pytree
 from passes.rules.loops import LocalCall, Loops, Size
+from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import PRODUCT_CUTS, grouped_mm
 from passes.spmd.decompose.builder import PartWriter, ReductionCut, ReductionWriter
 from passes.spmd.decompose.expert_routes import RouteWriter
@@ -55,6 +56,9 @@ from passes.spmd.reshard import Resharder
 __all__ = ["fakes_of", "localize"]
 
 aten = torch.ops.aten
+
+_OF_THE_BATCH = (aten.batch_norm, packet(channel_statistics))
+"""Operators whose statistics are over the whole batch or, with ``batchnorm="local"``, over a rank's own samples."""
 
 
 def localize(
@@ -264,7 +268,7 @@ class _Localizer:
             return self._emit_ring(node, self._local_arguments(node, parts))
         cuts = self.layouts.cuts[node.name]
         reduced = [index for index, cut in enumerate(cuts) if cut is not None and loops.factors[cut.factor].reduction == "whole"]
-        if reduced and not (self.local_statistics and packet(node.target) is aten.batch_norm):
+        if reduced and not (self.local_statistics and packet(node.target) in _OF_THE_BATCH):
             return self._decompose_reduction(node, loops, self._local_arguments(node, parts), reduced)
         if any(slide.window.reach.written for slide in slides):
             return self._decompose_windows(node, loops, self._local_arguments(node, parts), slides)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch.nn.functional as F
 
-__all__ = ["STATISTICS_NOTE", "enter_checkpoint", "in_checkpoint", "leave_checkpoint", "record_statistics_in_checkpoints"]
+__all__ = [
+    "STATISTICS_NOTE", "enter_checkpoint", "in_checkpoint", "leave_checkpoint", "note_statistics", "record_statistics_in_checkpoints",
+]  # fmt: skip
 
 STATISTICS_NOTE = (
     "BatchNorm under torch.utils.checkpoint: PyTorch updates its running statistics twice in a training step, forward and when it computes "
@@ -18,6 +20,7 @@ STATISTICS_NOTE = (
 """What a partitioned model does otherwise."""
 
 _depth: ContextVar[int] = ContextVar("depth", default=0)
+_found: ContextVar[set[str] | None] = ContextVar("found", default=None)
 
 
 def enter_checkpoint() -> None:
@@ -40,6 +43,13 @@ def in_checkpoint() -> Iterator[None]:
         leave_checkpoint()
 
 
+def note_statistics() -> None:
+    """Note that running statistics are updated, if it is in a region that PyTorch would compute again."""
+    found = _found.get()
+    if found is not None and _depth.get() > 0:
+        found.add(STATISTICS_NOTE)
+
+
 @contextlib.contextmanager
 def record_statistics_in_checkpoints() -> Iterator[set[str]]:
     """Return a set that holds a note once running statistics were updated in a region that PyTorch would compute again."""
@@ -56,12 +66,14 @@ def record_statistics_in_checkpoints() -> Iterator[set[str]]:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
-        if _depth.get() > 0 and training and running_mean is not None:
-            found.add(STATISTICS_NOTE)
+        if training and running_mean is not None:
+            note_statistics()
         return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
     F.batch_norm = batch_norm
+    token = _found.set(found)
     try:
         yield found
     finally:
+        _found.reset(token)
         F.batch_norm = original

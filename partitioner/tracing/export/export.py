@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from partitioner.tracing.autograd.checkpoints import record_statistics_in_checkpoints
 from partitioner.tracing.autograd.functions import keep_custom_functions
 from partitioner.tracing.autograd.hooks import keep_autograd_out
 from partitioner.tracing.carried.attributes import (
@@ -34,6 +33,7 @@ from partitioner.tracing.carried.generators import generators_of
 from partitioner.tracing.carried.left_results import LeftByCall, keep_results
 from partitioner.tracing.carried.program_state import Reading, preserve_program, reach_of
 from partitioner.tracing.export.chosen_experts import export_with_experts, one_expert_for_all
+from partitioner.tracing.export.cumulative_averages import trace_running_statistics
 from partitioner.tracing.export.fast_path import record_fast_paths
 from partitioner.tracing.export.flex_attention import decompose_flex_attention
 from partitioner.tracing.export.forward_context import entered_in_forward
@@ -99,11 +99,11 @@ def export(
     reach = reach_of(model)
     generators = generators_of(model, reach.objects.values())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(TRACING)
         comparisons = stack.enter_context(record_comparisons_with_one())
-        of_statistics = stack.enter_context(record_statistics_in_checkpoints())
+        of_statistics = stack.enter_context(trace_running_statistics())
         of_fast_paths = stack.enter_context(record_fast_paths())
         questions = stack.enter_context(keep_autograd_out())
-        stack.enter_context(TRACING)
         stack.enter_context(torch.inference_mode(mode=False))  # restores gradients, too: as they are now
         stack.enter_context(torch.set_grad_enabled(inputs.with_gradients))  # sets them when it is made
         for context in (

@@ -28,7 +28,7 @@ from torch.fx.traceback import annotate, get_current_meta
 from passes.ir.comm.functional import GRADIENT, all_reduce
 from passes.spmd.decompose.builder import ReductionWriter
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm"]
+__all__ = ["batch_norm", "channel_statistics", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm"]
 
 aten = torch.ops.aten
 
@@ -38,12 +38,19 @@ def batch_norm(write: ReductionWriter) -> fx.Node:
     x, count = write["input"], write.count(*(name for name in write.factors if name != "channels"))
     mean, variance = _statistics(write, x, [dim for dim in range(write.rank("input")) if dim != 1], count)
     if write["running_mean"] is not None:
-        unbiased = write.call(aten.mul.Tensor, variance, write.call(aten.div.Tensor, _number(write, count), _number(write, count, less=1)))
+        unbiased = _unbiased(write, variance, count, write["running_mean"])
         for name, new in (("running_mean", mean), ("running_var", unbiased)):
             stored, momentum = write[name], write["momentum"]
             decayed = write.call(aten.mul.Tensor, stored, 1.0 - momentum)
             write.call(aten.copy_.default, stored, write.call(aten.add.Tensor, decayed, write.call(aten.mul.Tensor, new, momentum)))
     return _normalized(write, x, mean, variance, count)
+
+
+def channel_statistics(write: ReductionWriter) -> fx.Node:
+    """Use the mean and unbiased variance of the whole batch."""
+    x, count = write["input"], write.count(*(name for name in write.factors if name.startswith(("batch", "space"))))
+    mean, variance = _statistics(write, x, [dim for dim in range(write.rank("input")) if dim != 1], count)
+    return write.call(aten.stack.default, [mean, _unbiased(write, variance, count, mean)])
 
 
 def group_norm(write: ReductionWriter) -> fx.Node:
@@ -119,11 +126,12 @@ def _affine(write: ReductionWriter, rows: fx.Node) -> fx.Node:
     return result if bias is None else write.call(aten.add.Tensor, result, bias)
 
 
-def _number(write: ReductionWriter, count: object, less: int = 0) -> fx.Node:
-    """Emit ``count - less`` as a tensor, since it may depend on the batch size."""
-    like = write["running_mean"].meta["val"]
-    number = write.call(aten.scalar_tensor.default, count, dtype=like.dtype, device=like.device)
-    return write.call(aten.sub.Tensor, number, less) if less else number
+def _unbiased(write: ReductionWriter, variance: fx.Node, count: object, like: fx.Node) -> fx.Node:
+    """Emit ``variance * count / (count - 1)``, computed in the dtype of ``like``: with tensors, since the count may depend on the batch."""
+    value = like.meta["val"]
+    numbers = [write.call(aten.scalar_tensor.default, count, dtype=value.dtype, device=value.device) for _ in range(2)]
+    numbers[1] = write.call(aten.sub.Tensor, numbers[1], 1)
+    return write.call(aten.mul.Tensor, variance, write.call(aten.div.Tensor, *numbers))
 
 
 # -- the operator normalize --------------------------------------------------------------------------------------------------------

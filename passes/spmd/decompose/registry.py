@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.schemas import bound_arguments, packet
+from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm
 from passes.spmd.decompose import normalization as norms
 from passes.spmd.decompose.builder import ReductionWriter
@@ -116,6 +117,9 @@ _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
         allows=lambda arguments: bool(arguments["training"]),
         single=True,
         kernels=_OF_CHANNELS,
+    ),
+    packet(channel_statistics): Decomposition(
+        norms.channel_statistics, ("batch", "space"), single=True, returns=(), kernels={"": Kernels((14, 9))}
     ),
     aten.layer_norm: Decomposition(norms.layer_norm, ("features",), single=True, kernels=_OF_ROWS),
     aten.rms_norm: Decomposition(norms.rms_norm, ("features",), single=True, sends=(1,), returns=(1,), kernels=_SCALED),

@@ -115,7 +115,6 @@ def check_two_steps(model: nn.Module, pm: PartitionedModel) -> None:
     state = pm.full_state_dict()
     for name, tensor in reference.state_dict().items():
         torch.testing.assert_close(state[name], tensor, msg=of(name))
-    assert int(state["bn1.num_batches_tracked"]) == 3
 
 
 # -- exact -------------------------------------------------------------------------------------------------------------------------------
@@ -209,6 +208,87 @@ def test_statistics_of_the_batch_in_evaluation() -> None:
     pm = partitioned(model, 2, "pipeline")
     assert pm.plan.n_microbatches == 1
     torch.testing.assert_close(pm(images()), model(images()))
+
+
+# -- cumulative averages -----------------------------------------------------------------------------------------------------------------
+
+
+class Halves(nn.BatchNorm2d):
+    """A layer of the user's that calls torch's ``forward``."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  of torch
+        return super().forward(input * 0.5) + 1
+
+
+AVERAGES: dict[str, tuple[nn.Module, int, str | dict[str, Any]]] = {
+    "data": (nn.BatchNorm2d(4, momentum=None), 2, "data"),
+    "tile": (Halves(4, momentum=None), 2, "tile"),
+    "pipeline": (nn.BatchNorm2d(4, momentum=None, affine=False), 2, "pipeline"),
+    "model": (nn.BatchNorm2d(4, momentum=None), 2, "model"),
+    "fsdp": (nn.SyncBatchNorm(4, momentum=None), 2, "fsdp"),
+    "tensor": (nn.BatchNorm2d(4, momentum=None), 2, "tensor"),
+    "untracked": (nn.BatchNorm2d(4, momentum=None, track_running_stats=False), 2, "data"),
+    "data x tile": (nn.BatchNorm2d(4, momentum=None), 4, {"data": 2, "tile": 2}),
+    "data x pipeline": (nn.BatchNorm2d(4, momentum=None), 4, {"data": 2, "pipeline": 2}),
+    "auto": (nn.BatchNorm2d(4, momentum=None), 2, "auto"),
+}
+
+
+@pytest.mark.parametrize("name", all_but(["data", "tile"], AVERAGES))
+def test_cumulative_averages_are_the_models(name: str) -> None:
+    """``momentum=None``: running statistics are averages over all batches, the first of which replaces the initial values."""
+    norm, devices, mode = AVERAGES[name]
+    model = convolutions(norm)
+    pm = partitioned(model, devices, mode)
+    check_two_steps(model, pm)
+
+
+def test_cumulative_averages_in_calls_of_any_batch() -> None:
+    model = convolutions(nn.BatchNorm2d(4, momentum=None)).eval()
+    pm = partitioned(model, 2, "data")
+    torch.testing.assert_close(pm(images()), model(images()))
+    pm.train()
+    model.train()
+    for rows in (8, 6, 4):
+        torch.testing.assert_close(pm(images(rows)), model(images(rows)))
+    pm.eval()
+    model.eval()
+    torch.testing.assert_close(pm(images()), model(images()))
+    torch.testing.assert_close(dict(pm.full_state_dict()), dict(model.state_dict()))
+
+
+def test_cumulative_averages_under_microbatches_are_those_of_all_microbatches() -> None:
+    model = convolutions(nn.BatchNorm2d(4, momentum=None))
+    with pytest.warns(PartitionWarning):
+        pm = partitioned(model, 2, "pipeline", n_microbatches=4)
+    for _ in range(2):
+        pm.train_step(images(), target=labels(), loss_fn=F.cross_entropy)
+        for x in images().chunk(4):
+            model(x)
+    state = pm.full_state_dict()
+    for name, buffer in model.named_buffers():
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(state[name], buffer, msg=of(name))
+    assert int(state["norm1.num_batches_tracked"]) == 2
+
+
+@pytest.mark.slow
+def test_cumulative_averages_of_repeated_blocks() -> None:
+    """Blocks that are traced once, and a layer that is called twice in a forward."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(4, 4, 3, 1, 1), nn.BatchNorm2d(4, momentum=None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.relu(self.norm(self.conv(self.norm(x))))
+
+    torch.manual_seed(0)
+    blocks = [Block() for _ in range(4)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)).double()
+    for devices, mode in ((2, "pipeline"), (2, "data")):
+        check_two_steps(model, partitioned(model, devices, mode))
 
 
 # -- microbatch statistics, announced ----------------------------------------------------------------------------------------------------

@@ -13,21 +13,22 @@ from torch import Tensor, nn
 
 from partitioner import Plan, partition
 from passes.ir.comm import primitives as communication
-from tests.support.running.slow_values import slow
 
 
-def model() -> nn.Module:
+def model(momentum: float | None = 0.1) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)).double()
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 3)).double()
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
-@pytest.mark.parametrize("mode", ["data", *slow("fsdp")])
-def test_is_what_replicas_of_the_model_do(mode: str) -> None:
-    original, x, target = model(), torch.rand(8, 2, 6, 6, dtype=torch.float64), torch.randint(3, (8,))
+@pytest.mark.parametrize(
+    ("mode", "momentum"), [("data", 0.1), ("data", None), *(pytest.param("fsdp", m, marks=pytest.mark.slow) for m in (0.1, None))]
+)
+def test_is_what_replicas_of_the_model_do(mode: str, momentum: float | None) -> None:
+    original, x, target = model(momentum), torch.rand(8, 2, 6, 6, dtype=torch.float64), torch.randint(3, (8,))
     pm = partition(original, 2, mode, example_inputs=(x,), batchnorm="local", progress=False)
     loss = pm.train_step(x, target=target, loss_fn=cross_entropy)
     replicas = [copy.deepcopy(original) for _ in range(2)]

@@ -199,13 +199,14 @@ def test_statistics_that_the_recomputation_updates_again_are_announced(*, use_re
     def checkpointed(block: nn.Module, x: Tensor) -> Any:
         return checkpoint(block, x, use_reentrant=use_reentrant)
 
-    def model(call: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    def model(call: Callable[[nn.Module, Tensor], Tensor], momentum: float | None = 0.1) -> nn.Module:
         made = Model(call).double()
-        made.blocks[0] = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(8, 8)).double()
+        made.blocks[0] = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Linear(8, 8)).double()
         return made
 
-    with pytest.warns(PartitionWarning, match="updates its running statistics twice"):
-        partition(model(checkpointed), 2, "model", example_inputs=_inputs(), progress=False)
+    for momentum in (0.1, None):
+        with pytest.warns(PartitionWarning, match="updates its running statistics twice"):
+            partition(model(checkpointed, momentum), 2, "model", example_inputs=_inputs(), progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PartitionWarning)
         partition(model(lambda block, x: block(x)), 2, "model", example_inputs=_inputs(), progress=False)

@@ -55,7 +55,7 @@ def channel_norm(writer: Writer, value: Variable) -> Draft | str | None:
     channels, dims = value.shape[1], {2: "1d", 3: "1d", 4: "2d"}[value.dim]
     kind = writer.rng.random()
     if kind < 0.4:
-        options = writer.rng.choice(("", "", ", momentum=0.3", ", affine=False", ", track_running_stats=False"))
+        options = writer.rng.choice(("", "", ", momentum=0.3", ", momentum=None", ", affine=False", ", track_running_stats=False"))
         return Draft(f"{writer.layer('norm', f'nn.BatchNorm{dims}({channels}{options})')}({value.name})", features=("batchnorm",))
     if kind < 0.55 and value.dim > 2:
         return f"{writer.layer('norm', f'nn.InstanceNorm{dims}({channels}, affine=True)')}({value.name})"

@@ -84,7 +84,6 @@ def test_forwards(name: str) -> None:
     ("model", "match"),
     [
         (lambda: nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4))), "module of TorchScript.*scripted or traced from"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), "momentum=None.*module 1.*momentum=0.1"),
     ],
 )
 def test_modules(model: Callable[[], nn.Module], match: str) -> None:

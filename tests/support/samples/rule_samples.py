@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 from tests.support.samples.rule_samples_shapes import along, indexing, pieces, views
 from tests.support.samples.rule_samples_values import Sample, flags, positive, real, whole
@@ -136,6 +137,8 @@ def normalisations() -> Iterator[Sample]:
         yield Sample(aten.batch_norm.default, x[..., 0], *c, training, 0.1, 1e-5, False)
         yield Sample(aten.batch_norm.default, x, c[0], None, c[2], c[3], training, 0.1, 1e-5, False)
         yield Sample(aten.instance_norm.default, x, *c, training, 0.1, 1e-5, False)
+    yield Sample(channel_statistics, x)
+    yield Sample(channel_statistics, x[..., 0])
     yield Sample(aten.instance_norm.default, x, c[0], c[1], None, None, True, 0.1, 1e-5, False)
     yield Sample(aten.group_norm.default, x, 3, real(6), real(6))
     yield Sample(aten.group_norm.default, real(4, 6, 3, 3), 6)

@@ -20,6 +20,7 @@ from passes.analysis.axes import find_axes
 from passes.graph.schemas import packet
 from passes.ir.comm import functional as collectives
 from passes.ir.mesh import Mesh
+from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm
 from passes.spmd.decompose.registry import _DECOMPOSITIONS
 from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
@@ -64,6 +65,11 @@ def _batch_norm(name: str, factor: str, *shape: int, affine: bool = True, statis
 
     parameters = {"x": shape, **({"weight": shape[1:2], "bias": shape[1:2]} if affine else {})}
     return Example(f"batch_norm_{name}", factor, function, parameters, _statistics(shape[1]) if statistics else {})
+
+
+def _channel_statistics(x: Tensor) -> Tensor:
+    result: Tensor = channel_statistics(x.detach())
+    return result
 
 
 def _over(function: Callable[..., Tensor], **keywords: Any) -> Callable[..., Tensor]:
@@ -144,6 +150,9 @@ EXAMPLES = (
     _batch_norm("space", "space", 5, 3, 7),
     _batch_norm("plain", "batch", 7, 3, 4, affine=False, statistics=False),
     _batch_norm("slow_statistics", "batch", 7, 3, 4, affine=False, momentum=0.01),
+    Example("channel_statistics", "batch", _channel_statistics, {"x": (7, 3, 8)}),
+    Example("channel_statistics_of_rows", "batch", _channel_statistics, {"x": (11, 5)}),
+    Example("channel_statistics_space", "space", _channel_statistics, {"x": (5, 3, 7)}),
     Example("layer_norm", "features", _layer_norm, _AFFINE),
     Example("layer_norm_plain", "features", _layer_norm, {"x": (3, 6)}),
     Example("layer_norm_of_one_row", "features", _layer_norm, {"x": (6,), "weight": (6,), "bias": (6,)}),
