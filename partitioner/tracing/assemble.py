@@ -22,7 +22,7 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import Place, TraceError
 from passes.ir.graph import SPLITS, Attribute, Base, Edit, Input, ModelGraph, Output, Result, Written
 from passes.ir.program import PROGRAM_ARGUMENTS
-from passes.ir.torch_private import OpOverload
+from passes.ir.torch_private import OpOverload, is_wrapped
 from passes.normalize.order import ExportedGraph, Normalizer
 from passes.normalize.randomness.draw_order import draws, memory_order
 
@@ -130,6 +130,8 @@ def _registered_constants(model: nn.Module, lifted: Lifted, first: Mapping[str, 
     held = {StorageWeakRef(tensor.untyped_storage()): name for name, tensor in reversed(tensors.items()) if tensor.numel()}
     found: dict[str, str] = {}
     for placeholder, constant in lifted.constants.items():
+        if is_wrapped(constant):  # it has no storage
+            continue
         name = held.get(StorageWeakRef(constant.untyped_storage()))
         if name is None:
             continue

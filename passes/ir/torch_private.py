@@ -75,6 +75,7 @@ __all__ = [
     "is_resumed",
     "is_transformed",
     "is_view",
+    "is_wrapped",
     "make_fx",
     "masks_as_given",
     "no_dispatch_modes",
@@ -306,6 +307,11 @@ def dynamo_source(placeholder: fx.Node) -> str:
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` (``grad``, ``vmap``, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a transform of ``torch.func`` made a tensor: it has no storage of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def has_tangent(tensors: Iterable[object]) -> bool:

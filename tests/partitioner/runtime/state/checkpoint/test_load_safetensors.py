@@ -216,7 +216,8 @@ def test_pieces_cover_a_tensor() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mode", ["tensor", "pipeline", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "pipeline", "fsdp"])
 def test_ranks_hold_their_part(mode: str, tmp_path: Path, workers: Callable[[int], Workers]) -> None:
     """From meta to tokens on four ranks, each with less than a small tensor of the model beside its part."""
     reference = saved_in_parts(tmp_path)
