@@ -163,12 +163,12 @@ def _steps(side: Reference, program: Program) -> Iterator[tuple[str, Any]]:
     torch.optim.SGD(side.module.parameters(), lr=0.01).step()
     side.module.zero_grad()
     side.turn_parameters(program)
-    inputs = _next_inputs(side, program, inputs)
+    inputs = _next_inputs(inputs)
     yield "loss of a second step", side.step(program, inputs)
     yield "gradients of a second step", side.gradients()
     yield "arguments after a second step", _written(program, inputs)
     if program.usage.switch is None:
-        inputs = _next_inputs(side, program, inputs)
+        inputs = _next_inputs(inputs)
     else:
         inputs = side.inputs(program, program.rows, is_switched=not program.usage.starts_switched)
     side.step(program, inputs)
@@ -186,10 +186,12 @@ def _calls_with_written_arguments(side: Reference, program: Program) -> Iterator
             yield f"arguments after a call without gradients{label}", _written(program, inputs)
 
 
-def _next_inputs(side: Reference, program: Program, inputs: Inputs) -> Inputs:
-    """The same inputs with what was written into them, or fresh ones where a written one has a history."""
-    has_history = any(isinstance(each, Tensor) and each.grad_fn is not None for each in leaves_of([inputs[0], inputs[1]]))
-    return side.inputs(program, program.rows) if has_history else inputs
+def _next_inputs(inputs: Inputs) -> Inputs:
+    """The same inputs with what was written into them, without the history that a call of the model gives to written ones."""
+    for each in leaves_of([inputs[0], inputs[1]]):
+        if isinstance(each, Tensor) and each.grad_fn is not None:
+            each.detach_()
+    return inputs
 
 
 def _named(program: Program, inputs: Inputs) -> Mapping[str, Any]:
