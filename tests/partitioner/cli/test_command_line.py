@@ -21,7 +21,7 @@ from tests import ROOT
 from tests.support.running.slow_values import all_but, slow
 
 FACTORIES = """
-import random
+import itertools
 
 import torch
 from torch import nn
@@ -50,20 +50,21 @@ def masked():
     return Masked(), (torch.randn(8, WIDTH),), {"mask": torch.ones(8, 1)}
 
 
-class DropsLayers(nn.Module):  # by a coin that Python throws: tracing sees one throw
+class Counts(nn.Module):  # by an iterator, whose state is in no attribute: tracing sees one number
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.numbers = itertools.count(1)
 
     def forward(self, x):
-        return self.second(self.first(x) * random.random())
+        return self.second(self.first(x) * next(self.numbers))
 
 
-def drops_layers():
-    return DropsLayers(), (torch.randn(8, WIDTH),)
+def counts():
+    return Counts(), (torch.randn(8, WIDTH),)
 
 
-class Branches(DropsLayers):
+class Branches(Counts):
     def forward(self, x):
         return self.first(x) if x.sum() > 0 else self.second(x)
 
@@ -305,7 +306,7 @@ def test_a_mesh_that_cannot_be_read_is_told(mode: str, capsys: pytest.CaptureFix
 
 
 def test_check_of_a_model_that_differs(capsys: pytest.CaptureFixture[str]) -> None:
-    ran = Ran("check net.py:drops_layers --devices 2", capsys)
+    ran = Ran("check net.py:counts --devices 2", capsys)
     assert (ran.code, ran.complaint) == (1, "")
     assert "gradient of second.weight: differs by" in ran.printed
     assert ran.printed.endswith("DIFFERENT: the partitioned model does not compute what the original computes\n")
