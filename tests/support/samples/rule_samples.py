@@ -276,6 +276,7 @@ def elementwise() -> Iterator[Sample]:
         for operator in (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout):
             yield Sample(operator.default, x, p, train)
     yield Sample(aten.bernoulli.default, positive(3, 4))
+    yield Sample(aten.geometric.default, x, 0.5)
     yield Sample(aten.prelu.default, x, positive(3))
     yield Sample(aten.prelu.default, x, positive(1))
     yield Sample(aten.clamp.Tensor, x, y, None)
@@ -288,6 +289,7 @@ def elementwise() -> Iterator[Sample]:
     yield Sample(aten.polar.default, positive(3, 4), x[0, 0, :4])
     yield Sample(aten.view_as_real.default, torch.complex(real(3, 4), real(3, 4)))
     yield Sample(aten.view_as_complex.default, real(3, 4, 2))
+    yield Sample(aten._conj.default, torch.complex(real(3, 4), real(3, 4)))
     for name in ("real", "imag"):
         yield Sample(getattr(aten, name).default, torch.complex(real(3, 4), real(3, 4)))
     yield Sample(aten.bucketize.Tensor, x, torch.linspace(-1, 1, 6, dtype=torch.float64))
