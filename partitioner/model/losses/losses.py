@@ -192,6 +192,7 @@ class Losses:
         if key not in self._attributes:
             device, batch = self._runtime.devices[self._here], inputs.batch
             packed = functools.partial(loss_with_attributes, self._left, graph.edits, places, loss_fn)
+            # A loss that fails on results of zeros is called again when its form is found: an attribute that was missed is refused there.
             with self._left.recorded() as read, contextlib.suppress(Exception):
                 loss_dependence(graph, frozenset(), packed, target, ResultSizes(batch, 1, batch), device)
             found = [place for place in places if _key_of(graph.outputs[place]) in read]

@@ -40,7 +40,7 @@ class NamedUnits:
     def boundary(self, name: str, at_end: bool) -> int:
         """Return the boundary at the beginning or the end of a module; raise ConfigError if stages cannot be cut there."""
         units = self.units(name)
-        where = "behind" if at_end else "in front of"
+        where = "after" if at_end else "before"
         if not units:
             raise ConfigError(
                 f"split_spec cuts {where} {name!r}, which computes nothing", place=Place(module=name), remedy="cut at another module"
