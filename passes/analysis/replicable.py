@@ -11,16 +11,14 @@ In a transformer:
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import torch
 from torch import fx
 
 from passes.graph.aliasing import aliasing
 from passes.graph.dependencies import is_differentiable
-from passes.graph.schemas import draws_random_numbers, packet
+from passes.graph.schemas import is_deterministic, packet
 from passes.ir.graph import ModelGraph
-from passes.ir.torch_private import OpOverload
 
 __all__ = ["read_by_replicable", "replicable_nodes"]
 
@@ -40,9 +38,6 @@ _CUTS_GRADIENT = frozenset(
     }
 )
 """They pass no gradient on: ``detach``, and those that read the sizes of their argument alone."""
-
-_NEVER = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
-"""Their results are uninitialized memory, which differs from rank to rank."""
 
 
 def replicable_nodes(graph: ModelGraph) -> frozenset[str]:
@@ -81,19 +76,10 @@ def read_by_replicable(graph: ModelGraph) -> frozenset[str]:
 
 def _is_replicable(node: fx.Node, available: AbstractSet[str], without_gradient: AbstractSet[str]) -> bool:
     """Return whether a node is deterministic, reads only ``available`` nodes, and would pass no gradient to a floating-point input."""
-    if not _is_deterministic(node.target) or any(argument.name not in available for argument in node.all_input_nodes):
+    if not is_deterministic(node.target) or any(argument.name not in available for argument in node.all_input_nodes):
         return False
     cuts_gradient = packet(node.target) in _CUTS_GRADIENT or not is_differentiable(node)
     return cuts_gradient or not any(
         argument.op == "placeholder" and argument.name not in without_gradient and is_differentiable(argument)
         for argument in node.all_input_nodes
     )
-
-
-def _is_deterministic(target: Any) -> bool:
-    """Return whether equal arguments give equal results: PyTorch's own ops without random numbers, and arithmetic on sizes."""
-    if not isinstance(target, OpOverload):
-        return getattr(target, "__module__", None) in ("_operator", "math") or getattr(target, "__name__", "").startswith("sym_")
-    if target.namespace not in ("aten", "prims") or target.overloadpacket in _NEVER:
-        return False
-    return not draws_random_numbers(target)

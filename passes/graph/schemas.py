@@ -28,6 +28,7 @@ __all__ = [
     "drops_nothing",
     "functional",
     "is_autograd_function",
+    "is_deterministic",
     "node_leaves",
     "out_parameters",
     "packet",
@@ -227,6 +228,19 @@ def draws(node: fx.Node) -> bool:
         return False
     bound = bound_arguments(node)
     return bound.get("train") is not False and not any(bound.get(name, 1.0) == 0.0 for name in _DROPOUT_PROBABILITIES)
+
+
+_UNINITIALIZED = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided})
+"""Their results are uninitialized memory, which differs from run to run."""
+
+
+def is_deterministic(target: Any) -> bool:
+    """Return whether equal arguments give equal results: PyTorch's own ops without random numbers, and arithmetic on sizes."""
+    if not isinstance(target, OpOverload):
+        return getattr(target, "__module__", None) in ("_operator", "math") or getattr(target, "__name__", "").startswith("sym_")
+    if target.namespace not in ("aten", "prims") or target.overloadpacket in _UNINITIALIZED:
+        return False
+    return not draws_random_numbers(target)
 
 
 def argument_form(argument: Any, form_of: Callable[[fx.Node], Hashable]) -> Hashable:

@@ -27,9 +27,10 @@ from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
 from passes.normalize.rows.expert_rows import erase_expert_rows
 from passes.normalize.rows.mixtures import name_mixtures
 from passes.normalize.rows.row_orders import keep_rows_in_order
+from passes.normalize.shared.equal_computations import share_equal_computations
+from passes.normalize.shared.tied_parameters import tie_parameters
 from passes.normalize.symbolic_batch import fix_sizes, number_paddings, pin_squeezes, read_sizes_from_batch
 from passes.normalize.tidy import assign_by_mask, compute_outputs, name_nodes, place_getitems
-from passes.normalize.tied_parameters import tie_parameters
 
 __all__ = ["NORMALIZE", "ExportedGraph", "Normalizer", "Sizes"]
 
@@ -88,6 +89,10 @@ def _rewriting(rewrite: Callable[[ExportedGraph], None]) -> Callable[[ExportedGr
         return replace(exported)
 
     return step
+
+
+def _share(exported: ExportedGraph) -> None:
+    share_equal_computations(exported.graph, exported.inputs, exported.without_gradient)
 
 
 def _fix_sizes(exported: ExportedGraph, sizes: Sizes) -> ExportedGraph:
@@ -163,6 +168,7 @@ NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("inline_vmap", _rewriting(lambda exported: inline_vmap(exported.module, exported.autocast))),
     Phase("write_casts", _rewriting(lambda exported: write_casts(exported.module, exported.autocast))),
     Phase("inline", _rewriting(lambda exported: inline_subgraphs(exported.module, exported.without_gradient))),
+    Phase("share", _rewriting(_share)),
     Phase("fix_sizes", _fix_sizes),
     Phase("symbolic_batch", _symbolic_batch),
     Phase("functionalize", _functionalize),
@@ -173,9 +179,9 @@ NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )
-"""The order: one name for each tensor, operators of control flow inlined, ``vmap`` inlined, casts as calls, subgraphs inlined, lengths
-numbers, sizes read from the batch, no writes, no no-ops, causal masks by their name, no marks around the rows of experts, rows in their own
-order, draws in the order of memory, names."""
+"""The order: one name for each tensor, operators of control flow inlined, ``vmap`` inlined, casts as calls, subgraphs inlined, equal casts
+and tables shared, lengths numbers, sizes read from the batch, no writes, no no-ops, causal masks by their name, no marks around the rows of
+experts, rows in their own order, draws in the order of memory, names."""
 
 _N_FOR_ALL_SIZES = [phase.name for phase in NORMALIZE].index("fix_sizes")
 """The steps in front of ``fix_sizes`` are the same for all sizes."""

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner import PartitionedModel, partition
+from partitioner import Constraints, PartitionedModel, partition
 from passes.emit.coalesce_collectives import ALONE_BYTES
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
 from tests.support.models.attention.gpt import Block
 from tests.support.models.case import mean_squared_error
+from tests.support.models.language import causal_model
 
 WIDTH, HEADS, LENGTH, ROWS = 32, 4, 6, 8
 ELEMENT = 8
@@ -82,6 +83,37 @@ def test_a_megatron_block_reduces_twice_forward_and_twice_backward(depth: int) -
     for found in step_of(*blocks(depth), "tensor", 2):
         assert Counter((each.kind, each.backward) for each in found) == {(all_reduce, False): 2 * depth, (all_reduce, True): 2 * depth}
         assert {each.n_bytes for each in found} == {ROWS * LENGTH * WIDTH * ELEMENT}
+
+
+@pytest.mark.parametrize(("precision", "element"), [(None, 4), ("bf16-mixed", 2)])
+def test_mixed_precision_sends_what_megatron_does_in_the_smaller_type(precision: str | None, element: int) -> None:
+    """Queries, keys and values read one cast of the norm, and the gradient of it is one sum; so with both products of a gate."""
+    model, ids = causal_model("llama", use_cache=False).train(), torch.arange(8).reshape(2, 4)
+    axes = {"heads": "tensor", "ffn": "tensor"}
+    pm = partition(
+        model,
+        devices=2,
+        mode="tensor",
+        example_kwargs={"input_ids": ids, "labels": ids},
+        precision=precision,
+        constraints=Constraints(axes=axes),
+        progress=False,
+    )
+    loss = pm.train_step(input_ids=ids, labels=ids)
+    stream = [each for rank in range(2) for each in collectives_of(pm.graph(rank).graph) if each.n_bytes >= ids.numel() * 32 * 2]
+    assert Counter(each.backward for each in stream) == {
+        False: 2 * 2 * 2,
+        True: 2 * (2 * 2 + 1),
+    }  # ranks, layers, products of rows; the head
+    assert {(each.kind, each.n_bytes) for each in stream} == {(all_reduce, ids.numel() * 32 * element)}
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision is not None):
+        expected = model(input_ids=ids, labels=ids).loss
+    expected.backward()
+    tolerance = 1e-5 if precision is None else 3e-2
+    assert abs(loss.item() - expected.item()) < tolerance * abs(expected.item())
+    for name, gradient in pm.full_gradients().items():
+        wanted = model.get_parameter(name).grad
+        assert torch.linalg.vector_norm(gradient - wanted) <= tolerance * torch.linalg.vector_norm(wanted)
 
 
 @pytest.mark.slow

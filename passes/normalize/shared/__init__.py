@@ -1,0 +1,1 @@
+"""One name for each tensor, and one call for each value."""
