@@ -1,7 +1,7 @@
 """Name axes as a person would, by the operations that loop over them.
 
     batch       the rows of the inputs
-    heads       attention heads (of keys and values, with grouped queries)
+    heads       attention heads; with grouped queries, the heads of keys and values, and the queries of each
     head        the inside of one head
     sequence    queries and keys of attention
     vocab       rows of an embedding, classes of a cross-entropy
@@ -31,6 +31,7 @@ _BY_ROLE = (
     ("vocab", "vocab"),
     ("classes", "vocab"),
     ("heads", "heads"),
+    ("group", "heads"),
     ("qk", "head"),
     ("head", "head"),
     ("queries", "sequence"),

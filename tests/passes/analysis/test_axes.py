@@ -114,6 +114,23 @@ def test_grouped_queries_share_the_axis_of_their_keys() -> None:
     assert names[query[0]].startswith("heads")
 
 
+class SharedKeys(GroupedQueries):
+    """The same, with heads that the attention repeats by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+def test_the_queries_of_a_head_of_keys_are_heads() -> None:
+    graph, axes = analysed(SharedKeys(), torch.randn(BATCH, LENGTH, WIDTH))
+    (query, _), (key, _) = (of_parameter(graph, axes, f"{name}.weight") for name in ("query", "key"))
+    names = axis_names(graph, axes)
+    assert [names[axis].partition("[")[0] for axis in query] == ["heads", "heads", "head"]
+    assert [names[axis].partition("[")[0] for axis in key] == ["heads", "head"]
+    assert key[0] == query[0]
+
+
 class Merges(nn.Module):
     """Rows and columns become one dimension and part again."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner import Constraints, PartitionedModel, partition
+from partitioner import Cluster, Constraints, PartitionedModel, partition
 from passes.emit.coalesce_collectives import ALONE_BYTES
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
 from tests.support.models.attention.gpt import Block
@@ -114,6 +114,54 @@ def test_mixed_precision_sends_what_megatron_does_in_the_smaller_type(precision:
     for name, gradient in pm.full_gradients().items():
         wanted = model.get_parameter(name).grad
         assert torch.linalg.vector_norm(gradient - wanted) <= tolerance * torch.linalg.vector_norm(wanted)
+
+
+class GroupedBlock(nn.Module):
+    """Two heads of keys and values, with two queries each, and a gate.
+
+    Args:
+        writing: of the heads: each query by itself, or by the head of its keys.
+    """
+
+    def __init__(self, writing: str) -> None:
+        super().__init__()
+        self.writing = writing
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, width, bias=False) for width in (WIDTH, WIDTH // 2, WIDTH // 2, WIDTH))
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.q(x), self.k(x).unflatten(-1, (2, 8)).transpose(1, 2), self.v(x).view(rows, length, 2, 8).transpose(1, 2)
+        if self.writing == "groups":
+            q = q.view(rows, length, 2, 2, 8).permute(0, 2, 3, 1, 4).flatten(1, 2)
+        else:
+            q = q.unflatten(-1, (4, 8)).transpose(1, 2)
+        if self.writing == "repeated":
+            k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.writing != "repeated")
+        x = x + self.o(attended.transpose(1, 2).reshape(rows, length, width))
+        result: Tensor = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+@pytest.mark.parametrize("writing", ["heads", "groups", "repeated"])
+@pytest.mark.parametrize("pinned", [("ffn",), ("heads", "ffn")], ids=str)
+def test_grouped_queries_are_where_their_keys_are(writing: str, pinned: tuple[str, ...]) -> None:
+    """Heads of queries and of keys are cut together, whatever they are written like, and whatever else is pinned."""
+    torch.manual_seed(0)
+    model, x = GroupedBlock(writing).double(), torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+    constraints = Constraints(axes=dict.fromkeys(pinned, "tensor"))
+    cluster = Cluster.preset("h100", devices_per_node=2)
+    pm = partition(model, devices=2, mode="tensor", example_inputs=(x,), constraints=constraints, cluster=cluster, progress=False)
+    loss = pm.train_step(x, target=torch.zeros_like(x), loss_fn=mean_squared_error)
+    stream = ROWS * LENGTH * WIDTH * ELEMENT
+    sent = {each.n_bytes for rank in range(2) for each in collectives_of(pm.graph(rank).graph)}
+    assert sent <= {stream, stream // 2}, "the residual stream, or a half of it: no keys, and no weights of keys"
+    expected = mean_squared_error(model(x), torch.zeros_like(x))
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
 @pytest.mark.slow
