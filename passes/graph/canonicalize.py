@@ -35,7 +35,7 @@ from passes.graph.schemas import bound_arguments, drops_nothing
 from passes.ir.graph import VARIES
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["remove_dead", "remove_noise", "simplify"]
+__all__ = ["has_effect", "remove_dead", "remove_noise", "simplify"]
 
 
 aten = torch.ops.aten
@@ -107,8 +107,13 @@ def remove_dead(graph: fx.Graph) -> None:
     """Remove nodes without users and side effects, in place."""
     for node in reversed(list(graph.nodes)):
         is_unread = node.op in ("call_function", "get_attr") and not node.users
-        if is_unread and not node.is_impure() and not mutated_arguments(node):
+        if is_unread and not has_effect(node):
             graph.erase_node(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Return whether a node does more than compute a value: it writes memory, running statistics among it, or must run."""
+    return bool(node.is_impure() or mutated_arguments(node))
 
 
 def _input_value(node: fx.Node) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from partitioner.tracing.carried.watched_values import is_watched_list
+from passes.graph.canonicalize import remove_dead
 from passes.ir.graph import APPENDED, Edit, Result
 from passes.ir.torch_private import tree_flatten
 
@@ -134,7 +135,7 @@ def keep_results(program: ExportedProgram, n_left: int, edits: Sequence[Edit]) -
     kept = [leaf.index for edit in edits for leaf in edit.leaves if isinstance(leaf, Result)]
     left = results[len(results) - n_left :]
     output.args = ((*results[: len(results) - n_left], *(left[index] for index in kept)),)
-    program.graph.eliminate_dead_code()
+    remove_dead(program.graph)
     new = {index: Result(place) for place, index in enumerate(kept)}
     return tuple(
         dataclasses.replace(edit, leaves=tuple(new[leaf.index] if isinstance(leaf, Result) else leaf for leaf in edit.leaves))

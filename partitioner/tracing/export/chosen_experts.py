@@ -40,6 +40,7 @@ from partitioner.tracing.export.expert_stand_ins import (
 from partitioner.tracing.export.forward_context import entered_in_forward
 from partitioner.tracing.repeated.find import Forms
 from partitioner.tracing.restore import preserve
+from passes.graph.canonicalize import has_effect
 from passes.ir.torch_private import tree_leaves
 from passes.normalize.rows.expert_rows import ChosenExpertsError, end_of_expert_rows, expert_rows
 from passes.rules.ops.grouped_mm import grouped_mm
@@ -93,7 +94,7 @@ def _live_calls(module: fx.GraphModule) -> list[tuple[Any, ...]]:
     """Return the calls that a graph needs, with their arguments; nodes are told by their places, subgraphs by their calls."""
     live: dict[fx.Node, int] = {}
     graph = module.graph
-    needed = {node for node in graph.nodes if node.op in ("output", "placeholder") or node.is_impure()}
+    needed = {node for node in graph.nodes if node.op in ("output", "placeholder") or has_effect(node)}
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)

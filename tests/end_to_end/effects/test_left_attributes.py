@@ -98,3 +98,26 @@ def test_values_of_the_first_call_alone_are_not_those_of_later_calls() -> None:
     pm: Any = partition(Counts(), 1, "model", example_inputs=(torch.zeros(2, 4),))
     pm(torch.zeros(2, 4))
     assert (pm.steps, pm.first) == (0, None)  # those of the model: no call of pm has set them
+
+
+class Observes(nn.Module):
+    """Keeps a tensor, and updates the statistics of a norm whose result nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        self.norm(y)
+        self.hidden = y
+        return y
+
+
+def test_statistics_of_a_norm_whose_result_is_not_read() -> None:
+    model, x = Observes(), torch.randn(4, 4)
+    pm = partition(model, 1, "model", example_inputs=(x,), training=True)
+    for module in (model, pm):
+        module(x)
+    torch.testing.assert_close(pm.full_state_dict()["norm.running_mean"], model.norm.running_mean)
