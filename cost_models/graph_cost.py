@@ -59,7 +59,11 @@ class Parts(Protocol):
 
     @property
     def gathered_again(self) -> frozenset[str]:
-        """Parameters that the backward gathers once more instead of keeping them whole."""
+        """Parameters, and casts of them, that the backward gathers once more instead of keeping them whole."""
+
+    @property
+    def gathered_once(self) -> frozenset[str]:
+        """Those that are kept whole, whatever the backward recomputes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ class GraphCost:
         touched: computing node, and the output -> step by step the allocations that it reads or makes, as it reads them, but for those
             that are there all the time.
         returned: the allocations of what the model returns, as it does.
+        gathered: whole parameters, and casts of them, that are not kept whole.
         gathered_again: those that the backward reads, and gathers once more instead of keeping them.
+        gathered_once: whole parameters, and casts of them, that are kept whole whatever is recomputed.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
     """
@@ -93,7 +99,9 @@ class GraphCost:
     copies: Mapping[int, bool]
     touched: Mapping[str, tuple[tuple[int, ...], ...]]
     returned: frozenset[int]
+    gathered: frozenset[int]
     gathered_again: frozenset[int]
+    gathered_once: frozenset[int]
     gradients: frozenset[str]
     unknown: tuple[str, ...]
 
@@ -226,7 +234,9 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         copies=kept.copies,
         touched=touched,
         returned=frozenset(touched[output.name][-1]),
+        gathered=kept.made_by(frozenset() if parts is None else parts.gathered_again),
         gathered_again=frozenset(again),
+        gathered_once=kept.made_by(frozenset() if parts is None else parts.gathered_once),
         gradients=reading.flowing,
         unknown=tuple(sorted(unknown)),
     )
@@ -274,6 +284,10 @@ class _Kept:
         if call.op != "output":
             found.update(dict.fromkeys(each for each in self._memory.lies_in[call.name] if each not in self._stationary))
         return (*copies, tuple(found))
+
+    def made_by(self, names: Collection[str]) -> frozenset[int]:
+        """Return the allocations of some values as calls read them, in another shape than they lie in."""
+        return frozenset(allocation for allocation in self.part_of if self.maker[allocation] in names)
 
     def _as_read(self, call: fx.Node, leaves: Iterable[fx.Node], read: Shapes, without: Collection[str] = ()) -> dict[int, None]:
         """Return the allocations of values as a call reads them, in order; none of values ``without`` if read in another shape."""

@@ -32,6 +32,7 @@ from passes.autograd.joint_from_regions import differentiate_regions, tracked_ou
 from passes.autograd.partition_joint import DifferentiatedStage, split_backward
 from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
+from passes.autograd.wide_sums import with_wide_sums
 from passes.emit.inline_stages import inline_stages
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
 from passes.emit.programs import LossForm, emit_backward, emit_call, emit_forward, emit_train_step
@@ -372,7 +373,8 @@ def differentiate_stages(
             if is_streamed(stage.module.graph):
                 graphs = differentiate_tiles(stage, inputs, outputs, recompute)
             else:
-                graphs = split_backward(differentiate_regions(stage, inputs, outputs, lowered.templates), recompute)
+                joint = with_wide_sums(differentiate_regions(stage, inputs, outputs, lowered.templates))
+                graphs = split_backward(joint, recompute)
             known[form] = stage, graphs
         training.insert(0, graphs)
         with_gradient.update(graphs.arguments_with_gradient)

@@ -143,6 +143,7 @@ class _SymbolicSizes:
     """Shapes with symbols in the place of axes (``cost_models.graph_cost.Parts``)."""
 
     gathered_again: frozenset[str] = frozenset()
+    gathered_once: frozenset[str] = frozenset()
 
     def __init__(self, axes: Axes, symbols: Mapping[int, sympy.Symbol]) -> None:
         self._axes, self._symbols = axes, symbols

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from passes.analysis.axes import is_item
@@ -17,11 +18,15 @@ from passes.graph.aliasing import aliasing, mutated_arguments
 from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import bound_arguments, draws
 from passes.ir.comm.functional import COLLECTIVES, all_gather, replicate, take, vary
+from passes.ir.mesh import GATHERED_AGAIN, GATHERED_ONCE
 
 __all__ = ["JointNodes", "computed_by"]
 
-GATHERED_AGAIN = ("fsdp",)
-"""Mesh dimensions over which the backward gathers parameters a second time, so that no rank keeps them whole in between."""
+aten = torch.ops.aten
+
+_CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to
+
+_GATHERS = frozenset({all_gather, replicate})
 
 _MAY_BE_ARGUMENT = frozenset({take, vary})
 """Operators between layouts whose result lies in the memory of their argument once they are lowered."""
@@ -41,7 +46,8 @@ class JointNodes:
         forward: computing nodes of the forward.
         backward: computing nodes of the backward.
         bound_views: views of what is bound, and what is gathered from ranks that hold parts of it: whole for as long as it is read.
-            What is gathered of a buffer that is written later is none: gathered again, it would have the new value.
+            So is the cast of a part that is gathered. What is gathered of a buffer that is written later is none: gathered again, it would
+            have the new value.
         uneven_dimensions: mesh dimensions whose ranks have parts of unlike sizes of a value.
     """
 
@@ -88,12 +94,23 @@ class JointNodes:
         return {self.again.get(source, source) for node in nodes for source in node.all_input_nodes}
 
     def cannot_repeat(self, node: fx.Node) -> bool:
-        """Whether computing the node again would give another value or write a buffer again."""
+        """Whether computing the node again would give another value, write a buffer again, or gather what is gathered once."""
         source = computed_by(node)
+        if self._is_gathered_once(source):
+            return True
         if any(draws(writer) or self._writes_input(writer) for writer in (source, *self.writers(source))):
             return True
         read_writers = (writer for value in source.all_input_nodes for writer in self.writers(value))
         return any(self.position[writer] > self.position[source] for writer in read_writers)
+
+    def _is_gathered_once(self, node: fx.Node) -> bool:
+        """Return whether a node gathers a parameter, or a view or cast of one, over a dimension of ``GATHERED_ONCE``."""
+        if node.target not in _GATHERS or node.args[2] not in GATHERED_ONCE:
+            return False
+        source = node.all_input_nodes[0]
+        while source not in self.bound and source in self.forward and len(source.all_input_nodes) == 1:
+            source = source.all_input_nodes[0]
+        return source in self.bound
 
     def _writes_input(self, node: fx.Node) -> bool:
         return any(self.share_memory(written, placeholder) for written in mutated_arguments(node) for placeholder in self.inputs)
@@ -123,12 +140,24 @@ class JointNodes:
         own = self._aliasing.storages[node.name]
         return bool(own) and own <= frozenset[int]().union(*(self._aliasing.storages[source.name] for source in node.all_input_nodes))
 
+    def _is_cast_and_gathered(self, node: fx.Node) -> bool:
+        """Return whether a value is cast to be gathered again: a parameter of which each rank has a part."""
+        readers = list(node.users) if node.target is _CAST else []
+        while readers:
+            reader = readers.pop()
+            if _is_gathered_again(reader):
+                return True
+            if reader.op == "call_function" and self.is_view(reader):
+                readers += reader.users
+        return False
+
     def _bound_views(self) -> set[fx.Node]:
         views: set[fx.Node] = set()
         for node in self.forward:
             sources = node.all_input_nodes
             of_bound = bool(sources) and all(source in self.bound or source in views for source in sources)
-            if of_bound and (self.is_view(node) or (_is_gathered_again(node) and not self.cannot_repeat(node))):
+            is_gathered = _is_gathered_again(node) and not self.cannot_repeat(node)
+            if of_bound and (self.is_view(node) or self._is_cast_and_gathered(node) or is_gathered):
                 views.add(node)
         return views
 
@@ -140,7 +169,7 @@ def _first_backward(nodes: Sequence[fx.Node], gradients: set[fx.Node]) -> int:
 
 
 def _is_gathered_again(node: fx.Node) -> bool:
-    return node.target in (all_gather, replicate) and node.args[2] in GATHERED_AGAIN
+    return node.target in _GATHERS and node.args[2] in GATHERED_AGAIN
 
 
 def computed_by(node: fx.Node) -> fx.Node:

@@ -69,7 +69,8 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
         given = _largest_bytes(node)
         if given >= ALONE_BYTES:
             continue
-        key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")))
+        dtype = getattr(node.args[0][0].meta.get("val"), "dtype", None)
+        key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")), dtype)
         bundle, size = open_bundles.get(key, ([], 0))
         is_read = close_early and any(_first_reader(each, position) < position[node] for each in bundle)
         if bundle and not is_read and size < BUNDLE_BYTES:
@@ -92,7 +93,7 @@ def _largest_bytes(start: fx.Node) -> int:
 
 
 def is_held(node: Any) -> bool:
-    """Return whether a value is a parameter or buffer of the rank, or a view of one."""
+    """Return whether a value is a parameter or buffer of the rank, or a view or cast of one."""
     while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
     return isinstance(node, fx.Node) and node.op == "get_attr"
@@ -142,7 +143,7 @@ def _merge(graph: fx.Graph, bundle: Sequence[fx.Node], *, at_first: bool) -> Non
 
 
 def _move_up(node: Any, before: fx.Node) -> None:
-    """Move a held value, with the views that lead to it, in front of a node if it stands behind it."""
+    """Move a held value, with the views and casts that lead to it, in front of a node if it stands behind it."""
     chain = [node]
     while chain[-1].op != "get_attr":
         (source,) = chain[-1].all_input_nodes

@@ -24,6 +24,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from passes.emit.coalesce_collectives import is_held
@@ -34,6 +35,8 @@ from passes.ir.comm.primitives import COLLECTIVES, all_gather, wait
 from passes.ir.schedule import Action, ActionKind
 
 __all__ = ["overlap_communication"]
+
+aten = torch.ops.aten
 
 
 def overlap_communication(graphs: Sequence[fx.Graph]) -> None:
@@ -116,6 +119,8 @@ def _gathers_saved(node: fx.Node) -> bool:
     source = node.args[0][0] if node.meta.get(AGAIN) else None  # type: ignore[index]
     while isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
+    while isinstance(source, fx.Node) and source.target is aten._to_copy.default:  # noqa: SLF001  cast again where it is gathered
+        (source,) = source.all_input_nodes
     return isinstance(source, fx.Node) and source.meta.get("section") != node.meta.get("section")
 
 

@@ -43,7 +43,7 @@ __all__ = [
 aten = torch.ops.aten
 
 FUNCTION_NAMESPACE = "autograd_function"
-"""The namespace of operators that stand for custom autograd functions (``passes.autograd.function_operators``)."""
+"""The namespace of operators that stand for custom autograd functions (``passes.autograd.functions.operators``)."""
 
 NO_REDUCTION = 0
 """The argument ``reduction`` of a loss function that returns one loss for each element."""

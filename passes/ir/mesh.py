@@ -25,6 +25,8 @@ from functools import cached_property
 
 __all__ = [
     "DIMENSIONS",
+    "GATHERED_AGAIN",
+    "GATHERED_ONCE",
     "ROWS",
     "SEQUENCE",
     "STAGES",
@@ -49,6 +51,12 @@ ROWS = ("data", "fsdp", "zero1", "zero2")
 
 STORED = ("fsdp", "zero1", "zero2")
 """The mesh dimensions of FSDP and ZeRO, over which parameters are stored in parts."""
+
+GATHERED_AGAIN = ("fsdp",)
+"""Those over which the backward gathers parameters a second time, so that no rank keeps them whole in between."""
+
+GATHERED_ONCE = tuple(name for name in STORED if name not in GATHERED_AGAIN)
+"""Those over which parameters are gathered for a forward, and kept whole until its backward, whatever else is recomputed."""
 
 WIDTH = "tensor"
 """The mesh dimension whose size may differ between stages (``Mesh.widths``)."""

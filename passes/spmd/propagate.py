@@ -78,6 +78,7 @@ class Layouts:
         rings: attention call -> the ranks round which its keys and values go (``decompose.ring_attention``).
         routes: call that is computed where experts are stored -> how rows get there (``decompose.expert_routes``). All that is said of such
             a call holds if each rank receives as many rows as it has.
+        casts: cast of a parameter to a smaller type, or view that leads to one -> the parameter (``passes.spmd.commute.parameter_casts``).
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -91,6 +92,7 @@ class Layouts:
     overlapped: frozenset[str] = frozenset()
     rings: Mapping[str, Ring] = field(default_factory=dict)
     routes: Mapping[str, Route] = field(default_factory=dict)
+    casts: Mapping[str, str] = field(default_factory=dict)
 
 
 def assign_layouts(

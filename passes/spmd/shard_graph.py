@@ -23,12 +23,13 @@ from passes.ir.graph import ModelGraph, Part, Results
 from passes.ir.layout import Layout, Placement, Shard, Varying
 from passes.ir.mesh import Mesh
 from passes.rules.loops import Size
+from passes.spmd.commute.parameter_casts import cast_where_stored
+from passes.spmd.commute.replicable_layouts import computed_where_read
 from passes.spmd.halo.overlap import window_offsets
 from passes.spmd.halo.wide import with_halos
 from passes.spmd.local_shapes import Extents
 from passes.spmd.localize import fakes_of, localize
 from passes.spmd.propagate import Layouts, assign_layouts
-from passes.spmd.replicable_layouts import computed_where_read
 from passes.spmd.shards import Block, block_of, whole_block
 
 __all__ = ["AxisCut", "CutModel", "cut_axes", "layouts_of_cut"]
@@ -129,13 +130,13 @@ def _extents(graph: ModelGraph, axes: Axes, cut: AxisCut, part: Part) -> Iterato
 
 
 def layouts_of_cut(facts: LayoutFacts, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None) -> Layouts:
-    """Return the layout of every value: by the axes, then positions and masks as they are read, parameters as stored, and halos."""
+    """Return the layout of every value: by the axes; then positions and masks as read, parameters and casts as stored, halos."""
     graph, axes = facts.graph, facts.axes
     known = (graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows)
     layouts = assign_layouts(*known, results=results, stored=stored, facts=facts, attention=cut.attention, stages=cut.stages)
     layouts = computed_where_read(facts, layouts)
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
-    layouts = _with_sharded_storage(graph, axes, layouts, cut, stored or {})
+    layouts = cast_where_stored(facts, _with_sharded_storage(graph, axes, layouts, cut, stored or {}))
     return with_halos(graph, axes, layouts, cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
+from torch import Tensor
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
@@ -51,7 +52,9 @@ class UnitMemory:
         self.recomputed = selection.recomputed
         saved = {key: readers for key, readers in selection.savers.items() if key not in of_inputs}
         self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in saved.items()}
-        self._working = WorkingMemory(graph.parameters, of_inputs, cost, points.units, selection, policy)
+        casts = {cost.maker[each] for each in (*cost.gathered, *cost.gathered_once)}.difference(graph.parameters)
+        widths = {name: float(self._itemsize(name, graph.parameters) / self._itemsize(name)) for name in casts}
+        self._working = WorkingMemory(graph.parameters, widths, of_inputs, cost, points.units, selection, policy)
 
     def inputs(self, numbers: Numbers) -> tuple[Shared, ...]:
         """Return the inputs of a step, permanent memory of the stages that read them; ``numbers``: sizes at the step's whole batch."""
@@ -96,6 +99,13 @@ class UnitMemory:
         for item in self.gradients:
             gradients[item.units[-1]] += item.most
         return self._working.at(numbers, share, saved, gradients, alone=alone, backward_is_call=backward_is_call)
+
+    def _itemsize(self, name: str, sources: Collection[str] = ()) -> int:
+        """Return the bytes of an element of a value; with ``sources``, of the first of these that its first tensors are made from."""
+        node = self._nodes[name]
+        while sources and node.name not in sources:
+            node = next(each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor))
+        return int(node.meta["val"].dtype.itemsize)
 
     def _users(self, placeholder: str) -> tuple[int, ...]:
         """Return the units that need a placeholder, directly or through replicated nodes."""

@@ -139,7 +139,12 @@ class CheckpointSelection:
         return allocation
 
     def _is_saved_as_received(self, allocation: int) -> bool:
-        """Return whether a copy from other ranks is saved instead of communicated again: under "selective", unless it was gathered."""
+        """Return whether a copy from other ranks is saved instead of communicated again: under "selective", unless it was gathered.
+
+        A parameter that is gathered once is always saved whole.
+        """
+        if allocation in self._cost.gathered_once:
+            return True
         if self._policy != "selective" or allocation not in self._cost.part_of:
             return False
         sizes, part = self._cost.allocation_bytes, self._cost.part_of[allocation]

@@ -69,7 +69,9 @@ class Exchange:
         backward: the collective of the backward; None: nothing is sent.
         regather: a second collective of the backward: the all_gather of a parameter that is not saved gathered, a block of a ring.
         runs: number of contiguous runs of memory in a rank's shard: more than one are copied into a message or out of it.
-        is_stored: whether the value is stored sharded (a parameter): small ones are coalesced.
+        is_stored: whether the value is stored sharded (a parameter, or a cast of one): small ones are coalesced.
+        wider: bytes of the gradient that is sent, in bytes of the value: above 1 for a cast of a parameter, whose gradient is summed in the
+            type of the parameter.
         n_coalesced: number of small stored values that can share a message; 0: unknown.
     """
 
@@ -82,6 +84,7 @@ class Exchange:
     runs: Size = 1
     is_stored: bool = False
     n_coalesced: int = 0
+    wider: float = 1.0
 
     def in_stages(self, count: int) -> Exchange:
         """Return the collective in a model of ``count`` stages: each stage coalesces only its own, equal share of the small ones."""
@@ -89,8 +92,8 @@ class Exchange:
 
     def seconds(self, size: float, links: GroupLinks, runs: float = 1) -> tuple[float, float]:
         """Return the seconds forward and backward; ``size``: bytes, ``runs``: contiguous runs of memory, as numbers."""
-        forward, backward, regather = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.backward, self.regather))
-        return forward, backward + regather
+        forward, regather = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.regather))
+        return forward, self._seconds(self.backward, size * self.wider, links, runs) + regather
 
     def _seconds(self, kind: Collective | None, size: float, links: GroupLinks, runs: float) -> float:
         """Return the seconds of one collective: its messages, minus the latency that coalescing saves, and copies to and from them."""
@@ -205,12 +208,13 @@ def collectives_between(have: Placement, need: Placement) -> tuple[Collective | 
 def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> list[Exchange]:
     """Return every collective of a microbatch; ``flowing``: the nodes that have a gradient."""
     exchanges: dict[object, Exchange] = {}
+    widths = _widths(graph, layouts)
     for node in graph.graph.nodes:
         if node.name not in layouts.needs:
             continue
         operands = returned_values(node) if node.op == "output" else axes.operands[node.name]
         reads = zip(operands, layouts.needs[node.name], strict=True)
-        reshards = (_reshards(operand, need, node.name, layouts, sizes, flowing) for operand, need in reads)
+        reshards = (_reshards(operand, need, node.name, layouts, sizes, flowing, widths) for operand, need in reads)
         halos = find_halos(node, axes, layouts, sizes, flowing)
         decomposed = _decomposed_reductions(node, axes, layouts, sizes, flowing)
         ring = _ring_messages(node, axes, layouts, sizes, flowing)
@@ -221,8 +225,20 @@ def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartS
     return [replace(each, reader=last) if each.reader == "output" else each for each in exchanges.values()]
 
 
+def _widths(graph: ModelGraph, layouts: Layouts) -> dict[str, float]:
+    """Return cast of a parameter -> the bytes of an element of the parameter in those of the cast."""
+    sizes = {node.name: node.meta["val"].dtype.itemsize for node in graph.graph.nodes if node.name in {*layouts.casts, *graph.parameters}}
+    return {cast: sizes[parameter] / sizes[cast] for cast, parameter in layouts.casts.items()}
+
+
 def _reshards(
-    operand: fx.Node, need: tuple[Placement, ...], reader: str, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]
+    operand: fx.Node,
+    need: tuple[Placement, ...],
+    reader: str,
+    layouts: Layouts,
+    sizes: PartSizes,
+    flowing: frozenset[str],
+    widths: Mapping[str, float],
 ) -> Iterator[tuple[object, Exchange]]:
     """Yield the collectives that reshard one operand to the layout that a call needs, by a key that equal ones share."""
     have = layouts.results[operand.name][0]
@@ -235,8 +251,9 @@ def _reshards(
             shard = next((placement for placement in (target, source) if isinstance(placement, Shard)), None)
             runs = 1 if shard is None else sizes.runs(operand, need if shard is target else have, index, shard.dimension)
             key = (operand.name, index, "sum" if isinstance(source, Partial) else target)
-            is_stored = operand.name in layouts.stored and isinstance(source, Shard)
-            yield key, Exchange(reader, size, name, forward, backward, regather, runs, is_stored)
+            is_stored = (operand.name in layouts.stored or operand.name in layouts.casts) and isinstance(source, Shard)
+            wider = widths.get(operand.name, 1.0)
+            yield key, Exchange(reader, size, name, forward, backward, regather, runs, is_stored, wider=wider)
 
 
 def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:

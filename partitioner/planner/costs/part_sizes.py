@@ -17,6 +17,7 @@ from passes.analysis.axes import Axes, TensorAxes, is_item, returned_values
 from passes.ir.comm.index_ranges import from_text, length
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Layout, Replicate, Shard
+from passes.ir.mesh import GATHERED_AGAIN, GATHERED_ONCE
 from passes.ir.tensor_spec import TensorSpec
 from passes.rules.loops import Size
 from passes.spmd.halo.overlap import interior_of
@@ -33,28 +34,29 @@ class PartSizes:
     Args:
         graph: the whole model.
         rows: the mesh dimensions that shard the batch.
-        stored_again: the mesh dimensions over which the backward gathers parameters a second time (FSDP).
         shapes: of the whole model's values.
 
     Attributes:
         extents: the lengths of the shards of axes.
-        gathered_again: parameters that the backward gathers a second time instead of saving them gathered.
+        gathered_again: parameters, and casts of them, that the backward gathers a second time instead of saving them gathered (FSDP).
+        gathered_once: those that are saved gathered, whatever is recomputed (ZeRO).
     """
 
-    def __init__(
-        self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], stored_again: Sequence[str], shapes: Shapes
-    ) -> None:
+    def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], shapes: Shapes) -> None:
         self._graph, self._axes, self._layouts, self._shapes = graph, axes, layouts, shapes
         self._counts = tuple(count for _, count in layouts.mesh)
         self._n_row_parts = math.prod(count for name, count in layouts.mesh if name in rows)
-        again = [index for index, (name, _) in enumerate(layouts.mesh) if name in stored_again]
-        self.gathered_again = frozenset(
-            name for name in graph.parameters if any(isinstance(layouts.stored[name][index], Shard) for index in again)
-        )
+        self.gathered_again, self.gathered_once = (self._sharded_over(names) for names in (GATHERED_AGAIN, GATHERED_ONCE))
         self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
         self._known_parts: dict[Hashable, TensorSpec] = {}
         self.extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._n_row_parts)
         self._known_slides: dict[str, tuple[Slide, ...]] = {}
+
+    def _sharded_over(self, names: Sequence[str]) -> frozenset[str]:
+        """Return the parameters, and the casts of them, that one of the named mesh dimensions shards."""
+        indices = [index for index, (name, _) in enumerate(self._layouts.mesh) if name in names]
+        held = (*self._graph.parameters, *self._layouts.casts)
+        return frozenset(name for name in held if any(isinstance(self._layouts.results[name][0][index], Shard) for index in indices))
 
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """Return the local shapes of a node's results."""

@@ -41,6 +41,7 @@ class _Values(NamedTuple):
     Attributes:
         size: bytes of each.
         shard_size: bytes of the rank's shard of it, if it is gathered; else the same as ``size``.
+        sum_size: bytes of the copy of its gradient in the type in which ranks sum it; 0 if that is its own type.
         first, last: (V,) the first and last call that touches it.
         needed_first, needed_last: (V,) the first and last call whose backward needs it; as above if none does.
         is_passing: (V,) whether it is neither saved nor a weight.
@@ -52,6 +53,7 @@ class _Values(NamedTuple):
 
     size: tuple[Size, ...]
     shard_size: tuple[Size, ...]
+    sum_size: tuple[Size, ...]
     first: Integers
     last: Integers
     needed_first: Integers
@@ -69,6 +71,7 @@ class WorkingMemory:
 
     Args:
         parameters: placeholders of parameters.
+        casts: gathered cast of a parameter -> the bytes of an element of the parameter in those of the cast.
         given: the allocations of a training step's inputs, left out here: they are alive all the time.
         cost: of the shard; it says which allocations each call touches.
         units: the calls of each unit, all in order.
@@ -79,6 +82,7 @@ class WorkingMemory:
     def __init__(
         self,
         parameters: Iterable[str],
+        casts: Mapping[str, float],
         given: Collection[int],
         cost: GraphCost,
         units: Sequence[Sequence[str]],
@@ -97,7 +101,7 @@ class WorkingMemory:
         self._n_steps = sum(lengths)
         self._starts = np.cumsum([0, *lengths])[:-1]  # (units,) the first step of each
         self._unit = np.repeat(np.arange(len(units)), lengths)  # (steps,) the unit of each
-        self._values = _values_of(cost, [step for steps in by_unit for step in steps], selection, frozenset(parameters))
+        self._values = _values_of(cost, [step for steps in by_unit for step in steps], selection, frozenset(parameters), casts)
 
     def at(
         self, numbers: Numbers, share: float, saved: Floats, gradients: Floats, *, alone: bool, backward_is_call: bool
@@ -112,14 +116,16 @@ class WorkingMemory:
             backward_is_call: whether programs call backwards as modules, instead of inlining them.
         """
         values, n_units = self._values, len(self._starts)
-        sizes = np.array([float(numbers[size]) for size in values.size])
-        shard_sizes = np.array([float(numbers[size]) for size in values.shard_size])
+        of_values = (values.size, values.shard_size, values.sum_size)
+        sizes, shard_sizes, sum_sizes = (np.array([float(numbers[size]) for size in each]) for each in of_values)
         sizes = np.where(values.is_gathered, sizes, sizes * share)
         small = values.is_gathered & (shard_sizes < ALONE_BYTES)
         forward = self._alive(sizes, values.is_passing, values.first, values.last)
         forward += self._gathered_alive(sizes, values.is_gathered & ~small, back=False)
         forward[-1:] = np.maximum(forward[-1:], sizes @ (values.is_returned * (_HELD_BY_A_LOSS + values.is_passing)))
-        backward = self._alive(sizes, values.has_gradient & ~values.is_returned, values.first, values.last) + gradients[self._unit]
+        backward = gradients[self._unit] + self._alive(
+            sizes + sum_sizes, values.has_gradient & ~values.is_returned, values.first, values.last
+        )
         recomputed = np.zeros(n_units)
         if self._policy == "full":  # the whole stage is recomputed before its backward, and its gathered weights stay alive for that
             small, before_backward = np.zeros_like(small), values.is_recomputed | values.is_gathered_back
@@ -157,13 +163,18 @@ class WorkingMemory:
 
 
 def _values_of(
-    cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]], selection: CheckpointSelection, parameters: Collection[str]
+    cost: GraphCost,
+    order: Sequence[tuple[str, Sequence[int]]],
+    selection: CheckpointSelection,
+    parameters: Collection[str],
+    casts: Mapping[str, float],
 ) -> _Values:
     """Return the lifetimes of all allocations.
 
     Args:
         order: the calls in order, each with the allocations that it touches.
         selection: the activations saved for the backward.
+        casts: as ``WorkingMemory`` has it.
         parameters: placeholders of parameters; one that is computed from them and not saved is a gathered weight.
     """
     position = {name: number for number, (name, _) in enumerate(order)}
@@ -181,13 +192,15 @@ def _values_of(
         needs[each] = [position[name] for name in selection.needed.get(each, ()) if name in position]
         latest = max(last_need.get(cost.maker[each], -1), *needs[each], -1)
         needed_last.append(latest if latest >= 0 else last[each])
-    is_weight = _flags(cost.maker[each] in parameters for each in all_allocations)
+    is_weight = _flags(cost.maker[each] in parameters or each in cost.gathered for each in all_allocations)
     is_kept = _flags(each in selection.savers for each in all_allocations)
     is_needed = _flags(each in selection.needed for each in all_allocations)
     is_gathered = is_weight & ~is_kept
+    widths = {each: casts[cost.maker[each]] for each in all_allocations if each in cost.part_of and cost.maker[each] in casts}
     values = _Values(
         size=tuple(cost.allocation_bytes[each] for each in all_allocations),
         shard_size=tuple(cost.allocation_bytes[cost.part_of.get(each, each)] for each in all_allocations),
+        sum_size=tuple(cost.allocation_bytes[each] * widths.get(each, 0) for each in all_allocations),
         first=np.array([first[each] for each in all_allocations], np.int64),
         last=np.array([last[each] for each in all_allocations], np.int64),
         needed_first=np.array([min(needs[each], default=first[each]) for each in all_allocations], np.int64),
@@ -212,6 +225,7 @@ def _with_internal_buffers(values: _Values, buffers: Mapping[tuple[int, int], Si
     return _Values(
         size=(*values.size, *sizes.values()),
         shard_size=(*values.shard_size, *sizes.values()),
+        sum_size=(*values.sum_size, *(0 for _ in sizes)),
         first=np.append(values.first, first),
         last=np.append(values.last, first),
         needed_first=np.append(values.needed_first, first),

@@ -24,6 +24,7 @@ from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCost
 from partitioner.planner.solvers.stage_problem import Floats, Shared, Units, Value
 from passes.autograd.recompute import Recompute
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import GATHERED_ONCE
 
 __all__ = ["Triple", "UnitPricing"]
 
@@ -197,12 +198,13 @@ class _Microbatch:
         known: dict[tuple[object, ...], tuple[float, float]] = {}
         for exchange, links in self.exchanges:
             kinds = exchange.forward, exchange.backward, exchange.regather
-            key = (exchange.size, exchange.dimension, kinds, exchange.runs, exchange.is_stored, exchange.n_coalesced)
+            key = (exchange.size, exchange.dimension, kinds, exchange.runs, exchange.is_stored, exchange.n_coalesced, exchange.wider)
             if key not in known:
                 known[key] = exchange.seconds(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
             forward, backward = known[key]
             is_lost = exchange.forward == "all_gather" and pricing.policy != "none"  # gathered values are not saved
-            is_needed = is_lost or exchange.reader in pricing.memory.recomputed
+            is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
+            is_needed = not is_once and (is_lost or exchange.reader in pricing.memory.recomputed)
             repeated = forward if is_needed and exchange.regather is None else 0.0
             seconds[0, pricing.unit_of[exchange.reader]] += forward
             seconds[1, pricing.unit_of[exchange.reader]] += backward + repeated

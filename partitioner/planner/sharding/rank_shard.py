@@ -184,8 +184,7 @@ def cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> Mo
 
 def _cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
     layouts = layouts_of_cut(source.facts(axes), cut)
-    stored_again = [name for name in cut.stored if name == "fsdp"]
-    sizes = PartSizes(source.graph, axes, layouts, cut.rows, stored_again, source.reading.shapes)
+    sizes = PartSizes(source.graph, axes, layouts, cut.rows, source.reading.shapes)
     cost = graph_cost(source.graph, differentiate=source.graph.training, parts=sizes, reading=source.reading)
     cost = with_decompositions(cost, source.graph, axes, layouts, sizes)
     folded_sums = find_gradient_sums(layouts, cost.bytes, cost.gradients)

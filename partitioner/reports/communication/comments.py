@@ -91,12 +91,14 @@ class _Commenter:
             over = " and ".join(dimensions_of(node.kwargs["group"], self.mesh))  # type: ignore[arg-type]
             return f"{purpose.subject}{first_few(purpose.names, 1)}, over {over}: {purpose.why}"
         change, is_gradient = changes[0]
-        graph = self.explained.graph
-        name = graph.parameters.get(change.value) or graph.buffers.get(change.value) or change.value
+        graph, cast = self.explained.graph, self.explained.cut.layouts.casts.get(change.value)
+        name = graph.parameters.get(cast or change.value) or graph.buffers.get(change.value) or change.value
+        if cast is not None and not is_gradient:
+            name += f" in {str(self.nodes[change.value].meta['val'].dtype).removeprefix('torch.')}"
         value = f"{'gradient of ' if is_gradient else ''}{name}"
         more = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
-        source = self.nodes.get(change.value)  # a placeholder has no origin: the name of a parameter says it
-        origin = "" if source is None or source.op == "placeholder" else f"; {_origin(source)}"
+        source = self.nodes.get(change.value)  # the name of a parameter says where it is
+        origin = "" if source is None or source.op == "placeholder" or cast is not None else f"; {_origin(source)}"
         return f"{value} {self.layouts.of_change(change, gradient=is_gradient)}{more}{origin}"
 
 

@@ -2,7 +2,7 @@
 
 ``torch.export`` traces the forward of a ``torch.autograd.Function`` and forgets its backward: the gradient of the graph would silently be
 that of the forward's operations. So a call that gradients may flow through becomes one call of an operator that applies the function
-(``passes.autograd.function_operators``), once its forward and its backward are known to have a graph.
+(``passes.autograd.functions.operators``), once its forward and its backward are known to have a graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from partitioner.tracing.autograd.checkpoints import in_checkpoint
-from passes.autograd.function_operators import (
+from passes.autograd.functions.operators import (
     AppliedFunction,
     FunctionOperator,
     applied_function,
@@ -25,7 +25,7 @@ from passes.autograd.function_operators import (
     is_applying,
     operands_of,
 )
-from passes.autograd.function_rules import Spec, joint_of_function, loops_of_function, why_not_followed
+from passes.autograd.functions.rules import Spec, joint_of_function, loops_of_function, why_not_followed
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import FakeTensorMode, no_dispatch_modes, tree_leaves
 from passes.rules.registry import derive_rule_by

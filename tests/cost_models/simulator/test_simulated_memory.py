@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks.live_storages import LiveStorages
 from partitioner import PartitionedModel, partition
 from partitioner.runtime import embedded
+from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.state import gradient_slots
 from passes.spmd.shards import Block
 from tests.support.models.attention.gpt import VOCABULARY, Gpt
@@ -22,11 +24,14 @@ ROWS, LENGTH, WIDTH = 16, 6, 48
 def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """For each rank, the most bytes that a step makes and holds, as if it had a process to itself.
 
-    What one rank sends another is copied, as between devices. Of a parameter that ranks share here, each holds the gradient of its
+    What one rank sends another is copied, as between devices; it keeps the operands of a collective until it has waited for the result,
+    however long the other ranks take. Of a parameter that ranks share here, each holds the gradient of its
     block; the one ``.grad`` that adds these up is of no rank.
     """
     counter = LiveStorages()
     advance, send, add = embedded._advance, embedded._EmbeddedTransport.send, gradient_slots._add
+    start, wait = embedded._EmbeddedTransport.start, embedded._EmbeddedTransport.wait
+    operands: dict[tuple[int, Any], Sequence[Exchange]] = {}
     gradients_of_blocks: list[Tensor] = []
 
     def counted(rank: int, *rest: Any) -> None:
@@ -38,6 +43,19 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
         copy = tensor.clone()
         counter.rank = self.rank
         send(self, copy, destination, tag)
+
+    def started(self: Any, name: Any, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Any) -> Any:
+        counter.rank = -1
+        sent = [replace(each, tensor=each.tensor.clone(), pieces=[piece.clone() for piece in each.pieces]) for each in exchanges]
+        pending = start(self, name, group, sent, operation)
+        counter.rank = self.rank
+        operands[self.rank, pending] = exchanges
+        return pending
+
+    def waited(self: Any, pending: Any) -> Any:
+        result = wait(self, pending)
+        operands.pop((self.rank, pending), None)
+        return result
 
     def added(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:
         rank = counter.rank
@@ -52,6 +70,8 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
     monkeypatch.setattr(gradient_slots, "_add", added)
     monkeypatch.setattr(embedded, "_advance", counted)
     monkeypatch.setattr(embedded._EmbeddedTransport, "send", copied)
+    monkeypatch.setattr(embedded._EmbeddedTransport, "start", started)
+    monkeypatch.setattr(embedded._EmbeddedTransport, "wait", waited)
     with counter:
         step()
     return {rank: peak for rank, peak in counter.peaks.items() if rank >= 0}

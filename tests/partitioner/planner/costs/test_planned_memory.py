@@ -39,6 +39,8 @@ CASES: Mapping[str, tuple[int, Any, dict[str, Any]]] = {
     "gathered parameters, all recomputed": (2, "fsdp", {"recompute": "full"}),
     "gathered parameters, bfloat16 and float32": (2, "fsdp", {"precision": "bf16-mixed"}),
     "cut state": (2, "zero1", {}),
+    "cut state, all recomputed": (2, "zero1", {"recompute": "full"}),
+    "cut state, bfloat16 and float32": (2, "zero2", {"precision": "bf16-mixed"}),
     "tensor": (2, "tensor", {}),
     "GPipe": (2, "pipeline", {"schedule": "GPipe", "n_microbatches": 8}),
     "GPipe, all recomputed": (2, "pipeline", {"schedule": "GPipe", "n_microbatches": 8, "recompute": "full"}),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.analysis.axes import Axes, TensorAxes, find_axes, is_item
-from passes.autograd.function_operators import operator_of
+from passes.autograd.functions.operators import operator_of
 from passes.autograd.trace_joint import Joint, differentiate
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.lazy_graph_module import LazyGraphModule

@@ -1,0 +1,1 @@
+"""Custom autograd functions: operators that stand for them, and their rules."""
