@@ -20,7 +20,7 @@ from partitioner.planner.bounds.mesh_bounds import MeshBounds
 from partitioner.planner.constraints.axes import check_dimensions, check_sharded, named_dimensions
 from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_length
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.axis_contenders import contending_axes
+from partitioner.planner.search.axis_contenders import contending_axes, n_sets_of_axes
 from partitioner.planner.search.make_plan import Sharding, make_plan, plan_shardings
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.axis_costs import contractions_of
@@ -115,13 +115,15 @@ class _Sharder:
         """Return the mesh with other axes that a user could name, without the cuts of the known shardings, and how many are left out.
 
         Those that are what the mode means come first, with as many axes as possible; of a model of many operations the others are left out.
+        Beside axes that the user named, every other set that could be named as well counts as left out.
         """
         cuts, contenders = [sharding.cut for sharding in known], list[Sharding]()
-        named_axes = [*contending_axes(self._model, self._mesh, self._request.constraints)]
+        given = self._request.constraints
+        named_axes = [*contending_axes(self._model, self._mesh, given)]
         named_axes.sort(key=lambda named: (not named[2], -len(named[0])))
         priced = named_axes[: self._most_contenders()]
         for names, dimension, is_of_mode in priced:
-            constraints = dataclasses.replace(self._request.constraints, axes=dict.fromkeys(names, dimension))
+            constraints = dataclasses.replace(given, axes={**(given.axes or {}), **dict.fromkeys(names, dimension)})
             named = dataclasses.replace(self._request, constraints=constraints)
             words = f"{', '.join(names)} over {dimension}"
             with contextlib.suppress(ConfigError):  # nothing could be sharded by these
@@ -129,7 +131,8 @@ class _Sharder:
                     if not any(sharding.cut is cut for cut in cuts):
                         cuts.append(sharding.cut)
                         contenders.append(dataclasses.replace(sharding, axes=words, is_of_mode=is_of_mode))
-        return contenders, len(named_axes) - len(priced)
+        n_sets = n_sets_of_axes(self._model, self._mesh, given) if given.axes else len(named_axes)
+        return contenders, n_sets - len(priced)
 
     def _most_contenders(self) -> int:
         """Return how many contenders are priced."""

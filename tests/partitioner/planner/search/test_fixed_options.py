@@ -52,6 +52,19 @@ def test_one_microbatch_is_among_those_of_a_pipeline() -> None:
     assert default.gap == 0.0
 
 
+@pytest.mark.parametrize("cluster", ["cpu:1x4", pytest.param("h100:1x4", marks=pytest.mark.slow)])
+def test_fewer_named_axes_are_no_slower_than_more(cluster: str) -> None:
+    """Axes that are not named are planned, and the gap is that to all plans with more named axes."""
+    sets = [(), ("heads",), ("heads", "ffn"), ("heads", "ffn", "vocab"), ("heads", "ffn", "vocab", "sequence"), ("sequence",)]
+    plans = {names: plan_of("GPT-2", "tensor", cluster, constraints=Constraints(axes=dict.fromkeys(names, "tensor"))) for names in sets}
+    for fewer, more in itertools.permutations(sets, 2):
+        if set(fewer) < set(more):
+            gap = plans[fewer].gap
+            assert gap is not None
+            assert plans[fewer].step_time * (1 - gap) <= plans[more].step_time * (1 + 1e-9), (fewer, more)
+    assert plans["heads",].step_time <= plans["heads", "ffn", "vocab"].step_time * (1 + 1e-9)
+
+
 @pytest.mark.slow
 def test_a_mode_that_is_kept_states_what_other_axes_would_take() -> None:
     """``"sequence"`` cuts the sequence alone; with the vocabulary cut over the same ranks a step takes less, which is said."""
