@@ -110,6 +110,7 @@ class _Localizer:
         self._has_whole_batch = False
         self.reader = ""
         self._fakes = fakes
+        self._named = {node.name: node for node in graph.graph.nodes} if layouts.equal_casts else {}
         self.resharder = Resharder(self.extents, self.emit, self._size_node)
         self.halos = HaloWriter(axes, layouts, extents, self.emit, self.resharder)
         routed = Resharder(self.extents, self.emit, self._size_node)
@@ -176,6 +177,9 @@ class _Localizer:
     def _call(self, node: fx.Node) -> None:
         """Emit a call on operands in the layouts that it needs."""
         value = node.meta.get("val")
+        if node.name in self.layouts.equal_casts:
+            self._share(node, self._named[self.layouts.equal_casts[node.name]])
+            return
         if is_item(node) and isinstance(node.args[0], fx.Node) and node.args[0].name in self.layouts.results:
             self._register(node, self._copy(node))
             return
@@ -192,6 +196,11 @@ class _Localizer:
             self._register(node, self._sharded_call(node, operands, parts))
         else:
             self._register(node, self._copy(node, dict(zip(operands, parts, strict=True))))
+
+    def _share(self, node: fx.Node, first: fx.Node) -> None:
+        """Emit nothing for a call that computes the same as an earlier one."""
+        self.copies[node] = self.copies[first]
+        self.resharder.share(node, first)
 
     def _routed_call(self, node: fx.Node, operands: Sequence[fx.Node]) -> fx.Node:
         """Emit a call on the rows whose experts this rank stores."""

@@ -79,6 +79,7 @@ class Layouts:
         routes: call that is computed where experts are stored -> how rows get there (``decompose.expert_routes``). All that is said of such
             a call holds if each rank receives as many rows as it has.
         casts: cast of a parameter to a smaller type, or view that leads to one -> the parameter (``passes.spmd.commute.parameter_casts``).
+        equal_casts: one of them -> an earlier one that is the same value.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -93,6 +94,7 @@ class Layouts:
     rings: Mapping[str, Ring] = field(default_factory=dict)
     routes: Mapping[str, Route] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
+    equal_casts: Mapping[str, str] = field(default_factory=dict)
 
 
 def assign_layouts(

@@ -95,6 +95,10 @@ class Resharder:
         if place == 0 and isinstance(copy.meta["val"], torch.Tensor):
             self._values[node] = _Value(node.name, copy, layout, axes)
 
+    def share(self, node: fx.Node, first: fx.Node) -> None:
+        """Make a node stand for the value of an equal one, and for its copies in other layouts."""
+        self._values[node] = self._values[first]
+
     def knows(self, node: fx.Node) -> bool:
         """Return whether a value is registered."""
         return node in self._values

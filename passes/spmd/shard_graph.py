@@ -136,7 +136,7 @@ def layouts_of_cut(facts: LayoutFacts, cut: AxisCut, results: Results = "rows", 
     layouts = assign_layouts(*known, results=results, stored=stored, facts=facts, attention=cut.attention, stages=cut.stages)
     layouts = computed_where_read(facts, layouts)
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
-    layouts = cast_where_stored(facts, _with_sharded_storage(graph, axes, layouts, cut, stored or {}))
+    layouts = cast_where_stored(facts, _with_sharded_storage(graph, axes, layouts, cut, stored or {}), cut.stages)
     return with_halos(graph, axes, layouts, cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)
 
 

@@ -10,18 +10,21 @@ Over a mesh dimension that shards the parameter they are computed on the shard, 
 are Varying they are Varying, too: the gradient is a partial sum up to the parameter, which has the wider type, and is summed as that of a
 parameter that is not cast. (The backward of a gather reduces before the cast: ``passes.autograd.wide_sums`` exchanges the two.)
 
+Equal casts of one stage (of a layer that is called several times) are one value, which is gathered once.
+
 A cast to a wider type stays where it is: its argument is the smaller message, and its gradient has the wider type already.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
 from passes.analysis.axes import Axes, returned_values
 from passes.analysis.layout_facts import LayoutFacts
+from passes.graph.schemas import argument_form
 from passes.ir.layout import Layout, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import WIDTH
 from passes.spmd.propagate import Cut, Layouts
@@ -30,8 +33,12 @@ from passes.stages.boundary_layouts import is_whole
 __all__ = ["cast_where_stored"]
 
 
-def cast_where_stored(facts: LayoutFacts, layouts: Layouts) -> Layouts:
-    """Return the layouts with casts of parameters to a smaller type in the layouts in which the parameters are stored."""
+def cast_where_stored(facts: LayoutFacts, layouts: Layouts, stages: Mapping[str, int] | None = None) -> Layouts:
+    """Return the layouts with casts of parameters to a smaller type in the layouts in which the parameters are stored.
+
+    Args:
+        stages: call -> the stage that computes it; None: one does.
+    """
     members = _casts_of_parameters(facts)
     if not members:
         return layouts
@@ -40,7 +47,7 @@ def cast_where_stored(facts: LayoutFacts, layouts: Layouts) -> Layouts:
         placements.shard(node)
     for node in reversed(members):
         placements.vary(node)
-    return placements.layouts(members)
+    return placements.layouts(members, stages or {})
 
 
 def _casts_of_parameters(facts: LayoutFacts) -> dict[fx.Node, str]:
@@ -83,6 +90,7 @@ class _Placements:
         self.needs: dict[str, list[Placement]] = {}
         self.results: dict[str, list[Placement]] = {}
         self._reads = _reads_of_values(facts, layouts)
+        self._sharded: set[str] = set()
 
     def shard(self, node: fx.Node) -> None:
         """Compute a replicated call on the shard of its operand, over the mesh dimensions that shard it."""
@@ -93,6 +101,7 @@ class _Placements:
             if isinstance(have, Shard) and self._is_replicated(node, index) and (found := self._cut_on(node, have)) is not None:
                 self.cuts[name][index], self.needs[name][index] = found[0], have
                 self.results[name][index] = found[1]
+                self._sharded.add(name)
 
     def vary(self, node: fx.Node) -> None:
         """Make a replicated call Varying over the mesh dimensions over which all its readers are, if its operand is no shard."""
@@ -120,7 +129,18 @@ class _Placements:
         for reader, layout in self._reads.get(node.name, ()):
             yield self.needs.get(reader, layout)
 
-    def layouts(self, members: Mapping[fx.Node, str]) -> Layouts:
+    def _equal(self, members: Iterable[fx.Node], stages: Mapping[str, int]) -> dict[str, str]:
+        """Return sharded call -> the first one of its stage that computes the same, if that is another."""
+        first: dict[Hashable, str] = {}
+        found: dict[str, str] = {}
+        for node in members:
+            form = argument_form((node.args, node.kwargs), lambda each: found.get(each.name, each.name))
+            same = first.setdefault((node.target, form, tuple(self.results[node.name]), stages.get(node.name)), node.name)
+            if same != node.name and node.name in self._sharded:
+                found[node.name] = same
+        return found
+
+    def layouts(self, members: Mapping[fx.Node, str], stages: Mapping[str, int]) -> Layouts:
         """Return the layouts of all values, with those of the casts, and of the parameters that all readers now read as Varying."""
         before = self.before
         cuts, needs, results = dict(before.cuts), dict(before.needs), dict(before.results)
@@ -138,7 +158,8 @@ class _Placements:
             )
             results[name] = (tuple(Varying() if index in varying[name] else place for index, place in enumerate(layout)),)
         casts = {node.name: name for node, name in members.items()}
-        return dataclasses.replace(before, cuts=cuts, needs=needs, results=results, varying=varying, casts=casts)
+        equal = self._equal(members, stages)
+        return dataclasses.replace(before, cuts=cuts, needs=needs, results=results, varying=varying, casts=casts, equal_casts=equal)
 
 
 def _reads_of_values(facts: LayoutFacts, layouts: Layouts) -> dict[str, list[tuple[str, Layout]]]:

@@ -203,6 +203,33 @@ def test_a_gather_without_recomputation_leaves_out_what_the_backward_does_not_re
     assert sizes["all_gather"] == pytest.approx(2 + 2 * (whole - 64 * WIDTH) / whole)
 
 
+class Repeated(nn.Module):
+    """A layer that is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = functional.relu(self.layer(x))
+        result: Tensor = self.last(x)
+        return result
+
+
+def test_a_repeated_layer_is_gathered_once_and_its_gradients_are_added_before_they_are_sent() -> None:
+    """As under autocast, which casts a parameter once."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return Repeated()
+
+    pm = stepped(model(), 2, "fsdp", recompute="full")
+    assert difference(pm.full_gradients(), gradients_of_ddp(model, 2, torch.bfloat16)) < SINGLE
+    gathers = [node for node in pm.graph(0).graph.nodes if node.target is all_gather]
+    assert [len(node.args[0]) for node in gathers] == [4, 3]  # the backward does not read the last bias
+
+
 def test_messages_hold_one_type() -> None:
     """A weight that is gathered in float32 does not share a message with those in bfloat16."""
     pm = stepped(build("layers"), 2, "fsdp")

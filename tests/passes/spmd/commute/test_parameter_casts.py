@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -63,6 +64,25 @@ def test_views_that_lead_to_casts_are_computed_on_the_shard() -> None:
     (stored,) = layouts.stored[parameter]
     assert isinstance(stored, Shard)
     assert view == cast == (Shard(stored.axis, 1 - stored.dimension),)
+
+
+class Repeated(nn.Module):
+    """One layer that is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(torch.relu(self.layer(torch.relu(self.layer(x))))))
+
+
+@pytest.mark.parametrize(("mode", "n_equal"), [("fsdp", 4), ("data", 0)])
+def test_a_layer_that_is_called_several_times_is_gathered_once(mode: str, n_equal: int) -> None:
+    layouts = layouts_over(Repeated(), torch.randn(6, 8), mode, MIXED)
+    assert len(layouts.casts) == 6
+    assert len(layouts.equal_casts) == n_equal
+    assert len(set(layouts.equal_casts.values())) == n_equal // 2
 
 
 def test_a_cast_to_a_wider_type_stays() -> None:
