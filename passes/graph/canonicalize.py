@@ -23,6 +23,7 @@ Calls that write memory, draw random numbers or check values stay, read or not.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -112,8 +113,20 @@ def remove_dead(graph: fx.Graph) -> None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a node does more than compute a value: it writes memory, running statistics among it, or must run."""
-    return bool(node.is_impure() or mutated_arguments(node))
+    """Return whether a node does more than compute a value: it writes memory, running statistics among it, or calls a graph that does."""
+    if node.op != "call_function":
+        return bool(node.is_impure())
+    called = (_called_graph(argument) for argument in node.all_input_nodes)
+    calls_effect = any(has_effect(inner) for graph in called if graph is not None for inner in graph.nodes if inner.op == "call_function")
+    return calls_effect or bool(node.is_impure() or mutated_arguments(node))
+
+
+def _called_graph(argument: fx.Node) -> fx.Graph | None:
+    """Return the graph that an argument of a higher-order operator names; None of other arguments."""
+    if argument.op != "get_attr" or argument.graph.owning_module is None:
+        return None
+    called = operator.attrgetter(str(argument.target))(argument.graph.owning_module)
+    return called.graph if isinstance(called, fx.GraphModule) else None
 
 
 def _input_value(node: fx.Node) -> Tensor:

@@ -135,6 +135,9 @@ def keep_results(program: ExportedProgram, n_left: int, edits: Sequence[Edit]) -
     kept = [leaf.index for edit in edits for leaf in edit.leaves if isinstance(leaf, Result)]
     left = results[len(results) - n_left :]
     output.args = ((*results[: len(results) - n_left], *(left[index] for index in kept)),)
+    for node in program.graph.nodes:  # torch.export leaves users out where it makes a graph of a block without gradients
+        for argument in node.all_input_nodes:
+            argument.users.setdefault(node)
     remove_dead(program.graph)
     new = {index: Result(place) for place, index in enumerate(kept)}
     return tuple(
