@@ -117,7 +117,8 @@ class PlanCuts:
             readers_of_module[path.rpartition(".")[0]].update(readers[name])
         beside = {name: sorted(readers_of_module[path.rpartition(".")[0]]) for name, path in graph.buffers.items()}
         near = self._ranks_near(read_by_stage, positions)
-        holders = {name: readers[name] or beside.get(name) or near.get(name, [0]) for name in placeholders}
+        first = [rank for rank, position in positions.items() if position in plan.stage_ranks[0]]  # no stage reads any parameter
+        holders = {name: readers[name] or beside.get(name) or near.get(name, first) for name in placeholders}
         blocks = {rank: plan_cut.blocks(position, rank) for rank, position in positions.items()}
         return {name: {rank: blocks[rank][name] for rank in ranks} for name, ranks in holders.items()}
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
 from partitioner import ConfigError, partition
 from partitioner.lowering.variants import first_variant
 from passes.autograd.staged_model import cut_stages
 from passes.stages.split import read_by_one_stage
 from tests.support.models.zoo import ZOO, case_named
+from tests.support.processes.processes import Workers
 
 MODES = ("data", "fsdp", "tensor", "sequence", "tile")
 
@@ -38,3 +42,30 @@ def test_one_stage_reads_what_the_graphs_of_ranks_read(name: str, mode: str) -> 
     for graphs in cut.parts:
         (stage,) = cut_stages(graphs, session.plan, [torch.device("cpu")]).stages
         assert set(stage.bound) == read & stored
+
+
+class Unread(nn.Module):
+    """Reads none of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def whole_state(mode: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    pm = partition(Unread(), 2, mode, example_inputs=(torch.randn(4, 8),), training=True)
+    return pm.full_state_dict()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mode", ["fsdp", "zero1"])
+def test_a_model_that_reads_no_parameter_has_all_of_each(mode: str, workers: Callable[[int], Workers]) -> None:
+    torch.manual_seed(0)
+    model = Unread()
+    for state in workers(2).values(whole_state, mode):
+        for name, value in state.items():
+            assert torch.equal(value, model.state_dict()[name]), name
