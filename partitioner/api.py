@@ -30,7 +30,7 @@ from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve
 from partitioner.options.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
 from partitioner.options.progress import Progress
 from partitioner.planner.plan import PlanProblem
-from partitioner.planner.request import PlanRequest
+from partitioner.planner.request import PlanRequest, recompute_fields
 from partitioner.planner.search.plan_mesh import stages_mode
 from partitioner.reports.explain.step_memory import warn_of_calls
 from partitioner.runtime import torchrun
@@ -66,7 +66,7 @@ def partition(
     n_microbatches: int | None = None,
     schedule: str | None = None,
     stages_per_device: int | None = None,
-    recompute: str | None = None,
+    recompute: str | Mapping[str, str] | None = None,
     cluster: Cluster | str | None = None,
     memory_limit: int | str | None = None,
     optimizer: str = "adamw",
@@ -98,8 +98,10 @@ def partition(
         n_microbatches: microbatches a step; None lets the planner choose.
         schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"ZB1P"``, ``"ZBV"``, ``"DualPipeV"``; None lets the planner choose.
         stages_per_device: stages that each device runs; None: the schedule's default.
-        recompute: ``"none"``, ``"selective"`` or ``"full"``: activations that the backward recomputes, to save memory. None: the planner
-            chooses.
+        recompute: activations that the backward recomputes, to save memory: ``"none"``; ``"selective"``, those that are cheap for their
+            bytes; ``"full"``, all but the inputs of each repeated block, or of segments between narrow cuts; or a policy for each pattern
+            of modules, ``{"layers.*": "full", "layers.*.attention": "selective"}``: nothing outside of them is recomputed. None: regions
+            that the model marks (``torch.utils.checkpoint``); without any, the planner chooses.
         cluster: hardware to plan for when it is not the hardware that runs, ``"h100:8x8"`` or a ``Cluster``.
         memory_limit: per device, bytes or ``"16GiB"``.
         optimizer: the memory model counts its state.
@@ -141,7 +143,7 @@ def partition(
             schedule=schedule,
             stages_per_rank=stages_per_device,
             replicas=ranks_of_stages(mode),
-            recompute=recompute,
+            **recompute_fields(recompute),
             memory_limit=memory_limit,
             optimizer=optimizer,
             constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),

@@ -64,7 +64,10 @@ def transferred_plan(
         count = 1
     mode = "training" if before.training else "evaluation"
     note = f"The plan is that of {mode}, carried over to the same weights in other modes; its predictions are those of {mode}."
-    moved = dataclasses.replace(plan, stages=tuple(stages), halos=tuple(halos), n_microbatches=count)
+    by_name = {region.first_node: region for region in plan.regions}
+    moves = ((by_name[name], found.get(key)) for name, key in keys if name in by_name)
+    regions = tuple(dataclasses.replace(region, first_node=name) for region, name in moves if name is not None)
+    moved = dataclasses.replace(plan, stages=tuple(stages), halos=tuple(halos), n_microbatches=count, regions=regions)
     return moved.predicted(notes=(*plan.notes, note))
 
 

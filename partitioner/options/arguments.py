@@ -16,7 +16,7 @@ from cost_models.hardware.units import parse_bytes
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.precision import true_dtype
 from partitioner.schedules.catalog import find_schedule
-from passes.ir.checked_arguments import Rule, at_least, one_of, read_by
+from passes.ir.checked_arguments import Rule, at_least, each_of, one_of, read_by
 from passes.ir.plan import BATCHNORM, RECOMPUTE
 
 __all__ = ["EXAMPLES", "VALUES", "positional", "read_cluster"]
@@ -32,7 +32,7 @@ VALUES: Mapping[str, Rule] = MappingProxyType(
         "n_microbatches": at_least(1),
         "schedule": read_by(find_schedule),
         "stages_per_device": at_least(1),
-        "recompute": one_of(RECOMPUTE),
+        "recompute": each_of(one_of(RECOMPUTE)),
         "cluster": read_by(read_cluster),
         "memory_limit": read_by(parse_bytes),
         "optimizer": read_by(optimizer_states),
@@ -54,7 +54,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "n_microbatches": "4, or leave it out to let the planner choose",
         "schedule": '"1F1B", or leave it out to let the planner choose',
         "stages_per_device": "2, or leave it out",
-        "recompute": '"none", "selective" or "full", or leave it out to let the planner choose',
+        "recompute": '"none", "selective", "full" or {"layers.*": "full"}, or leave it out to let the planner choose',
         "cluster": '"h100:8x8" or a Cluster, or leave it out',
         "memory_limit": '"16GiB", or leave it out',
         "optimizer": '"adamw"',

@@ -45,6 +45,7 @@ def check_fits(plan: Plan, graph: ModelGraph) -> None:
     # The one stage of sequential tiles begins with an operation of the tiled graph, which does not exist yet.
     stages = () if plan.tiles else plan.stages
     entries = {f"stages[{index}].first_node": stage.first_node for index, stage in enumerate(stages)}
+    entries |= {f"regions[{index}].first_node": region.first_node for index, region in enumerate(plan.regions)}
     entries |= {f"halos[{index}].{end}": getattr(run, end) for index, run in enumerate(plan.halos) for end in ("first", "last")}
     for entry, name in entries.items():
         if name not in names:

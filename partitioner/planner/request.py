@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cost_models.hardware.units import parse_bytes
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.constraints import Constraints
+from partitioner.planner.constraints.recompute_patterns import check_patterns
+from partitioner.planner.costs.memory.named_regions import Patterns
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.gpipe import GPIPE
 from partitioner.tracing.inputs.batch_dims import accidental_batch
@@ -14,7 +18,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import RECOMPUTE
 
-__all__ = ["PlanRequest"]
+__all__ = ["PlanRequest", "recompute_fields"]
 
 MODES = ("auto", "model", "pipeline")
 
@@ -30,7 +34,9 @@ class PlanRequest:
         schedule: name of the schedule.
         stages_per_rank: stages that each rank runs.
         replicas: for each stage, how many ranks run it round-robin; empty: each rank has stages of its own.
-        recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: the cheapest policy that fits in memory.
+        recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: regions that the model
+            marks, or the cheapest policy that fits in memory.
+        patterns: instead of ``recompute``, pairs of a pattern of modules and its policy.
         memory_limit: of each device: bytes, or ``"16GiB"``; None: what the device has.
         optimizer: whose state the memory counts. A graph in evaluation mode is planned for its forward alone and has none.
         constraints: what is decided already.
@@ -46,6 +52,7 @@ class PlanRequest:
     stages_per_rank: int | None = None
     replicas: tuple[int, ...] = ()
     recompute: str | None = None
+    patterns: Patterns = ()
     memory_limit: int | str | None = None
     optimizer: str = "adamw"
     constraints: Constraints = field(default_factory=Constraints)
@@ -59,6 +66,7 @@ class PlanRequest:
             find_schedule(self.schedule).stage_ranks(len(self.devices), self.stages_per_rank, self.replicas)
         if graph.batch_size < 1:
             raise ConfigError(f"the batch has {graph.batch_size} rows", remedy="pass example inputs with at least one row")
+        check_patterns(self.patterns, self.modules, graph)
         self._check_microbatches(graph)
         self._check_replicas(graph)
 
@@ -68,8 +76,9 @@ class PlanRequest:
             raise ConfigError(f"there is no mode {self.mode!r}", remedy=f"choose one of {', '.join(MODES)}")
         if not self.devices:
             raise ConfigError("there must be at least one device", remedy="pass devices=1 or more")
-        if self.recompute is not None and self.recompute not in RECOMPUTE:
-            raise ConfigError(f"there is no recompute {self.recompute!r}", remedy=f"choose one of {', '.join(RECOMPUTE)}")
+        for policy in (self.recompute, *(policy for _, policy in self.patterns)):
+            if policy is not None and policy not in RECOMPUTE:
+                raise ConfigError(f"there is no recompute {policy!r}", remedy=f"choose one of {', '.join(RECOMPUTE)}")
         optimizer_states(self.optimizer)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
@@ -121,3 +130,8 @@ class PlanRequest:
                 f"a stage has {most} replicas, and there {'is 1 microbatch' if count == 1 else f'are {count} microbatches'}",
                 remedy=f"pass n_microbatches={most} or more, if the model lets its batch be cut{statistics}, or give the stage fewer ranks",
             )
+
+
+def recompute_fields(recompute: str | Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the fields of a request for ``recompute=``: a policy for all, or one for each pattern of modules."""
+    return {"patterns": tuple(recompute.items())} if isinstance(recompute, Mapping) else {"recompute": recompute}

@@ -88,7 +88,7 @@ def plan_stream(
     )
     # A step is a forward of 1 and a backward of 2; the tiled backward first recomputes every tile: 2 and 2.
     slower = (2 * times + 2 * times) / 3 if graph.training else times
-    tiled = dataclasses.replace(base, stages=(stage,), tiles=counts, tile_budget=budget)
+    tiled = dataclasses.replace(base, stages=(stage,), tiles=counts, tile_budget=budget, recompute=recompute, regions=())
     predicted = tiled.predicted(step_time=base.step_time * slower, memory=(peak,), call_memory=(peak,), gap=None, searched="")
     return predicted.predicted(notes=(*base.notes, note))
 

@@ -6,7 +6,9 @@
                        from indices, copies in a wider type; what was gathered from other ranks, of which the own part is kept; masks of
                        dropout that are larger than what the dropped values are made from, drawn from the state of the generator
                     2. all else that is no weight contraction and comes from no other rank: norms, activations, fused attention, masks
-    "full"        keeps the stage's arguments; everything else is computed again
+    "full"        keeps the stage's arguments and the values that enter its regions (``StageGraph.regions``); everything else is computed
+                  again
+    "by region"   treats the values of each region by its own policy (``StageGraph.policies``); keeps those that enter a region
 
 A value that is larger than what it is made from costs less than one byte read for each that it gives back; a norm or an activation
 reads as much as it gives back; a contraction with weights reads the weights too, and multiplies. Random draws are expensive where they are
@@ -41,7 +43,7 @@ __all__ = ["Recompute", "kept_values"]
 
 aten = torch.ops.aten
 
-Recompute: TypeAlias = Literal["none", "selective", "full"]
+Recompute: TypeAlias = Literal["none", "selective", "full", "by region"]
 """What the backward computes again instead of keeping it."""
 
 GATHERS = frozenset({all_gather, replicate})
@@ -63,25 +65,54 @@ def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozens
 
     Masks that the backward draws again are drawn with the state of the generator: the graph changes (``_draw_again``).
     """
-    if recompute == "selective":
-        return _kept_by_selective(joint)
-    if recompute == "none":
-        nodes = JointNodes(joint, {})
-        return nodes, _forward_values(nodes, lambda node: node not in nodes.bound_views)
-    nodes = JointNodes(joint, _draw_again(joint, _masks(joint)))
-    return nodes, _forward_values(nodes, nodes.cannot_repeat)
+    policies = joint.stage.policies
+
+    def policy_of(node: fx.Node) -> str:
+        return policies.get(joint.sources.get(node, ""), "none") if recompute == "by region" else recompute
+
+    repeated_masks = [mask for mask in _masks(joint) if policy_of(mask) == "full"]
+    if recompute == "selective" or "selective" in policies.values():
+        nodes, selected = _select(joint, lambda node: policy_of(node) == "selective", repeated_masks)
+    else:
+        nodes, selected = JointNodes(joint, _draw_again(joint, repeated_masks)), frozenset()
+    entering = _values_entering_regions(joint, nodes) if recompute != "selective" else frozenset()
+
+    def is_kept(node: fx.Node) -> bool:
+        policy = policy_of(node)
+        if policy == "selective":
+            return node in selected or node in entering
+        return node not in nodes.bound_views if policy == "none" else nodes.cannot_repeat(node) or node in entering
+
+    return nodes, frozenset(filter(is_kept, nodes.forward))
 
 
-def _kept_by_selective(joint: Joint) -> tuple[JointNodes, frozenset[fx.Node]]:
-    """Keep all but values larger than their sources; if that saves more than ``ENOUGH``, keep only what is expensive to repeat."""
-    again = _draw_again(joint, _masks_larger_than_sources(joint))
+def _values_entering_regions(joint: Joint, nodes: JointNodes) -> frozenset[fx.Node]:
+    """Return the values that one region of recomputation computes and another reads; none if the stage is one region."""
+    regions = joint.stage.regions
+    region_of = {node: regions[joint.sources[node]] for node in nodes.forward if joint.sources.get(node) in regions}
+    crossing = (
+        node
+        for node, region in region_of.items()
+        if isinstance(node.meta.get("val"), Tensor) and any(region_of.get(user, region) != region for user in node.users)
+    )
+    return frozenset(node for node in crossing if node not in nodes.bound_views)
+
+
+def _select(joint: Joint, may: Callable[[fx.Node], bool], masks: Iterable[fx.Node]) -> tuple[JointNodes, frozenset[fx.Node]]:
+    """Keep all but values larger than their sources; if that saves more than ``ENOUGH``, keep only what is expensive to repeat.
+
+    Args:
+        may: whether the policy of a value is ``"selective"``.
+        masks: those of other policies that are drawn again.
+    """
+    again = _draw_again(joint, [*masks, *filter(may, _masks_larger_than_sources(joint))])
     nodes = JointNodes(joint, again)
     sizes, gradients = _Sizes(nodes), joint.gradients.values()
     kept = frozenset(node for node, sources in _sources(nodes, sizes).items() if node in nodes.forward and sources == {node})
     enough = ENOUGH * sizes.saved(_forward_values(nodes, lambda node: node not in nodes.bound_views), gradients)
     if sizes.saved(kept, gradients) <= enough:
         return nodes, kept
-    nodes = JointNodes(joint, {**again, **_draw_again(joint, _masks(joint))})
+    nodes = JointNodes(joint, {**again, **_draw_again(joint, filter(may, _masks(joint)))})
     return nodes, _forward_values(nodes, lambda node: _is_expensive(node, nodes))
 
 

@@ -1,4 +1,11 @@
-"""Find the module and the line of the user's code that a node comes from."""
+"""Find the module, the line of the user's code and the checkpoint that a node comes from.
+
+A model computes nodes under ``torch.utils.checkpoint``. They have marks in ``meta["custom"]``, which passes copy:
+
+    linear = ...    {"checkpoint": "x"}                            recomputed in the backward, together with all that has this mark
+    relu = ...      {"checkpoint": "x", "checkpoint_saves": True}  saved: a policy of selective checkpointing says so
+    linear_1 = ...  {"checkpoint": "linear"}
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,12 @@ from torch import fx
 from passes.ir.errors import Place
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["complete_provenance", "module_path", "place_of", "source_line"]
+__all__ = [
+    "checkpoint_of", "complete_provenance", "is_saved_by_checkpoint", "mark_checkpoint", "mark_saved", "module_path", "place_of",
+    "prefixes", "source_line",
+]  # fmt: skip
+
+_CHECKPOINT, _SAVES = "checkpoint", "checkpoint_saves"
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -24,6 +36,12 @@ def module_path(node: fx.Node) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     return re.sub(r"@\d+", "", str(path))
+
+
+def prefixes(path: str) -> list[str]:
+    """Of ``"a.b.c"``: ``"a"``, ``"a.b"``, ``"a.b.c"``."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def source_line(node: fx.Node) -> str | None:
@@ -41,6 +59,27 @@ def place_of(node: fx.Node) -> Place:
     target = node.target
     operation = str(target) if isinstance(target, str | OpOverload) else getattr(target, "__name__", str(target))
     return Place(module=module_path(node), operation=operation, source=source_line(node))
+
+
+def mark_checkpoint(node: fx.Node, name: str) -> None:
+    """Mark a node as computed in a checkpoint; of nested ones, in the outermost."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _CHECKPOINT: name}
+
+
+def mark_saved(node: fx.Node) -> None:
+    """Mark the value of a node as saved by the policy of its checkpoint."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _SAVES: True}
+
+
+def checkpoint_of(node: fx.Node) -> str | None:
+    """Return the name of the checkpoint that computes a node; None outside of all."""
+    name: str | None = node.meta.get("custom", {}).get(_CHECKPOINT)
+    return name
+
+
+def is_saved_by_checkpoint(node: fx.Node) -> bool:
+    """Return whether the policy of its checkpoint saves the value of a node."""
+    return _SAVES in node.meta.get("custom", {})
 
 
 def complete_provenance(graph: fx.Graph) -> None:

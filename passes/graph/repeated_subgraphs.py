@@ -51,8 +51,12 @@ class Run:
         return min(max((position - self.start) // self.length, -1), self.count) if position >= self.start else -1
 
 
-def signatures(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], str]) -> list[int]:
-    """Return a number for each node: equal for nodes that do the same to values of the same shapes and of the same ``kind``."""
+def signatures(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], str], own: Callable[[fx.Node], Hashable] = lambda _: None) -> list[int]:
+    """Return a number for each node: equal for nodes that do the same to values of the same shapes and of the same ``kind``.
+
+    Args:
+        own: a property in which nodes of equal numbers agree.
+    """
     numbers: dict[Hashable, int] = {}
 
     def leaf_key(value: Any) -> str:
@@ -61,7 +65,7 @@ def signatures(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], str]) -> list
     result = []
     for node in nodes:
         arguments = tuple(leaf_key(value) for value in _flattened((node.args, node.kwargs)))
-        key = (node.target, value_form(node.meta.get("val")), arguments)
+        key = (node.target, value_form(node.meta.get("val")), arguments, own(node))
         result.append(numbers.setdefault(key, len(numbers)))
     return result
 
@@ -158,8 +162,12 @@ class Folded:
         return max((len(names) for names in self.copies.values()), default=1)
 
 
-def fold_repeats(graph: ModelGraph) -> Folded:
-    """Fold the longest run of copies; return the graph itself where there is none."""
+def fold_repeats(graph: ModelGraph, own: Callable[[fx.Node], Hashable] = lambda _: None) -> Folded:
+    """Fold the longest run of copies; return the graph itself where there is none.
+
+    Args:
+        own: a property of nodes in which copies agree.
+    """
     nodes = graph.computing_nodes()
     weights = {**graph.parameters, **graph.buffers, **graph.constants}.keys()
 
@@ -168,7 +176,7 @@ def fold_repeats(graph: ModelGraph) -> Folded:
             return "any weight"
         return value.name if value.op == "placeholder" else "value"
 
-    node_signatures = signatures(nodes, kind)
+    node_signatures = signatures(nodes, kind, own)
     position = {node: index for index, node in enumerate(nodes)}
     leaves = [node_leaves((node.args, node.kwargs)) for node in nodes]
 

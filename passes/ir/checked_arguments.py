@@ -32,7 +32,7 @@ import numbers
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -462,13 +462,17 @@ def more_than(least: float) -> Rule:
 
 
 def each_of(rule: Rule) -> Rule:
-    """Return a rule: ``rule`` holds for the value, or for each item of a sequence that is not None."""
+    """Return a rule: ``rule`` holds for the value, or for each item of a sequence or mapping that is not None."""
 
     def rule_for_items(name: str, value: Any) -> None:
-        is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
-        for index, item in enumerate(value if is_sequence else (value,)):
+        items: Iterable[tuple[Any, Any]] = ((None, value),)
+        if isinstance(value, Mapping):
+            items = value.items()
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            items = enumerate(value)
+        for key, item in items:
             if item is not None:
-                rule(f"{name}[{index}]" if is_sequence else name, item)
+                rule(name if key is None else f"{name}[{key!r}]", item)
 
     return rule_for_items
 

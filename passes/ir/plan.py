@@ -15,12 +15,15 @@ from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, SEQUENCE, STAGES, TILES, WIDTH, Mesh
 
-__all__ = ["ATTENTION", "BATCHNORM", "RECOMPUTE", "Contender", "Plan", "Prediction", "Stage"]
+__all__ = ["ATTENTION", "BATCHNORM", "BY_REGION", "RECOMPUTE", "Contender", "Plan", "Prediction", "Region", "Stage"]
 
-_FORMAT = 2
+_FORMAT = 3
 
 RECOMPUTE = ("none", "selective", "full")
-"""What a backward recomputes: nothing; values that are cheap for their bytes; everything but the inputs of a stage."""
+"""What a backward recomputes: nothing; values that are cheap for their bytes; everything but the values that enter a region."""
+
+BY_REGION = "by region"
+"""``Plan.recompute`` of a plan whose regions have policies of their own: those that the model marks, or that the user gave by module."""
 
 BATCHNORM = ("sync", "local")
 """Statistics of batch normalisation if the batch is sharded: over all rows, or over each rank's own rows."""
@@ -57,6 +60,21 @@ class Stage:
     backward_time: float = field(compare=False)
     activation_bytes: int
     send_bytes: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of nodes of the model's graph that a backward treats alike; it ends where the next region begins.
+
+    Attributes:
+        first_node: name of its first node.
+        recompute: one of ``RECOMPUTE``.
+        is_joined: whether it is recomputed together with the region before it. Otherwise the values that enter it are saved.
+    """
+
+    first_node: str
+    recompute: str = "full"
+    is_joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,7 @@ class Plan:
         stages: in graph order.
         schedule: name of the schedule.
         n_microbatches: microbatches a step.
-        recompute: ``"none"``, ``"selective"`` or ``"full"``.
+        recompute: ``"none"``, ``"selective"``, ``"full"``, or ``"by region"``: each region has its own.
         batch_size: the batch it was planned for.
         prediction: step time, memory, and how good the plan is compared to others; no part of the decision.
         axes: sharded axes with their mesh dimensions: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.analysis.axis_names``.
@@ -134,6 +152,8 @@ class Plan:
         halos: for spatial sharding over devices, the halo strategy of each segment of calls.
         widths: for each pipeline position, the number of ranks along the mesh dimension ``tensor``; empty if all have the same.
         attention: how the ranks of the mesh dimension ``sequence`` share attention: one of ``ATTENTION``.
+        regions: with ``recompute="full"`` or ``"by region"``, the regions in graph order. The backward recomputes a region from the values
+            that enter it, directly before the region's own backward. Empty: each stage is one region.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -152,6 +172,7 @@ class Plan:
     halos: tuple[HaloSegment, ...] = ()
     widths: tuple[int, ...] = ()
     attention: str = "gather"
+    regions: tuple[Region, ...] = ()
 
     @property
     def step_time(self) -> float:
@@ -209,12 +230,12 @@ class Plan:
 
     def check(self) -> None:
         """Raise ConfigError, naming the entry, if an entry is out of range or contradicts another."""
-        for part in (self, self.prediction, *self.stages, *self.prediction.contenders, *self.halos):
+        for part in (self, self.prediction, *self.stages, *self.prediction.contenders, *self.halos, *self.regions):
             check_fields(part)
         for path, number in _numbers(self, ""):
             may_be_negative = path in ("prediction.gap", "prediction.axes_gap")  # by a rounding error
             _require(math.isfinite(number) and (number >= 0 or may_be_negative), path, f"there is no {number} there")
-        _require(self.recompute in RECOMPUTE, "recompute", f"there is no {self.recompute!r}, choose one of {', '.join(RECOMPUTE)}")
+        self._check_recomputation()
         _require(self.batchnorm in BATCHNORM, "batchnorm", f"there is no {self.batchnorm!r}, choose one of {', '.join(BATCHNORM)}")
         _require(self.attention in ATTENTION, "attention", f"there is no {self.attention!r}, choose one of {', '.join(ATTENTION)}")
         has_sequence = any(name == SEQUENCE for name, _ in self.mesh)
@@ -239,6 +260,16 @@ class Plan:
         tiled = self.n_ranks == 1 and len(self.tiles) <= len(TILES) and min(self.tiles, default=1) >= 1
         _require(tiled or not self.tiles, "tiles", f"one device computes at least one tile along each dimension of space, not {self.tiles}")
         _require(bool(self.tiles) or self.tile_budget == 0, "tile_budget", "there are no tiles")
+
+    def _check_recomputation(self) -> None:
+        """Raise ConfigError for an unknown policy, or regions that do not fit it."""
+        known = (*RECOMPUTE, BY_REGION)
+        _require(self.recompute in known, "recompute", f"there is no {self.recompute!r}, choose one of {', '.join(known)}")
+        _require(self.recompute in ("full", BY_REGION) or not self.regions, "regions", f"recompute={self.recompute!r} has no regions")
+        _require(self.recompute != BY_REGION or bool(self.regions), "regions", f"recompute={self.recompute!r} has none")
+        for index, region in enumerate(self.regions):
+            is_policy = region.recompute in RECOMPUTE and (self.recompute == BY_REGION or region.recompute == "full")
+            _require(is_policy, f"regions[{index}].recompute", f"{region.recompute!r} does not fit recompute={self.recompute!r}")
 
     def _check_mesh(self) -> None:
         """Raise ConfigError if the mesh, its widths and the devices do not fit together."""

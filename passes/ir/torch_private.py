@@ -29,7 +29,7 @@ from torch.autograd import forward_ad  # says whether a level of forward-mode di
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub lacks what it has
 from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule  # writes its Python when it is called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx  # records what autograd and vmap dispatch as a graph
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx  # records what autograd and vmap dispatch as a graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # makes sizes that are open
 from torch.utils import _pytree  # the structure of arguments and results as torch.export has it
 from torch.utils._python_dispatch import TorchDispatchMode  # sees what operations cast below autocast, and every storage they make
@@ -38,6 +38,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing  # how symbolic sizes spell these functions
 from torch.utils._sympy.numbers import int_oo  # no upper end of a range of sizes
 from torch.utils._sympy.value_ranges import ValueRanges  # the sizes that a symbol stands for
+from torch.utils.checkpoint import _CachingTorchDispatchMode as SelectiveCheckpointMode  # asks policies which values are saved
 
 __all__ = [
     "DisableTorchFunction",
@@ -54,6 +55,7 @@ __all__ = [
     "OngoingTrace",
     "OpOverload",
     "RecordKind",
+    "SelectiveCheckpointMode",
     "TorchDispatchMode",
     "TorchLazyGraphModule",
     "TreeSpec",
@@ -76,6 +78,7 @@ __all__ = [
     "is_transformed",
     "is_view",
     "is_wrapped",
+    "last_traced_node",
     "make_fx",
     "masks_as_given",
     "no_dispatch_modes",
@@ -239,6 +242,12 @@ def masks_as_given() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = original
+
+
+def last_traced_node() -> fx.Node | None:
+    """Return the last node of the graph that ``make_fx`` or ``torch.export`` writes now; None if there is none."""
+    mode = get_proxy_mode()
+    return None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
 
 
 class OngoingTrace:

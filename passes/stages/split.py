@@ -15,8 +15,11 @@ reads is an output of its stage and an input of the reader, however far apart th
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -27,11 +30,14 @@ from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.plan import Region
 from passes.normalize.randomness.draw_order import draw_in_rows, draws, laid_out_anew
 
 __all__ = ["StageGraph", "is_read_later", "read_by_one_stage", "split_stages", "stage_of_nodes"]
 
 aten = torch.ops.aten
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,9 @@ class StageGraph:
         outputs: values that later stages read or the model returns.
         has_batch: whether the size of the microbatch is an argument.
         device: on which its graph creates tensors.
+        regions: computing node -> the number of the region that it is recomputed with, of which joined ones share one (``Plan.regions``).
+            Replicable nodes, and all nodes of a plan without regions, are in none.
+        policies: the same nodes -> the policy of their region, one of ``RECOMPUTE``.
     """
 
     index: int
@@ -64,6 +73,8 @@ class StageGraph:
     outputs: tuple[str, ...]
     has_batch: bool
     device: torch.device
+    regions: Mapping[str, int] = field(default_factory=dict)
+    policies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bound(self) -> tuple[str, ...]:
@@ -88,12 +99,7 @@ def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, i
     Raises:
         ConfigError: a name is no computing node, or the names are out of order.
     """
-    replicable = replicable_nodes(graph)
-    nodes = graph.computing_nodes()
-    position = {graph.graph.output_node().name: len(nodes), **{node.name: index for index, node in enumerate(nodes)}}
-    for index, node in reversed(list(enumerate(nodes))):
-        if "written_for" in node.meta:  # the earliest node wins, also over a node that has the name itself
-            position[node.meta["written_for"]] = index
+    position = _positions(graph)
     starts = []
     for name in first_nodes[1:]:
         if name not in position:
@@ -101,28 +107,62 @@ def stage_of_nodes(graph: ModelGraph, first_nodes: Sequence[str]) -> dict[str, i
         starts.append(position[name])
     if starts != sorted(starts):
         raise ConfigError("the plan's stages are not in the order of the graph", remedy="make the plan again")
-    stages, stage = {}, 0
-    for index, node in enumerate(nodes):
-        while stage < len(starts) and starts[stage] <= index:
-            stage += 1
-        if node.name not in replicable:
-            stages[node.name] = stage
-    return stages
+    return _numbered(graph, starts)
 
 
-def split_stages(graph: ModelGraph, first_nodes: Sequence[str], devices: Sequence[torch.device]) -> tuple[StageGraph, ...]:
-    """Cut the graph in front of the named nodes.
+def _number_regions(graph: ModelGraph, regions: Sequence[Region]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the number and the policy of the region of every computing node that is not replicable.
+
+    Nodes before all regions are in the first. A region whose first node is absent is part of the one before it.
+    """
+    position = _positions(graph)
+    present = sorted((region for region in regions if region.first_node in position), key=lambda region: position[region.first_node])
+    if not present:
+        return {}, {}
+    numbers = list(accumulate(int(not region.is_joined) for region in present))
+    run_of = _numbered(graph, [position[region.first_node] for region in present[1:]])
+    return {name: numbers[run] for name, run in run_of.items()}, {name: present[run].recompute for name, run in run_of.items()}
+
+
+def _positions(graph: ModelGraph) -> dict[str, int]:
+    """Return the position of each node among those that compute; of a node of the model, that of the first node emitted for it."""
+    nodes = graph.computing_nodes()
+    position = {graph.graph.output_node().name: len(nodes), **{node.name: index for index, node in enumerate(nodes)}}
+    for index, node in reversed(list(enumerate(nodes))):
+        if "written_for" in node.meta:  # the earliest node wins, also over a node that has the name itself
+            position[node.meta["written_for"]] = index
+    return position
+
+
+def _numbered(graph: ModelGraph, starts: Sequence[int]) -> dict[str, int]:
+    """Return for each computing node that is not replicable the number of positions in ``starts`` up to its own."""
+    replicable = replicable_nodes(graph)
+    nodes = enumerate(graph.computing_nodes())
+    return {node.name: bisect.bisect_right(starts, index) for index, node in nodes if node.name not in replicable}
+
+
+def split_stages(
+    graph: ModelGraph, first_nodes: Sequence[str], devices: Sequence[torch.device], regions: Sequence[Region] = ()
+) -> tuple[StageGraph, ...]:
+    """Cut the graph before the named nodes.
 
     Args:
         first_nodes: for each stage, the name of its first node.
         devices: for each stage, the device that its graph creates tensors on.
+        regions: of recomputation.
     """
-    stages = stage_of_nodes(graph, first_nodes)
+    stages, (region_of, policy_of) = stage_of_nodes(graph, first_nodes), _number_regions(graph, regions)
     last = len(first_nodes) - 1
     memory = aliasing(graph.graph)
     with_new_strides = _values_with_new_strides(graph, stages) if draws(graph.graph) else frozenset()
     indices = range(len(first_nodes))
-    return tuple(_stage_graph(graph, memory, stages, index, index == last, devices[index], with_new_strides) for index in indices)
+    cut = [_stage_graph(graph, memory, stages, index, index == last, devices[index], with_new_strides) for index in indices]
+    return tuple(replace(stage, regions=_within(stage, region_of), policies=_within(stage, policy_of)) for stage in cut)
+
+
+def _within(stage: StageGraph, of_nodes: Mapping[str, T]) -> dict[str, T]:
+    """Return the entries of the nodes that a stage computes."""
+    return {node.name: of_nodes[node.name] for node in stage.module.graph.nodes if node.op == "call_function" and node.name in of_nodes}
 
 
 def read_by_one_stage(graph: ModelGraph) -> frozenset[str]:

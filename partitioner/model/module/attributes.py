@@ -72,7 +72,8 @@ def read_attribute(module: nn.Module, name: str, path: str, device: torch.device
 
 
 _PLANNED = {
-    "gradient_checkpointing_enable": 'partition(model, ..., recompute="selective" or "full"); in Trainer, no gradient_checkpointing=True',
+    "gradient_checkpointing_enable": 'call it on the model before partition(), or pass recompute="full" to it; in Trainer, leave '
+    "gradient_checkpointing=True out",
     "resize_token_embeddings": "resize the model, and partition it again",
     "enable_input_require_grads": "leave it out: the gradient of an input that requires one is computed",
 }

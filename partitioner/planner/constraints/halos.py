@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import get_args
 
 from partitioner.options.constraints import Constraints
-from partitioner.planner.constraints.modules import check_module, prefixes
-from passes.graph.provenance import module_path
+from partitioner.planner.constraints.modules import check_module
+from passes.graph.provenance import module_path, prefixes
 from passes.ir.comm.halo_strategy import HaloStrategy
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph

@@ -7,13 +7,7 @@ from collections.abc import Collection
 
 from passes.ir.errors import ConfigError
 
-__all__ = ["check_module", "prefixes"]
-
-
-def prefixes(path: str) -> list[str]:
-    """Of ``"a.b.c"``: ``"a"``, ``"a.b"``, ``"a.b.c"``."""
-    parts = path.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+__all__ = ["check_module"]
 
 
 def check_module(name: str, known: Collection[str], said: str) -> None:

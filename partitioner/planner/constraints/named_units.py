@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from partitioner.planner.constraints.modules import check_module, prefixes
+from partitioner.planner.constraints.modules import check_module
 from partitioner.planner.costs.cut_points import CutPoints
-from passes.graph.provenance import module_path
+from passes.graph.provenance import module_path, prefixes
 from passes.ir.errors import ConfigError, Place
 from passes.ir.graph import ModelGraph
 

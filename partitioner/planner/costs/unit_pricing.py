@@ -17,14 +17,15 @@ from cost_models.graph_cost import GraphCost
 from cost_models.hardware.clusters import Device
 from cost_models.ops.cost import OperationCost
 from cost_models.ops.work import Work
-from partitioner.planner.costs.activation_memory import UnitMemory
 from partitioner.planner.costs.collectives import Exchange
 from partitioner.planner.costs.cut_points import CutPoints
+from partitioner.planner.costs.memory.activation_memory import UnitMemory
 from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
 from partitioner.planner.solvers.stage_problem import Floats, Shared, Units, Value
 from passes.autograd.recompute import Recompute
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import GATHERED_ONCE
+from passes.ir.plan import Region
 
 __all__ = ["Triple", "UnitPricing"]
 
@@ -40,6 +41,7 @@ class UnitPricing:
     Args:
         optimizer: its state is stored for every trained parameter.
         recompute: the recomputation policy of the backward.
+        regions: of recomputation, of the whole model.
         known_seconds: cache of operations' seconds by device and microbatch size, shared by all shards with the same cost model.
         summed: the most bytes of gradients that exist twice while they are reduced: at the end of a step, and during the backward.
         is_cut: whether several ranks share a stage, and this is the shard of one.
@@ -54,6 +56,7 @@ class UnitPricing:
         cost_model: CostModel,
         optimizer: str,
         recompute: Recompute,
+        regions: Sequence[Region],
         known_seconds: dict[Hashable, Triple],
         summed: tuple[float, float],
         is_cut: bool,
@@ -62,7 +65,7 @@ class UnitPricing:
         self.kinds, self._recompute = tuple(kinds), recompute
         self.summed, self.is_cut = summed, is_cut
         self.policy: Recompute = recompute if cost.gradients else "none"  # a forward alone recomputes nothing
-        self.memory = UnitMemory(graph, cost, points, optimizer, self.policy)
+        self.memory = UnitMemory(graph, cost, points, optimizer, self.policy, regions)
         self.unit_of = points.unit_of
         self.distinct = tuple(dict.fromkeys(cost.nodes.values()))
         self.calls = self._count_calls(frozenset(cost.nodes))
@@ -202,7 +205,7 @@ class _Microbatch:
             if key not in known:
                 known[key] = exchange.seconds(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
             forward, backward = known[key]
-            is_lost = exchange.forward == "all_gather" and pricing.policy != "none"  # gathered values are not saved
+            is_lost = exchange.forward == "all_gather" and pricing.memory.loses_gathers(exchange.reader)
             is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
             is_needed = not is_once and (is_lost or exchange.reader in pricing.memory.recomputed)
             repeated = forward if is_needed and exchange.regather is None else 0.0

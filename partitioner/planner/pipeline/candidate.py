@@ -10,7 +10,6 @@ from functools import cached_property
 
 import numpy as np
 
-from partitioner.planner.constraints.modules import prefixes
 from partitioner.planner.costs.collectives import GradientSum, shares_of_bucket
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidates import Candidate
@@ -19,7 +18,7 @@ from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, s
 from partitioner.schedules.clocks.clock import Timing, run_on_clock
 from partitioner.schedules.clocks.step_clock import StepClock
 from partitioner.schedules.forwards_first import in_sweeps
-from passes.graph.provenance import module_path
+from passes.graph.provenance import module_path, prefixes
 from passes.ir.plan import Stage
 from passes.ir.schedule import ActionKind, Schedule
 

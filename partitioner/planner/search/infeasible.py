@@ -23,24 +23,29 @@ __all__ = ["nothing_fits", "too_many_stages", "why_infeasible"]
 _MOST_PLACES = 4096
 
 
-def why_infeasible(problems: PipelineProblems, candidate: Candidate) -> PartitionError:
-    """Return the error for a candidate without a solution."""
+def why_infeasible(by_policy: Sequence[PipelineProblems], candidate: Candidate) -> PartitionError:
+    """Return the error for a candidate without a solution.
+
+    Args:
+        by_policy: the problems of the mesh, one for each policy of recomputation that was tried.
+    """
+    problems = by_policy[0]
     refusal = too_many_stages(problems, candidate)
     if refusal is not None:
         return refusal
-    problem = problems.problem(candidate)
     n_ranks = len(problems.cluster.devices)
-    if solve(replace(problem, limit=(np.inf,) * n_ranks)) is None:
+    if solve(replace(problems.problem(candidate), limit=(np.inf,) * n_ranks)) is None:
         return ConfigError(
             f"no way to cut the model into {candidate.n_stages(n_ranks)} stages keeps to the constraints",
             remedy="every stage needs at least one operation that may be in it: leave out device_map, split_spec or pin entries",
         )
-    missing = shortfall(problem)
+    missing = min(shortfall(each.problem(candidate)) for each in by_policy)
+    suffice = [places for each in by_policy if (places := _fewest_places(each, candidate)) is not None]
     limit = min(problems.limits)
     count = _count(candidate.n_microbatches, "microbatch", "es")
     return InfeasiblePlanError(
         f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {_lack_words(missing)} with {count}",
-        remedy=_remedy(problems, n_ranks, _fewest_places(problems, candidate), missing),
+        remedy=_remedy(problems, n_ranks, min(suffice, default=None), missing),
     )
 
 
@@ -65,7 +70,7 @@ def too_many_stages(problems: PipelineProblems, candidate: Candidate) -> ConfigE
 
 @dataclass(frozen=True, eq=False)
 class _Lack:
-    """The memory that a mesh lacks, for its candidate of least memory under the policy that recomputes most.
+    """The memory that a mesh lacks, for its candidate of least memory under one policy of recomputation.
 
     Attributes:
         missing: bytes that the fullest device lacks; not positive if every stage fits alone, but not all stages of a device together.
@@ -89,8 +94,8 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
     if not lacks:
         if refusals:
             return refusals[0]
-        problems = meshes[0].problems(meshes[0].policies[-1])
-        return why_infeasible(problems, _least_memory_candidate(problems, meshes[0]))
+        by_policy = [meshes[0].problems(policy) for policy in meshes[0].policies]
+        return why_infeasible(by_policy, _least_memory_candidate(by_policy[0], meshes[0]))
     closest = min(lacks, key=lambda lack: lack.missing)
     mesh, candidate = closest.mesh, closest.candidate
     words, count = mesh_words(mesh, candidate.replicas), _count(candidate.n_microbatches, "microbatch", "es")
@@ -105,8 +110,7 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
 def _lacks(meshes: Sequence[MeshProblem]) -> list[_Lack]:
     """Return what meshes lack, without those that no memory would help: too few units, or constraints that allow no cuts."""
     lacks = []
-    for mesh in meshes:
-        problems = mesh.problems(mesh.policies[-1])
+    for mesh, problems in ((each, each.problems(policy)) for each in meshes for policy in each.policies):
         candidate = _least_memory_candidate(problems, mesh)
         if len(problems.points.units) >= mesh.n_places:
             missing = shortfall(problems.problem(candidate))

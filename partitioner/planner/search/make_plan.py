@@ -17,6 +17,7 @@ from cost_models.hardware.clusters import Cluster
 from partitioner.options.batch_statistics import microbatch_effects, why_uncut
 from partitioner.planner.constraints.device_map import placement_notes
 from partitioner.planner.constraints.named_units import NamedUnits
+from partitioner.planner.costs.memory.named_regions import patterns_without_effect
 from partitioner.planner.pipeline.candidate import StagedModel, describe_stages
 from partitioner.planner.pipeline.candidates import Candidate, may_cut_batch, microbatch_choices, schedules
 from partitioner.planner.request import PlanRequest
@@ -153,13 +154,12 @@ def _check_constraints(problem: MeshProblem, count: int) -> None:
 
 
 def _nothing_fits(problem: MeshProblem) -> PartitionError:
-    """Return the error of a mesh without a plan, for the policy that saves least, the default schedule and the most microbatches."""
+    """Return the error of a mesh without a plan, for the default schedule and the most microbatches."""
     if problem.mesh.cutting.size > 1:  # several devices have one pipeline position
         return nothing_fits([problem], [])
-    problems = problem.problems(problem.policies[-1])
-    name, stages_per_rank = schedules(problems.request)[0]
-    count = _counts(problem)[-1]
-    return why_infeasible(problems, Candidate(name, stages_per_rank, count, problems.request.replicas))
+    name, stages_per_rank = schedules(problem.request)[0]
+    candidate = Candidate(name, stages_per_rank, _counts(problem)[-1], problem.request.replicas)
+    return why_infeasible([problem.problems(policy) for policy in problem.policies], candidate)
 
 
 def describe_best(search: PlanSearch, group: Callable[[Option], Hashable]) -> Plan:
@@ -194,6 +194,7 @@ def _plan_of(problem: MeshProblem, chosen: Solution, runner_up: str, contenders:
         ),
         batchnorm=request.batchnorm,
         widths=mesh.widths,
+        regions=problem.part.source.regions(problems.prices.recompute, request.patterns),
     )
 
 
@@ -204,6 +205,8 @@ _MOST_CONTENDERS = 6
 def _notes(graph: ModelGraph, cost: GraphCost, request: PlanRequest, chosen: StagedModel) -> Iterator[str]:
     """Yield the notes of a plan: on the traced graph, why the batch is not cut, unpriced ops."""
     yield from graph.notes
+    for pattern in patterns_without_effect(request.patterns, graph) if graph.training else ():
+        yield f'recompute={{"{pattern}": ...}} has no effect: nothing there needs a gradient'
     if (asked := request.n_microbatches or 1) > graph.batch_size:
         yield f"n_microbatches={asked}: a pipeline has {graph.batch_size} rows of the planned batch, which runs in that many microbatches"
     yield from microbatch_effects(graph.mixing, chosen.candidate.n_microbatches)

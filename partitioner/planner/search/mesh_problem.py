@@ -18,6 +18,7 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_step, least_step, shared_load
 from partitioner.planner.costs.links import LinkTable
+from partitioner.planner.costs.memory.named_regions import has_checkpoints
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidate import StagedModel, StageSums, stage_model
 from partitioner.planner.pipeline.candidates import Candidate
@@ -109,10 +110,14 @@ class MeshProblem:
 
     @property
     def policies(self) -> Sequence[Recompute]:
-        """The recomputation policies to try: the requested one, or all, the one that recomputes least first."""
+        """The recomputation policies to try: the requested one, the model's own, or all, the one that recomputes least first."""
+        if self.request.patterns:
+            return ("by region",)
         if self.request.recompute is not None:
             return (cast(Recompute, self.request.recompute),)
-        return ("none", "selective", "full") if self.part.graph.training else ("none",)
+        if not self.part.graph.training:
+            return ("none",)
+        return ("by region",) if has_checkpoints(self.part.source.whole) else ("none", "selective", "full")
 
     @property
     def batch_size(self) -> int:
@@ -138,9 +143,11 @@ class MeshProblem:
         return self._problems[policy]
 
     def _prices(self, policy: Recompute) -> UnitCosts:
+        asked = (self.request.optimizer, policy)
+        patterns = self.request.patterns
         if self.submeshes is None:
-            return self.part.prices(self.kinds, self.cost_model, self.request.optimizer, policy, self.links, n_stages=self.n_places)
-        prices = self.submeshes.prices(self.kinds, self.places.devices, self.cost_model, self.request.optimizer, policy)
+            return self.part.prices(self.kinds, self.cost_model, *asked, self.links, patterns=patterns, n_stages=self.n_places)
+        prices = self.submeshes.prices(self.kinds, self.places.devices, self.cost_model, *asked, patterns)
         self.submeshes.check(prices)
         return prices
 

@@ -16,6 +16,7 @@ from cost_models.graph_cost import graph_cost
 from partitioner.options.constraints import TENSOR, Constraints
 from partitioner.planner.constraints.axes import constrained_axes
 from partitioner.planner.costs.links import ClockRate
+from partitioner.planner.costs.memory.named_regions import policy_key
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.axis_problem import AxisChoice, AxisProblem
 from partitioner.planner.sharding.rank_shard import ModelPart, PartGraph, axis_cut, cut_part, part_graph, whole_part
@@ -71,7 +72,7 @@ class CuttableModel:
     ) -> None:
         self._request, self._clock_rate, self._hardware = request, clock_rate, hardware
         self._whole = graph
-        self._folded = fold_repeats(graph)
+        self._folded = fold_repeats(graph, lambda node: policy_key(node, request.patterns))
         self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
         self._found_axes: dict[fx.Graph, Axes] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
@@ -83,8 +84,8 @@ class CuttableModel:
         self._uncut: list[ModelPart] = []
 
     def under(self, request: PlanRequest) -> CuttableModel:
-        """Return the same model under another request with the same ``batchnorm``; all share the caches of what does not depend on it."""
-        assert request.batchnorm == self._request.batchnorm
+        """Return the same model under another request with the same ``batchnorm`` and ``patterns``; all share caches of the rest."""
+        assert (request.batchnorm, request.patterns) == (self._request.batchnorm, self._request.patterns)
         other = copy.copy(self)
         vars(other).update(_request=request, _assignments=self._assignments_under(request))
         return other

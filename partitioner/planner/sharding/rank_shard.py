@@ -32,6 +32,8 @@ from partitioner.planner.costs.collectives import (
 )
 from partitioner.planner.costs.cut_points import CutPoints, Expansion, expansion_of, find_cut_points
 from partitioner.planner.costs.decomposed_ops import with_decompositions
+from partitioner.planner.costs.memory.checkpoint_regions import checkpoint_regions
+from partitioner.planner.costs.memory.named_regions import Patterns, named_regions
 from partitioner.planner.costs.part_sizes import PartSizes
 from partitioner.planner.costs.unit_costs import UnitCosts, repeat
 from partitioner.planner.costs.unit_pricing import Triple, UnitPricing
@@ -44,7 +46,7 @@ from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.halo_strategy import HaloSegment, ends_of
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
-from passes.ir.plan import ATTENTION
+from passes.ir.plan import ATTENTION, BY_REGION, Region
 from passes.spmd.propagate import Layouts
 from passes.spmd.shard_graph import AxisCut, layouts_of_cut
 
@@ -99,6 +101,7 @@ class ModelPart:
         policy: Recompute = "none",
         links: Mapping[str, GroupLinks] = MappingProxyType({}),
         *,
+        patterns: Patterns = (),
         n_stages: int = 1,
         adding: bool = True,
     ) -> UnitCosts:
@@ -107,13 +110,15 @@ class ModelPart:
         Args:
             kinds: the distinct devices to price for.
             links: mesh dimension -> the links along it.
+            patterns: modules and their policies of recomputation, as the caller gave them.
             n_stages: number of stages: small collectives of a stage are coalesced.
             adding: whether gradients accumulate over microbatches.
         """
         exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in self.exchanges]
-        key = (tuple(kinds), optimizer, policy)
+        key = (tuple(kinds), optimizer, policy, patterns)
         if key not in self.known_prices:
-            known = (self.source.graph, self.cost, self.source.points, kinds, cost_model, optimizer, policy)
+            regions = self.source.regions(policy, patterns)
+            known = (self.source.graph, self.cost, self.source.points, kinds, cost_model, optimizer, policy, regions)
             self.known_prices[key] = UnitPricing(*known, self.source.known_seconds, self._bucket_bytes, is_cut=self.layouts is not None)
         parameters = (self.source.users, self.held_bytes)
         costs = self.known_prices[key].on(self.batch_size, exchanges, *parameters, adding=adding, n_stages=n_stages)
@@ -257,6 +262,16 @@ class PartGraph:
         if id(axes) not in self.known_facts:
             self.known_facts[id(axes)] = LayoutFacts(self.graph, axes)
         return self.known_facts[id(axes)]
+
+    def regions(self, policy: Recompute, patterns: Patterns) -> tuple[Region, ...]:
+        """Return the regions of recomputation of the whole model under a policy; ``patterns``: those of modules that the caller gave."""
+        if policy == BY_REGION:
+            return named_regions(self.whole, patterns)
+        return self._checkpoint_regions if policy == "full" else ()
+
+    @cached_property
+    def _checkpoint_regions(self) -> tuple[Region, ...]:
+        return checkpoint_regions(self.whole, self.points if self.whole is self.graph else find_cut_points(self.whole))
 
     def copies(self, name: str) -> tuple[str, ...]:
         """Return the nodes of the whole model that a node of the folded graph stands for."""

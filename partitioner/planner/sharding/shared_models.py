@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from cost_models.cost_model import CostModel, Roofline
 from partitioner.planner.costs.links import ClockRate
+from partitioner.planner.costs.memory.named_regions import Patterns
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.rank_shard import ModelPart, unfolded, whole_part
@@ -28,6 +29,7 @@ class _Known:
 
     graph: ModelGraph
     batchnorm: str
+    patterns: Patterns
     clock_rate: ClockRate | None
     hardware: Hardware
     model: CuttableModel
@@ -52,11 +54,11 @@ class SharedModels:
     def cuttable(self, graph: ModelGraph, request: PlanRequest, clock_rate: ClockRate | None, hardware: Hardware) -> CuttableModel:
         """Return the model of a graph for a request on some hardware."""
         for known in self._models:
-            is_same = known.graph is graph and known.batchnorm == request.batchnorm and known.clock_rate == clock_rate
-            if is_same and _is_same_hardware(known.hardware, hardware):
+            is_same = known.graph is graph and known.batchnorm == request.batchnorm and known.patterns == request.patterns
+            if is_same and known.clock_rate == clock_rate and _is_same_hardware(known.hardware, hardware):
                 return known.model.under(request)
         model = CuttableModel(graph, request, clock_rate=clock_rate, hardware=hardware)
-        self._models.append(_Known(graph, request.batchnorm, clock_rate, hardware, model))
+        self._models.append(_Known(graph, request.batchnorm, request.patterns, clock_rate, hardware, model))
         return model
 
     def whole(self, graph: ModelGraph, cost_model: CostModel) -> ModelPart:

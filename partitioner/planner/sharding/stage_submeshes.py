@@ -23,6 +23,7 @@ from cost_models.hardware.clusters import Device
 from partitioner.options.limits import shared_by_unlike_stages
 from partitioner.planner.costs.collectives import Exchange, collectives_between
 from partitioner.planner.costs.links import LinkTable
+from partitioner.planner.costs.memory.named_regions import Patterns
 from partitioner.planner.costs.unit_costs import UnitCosts, stack
 from partitioner.planner.pipeline.candidate import StageSums
 from partitioner.planner.sharding.model import MeshCut
@@ -64,7 +65,13 @@ class SubmeshParts:
     links: Mapping[int, Mapping[str, GroupLinks]]
 
     def prices(
-        self, kinds: Sequence[Device], places: Sequence[Device], cost_model: CostModel, optimizer: str, policy: Recompute
+        self,
+        kinds: Sequence[Device],
+        places: Sequence[Device],
+        cost_model: CostModel,
+        optimizer: str,
+        policy: Recompute,
+        patterns: Patterns = (),
     ) -> UnitCosts:
         """Return the costs of the units on each kind of device.
 
@@ -74,7 +81,7 @@ class SubmeshParts:
         """
         widths = sorted(set(self.mesh.widths))
         known = (kinds, cost_model, optimizer, policy)
-        tables = {width: self.by_width[width].prices(*known, self.links[width]) for width in (1, *widths)}
+        tables = {width: self.by_width[width].prices(*known, self.links[width], patterns=patterns) for width in (1, *widths)}
         width_of = dict(zip(places, self.mesh.widths, strict=True))
         table_of_kind = [widths.index(width_of[kind]) for kind in kinds]
         return stack(table_of_kind, [tables[width] for width in widths], tables[1], lambda rows: self._gathers(table_of_kind, rows))

@@ -188,7 +188,7 @@ class TransientMemory:
     A stage of units ``i..j`` needs the maximum over its units u of
 
         forward    forward(u) - saved(u+1..j)
-        backward   backward(u) + recomputed(i..u) + gradients(u+1..j) - saved(u+1..j)
+        backward   backward(u) + gradients(u+1..j) - saved(u+1..j)
 
     and ``coalesced(i..j)``, at most ``coalesced_at_once``. Gradients reduced during the backward exist twice: ``gradients(u+1..j)`` is
     added once more, at most ``summed`` bytes. That limit is applied to the maximum over u: an upper bound. A backward that runs as a call
@@ -197,7 +197,6 @@ class TransientMemory:
     Attributes:
         forward, backward: (N,) bytes that a unit computes with, beyond the saved activations of it and of the units before it.
         saved: (N,) bytes that each unit adds to the saved activations.
-        recomputed: (N,) bytes that are recomputed before the stage's backward, and freed after the unit's own.
         gradients: (N,) bytes of the parameter gradients that exist after the unit's backward.
         coalesced: (N,) bytes of small weights gathered for each unit in coalesced messages.
         coalesced_at_once: the most bytes of these that exist at once.
@@ -208,7 +207,6 @@ class TransientMemory:
     forward: Floats
     backward: Floats
     saved: Floats
-    recomputed: Floats
     gradients: Floats
     coalesced: Floats
     coalesced_at_once: float
@@ -219,24 +217,23 @@ class TransientMemory:
     def nothing(n_units: int) -> TransientMemory:
         """Return the table of units without transient memory."""
         nothing = np.zeros(n_units)
-        return TransientMemory(nothing, nothing, nothing, nothing, nothing, nothing, 0.0)
+        return TransientMemory(nothing, nothing, nothing, nothing, nothing, 0.0)
 
     def repeated(self, source: Integers) -> TransientMemory:
         """Return the table of the given units, in any order and with repetition."""
-        peaks, added = (self.forward[source], self.backward[source]), (self.saved[source], self.recomputed[source])
-        of_units = (*peaks, *added, self.gradients[source], self.coalesced[source])
+        of_units = (self.forward[source], self.backward[source], self.saved[source], self.gradients[source], self.coalesced[source])
         return TransientMemory(*of_units, self.coalesced_at_once, self.backward_is_call, self.summed)
 
     @cached_property
     def _sums(self) -> Floats:
-        """(4, N + 1) prefix sums of saved, recomputed, gradients and coalesced."""
-        return np.pad(np.cumsum([self.saved, self.recomputed, self.gradients, self.coalesced], axis=1), ((0, 0), (1, 0)))
+        """(3, N + 1) prefix sums of saved, gradients and coalesced."""
+        return np.pad(np.cumsum([self.saved, self.gradients, self.coalesced], axis=1), ((0, 0), (1, 0)))
 
     @cached_property
     def _peaks(self) -> Floats:
         """(3, N) the terms in u of forward, backward, and backward with gradients twice; sums over ``u+1..j`` begin as ``-_sums`` at u."""
-        saved, recomputed, gradients, _ = self._sums[:, 1:]
-        backward = self.backward + recomputed - gradients + (0.0 if self.backward_is_call else saved)
+        saved, gradients, _ = self._sums[:, 1:]
+        backward = self.backward - gradients + (0.0 if self.backward_is_call else saved)
         return np.stack([self.forward + saved, backward, backward - gradients])
 
     def of_block(self, start: int, stop: int, width: int) -> Floats:
@@ -253,9 +250,9 @@ class TransientMemory:
     def _of_runs(self, highest: Floats, start: Integers, end: Integers) -> Floats:
         """Return the bytes of the runs ``start .. end - 1``: the terms in i and j, added to the maxima of ``_peaks`` over the run."""
         forward, once, twice = highest
-        saved, recomputed, gradients, coalesced = self._sums
+        saved, gradients, coalesced = self._sums
         freed = 0.0 if self.backward_is_call else saved[end]
-        backward = np.minimum(once + gradients[end] + self.summed, twice + 2 * gradients[end]) - recomputed[start] - freed
+        backward = np.minimum(once + gradients[end] + self.summed, twice + 2 * gradients[end]) - freed
         computing: Floats = np.maximum(np.maximum(forward - saved[end], backward), 0.0)
         weights: Floats = np.minimum(coalesced[end] - coalesced[start], self.coalesced_at_once)
         return computing + weights

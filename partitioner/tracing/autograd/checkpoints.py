@@ -1,16 +1,26 @@
-"""Find what ``torch.utils.checkpoint`` does to buffers: PyTorch computes its region again in the backward, and writes them again."""
+"""Mark the nodes of a trace that are computed under ``torch.utils.checkpoint``, and note what PyTorch does to buffers there.
+
+PyTorch computes such a region again in the backward, and writes its buffers again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch.nn.functional as F
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from passes.graph.provenance import mark_checkpoint, mark_saved
+from passes.ir.torch_private import SelectiveCheckpointMode, last_traced_node
 
 __all__ = [
-    "STATISTICS_NOTE", "enter_checkpoint", "in_checkpoint", "leave_checkpoint", "note_statistics", "record_statistics_in_checkpoints",
+    "STATISTICS_NOTE", "enter_checkpoint", "in_checkpoint", "leave_checkpoint", "mark_selected", "note_statistics",
+    "record_statistics_in_checkpoints",
 ]  # fmt: skip
 
 STATISTICS_NOTE = (
@@ -23,14 +33,53 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)
 _found: ContextVar[set[str] | None] = ContextVar("found", default=None)
 
 
+_SAVE = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+"""Decisions of a policy by which the value of an operation is saved."""
+
+_before: ContextVar[fx.Node | None] = ContextVar("before", default=None)
+"""The last node of the trace before the outermost checkpoint; None if nothing is traced."""
+
+
 def enter_checkpoint() -> None:
     """Begin a region that PyTorch would compute again."""
+    if _depth.get() == 0:
+        _before.set(last_traced_node())
     _depth.set(_depth.get() + 1)
 
 
 def leave_checkpoint() -> None:
-    """End the region."""
+    """End the region; mark its nodes if it is the outermost."""
     _depth.set(_depth.get() - 1)
+    before = _before.get()
+    if _depth.get() == 0 and before is not None:
+        node = before.next
+        while node.op != "root":
+            mark_checkpoint(node, before.name)
+            node = node.next
+
+
+@contextlib.contextmanager
+def mark_selected() -> Iterator[None]:
+    """While active, mark the nodes that policies of selective checkpointing save."""
+    patched: Any = SelectiveCheckpointMode
+    original = patched.__init__
+
+    def make(mode: Any, policy: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(mode, functools.partial(_decide, policy), *args, **kwargs)
+
+    patched.__init__ = make
+    try:
+        yield
+    finally:
+        patched.__init__ = original
+
+
+def _decide(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Ask a policy about an operation; mark the last node of the trace, which called it, if it is saved."""
+    decision, before = policy(*args, **kwargs), _before.get()
+    if decision in _SAVE and before is not None:
+        mark_saved(next(reversed(before.graph.nodes)))
+    return decision
 
 
 @contextlib.contextmanager

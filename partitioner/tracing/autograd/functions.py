@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from partitioner.tracing.autograd.checkpoints import in_checkpoint
+from partitioner.tracing.autograd.hooks import note_question
 from passes.autograd.functions.operators import (
     AppliedFunction,
     FunctionOperator,
@@ -81,6 +82,7 @@ def _is_differentiable(value: Any) -> bool:
 
 def _call_in_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
     """Call what a reentrant checkpoint runs: the same values and gradients, which none have where no argument requires one."""
+    note_question("Tensor.requires_grad")
     with torch.set_grad_enabled(any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)), in_checkpoint():
         return run(*args)
 

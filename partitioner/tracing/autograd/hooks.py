@@ -15,15 +15,16 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from partitioner.tracing.autograd.checkpoints import enter_checkpoint, leave_checkpoint
+from partitioner.tracing.autograd.checkpoints import enter_checkpoint, leave_checkpoint, mark_selected
 
-__all__ = ["GRADIENTS_ON", "AutogradUseError", "keep_autograd_out"]
+__all__ = ["GRADIENTS_ON", "AutogradUseError", "keep_autograd_out", "note_question"]
 
 GRADIENTS_ON = "torch.is_grad_enabled()"
 """The question whether gradients are on."""
@@ -56,6 +57,16 @@ class AutogradUseError(Exception):
         super().__init__(problem)
 
 
+_questions: ContextVar[set[str] | None] = ContextVar("questions", default=None)
+
+
+def note_question(name: str) -> None:
+    """Note that what is traced now depends on the state of autograd: ``"Tensor.requires_grad"``."""
+    found = _questions.get()
+    if found is not None:
+        found.add(name)
+
+
 @contextlib.contextmanager
 def keep_autograd_out() -> Iterator[set[str]]:
     """While active, let this thread call nothing by hooks: those of torch on saved tensors are ignored, all others refused.
@@ -64,12 +75,15 @@ def keep_autograd_out() -> Iterator[set[str]]:
     questions that code of the model asks of the state of autograd, as they come.
     """
     questions, is_on = set[str](), torch.is_grad_enabled
+    token = _questions.set(questions)
 
     def asked_whether_on() -> bool:
         questions.add(GRADIENTS_ON)
         return is_on()
 
     with contextlib.ExitStack() as stack:
+        stack.callback(_questions.reset, token)
+        stack.enter_context(mark_selected())
         patches = _Patches(stack)
         patches.replace(saved_tensors_hooks, "__enter__", _ignore_or_refuse, whoever_calls=True)
         patches.replace(saved_tensors_hooks, "__exit__", _leave, whoever_calls=True)

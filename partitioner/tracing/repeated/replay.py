@@ -30,6 +30,7 @@ from torch.export import ExportedProgram
 from partitioner.tracing.repeated.find import Copies, StandIn, intercept_calls
 from partitioner.tracing.repeated.unread_attributes import record_reads
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_keys, mutated_arguments, new_memory
+from passes.graph.provenance import checkpoint_of, mark_checkpoint
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import OpOverload, tree_flatten, tree_leaves, tree_unflatten
 from passes.normalize.symbolic_batch import READS
@@ -161,6 +162,8 @@ def _write_copy(template: _Block, block: _Block) -> None:
             copy = copies[node] = graph.node_copy(node, lambda argument: copies.get(argument, argument))
             own: dict[str, Any] = {"val": values[node].meta["val"]} if node in values else {OWN_MEMORY: memory.of_copy(node)}
             copy.meta = {**node.meta, **_provenance(node, template, block), **own}
+            if (checkpoint := checkpoint_of(node)) is not None:
+                mark_checkpoint(copy, checkpoint_of(block.begin) or f"{checkpoint} of {block.path}")
     for template_result, stand_in_result in results:
         stand_in_result.replace_all_uses_with(copies[template_result])
     for node in reversed(block.nodes):

@@ -243,7 +243,7 @@ class Slow:
         ({"schedule": 1}, ("schedule must be a str or None", '"1F1B"')),
         ({"schedule": make_schedule("1F1B", 2, 2)}, ("schedule must be a str or None", "a Schedule")),
         ({"stages_per_device": -1}, ("stages_per_device must be 1 or more",)),
-        ({"recompute": True}, ("recompute must be a str or None", '"selective"')),
+        ({"recompute": True}, ("recompute must be a str, ", '"selective"')),
         ({"recompute": "sometimes"}, ("recompute='sometimes'", '"selective"')),
         ({"cluster": 8}, ("cluster must be a Cluster, a str or None", "h100:8x8")),
         ({"memory_limit": math.nan}, ("memory_limit must be an int, a str or None, not nan",)),

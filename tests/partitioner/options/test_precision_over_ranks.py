@@ -175,15 +175,26 @@ def sent(pm: PartitionedModel, n_ranks: int) -> tuple[dict[str, float], Counter[
 GATHERED = ("all_gather", torch.bfloat16)
 SUMMED = ("reduce_scatter", torch.float32)
 
+LATER = (64 * 64 + 64 * 6) / (64 * WIDTH + 64 * 64 + 64 * 6)
+"""The part of the perceptron's parameters that is not in its first layer."""
+
 
 @pytest.mark.parametrize(
     ("mode", "recompute", "gathered", "n_gathers"),
-    [("fsdp", "full", 2 + 2, 2), ("zero1", "full", 2, 1), ("zero2", "selective", 2, 1), ("zero1", "none", 2, 1)],
+    [
+        ("fsdp", "full", 2 + 2 * LATER, 2),
+        ("zero1", "full", 2, 1),
+        ("zero2", "selective", 2, 1),
+        ("zero1", "none", 2, 1),
+    ],
 )
 def test_parameters_are_gathered_in_the_lower_precision(mode: str, recompute: str, gathered: int, n_gathers: int) -> None:
-    """FSDP2's bytes: 2 for each gather, and 4 for the sum of gradients. ZeRO gathers once a step, whatever is recomputed."""
+    """FSDP2's bytes: 2 for each gather, and 4 for the sum of gradients. ZeRO gathers once a step, whatever is recomputed.
+
+    The output of the first layer is where the next region begins: it is saved, and nothing reads the layer's weight in the backward.
+    """
     sizes, messages, types = sent(stepped(perceptron(), 2, mode, recompute=recompute), 2)
-    assert sizes == {"all_gather": gathered, "reduce_scatter": 4}
+    assert sizes == {"all_gather": pytest.approx(gathered), "reduce_scatter": 4}
     assert messages == {"all_gather": n_gathers, "reduce_scatter": 1}
     assert types == {GATHERED, SUMMED}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -87,6 +88,31 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     assert torch_private.running_ddp() is None
     with torch.nn.parallel.DistributedDataParallel._inside_ddp_forward(cast(Any, ddp := object())):
         assert torch_private.running_ddp() is ddp
+
+
+def test_selective_checkpoints_ask_a_policy() -> None:
+    asked: list[Any] = []
+
+    def policy(_context: object, operation: object, *_: object, **__: object) -> bool:
+        asked.append(operation)
+        return False
+
+    with torch_private.SelectiveCheckpointMode(policy, defaultdict(dict)):
+        torch.ones(2).sin()
+    assert torch.ops.aten.sin.default in asked
+
+
+def test_the_last_node_of_a_trace() -> None:
+    found: list[torch.fx.Node | None] = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        y = x.cos()
+        found.append(torch_private.last_traced_node())
+        return y
+
+    assert torch_private.last_traced_node() is None
+    torch_private.make_fx(traced)(torch.ones(2))
+    assert [node and node.target for node in found] == [torch.ops.aten.cos.default]
 
 
 def test_process_groups_beside_those_of_new_group() -> None:

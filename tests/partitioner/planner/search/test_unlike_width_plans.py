@@ -90,7 +90,7 @@ def test_borders_in_repeated_blocks_cost_what_they_cost_in_a_model_that_is_not_f
 
     is_whole = False
     folded = gathered()
-    monkeypatch.setattr("partitioner.planner.sharding.model.fold_repeats", lambda whole: Folded(whole, {}, {}))
+    monkeypatch.setattr("partitioner.planner.sharding.model.fold_repeats", lambda whole, _: Folded(whole, {}, {}))
     is_whole = True
     assert folded == gathered() != []
 

@@ -51,11 +51,11 @@ def some_working(draw: random.Random, n_units: int) -> TransientMemory | None:
     """What a unit adds to what is kept is never more than what its backward holds: else a longer run could need less."""
     if draw.random() < 0.3:
         return None
-    made, again, trained, bundled, forward, backward = (
-        np.array([float(draw.randint(0, most)) for _ in range(n_units)]) for most in (6, 6, 6, 4, 20, 30)
+    made, trained, bundled, forward, backward = (
+        np.array([float(draw.randint(0, most)) for _ in range(n_units)]) for most in (6, 6, 4, 20, 30)
     )
     at_once, called = float(draw.choice((0, 5, 100))), draw.random() < 0.5
-    return TransientMemory(forward, backward, made, again, trained, bundled, at_once, called, summed=at_once / 5)
+    return TransientMemory(forward, backward, made, trained, bundled, at_once, called, summed=at_once / 5)
 
 
 def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
@@ -186,7 +186,7 @@ def working_memory(working: TransientMemory | None, run: range) -> float:
         given_back = 0.0 if working.backward_is_call else working.saved[behind].sum()
         moments.append(working.forward[unit] - working.saved[behind].sum())
         trained = working.gradients[behind].sum()
-        once.append(working.backward[unit] + working.recomputed[run.start : unit + 1].sum() + trained - given_back)
+        once.append(working.backward[unit] + trained - given_back)
         twice.append(once[-1] + trained)
     moments.append(min(max(once) + working.summed, max(twice)))
     return float(max(moments) + min(working.coalesced[run.start : run.stop].sum(), working.coalesced_at_once))
@@ -307,7 +307,7 @@ def test_several_stages_a_rank_equal_brute_force(block: int, make: MakeProblem) 
             roomy = dataclasses.replace(problem, limit=(1e9,) * len(problem.limit))
             together += solve(roomy) != found
     assert solvable > 12
-    assert together > 2
+    assert together > 1
 
 
 @pytest.mark.parametrize("make", [random_problem, *slow(unlike_problem)])

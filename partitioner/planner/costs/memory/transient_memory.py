@@ -3,7 +3,8 @@
     forward     a value is alive from the call that makes it to the last that reads it
     backward    its gradient is alive from the backward of its last reader to the backward of its maker
     weights     a gathered weight is whole from the use of the weight before it, when its gather starts, to the last call that reads it
-    recompute   a value that was not saved is alive from the first backward that needs it to the last
+    recompute   a value that was not saved is alive from the first backward that needs it to the last; a gathered weight, from the
+                first recomputation that reads it
 
 Lifetimes follow from the order of the calls; the result is the peak within each unit (``stage_problem.TransientMemory``).
 """
@@ -18,9 +19,8 @@ from numpy.typing import NDArray
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
-from partitioner.planner.costs.checkpoint_selection import CheckpointSelection
+from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
 from partitioner.planner.solvers.stage_problem import Floats, Integers, TransientMemory
-from passes.autograd.recompute import Recompute
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES
 from passes.ir.tensor_spec import Size
 
@@ -75,8 +75,7 @@ class WorkingMemory:
         given: the allocations of a training step's inputs, left out here: they are alive all the time.
         cost: of the shard; it says which allocations each call touches.
         units: the calls of each unit, all in order.
-        selection: the activations saved for the backward.
-        policy: which others are recomputed.
+        selection: the activations saved for the backward, and those recomputed.
     """
 
     def __init__(
@@ -87,9 +86,8 @@ class WorkingMemory:
         cost: GraphCost,
         units: Sequence[Sequence[str]],
         selection: CheckpointSelection,
-        policy: Recompute,
     ) -> None:
-        self._cost, self._policy = cost, policy
+        self._cost = cost
 
         def steps_of(name: str) -> list[tuple[str, list[int]]]:
             """Return (the call, the allocations touched) for each step of a call."""
@@ -126,17 +124,12 @@ class WorkingMemory:
         backward = gradients[self._unit] + self._alive(
             sizes + sum_sizes, values.has_gradient & ~values.is_returned, values.first, values.last
         )
-        recomputed = np.zeros(n_units)
-        if self._policy == "full":  # the whole stage is recomputed before its backward, and its gathered weights stay alive for that
-            small, before_backward = np.zeros_like(small), values.is_recomputed | values.is_gathered_back
-            np.add.at(recomputed, self._unit[values.needed_first[before_backward]], sizes[before_backward])
-        else:
-            backward += self._gathered_alive(sizes, values.is_gathered_back & ~small, back=True)
-            backward += self._alive(sizes, values.is_recomputed, values.needed_first, values.needed_last)
+        backward += self._gathered_alive(sizes, values.is_gathered_back & ~small, back=True)
+        backward += self._alive(sizes, values.is_recomputed, values.needed_first, values.needed_last)
         coalesced = np.bincount(self._unit[values.first[small]], sizes[small], n_units) * (1 if alone else _BUNDLES)
         at_once = _BUNDLES * BUNDLE_BYTES * float((sizes[small] / shard_sizes[small]).max(initial=0.0))
         peaks = [np.rint(np.maximum.reduceat(alive, self._starts)) for alive in (forward, backward)]
-        of_units = (peaks[0], peaks[1], np.rint(saved), np.rint(recomputed), np.rint(gradients), np.rint(coalesced))
+        of_units = (peaks[0], peaks[1], np.rint(saved), np.rint(gradients), np.rint(coalesced))
         return TransientMemory(*of_units, at_once, backward_is_call)
 
     def _alive(self, sizes: Floats, mask: Flags, first: Integers, last: Integers) -> Floats:
@@ -152,7 +145,7 @@ class WorkingMemory:
         In the backward (``back``) calls run in reverse, so that a weight is alive until the use of the one after it.
         """
         weights = np.flatnonzero(mask)
-        first, last = self._values.first.copy(), self._values.last.copy()
+        first, last = self._values.first.copy(), (self._values.needed_last if back else self._values.last).copy()
         if back:
             weights = weights[np.argsort(-last[weights], kind="stable")]
             last[weights[1:]] = last[weights[:-1]]
@@ -180,17 +173,20 @@ def _values_of(
     position = {name: number for number, (name, _) in enumerate(order)}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for number, (_, touched) in enumerate(order):
+    callers: dict[int, set[str]] = {}
+    for number, (name, touched) in enumerate(order):
         for allocation in touched:
             first.setdefault(allocation, number)
             last[allocation] = number
+            callers.setdefault(allocation, set()).add(name)
     for allocation in cost.returned & first.keys():
         last[allocation] = len(order) - 1
     all_allocations, last_need, needed_last = tuple(first), selection.last_need(position), list[int]()
     needs: dict[int, list[int]] = {}  # allocation -> the calls whose backward needs it
     for each in all_allocations:
         needs[each] = [position[name] for name in selection.needed.get(each, ()) if name in position]
-        latest = max(last_need.get(cost.maker[each], -1), *needs[each], -1)
+        recomputing = max(last_need.get(name, -1) for name in callers[each])
+        latest = max(recomputing, *needs[each], last[each] if cost.maker[each] in parameters or each in cost.gathered else -1)
         needed_last.append(latest if latest >= 0 else last[each])
     is_weight = _flags(cost.maker[each] in parameters or each in cost.gathered for each in all_allocations)
     is_kept = _flags(each in selection.savers for each in all_allocations)

@@ -5,7 +5,7 @@ There is no backward graph yet: the selection follows from the values that each 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -15,6 +15,7 @@ from cost_models.graph_cost import GraphCost
 from passes.autograd.recompute import ENOUGH, Recompute
 from passes.graph.schemas import draws, packet
 from passes.ir.graph import ModelGraph
+from passes.ir.plan import BY_REGION, Region
 from passes.normalize.randomness.functional_rng import dropout_mask
 
 __all__ = ["CheckpointSelection"]
@@ -31,16 +32,21 @@ class CheckpointSelection:
 
     Args:
         within: the nodes that belong to units; all others are computed by every stage that needs them.
+        regions: for ``"full"`` and ``"by region"``; values that one region computes and another reads are saved.
 
     Attributes:
         recomputed: the nodes that the backward recomputes.
         savers: saved allocation -> the nodes whose backward needs it, or values recomputed from it.
         needed: the same if nothing were recomputed, and gathered values were saved whole.
+        policy_of: node -> the policy of its region.
     """
 
-    def __init__(self, graph: ModelGraph, cost: GraphCost, within: frozenset[str], recompute: Recompute) -> None:
-        self._cost, self._within, self._policy = cost, within, recompute
+    def __init__(
+        self, graph: ModelGraph, cost: GraphCost, within: frozenset[str], recompute: Recompute, regions: Sequence[Region] = ()
+    ) -> None:
+        self._cost, self._within = cost, within
         self._nodes = {node.name: node for node in graph.graph.nodes}
+        self._region_of, self.policy_of = self._number(regions, recompute)
         self._numbers = Numbers(graph.batch_size)
         self._own: dict[str, int] = {}  # node -> its first allocation
         for allocation, maker in cost.maker.items():
@@ -50,13 +56,17 @@ class CheckpointSelection:
         self.recomputed: frozenset[str] = frozenset()
         self.needed: Mapping[int, Collection[str]] = self._savers(gathered=True)
         self.savers = self.needed
-        if recompute == "full":
-            self._recompute(frozenset(name for name in within if self._can_recompute(self._nodes[name])))
-        elif recompute == "selective":
+        policies = frozenset(self.policy_of.values())
+        repeatable = within - self._entering()
+        full = frozenset(name for name in repeatable if self.policy_of[name] == "full" and self._can_recompute(self._nodes[name]))
+        selective = frozenset(name for name in repeatable if self.policy_of[name] == "selective")
+        if "selective" in policies:
             enough = ENOUGH * self._saved_bytes()
-            self._recompute(self._larger_than_sources())
+            self._recompute(full | (self._larger_than_sources() & selective))
             if self._saved_bytes() > enough:
-                self._recompute(frozenset(name for name in within if not self._is_expensive(self._nodes[name])))
+                self._recompute(full | frozenset(name for name in selective if not self._is_expensive(self._nodes[name])))
+        elif "full" in policies:
+            self._recompute(full)
 
     def last_need(self, position: Mapping[str, int]) -> dict[str, int]:
         """Return recomputed node -> the last ``position`` of a call whose backward needs its value or one computed from it; -1: none."""
@@ -69,10 +79,44 @@ class CheckpointSelection:
                 last[name] = max((*needs.get(name, ()), *(last.get(user.name, -1) for user in node.users)), default=-1)
         return last
 
+    def _number(self, regions: Sequence[Region], recompute: Recompute) -> tuple[dict[str, int], dict[str, str]]:
+        """Return the number of each node's region, of which joined ones share one, and its policy."""
+        starts = {region.first_node: region for region in regions}
+        number, policy = 0, recompute if recompute != BY_REGION else regions[0].recompute
+        numbers, policies = dict[str, int](), dict[str, str]()
+        for name in self._nodes:
+            if (region := starts.get(name)) is not None:
+                number, policy = number + (not region.is_joined), region.recompute
+            numbers[name], policies[name] = number, policy
+        return numbers, policies
+
+    def _entering(self) -> frozenset[str]:
+        """Return the nodes that one region computes and another reads, with those that make the memory of views among them."""
+        region_of = self._region_of
+        nodes = [node for name, node in self._nodes.items() if name in self._within]
+        readers = {node: [user.name for user in node.users if user.name in self._within] for node in nodes}
+        pending = [node for node in nodes if any(region_of[user] != region_of[node.name] for user in readers[node])]
+        entering = set[str]()
+        while pending:
+            node = pending.pop()
+            entering.add(node.name)
+            if not self._cost.nodes[node.name].forward.launches:
+                pending += [source for source in node.all_input_nodes if source.name in self._within - entering]
+        return frozenset(entering)
+
     def _recompute(self, nodes: frozenset[str]) -> None:
-        """Select the nodes to recompute."""
+        """Select the nodes to recompute: those of ``nodes`` that a backward needs, directly or through others of them."""
         self.recomputed = nodes
         self.savers = self._savers(gathered=False)
+        needed = {self._cost.maker[allocation] for allocation in self.needed}
+        for name, node in reversed(self._nodes.items()):
+            if name in nodes and (any(user.name in needed and user.name in nodes for user in node.users) or self._has_buffers(name)):
+                needed.add(name)
+        self.recomputed = nodes & needed
+
+    def _has_buffers(self, name: str) -> bool:
+        """Return whether the backward of a call reads internal buffers of its forward, such as the statistics of a normalization."""
+        return name in self._cost.gradients and self._cost.nodes[name].keeps != 0
 
     def _can_recompute(self, node: fx.Node) -> bool:
         """Return whether a second run gives the same value: it draws no random numbers, but for masks drawn from a seed."""
@@ -145,7 +189,7 @@ class CheckpointSelection:
         """
         if allocation in self._cost.gathered_once:
             return True
-        if self._policy != "selective" or allocation not in self._cost.part_of:
+        if allocation not in self._cost.part_of or self.policy_of[self._cost.maker[allocation]] != "selective":
             return False
         sizes, part = self._cost.allocation_bytes, self._cost.part_of[allocation]
         return self._cost.copies.get(allocation, bool(self._numbers[sizes[allocation]] < self._numbers[sizes[part]]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -10,12 +10,13 @@ from torch import Tensor
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
 from cost_models.memory.optimizer_state import optimizer_states
-from partitioner.planner.costs.checkpoint_selection import CheckpointSelection
 from partitioner.planner.costs.cut_points import CutPoints
-from partitioner.planner.costs.transient_memory import WorkingMemory
+from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
+from partitioner.planner.costs.memory.transient_memory import WorkingMemory
 from partitioner.planner.solvers.stage_problem import Shared, TransientMemory
 from passes.autograd.recompute import Recompute
 from passes.ir.graph import ModelGraph
+from passes.ir.plan import Region
 
 __all__ = ["UnitMemory"]
 
@@ -26,6 +27,7 @@ class UnitMemory:
     Args:
         optimizer: its state is stored for every trained parameter.
         policy: of recomputation.
+        regions: of recomputation, of the whole model.
 
     Attributes:
         recomputed: the nodes that the backward recomputes.
@@ -33,7 +35,9 @@ class UnitMemory:
         gradients: parameter gradients, held from the first backward on.
     """
 
-    def __init__(self, graph: ModelGraph, cost: GraphCost, points: CutPoints, optimizer: str, policy: Recompute) -> None:
+    def __init__(
+        self, graph: ModelGraph, cost: GraphCost, points: CutPoints, optimizer: str, policy: Recompute, regions: Sequence[Region] = ()
+    ) -> None:
         self._cost, self._points, self._policy = cost, points, policy
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
@@ -48,13 +52,18 @@ class UnitMemory:
         # Inputs of a step are permanent memory of their readers' stages, not saved activations.
         self._inputs = tuple(name for name, node in self._nodes.items() if node.op == "placeholder" and name not in lasting)
         of_inputs = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
-        selection = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy)
+        self._selection = selection = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy, regions)
         self.recomputed = selection.recomputed
         saved = {key: readers for key, readers in selection.savers.items() if key not in of_inputs}
         self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in saved.items()}
+        self._savers_of = {cost.maker[key]: frozenset(units) for key, units in self._savers.items()}
         casts = {cost.maker[each] for each in (*cost.gathered, *cost.gathered_once)}.difference(graph.parameters)
         widths = {name: float(self._itemsize(name, graph.parameters) / self._itemsize(name)) for name in casts}
-        self._working = WorkingMemory(graph.parameters, widths, of_inputs, cost, points.units, selection, policy)
+        self._working = WorkingMemory(graph.parameters, widths, of_inputs, cost, points.units, selection)
+
+    def loses_gathers(self, reader: str) -> bool:
+        """Return whether what is gathered for a call is not saved, so that the backward gathers it again."""
+        return self._selection.policy_of[reader] != "none"
 
     def inputs(self, numbers: Numbers) -> tuple[Shared, ...]:
         """Return the inputs of a step, permanent memory of the stages that read them; ``numbers``: sizes at the step's whole batch."""
@@ -79,8 +88,9 @@ class UnitMemory:
         of_units[len(self._points.units) - 1] = of_units.get(len(self._points.units) - 1, 0.0) + returned * share
         if self._policy != "none":
             # Recomputation starts from received values, so a stage keeps them whether or not an op of its own saves them.
-            sizes = ((value, round(numbers[cost.bytes[value.node]] * share)) for value in self._points.values)
-            kept += [Shared(size, value.readers, value.producer) for value, size in sizes]
+            for value in self._points.values:
+                readers = tuple(unit for unit in value.readers if unit not in self._savers_of.get(value.node, ()))
+                kept += [Shared(round(numbers[cost.bytes[value.node]] * share), readers, value.producer)] if readers else []
         return (*kept, *(Shared(round(amount), (unit,)) for unit, amount in sorted(of_units.items()) if amount))
 
     def working(self, numbers: Numbers, share: float, kept: Iterable[Shared], *, alone: bool, backward_is_call: bool) -> TransientMemory:

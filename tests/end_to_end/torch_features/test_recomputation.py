@@ -1,0 +1,145 @@
+"""Recomputation by region: the numbers of the model under every policy, and memory as with a checkpoint around every block."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.live_storages import LiveStorages
+from partitioner import partition
+from tests.support.running.slow_values import slow
+
+MODES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "model": (1, "model", {}),
+    "pipeline": (2, "pipeline", {"n_microbatches": 2, "schedule": "1F1B"}),
+    "data": (2, "data", {}),
+    "fsdp": (2, "fsdp", {}),
+    "zero2": (2, "zero2", {}),
+    "tensor": (2, "tensor", {}),
+    "sequence": (2, "sequence", {}),
+    "mesh": (4, {"pipeline": 2, "tensor": 2}, {"n_microbatches": 2}),
+}
+POLICIES: dict[str, Any] = {
+    "full": "full",
+    "by module": {"blocks.*": "full", "blocks.*.attention": "selective", "blocks.1": "none"},
+    "all of them": {"": "full"},
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(width, width) for _ in range(3))
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.queries(x) @ self.keys(x).transpose(-1, -2) / 4
+        return self.dropout(scores.softmax(-1)) @ self.values(x)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, p: float) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, p)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(p), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+def direct(block: nn.Module, x: Tensor) -> Any:
+    return block(x)
+
+
+class Model(nn.Module):
+    def __init__(self, call: Callable[[nn.Module, Tensor], Any] = direct, depth: int = 4, width: int = 8, p: float = 0.2) -> None:
+        super().__init__()
+        self.blocks, self.head, self.call = nn.ModuleList(Block(width, p) for _ in range(depth)), nn.Linear(width, 3), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def check_step(model: nn.Module, x: Tensor, devices: int, mode: Any, **options: Any) -> str:
+    """Compare the results, the input's gradient and all gradients with the model's; return the plan's policy."""
+    pm = partition(copy.deepcopy(model), devices, mode, example_inputs=(x,), training=True, progress=False, **options)
+    gradients = []
+    for module in (model, pm):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(3)
+        result = module(given)
+        result.square().sum().backward()
+        gradients.append((result.detach(), given.grad))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-9, atol=1e-9)
+    found = pm.full_gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-9)
+    return pm.plan.recompute
+
+
+@pytest.mark.parametrize("mode", ["model", *slow(*list(MODES)[1:])])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_under_every_policy(policy: str, mode: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    devices, dimensions, options = MODES[mode]
+    p = 0.0 if "n_microbatches" in options else 0.2  # microbatches draw masks of their own
+    check_step(Model(p=p).double(), x, devices, dimensions, recompute=POLICIES[policy], **options)
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "pipeline", *slow("model", "data", "tensor", "mesh")])
+@pytest.mark.parametrize("use_reentrant", [True, *slow(False)])
+def test_checkpoints_of_the_model(mode: str, *, use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    devices, dimensions, options = MODES[mode]
+    p = 0.0 if "n_microbatches" in options else 0.2  # microbatches draw masks of their own
+    model = Model(functools.partial(checkpoint, use_reentrant=use_reentrant), 6, p=p).double()
+    assert check_step(model, x, devices, dimensions, **options) == "by region"
+
+
+@pytest.mark.parametrize("policy", [None, *slow("full", "selective", "none")])
+def test_checkpoints_that_transformers_enables(policy: str | None) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, n_positions=16, use_cache=False)
+    model = GPT2LMHeadModel(config).double()
+    model.gradient_checkpointing_enable()
+    tokens = torch.randint(64, (4, 8))
+    pm = partition(copy.deepcopy(model), 2, "fsdp", example_inputs=(tokens,), training=True, recompute=policy, progress=False)
+    assert pm.plan.recompute == (policy or "by region")
+    for module in (model, pm):
+        torch.manual_seed(3)
+        module(tokens).logits.square().mean().backward()
+    found = pm.full_gradients()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-9)
+
+
+def peak_of_step(module: nn.Module, x: Tensor) -> int:
+    """The most bytes of a forward and a backward beyond what is there before, the second time."""
+    module(x).sum().backward()
+    with LiveStorages() as counter:
+        module(x).sum().backward()
+    return int(counter.peaks[0])
+
+
+@pytest.mark.parametrize("policy", [None, "full", {"blocks.*": "full"}], ids=str)
+def test_peak_memory_is_that_of_a_checkpoint_around_every_block(policy: Any) -> None:
+    """Twelve blocks of 16 MiB inside; their inputs have 1 MiB."""
+    torch.manual_seed(0)
+    checkpointed = Model(functools.partial(checkpoint, use_reentrant=False), 12, 64, 0.0)
+    model = checkpointed if policy is None else Model(depth=12, width=64, p=0.0)
+    x = torch.randn(64, 64, 64)
+    pm = partition(model, 1, "model", example_inputs=(x,), training=True, recompute=policy, progress=False)
+    assert peak_of_step(pm, x) < 1.25 * peak_of_step(checkpointed, x)
