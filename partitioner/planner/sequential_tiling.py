@@ -32,7 +32,7 @@ from passes.autograd.recompute import Recompute
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.errors import ConfigError, InfeasiblePlanError
 from passes.ir.graph import ModelGraph
-from passes.ir.plan import Plan
+from passes.ir.plan import BY_REGION, Plan
 from passes.spmd.halo.boxes import TileGrid
 from passes.stages.split import split_stages
 from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
@@ -66,7 +66,7 @@ def plan_stream(
     limit = None if request.memory_limit is None else parse_bytes(request.memory_limit)
     permanent = _permanent_bytes(graph, request.optimizer)
     allowed = permanent + min(untiled - permanent, 2 * (untiled - permanent) // n_tiles) if limit is None else limit
-    recompute = cast(Recompute, base.recompute)
+    recompute = "full" if base.recompute == BY_REGION else cast(Recompute, base.recompute)  # tiles are the regions
     budget, peak = 0, 0
     for budget in _budgets(graph, axes, grid, allowed - permanent):
         peak = _peak(graph, counts, budget, recompute, request.optimizer)

@@ -143,3 +143,18 @@ def test_peak_memory_is_that_of_a_checkpoint_around_every_block(policy: Any) -> 
     x = torch.randn(64, 64, 64)
     pm = partition(model, 1, "model", example_inputs=(x,), training=True, recompute=policy, progress=False)
     assert peak_of_step(pm, x) < 1.25 * peak_of_step(checkpointed, x)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(lambda y: self.first(y).relu(), x, use_reentrant=False))  # type: ignore[no-any-return]
+
+
+def test_sequential_tiles_of_a_model_with_checkpoints() -> None:
+    """Every tile is recomputed: the plan has no other regions."""
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    assert check_step(Convolutions().double(), x, 1, {"tile": 4}) == "full"
