@@ -286,7 +286,7 @@ class _Kept:
         return (*copies, tuple(found))
 
     def made_by(self, names: Collection[str]) -> frozenset[int]:
-        """Return the allocations of some values as calls read them, in another shape than they lie in."""
+        """Return the allocations of values that calls read in another layout than the stored one."""
         return frozenset(allocation for allocation in self.part_of if self.maker[allocation] in names)
 
     def _as_read(self, call: fx.Node, leaves: Iterable[fx.Node], read: Shapes, without: Collection[str] = ()) -> dict[int, None]:

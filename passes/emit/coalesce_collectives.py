@@ -143,7 +143,7 @@ def _merge(graph: fx.Graph, bundle: Sequence[fx.Node], *, at_first: bool) -> Non
 
 
 def _move_up(node: Any, before: fx.Node) -> None:
-    """Move a held value, with the views and casts that lead to it, in front of a node if it stands behind it."""
+    """Move a held value, with the views and casts that lead to it, before a node if it comes after it."""
     chain = [node]
     while chain[-1].op != "get_attr":
         (source,) = chain[-1].all_input_nodes
