@@ -68,6 +68,30 @@ class Axes:
         operand = self.operands[name][window.operand]
         return self.of(operand.name)[window.dimension]
 
+    def is_aligned(self, name: str, factor: int, axis: int) -> bool:
+        """Return whether a part of an axis is the same steps of a call's loop in every operand that has the loop.
+
+        Dimensions of 24 heads, (3, 8) of queries and (8, 3) of keys, have an axis of 8 in common; its first part is other heads in each.
+        """
+        own = self.factors[name][factor]
+        if axis not in own:
+            return False
+        within = self._product(own[own.index(axis) + 1 :])
+        for operand, of_operand in zip(self.operands[name], self.loops[name].operands, strict=True):
+            for axes, factors in zip(self.of(operand.name), of_operand, strict=True):
+                if factor not in factors:
+                    continue
+                if axes.count(axis) != 1:
+                    return False
+                inner = (self.loops[name].factors[each].size for each in factors[factors.index(factor) + 1 :])
+                if not _equal(self._product(axes[axes.index(axis) + 1 :]), functools.reduce(operator.mul, inner, within)):
+                    return False
+        return True
+
+    def _product(self, axes: Iterable[int]) -> Size:
+        """Return the product of the sizes of axes."""
+        return functools.reduce(operator.mul, (self.sizes[axis] for axis in axes), 1)
+
     @functools.cached_property
     def of_calls(self) -> Mapping[str, frozenset[int]]:
         """Call -> all axes that it loops over; absent where there is no rule."""
@@ -123,6 +147,11 @@ def _quotient(size: Size, divisor: Size) -> Size | None:
     if not ratio.is_polynomial() or not all(number.is_integer for number in sympy.Poly(ratio).coeffs()):
         return None
     return ratio
+
+
+def _equal(left: Size, right: Size) -> bool:
+    """Return whether two sizes are equal for every batch size."""
+    return left == right or (not (isinstance(left, int) and isinstance(right, int)) and bool(sympy.cancel(left - right) == 0))
 
 
 def _split(axis: _Axis, outer: Size, inner: Size) -> None:

@@ -3,6 +3,7 @@
 a = mm(x, v)            b = mm(x, w)        partial sums, if the contracted axis is sharded
 c = a * mask            d = b * mask        partial sums still: the call is linear
 e = c + d                                   partial sum of both: one all_reduce
+f = table(words) + other(places)            partial sums, if rows of both tables are sharded
 y = x + e                                   x is no partial sum: e is reduced before
 """
 
@@ -20,7 +21,7 @@ def summed_together(graph: fx.Graph, axes: Axes) -> frozenset[str]:
     partial_sums: set[fx.Node] = set()
     for node in graph.nodes:
         with_one_reader = {operand for operand in node.all_input_nodes if operand in partial_sums and len(operand.users) == 1}
-        if _contracts(node, axes) or any(operands <= with_one_reader for operands in _linear_in(node, axes)):
+        if _may_be_partial(node, axes) or any(operands <= with_one_reader for operands in _linear_in(node, axes)):
             partial_sums.add(node)
     together: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -38,10 +39,12 @@ def _summands(node: fx.Node, partial_sums: set[fx.Node], axes: Axes) -> set[fx.N
     return {summand for operands in _linear_in(node, axes) if len(operands & partial_sums) > 1 for summand in operands}
 
 
-def _contracts(node: fx.Node, axes: Axes) -> bool:
-    """Whether a call multiplies operands and sums the products, as a matrix product does."""
+def _may_be_partial(node: fx.Node, axes: Axes) -> bool:
+    """Whether a call sums products, as a matrix product does, or looks up rows of a table, which only the rank that has them finds."""
     loops = axes.loops.get(node.name)
-    return loops is not None and len(axes.operands[node.name]) > 1 and any(factor.reduction == "sum" for factor in loops.factors)
+    if loops is None or len(axes.operands[node.name]) < 2:
+        return False
+    return any(factor.reduction == "sum" or (factor.reduction == "whole" and factor.name == "vocab") for factor in loops.factors)
 
 
 def _linear_in(node: fx.Node, axes: Axes) -> list[set[fx.Node]]:

@@ -346,18 +346,24 @@ class LayoutWalk:
         return placements
 
     def _passes_sum(self, call: CallAlong) -> bool:
-        """Return whether a call can run on partial sums: it is linear in them, reads them alone, and its result is no larger."""
+        """Return whether a call can run on partial sums: it is linear in them, and its result is no larger.
+
+        It reads them alone, or adds whole values to them on the way to another partial sum: the first rank then adds these
+        (``table(words) + table(kinds)`` before ``+ table(positions)``, where there are too few kinds to shard).
+        """
         partial = {position for position, placement in enumerate(call.current) if placement == Partial()}
         value = call.node.meta["val"]
         if not partial or call.loops is None or not isinstance(value, Tensor) or call.node.name in self.facts.written:
             return False
-        if partial not in [set(linear) for linear in call.loops.linear]:
+        added = call.added_to_sums()
+        if added is None or (added and call.node.name not in self.facts.summed_together):
             return False
         summed = [call.operands[position] for position in partial]
         is_only_reader = all(len(operand.users) == 1 for operand in summed)
         others = [placement for position, placement in enumerate(call.current) if position not in partial]
         others_are_whole = all(isinstance(placement, Replicate | None) for placement in others)
-        keeps_dtype = value.dtype.is_floating_point and all(operand.meta["val"].dtype == value.dtype for operand in summed)
+        read = [*summed, *(call.operands[position] for position in added)]
+        keeps_dtype = value.dtype.is_floating_point and all(operand.meta["val"].dtype == value.dtype for operand in read)
         if not (is_only_reader and others_are_whole and keeps_dtype):
             return False
         return self.bytes.of(call.node) <= max(self.bytes.of(operand) for operand in summed)
@@ -460,18 +466,15 @@ class LayoutWalk:
         return size >= math.prod(lengths)
 
     def _is_unambiguous(self, call: CallAlong, cut: Cut) -> bool:
-        """Return whether operands have the axis wherever the call loops over it, and no dimension has it twice.
+        """Return whether parts of the axis are the same steps of the loop in all operands, and no dimension has the axis twice.
 
         Rows times rows, flattened, have it twice; (rows, 16), flattened and viewed as (2, 8 rows), has other axes than its loops.
         """
         key = (call.node.name, cut)
         if key not in self._unambiguous:
-            assert call.loops is not None
-            operands = [self.axes.of(operand.name) for operand in call.operands]
-            dimensions = zip(chain(*operands), chain(*call.loops.operands), strict=True)
-            is_read = all(cut.axis in axes for axes, factors in dimensions if cut.factor in factors)
-            is_once = all(axes.count(cut.axis) < 2 for axes in chain(*operands, *self.axes.tensors[call.node.name]))
-            self._unambiguous[key] = is_read and is_once
+            tensors = (*(self.axes.of(operand.name) for operand in call.operands), *self.axes.tensors[call.node.name])
+            is_once = all(axes.count(cut.axis) < 2 for axes in chain(*tensors))
+            self._unambiguous[key] = is_once and self.axes.is_aligned(call.node.name, *cut)
         return self._unambiguous[key]
 
     def _is_worthwhile(self, call: CallAlong, cut: Cut) -> bool:
@@ -604,9 +607,16 @@ class CallAlong(NamedTuple):
         assert self.loops is not None
         return [*self.loops.running[factor], *self.windowed.get(factor, {})]
 
+    def added_to_sums(self) -> frozenset[int] | None:
+        """Return the operands that a call adds to its partial sums; None if it is not linear in these."""
+        assert self.loops is not None
+        partial = {position for position, placement in enumerate(self.current) if placement == Partial()}
+        jointly = [linear for linear in self.loops.linear if partial <= linear]
+        return min(jointly, key=len) - partial if jointly else None
+
     def need_of_sum(self, position: int) -> Placement:
         """Return the placement in which a call on partial sums reads the operand at ``position``."""
-        return Partial() if self.current[position] == Partial() else Varying()
+        return Partial() if self.current[position] == Partial() or position in (self.added_to_sums() or ()) else Varying()
 
     def need(self, cut: Cut | None, position: int) -> Placement:
         """Return the placement in which the operand at ``position`` is read if the call is cut so; None: the call is replicated."""

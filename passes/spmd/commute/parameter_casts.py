@@ -120,7 +120,7 @@ class _Placements:
         loops, of_result = self.axes.loops[node.name], self.axes.of(node.name)
         for factor in loops.operands[0][have.dimension]:
             dimensions = [place for place, factors in enumerate(loops.results[0]) if factor in factors]  # none of what is summed over
-            if have.axis in self.axes.factors[node.name][factor] and [of_result[place].count(have.axis) for place in dimensions] == [1]:
+            if self.axes.is_aligned(node.name, factor, have.axis) and [of_result[place].count(have.axis) for place in dimensions] == [1]:
                 return Cut(factor, have.axis), Shard(have.axis, dimensions[0])
         return None
 

@@ -100,13 +100,6 @@ def _cut_read(node: fx.Node, axes: Axes, reads: set[Placement]) -> Cut | None:
     if any([axis for dimension in tensor for axis in dimension].count(read.axis) > 1 for tensor in tensors):
         return None  # rows times rows: no shard says which of them is cut
     for factor in loops.results[0][read.dimension]:
-        dimensions = [
-            axes.of(operand.name)[place]
-            for operand, of_operand in zip(operands, loops.operands, strict=True)
-            for place, factors in enumerate(of_operand)
-            if factor in factors
-        ]
-        is_cut_alike = read.axis in axes.factors[node.name][factor] and all(read.axis in dimension for dimension in dimensions)
-        if is_cut_alike and loops.factors[factor].reduction is None:
+        if loops.factors[factor].reduction is None and axes.is_aligned(node.name, factor, read.axis):
             return Cut(factor, read.axis)
     return None

@@ -166,6 +166,66 @@ def test_grouped_queries_are_where_their_keys_are(writing: str, pinned: tuple[st
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
+class FusedBlock(nn.Module):
+    """Queries, keys and values of one projection, in this order, with several queries for each head of keys."""
+
+    def __init__(self, key_heads: int, queries: int) -> None:
+        super().__init__()
+        self.sizes = (key_heads * queries * 4, key_heads * 4, key_heads * 4)
+        self.fused, self.o = nn.Linear(WIDTH, sum(self.sizes)), nn.Linear(self.sizes[0], WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.fused(x).split(self.sizes, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        result: Tensor = x + self.o(attended.transpose(1, 2).flatten(2))
+        return result
+
+
+@pytest.mark.parametrize(("key_heads", "queries"), [(2, 3), (4, 3), (2, 2)])
+def test_heads_of_fused_projections_are_those_of_their_keys(key_heads: int, queries: int) -> None:
+    """The weight has (3, 8) blocks of queries where attention has (8, 3): every third head is not a group of three."""
+    torch.manual_seed(0)
+    model, x = FusedBlock(key_heads, queries).double(), torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+    cluster, constraints = Cluster.preset("h100", devices_per_node=2), Constraints(axes={"heads": "tensor"})
+    pm = partition(model, devices=2, mode="tensor", example_inputs=(x,), constraints=constraints, cluster=cluster, progress=False)
+    loss = pm.train_step(x, target=torch.zeros_like(x), loss_fn=mean_squared_error)
+    expected = mean_squared_error(model(x), torch.zeros_like(x))
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+class Tables(nn.Module):
+    """Words, kinds and positions: tables of many rows, and one of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds, self.positions = nn.Embedding(16, WIDTH), nn.Embedding(2, WIDTH), nn.Embedding(8, WIDTH)
+
+    def forward(self, words: Tensor, kinds: Tensor) -> Tensor:
+        positions = torch.arange(words.shape[1], device=words.device)
+        result: Tensor = self.words(words) + self.kinds(kinds) + self.positions(positions)
+        return result
+
+
+def test_tables_are_summed_once_whatever_is_added_between() -> None:
+    """Two kinds are too few for four ranks: every rank has their table, and the first one adds it."""
+    torch.manual_seed(0)
+    model, words = Tables().double(), torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % 16
+    kinds, constraints = words % 2, Constraints(axes={"vocab": "tensor"})
+    pm = partition(model, devices=4, mode="tensor", example_inputs=(words, kinds), constraints=constraints, progress=False)
+    target = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+    loss = pm.train_step(words, kinds, target=target, loss_fn=mean_squared_error)
+    stream = ROWS * LENGTH * WIDTH * ELEMENT
+    assert [(each.kind, each.n_bytes) for each in collectives_of(pm.graph(0).graph)] == [(all_reduce, stream)]
+    expected = mean_squared_error(model(words, kinds), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
 @pytest.mark.slow
 def test_each_rank_holds_its_half_of_a_block() -> None:
     """All but what is added or multiplied to the whole residual stream: two norms and the biases of the two row-cut layers."""
