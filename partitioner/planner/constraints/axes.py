@@ -100,7 +100,7 @@ def constrained_axes(
     return assigned
 
 
-def check_sharded(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> None:
+def check_sharded(axes: Axes, names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> None:
     """Raise ConfigError for a named axis over which the layouts shard nothing.
 
     Of several axes that tiles may shard instead of space, one suffices.
@@ -113,9 +113,21 @@ def check_sharded(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, 
         stored = (layout[index] for layout in layouts.stored.values() for index in dimensions)
         shards_parameter = any(isinstance(placement, Shard) and placement.axis in wanted for placement in stored)
         if not shards_op and not shards_parameter and not wanted & excused:
+            taking = _names_taking(axes, names, constraints, layouts, wanted, dimensions)
+            beside = f" beside {', '.join(taking)}, which cut all that have it" if taking else ""
             raise ConfigError(
-                f"axes={{{name!r}: {where!r}}}: no operation of the model can be cut by {name}", remedy="leave it out, or name another axis"
+                f"axes={{{name!r}: {where!r}}}: no operation of the model can be cut by {name}{beside}",
+                remedy=f"leave it out, or {', '.join(taking)}" if taking else "leave it out, or name another axis",
             )
+
+
+def _names_taking(
+    axes: Axes, names: tuple[str, ...], constraints: Constraints, layouts: Layouts, wanted: set[int], dimensions: Collection[int]
+) -> list[str]:
+    """Return the other names of the user whose axes cut calls that have a wanted axis."""
+    cuts = (layouts.cuts[name][index] for name, own in axes.of_calls.items() if own & wanted for index in dimensions)
+    cutting = {cut.axis for cut in cuts if cut is not None} - wanted
+    return [name for name in constraints.axes or {} if cutting.intersection(axes_named(name, names))]
 
 
 def _excused_by_another(names: tuple[str, ...], mesh: Mesh, constraints: Constraints, layouts: Layouts) -> frozenset[int]:

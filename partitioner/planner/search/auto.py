@@ -88,7 +88,7 @@ class _Opener:
         if mesh.cutting.size > 1:
             known = (self._model, mesh, self._cluster, self._request, self._cost_model)
             cut = cut_with_halos(*known, extra_axes=item.extra_axes, limit=limit, attention=item.attention)
-            check_sharded(cut.names, mesh.cutting, self._request.constraints, cut.layouts)
+            check_sharded(cut.axes, cut.names, mesh.cutting, self._request.constraints, cut.layouts)
             if item.extra_axes and self._has_no_extra_axes(item, cut, limit):
                 return None
             if self._request.constraints.attention is not None:

@@ -144,7 +144,7 @@ class _Sharder:
         cut = cut_with_halos(model, mesh, self._cluster, request, self._cost_model, extra_axes=extra_axes, attention=attention)
         if request.constraints.attention is not None:
             cut.check_attention()
-        check_sharded(cut.names, mesh.cutting, request.constraints, cut.layouts)
+        check_sharded(cut.axes, cut.names, mesh.cutting, request.constraints, cut.layouts)
         submeshes = submesh_parts(cut, mesh, request.batchnorm, self._links) if mesh.widths else None
         of_stages = dataclasses.replace(self._request, mode=stages_mode(mesh, request.n_microbatches))
         return Sharding(MeshProblem(mesh, cut.part, self._cluster, of_stages, self._cost_model, self._links, submeshes), cut)

@@ -75,6 +75,7 @@ class AxisProblem:
         alone: candidates besides the axes of parameters, each its own group: axes of space, the batch.
         prices: None: derived from the clock rate.
         facts: those of the graph and its axes, if other problems share them.
+        named: sets of fixed axes that the user named, each by one name: chosen axes must leave some call to each set.
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class AxisProblem:
         alone: Sequence[int] = (),
         prices: AxisPrices | None = None,
         facts: LayoutFacts | None = None,
+        named: Sequence[Collection[int]] = (),
     ) -> None:
         self._graph, self._axes, self._dimension = graph, axes, dimension
+        self._named = tuple(map(frozenset, named))
         self._fixed, self._clock_rate, self._copies = tuple(fixed), clock_rate, copies
         self._facts, self._rows, self._prices = facts or LayoutFacts(graph, axes), rows, prices
         groups = axis_groups(graph, axes, dimension[1], {*fixed, *excluded, *alone})
@@ -127,7 +130,7 @@ class AxisProblem:
         """
         if count not in self._unlimited:
             problem = self._problem(self._choices, self._groups, count)
-            self._unlimited[count] = problem, choose(problem)
+            self._unlimited[count] = problem, self._leaving_named(self._choices, self._groups, problem, choose(problem))
         problem, best = self._unlimited[count]
         if best is not None and best.bytes <= limit:
             return self._axis_choice(self._choices, self._groups, self._at_least_one(problem, best))
@@ -137,8 +140,41 @@ class AxisProblem:
         group_of = {axis: number for number, group in enumerate(self._groups) for axis in group.axes}
         grouped = choose(dataclasses.replace(problem, limit=limit))
         known = [] if grouped is None else [tuple(grouped.options[group_of[group.axes[0]]] for group in single_axes)]
-        best = choose(dataclasses.replace(self._problem(choices, single_axes, count), limit=limit), known)
+        limited = dataclasses.replace(self._problem(choices, single_axes, count), limit=limit)
+        best = self._leaving_named(choices, single_axes, limited, choose(limited, known))
         return None if best is None else self._axis_choice(choices, single_axes, best)
+
+    def _leaving_named(
+        self, choices: LayoutChoices, groups: Sequence[AxisGroup], problem: ChoiceProblem, best: Choices | None
+    ) -> Choices | None:
+        """Return the best choice that leaves some call to each set of named axes: groups that take all of its calls are forbidden.
+
+        One group at a time, the one without which the choice costs least; ``best`` if that does not help.
+        """
+        found = best
+        while found is not None and (taken := self._lost(choices, groups, found.options)):
+            solutions = list[tuple[Choices, ChoiceProblem]]()
+            for number in (number for number, option in enumerate(found.options) if option):
+                others = tuple(int(option and place != number) for place, option in enumerate(found.options))
+                if len(self._lost(choices, groups, others)) < len(taken):
+                    forbidden = Term((number,), np.array([0.0, np.inf]), np.zeros(2))
+                    without = dataclasses.replace(problem, terms=(*problem.terms, forbidden))
+                    solution = choose(without)
+                    solutions += [] if solution is None or not math.isfinite(solution.seconds) else [(solution, without)]
+            if not solutions:
+                return best
+            found, problem = min(solutions, key=lambda solution: solution[0].seconds)
+        return found
+
+    def _lost(self, choices: LayoutChoices, groups: Sequence[AxisGroup], options: Sequence[int]) -> list[frozenset[int]]:
+        """Return the sets of named axes that shard nothing beside the chosen axes, and would alone."""
+        chosen = self._chosen(groups, options)
+        known = choices, groups
+        return [named for named in self._named if not _shards_by(*known, chosen, named) and _shards_by(*known, self._fixed, named)]
+
+    def _chosen(self, groups: Sequence[AxisGroup], options: Sequence[int]) -> tuple[int, ...]:
+        """Return fixed and chosen axes."""
+        return (*self._fixed, *(axis for group, option in zip(groups, options, strict=True) if option for axis in group.axes))
 
     def with_any(self, count: int, wanted: Collection[int], cheapest: AxisChoice) -> AxisChoice:
         """Return a choice that shards some call by one of the axes that the user asked for.
@@ -174,7 +210,7 @@ class AxisProblem:
     def _axes_of(self, choices: LayoutChoices, groups: Sequence[AxisGroup], options: Sequence[int]) -> tuple[int, ...]:
         """Return fixed and chosen axes; only the fixed ones if the chosen ones (channels) would replace these (space) in every call."""
         fixed = self._fixed
-        chosen = (*fixed, *(axis for group, option in zip(groups, options, strict=True) if option for axis in group.axes))
+        chosen = self._chosen(groups, options)
         known = choices, groups
         fixed_are_lost = bool(fixed) and not _shards_by(*known, chosen, fixed) and _shards_by(*known, fixed, fixed)
         return fixed if fixed_are_lost else chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -403,7 +403,8 @@ class CuttableModel:
             sequence = {axis for axis, name in enumerate(names) if name.startswith("sequence[")}  # has a mesh dimension of its own
             excluded = of_others | sequence - set(fixed[dimension])
             known = (graph, axes, (dimension, count), fixed[dimension], excluded, self._clock_rate)
-            return AxisProblem(*known, lambda name: len(source.copies(name)), facts=_facts(source, graph, axes))
+            named = _by_name(fixed[dimension], names)
+            return AxisProblem(*known, lambda name: len(source.copies(name)), facts=_facts(source, graph, axes), named=named)
 
         problem = self._problem(axes, count, (dimension, fixed[dimension], tuple(sorted(of_others))), make)
         chosen = problem.solve(count, limit)
@@ -415,6 +416,14 @@ class CuttableModel:
                 remedy="use fewer devices for this mesh dimension, or another mode",
             )
         return chosen
+
+
+def _by_name(chosen: Collection[int], names: Sequence[str]) -> list[list[int]]:
+    """Return axes in sets of one name without its number."""
+    sets: dict[str, list[int]] = {}
+    for axis in chosen:
+        sets.setdefault(names[axis].partition("[")[0], []).append(axis)
+    return list(sets.values())
 
 
 def _sequence_axes(axes: Axes, names: tuple[str, ...], cutting: Mesh, assigned: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

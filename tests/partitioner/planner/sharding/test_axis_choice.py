@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, partition
@@ -23,8 +23,10 @@ from passes.analysis.axes import find_axes
 from passes.analysis.layout_facts import LayoutFacts
 from passes.graph.repeated_subgraphs import fold_repeats
 from passes.ir.graph import ModelGraph
+from passes.ir.layout import Placement
 from passes.normalize.randomness.functional_rng import split_randomness
-from passes.spmd.enumerate_layouts import layout_choices
+from passes.spmd.enumerate_layouts import CallLayout, layout_choices
+from passes.spmd.propagate import assign_layouts
 from tests.support.models.attention.gpt import Gpt
 from tests.support.models.zoo import case_named
 from tests.support.planning.fixed_options import graph_of, plan_of
@@ -192,3 +194,46 @@ def test_layouts_of_fewer_groups_are_those_enumerated_for_these() -> None:
             assert fewer.calls[name].at(range(len(kept)), choice) == outcomes.at(range(len(kept)), choice)
         for name, held in alone.held.items():
             assert fewer.held[name].at(range(len(kept)), choice) == held.at(range(len(kept)), choice)
+
+
+class _OnlyMemory:
+    """Prices that ask for as many shards of parameters as possible."""
+
+    message = 0.0
+
+    def work(self, name: str, layout: CallLayout) -> float:
+        return 0.0
+
+    def replicate(self, name: str) -> float:
+        return 1.0
+
+    def reshard(self, value: str, have: Placement, need: Placement, size: float) -> float:
+        return 0.0
+
+
+class _TwoBranches(nn.Module):
+    """A perceptron along positions, and a linear layer of another input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.other = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(4, 12)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down(nn.functional.gelu(self.up(x))), self.other(y)
+
+
+def test_chosen_axes_leave_some_call_to_each_name_of_the_user() -> None:
+    """Calls cut along the inner width of the perceptron are none along its positions."""
+    graph = trace(_TwoBranches(), (torch.zeros(4, 6, 8), torch.zeros(4, 4)), {}, training=True)
+    axes = find_axes(graph.graph)
+    (position,), (kept,) = axes.of("x")[1], axes.of("p_other_weight")[0]
+
+    def cut_by_position(problem: AxisProblem) -> bool:
+        found = problem.solve(2)
+        assert found is not None
+        layouts = assign_layouts(graph, axes, (("tensor", 2),), {"tensor": found.axes}, ())
+        return any(cut is not None and cut.axis == position for (cut,) in layouts.cuts.values())
+
+    fixed = (position, kept)
+    assert not cut_by_position(AxisProblem(graph, axes, ("tensor", 2), fixed, prices=_OnlyMemory()))
+    assert cut_by_position(AxisProblem(graph, axes, ("tensor", 2), fixed, prices=_OnlyMemory(), named=[[position], [kept]]))
