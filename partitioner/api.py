@@ -27,7 +27,7 @@ from partitioner.options.device_mesh import check_plan_on, mode_on, processes_of
 from partitioner.options.devices import DevicesArgument, Placement, hardware_of, resolve_devices
 from partitioner.options.given_plan import check_fits, plan_on
 from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode, sequential_tiles
-from partitioner.options.precision import autocast_of, check_scaler, converted_inputs, converted_model, true_dtype
+from partitioner.options.precision import autocast_of, check_scaler, converted_inputs, converted_model, read_reduce_dtype, true_dtype
 from partitioner.options.progress import Progress
 from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest, recompute_fields
@@ -77,6 +77,7 @@ def partition(
     plan: Plan | None = None,
     cost_model: CostModel | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
     progress: bool | None = None,
 ) -> PartitionedModel:
     """Partition a model over devices: trace, plan, lower. The model is not changed.
@@ -105,7 +106,7 @@ def partition(
         cluster: hardware to plan for when it is not the hardware that runs, ``"h100:8x8"`` or a ``Cluster``.
         memory_limit: per device, bytes or ``"16GiB"``.
         optimizer: the memory model counts its state.
-        precision: None: as the model is. ``"bf16-true"``, ``"32-true"``: a copy of the model and all inputs are converted.
+        precision: None: as the model is. ``"bf16-true"``, ``"16-true"``, ``"32-true"``: a copy of the model and all inputs are converted.
             ``"bf16-mixed"``, ``"16-mixed"``: model and loss compute as inside ``torch.autocast``, and parameters stay as they are.
         batchnorm: where a mode cuts the batch, ``"sync"``: statistics of the whole batch, the numbers of one device; ``"local"``: of each
             rank's own rows, as DistributedDataParallel does. Stored statistics then differ by rank, and the first rank's are those of
@@ -121,6 +122,8 @@ def partition(
         batch_dims: the dimension of the batch of inputs by name, ``{"x": 1, "batch['pos']": None}``, and of the target of ``train_step``,
             ``{"target": 1}``; None: it has no batch. Of all others the batch is found when the model is traced, by its size, and of the
             target from the model's results.
+        reduce_dtype: type in which gradients of parameters are summed over ranks, ``"bfloat16"``, ``"float16"`` or ``"float32"``, as in
+            FSDP2's ``MixedPrecisionPolicy``; None: that of the parameters, which is float32 in mixed precision.
         progress: show progress; None: on a terminal. While it is shown, Ctrl-C stops the search and keeps the best plan.
 
     Returns:
@@ -131,8 +134,7 @@ def partition(
         ConfigError: an argument, or a combination, does not fit.
         InfeasiblePlanError: nothing fits the memory; says what would.
     """
-    if isinstance(devices, DeviceMesh) and plan is None:
-        mode = mode_on(devices, mode)
+    mode = mode_on(devices, mode) if isinstance(devices, DeviceMesh) and plan is None else mode
     target = _resolve_target(devices, mode, cluster, inputs, plan)
     request = None
     if plan is None:
@@ -149,6 +151,7 @@ def partition(
             constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),
             modules=frozenset(name for name, _ in model.named_modules()),
             batchnorm=batchnorm,
+            reduce_dtype=read_reduce_dtype(reduce_dtype),
         ).checked()
     cost_model, steps = checked_costs(cost_model), Progress("partition", 2 if request is None else 3, progress)
     source = _convert_source(model, positional(example_inputs), example_kwargs, precision)
@@ -160,10 +163,8 @@ def partition(
     plan = _agree_on_plan(plan, graph, runtime)
     _check_numbers(graph, plan, runtime, precision)
     with steps.step("lowering"):
-        structure = Structure(source.model)
-        tracing = Tracing(
-            source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, structure, batch_dims=batch_dims or {}
-        )
+        traced = (source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, Structure(source.model))
+        tracing = Tracing(*traced, batch_dims=batch_dims or {})
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
         warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else ())
         return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))

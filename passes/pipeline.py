@@ -37,6 +37,7 @@ from passes.emit.inline_stages import inline_stages
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
 from passes.emit.programs import LossForm, emit_backward, emit_call, emit_forward, emit_train_step
 from passes.emit.random_state import share_state
+from passes.emit.sums_in_type import sum_gradients_in
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.program_printer import ProgramModule
@@ -217,16 +218,20 @@ def differentiate(lowered: Lowered, target: Target) -> Lowered:
     """Add the training graphs of all stages."""
     if target.differentiation is None:
         return lowered
-    recompute = cast(Recompute, lowered.plan.recompute)
+    recompute, reduce_dtype = cast(Recompute, lowered.plan.recompute), _reduce_dtype(lowered.plan)
     training: dict[tuple[int, int], LoweredStages] = {}
     for pipeline_and_replica, stages in lowered.stages.items():
         outputs = _names_in_pipeline(lowered, stages, target.differentiation.outputs)
         differentiation = replace(target.differentiation, outputs=outputs)
         key = ("differentiate", id(stages), differentiation, target.share)
         if key not in lowered.shared:
-            lowered.shared[key] = differentiate_stages(stages, differentiation, recompute, share=target.share)
+            lowered.shared[key] = differentiate_stages(stages, differentiation, recompute, share=target.share, reduce_dtype=reduce_dtype)
         training[pipeline_and_replica] = lowered.shared[key]
     return replace(lowered, stages=training)
+
+
+def _reduce_dtype(plan: Plan) -> torch.dtype | None:
+    return None if plan.reduce_dtype is None else cast(torch.dtype, getattr(torch, plan.reduce_dtype))
 
 
 def _names_in_pipeline(lowered: Lowered, stages: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
@@ -275,6 +280,12 @@ def _emit_pipeline(stages: LoweredStages, target: Target, devices: Sequence[torc
 def place(lowered: Lowered, target: Target) -> Lowered:
     """Place the programs of pipelines on the mesh: sums over ranks, peers by mesh rank, stages that communicate inlined."""
     placed = [_place_program(lowered, target, pipeline, program) for pipeline, program in lowered.programs]
+    if (reduce_dtype := _reduce_dtype(lowered.plan)) is not None:
+        for (pipeline, program), on_mesh in zip(lowered.programs, placed, strict=True):
+            graph = lowered.parts[pipeline][program.rank]
+            parameters = {node.name: node.meta["val"] for node in graph.graph.nodes if node.name in graph.parameters}
+            assert isinstance(on_mesh.module, ProgramModule)
+            sum_gradients_in(on_mesh.module, reduce_dtype, parameters)
     if len(lowered.parts) > 1 and not lowered.plan.tiles:
         arrange_collectives((program.rank, on_mesh) for (_, program), on_mesh in zip(lowered.programs, placed, strict=True))
     return replace(lowered, programs=tuple((pipeline, on_mesh) for (pipeline, _), on_mesh in zip(lowered.programs, placed, strict=True)))
@@ -347,7 +358,12 @@ def check_lowered(lowered: Lowered, phase: str) -> None:
 
 
 def differentiate_stages(
-    lowered: LoweredStages, differentiation: Differentiation, recompute: Recompute, *, share: bool = False
+    lowered: LoweredStages,
+    differentiation: Differentiation,
+    recompute: Recompute,
+    *,
+    share: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> LoweredStages:
     """Add the training graphs, from the last stage to the first.
 
@@ -356,6 +372,7 @@ def differentiate_stages(
 
     Args:
         share: whether stages that compute the same share one graph, with the names of one of them: enough to inspect costs.
+        reduce_dtype: type in which gradients of parameters are summed over ranks; None: that of the parameters.
     """
     differentiable = differentiation.parameters | differentiation.inputs
     requiring = values_requiring_gradient(lowered, differentiable)
@@ -373,7 +390,7 @@ def differentiate_stages(
             if is_streamed(stage.module.graph):
                 graphs = differentiate_tiles(stage, inputs, outputs, recompute)
             else:
-                joint = with_wide_sums(differentiate_regions(stage, inputs, outputs, lowered.templates))
+                joint = with_wide_sums(differentiate_regions(stage, inputs, outputs, lowered.templates), reduce_dtype)
                 graphs = split_backward(joint, recompute)
             known[form] = stage, graphs
         training.insert(0, graphs)

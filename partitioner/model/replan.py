@@ -77,6 +77,7 @@ def replan(
         constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),
         modules=frozenset(name for name, _ in session.original.named_modules()),
         batchnorm=session.plan.batchnorm,
+        reduce_dtype=session.plan.reduce_dtype,
     )
     plan = PlanProblem(graph, hardware, request, session.assumed.cost_model, mesh).solve()
     fixed = fixed_for(graph, plan)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.units import parse_bytes
 from cost_models.memory.optimizer_state import optimizer_states
-from partitioner.options.precision import true_dtype
+from partitioner.options.precision import read_reduce_dtype, true_dtype
 from partitioner.schedules.catalog import find_schedule
 from passes.ir.checked_arguments import Rule, at_least, each_of, one_of, read_by
 from passes.ir.plan import BATCHNORM, RECOMPUTE
@@ -37,6 +37,7 @@ VALUES: Mapping[str, Rule] = MappingProxyType(
         "memory_limit": read_by(parse_bytes),
         "optimizer": read_by(optimizer_states),
         "precision": read_by(true_dtype),
+        "reduce_dtype": read_by(read_reduce_dtype),
         "batchnorm": one_of(BATCHNORM),
         "inputs": one_of(("global", "local")),
     }
@@ -59,6 +60,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "memory_limit": '"16GiB", or leave it out',
         "optimizer": '"adamw"',
         "precision": '"bf16-mixed", or leave it out',
+        "reduce_dtype": '"bfloat16", or leave it out',
         "batchnorm": '"sync" or "local"',
         "inputs": '"global" or "local"',
         "constraints": 'Constraints(axes={"heads": "tensor"}), or leave it out',

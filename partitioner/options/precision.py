@@ -3,13 +3,17 @@
                 parameters    computed in                           gradients
 "32-true"       float32       float32                               float32
 "bf16-true"     bfloat16      bfloat16                              bfloat16
+"16-true"       float16       float16                               float16
 "bf16-mixed"    as they are   bfloat16 where torch.autocast does    as the parameters
 "16-mixed"      as they are   float16 where torch.autocast does     as the parameters; scale the loss (torch.amp.GradScaler)
+
+``reduce_dtype=`` is the type in which gradients of parameters are summed over ranks; left out, that of the parameters.
 """
 
 from __future__ import annotations
 
 import copy
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -19,11 +23,12 @@ from cost_models.hardware.clusters import Cluster
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
 from passes.ir.mesh import STAGES, Mesh
+from passes.ir.plan import REDUCE_DTYPES
 from passes.ir.torch_private import pytree
 
-__all__ = ["autocast_of", "check_scaler", "converted_inputs", "converted_model", "true_dtype"]
+__all__ = ["autocast_of", "check_scaler", "converted_inputs", "converted_model", "read_reduce_dtype", "true_dtype"]
 
-TRUE = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
+TRUE = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 """Precision -> dtype to which parameters and all floating-point inputs are converted."""
 
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -35,6 +40,20 @@ def true_dtype(precision: str | None) -> torch.dtype | None:
     if precision not in (None, *TRUE, *MIXED):
         raise ConfigError(f"there is no precision={precision!r}", remedy=f"choose one of {', '.join((*TRUE, *MIXED))}, or None")
     return TRUE.get(precision or "")
+
+
+def read_reduce_dtype(value: torch.dtype | str | None) -> str | None:
+    """Return the name of a type of sums: ``torch.bfloat16`` is ``"bfloat16"``; raise ConfigError for one that is not offered."""
+    name = str(value).removeprefix("torch.")
+    if value is not None and name not in REDUCE_DTYPES:
+        near = get_close_matches(_SHORT.get(name, name), REDUCE_DTYPES, n=1) if isinstance(value, str) else []
+        suggestion = f"pass {near[0]!r}" if near else f"choose one of {', '.join(REDUCE_DTYPES)}, or leave it out"
+        raise ConfigError(f"there is no reduce_dtype={value!r}", remedy=suggestion)
+    return None if value is None else name
+
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+"""Other names of types, for suggestions."""
 
 
 def converted_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

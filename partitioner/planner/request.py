@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class PlanRequest:
         modules: names of the model's modules, so that constraints may name one that computes nothing.
         batchnorm: statistics of batch normalisation where the batch is cut: ``"sync"`` or ``"local"``. With ``"sync"`` the planner does
             not cut a batch that batch normalisation takes statistics of into microbatches.
+        reduce_dtype: type in which gradients of parameters are summed over ranks; None: that of the parameters.
     """
 
     mode: str
@@ -58,6 +59,12 @@ class PlanRequest:
     constraints: Constraints = field(default_factory=Constraints)
     modules: frozenset[str] = frozenset()
     batchnorm: str = "sync"
+    reduce_dtype: str | None = None
+
+    @property
+    def graph_options(self) -> Hashable:
+        """The options that change the costs of a sharded graph."""
+        return self.batchnorm, self.patterns, self.reduce_dtype
 
     def check(self, graph: ModelGraph) -> None:
         """Raise ConfigError for the first argument that is invalid by itself, or does not fit the model."""

@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from passes.ir.checked_arguments import check_fields, conform
@@ -15,7 +16,7 @@ from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, SEQUENCE, STAGES, TILES, WIDTH, Mesh
 
-__all__ = ["ATTENTION", "BATCHNORM", "BY_REGION", "RECOMPUTE", "Contender", "Plan", "Prediction", "Region", "Stage"]
+__all__ = ["ATTENTION", "BATCHNORM", "BY_REGION", "RECOMPUTE", "REDUCE_DTYPES", "Contender", "Plan", "Prediction", "Region", "Stage"]
 
 _FORMAT = 3
 
@@ -27,6 +28,9 @@ BY_REGION = "by region"
 
 BATCHNORM = ("sync", "local")
 """Statistics of batch normalisation if the batch is sharded: over all rows, or over each rank's own rows."""
+
+REDUCE_DTYPES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
+"""Type in which gradients of parameters may be summed over ranks, beside their own -> bytes of an element."""
 
 ATTENTION = ("gather", "ulysses", "ring", "zigzag")
 """How ranks of a sequence dimension share attention: each gathers all keys and values; they exchange the sequence for heads and back; keys
@@ -154,6 +158,7 @@ class Plan:
         attention: how the ranks of the mesh dimension ``sequence`` share attention: one of ``ATTENTION``.
         regions: with ``recompute="full"`` or ``"by region"``, the regions in graph order. The backward recomputes a region from the values
             that enter it, directly before the region's own backward. Empty: each stage is one region.
+        reduce_dtype: type in which gradients of parameters are summed over ranks: one of ``REDUCE_DTYPES``; None: that of the parameters.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -173,6 +178,7 @@ class Plan:
     widths: tuple[int, ...] = ()
     attention: str = "gather"
     regions: tuple[Region, ...] = ()
+    reduce_dtype: str | None = None
 
     @property
     def step_time(self) -> float:
@@ -238,6 +244,8 @@ class Plan:
         self._check_recomputation()
         _require(self.batchnorm in BATCHNORM, "batchnorm", f"there is no {self.batchnorm!r}, choose one of {', '.join(BATCHNORM)}")
         _require(self.attention in ATTENTION, "attention", f"there is no {self.attention!r}, choose one of {', '.join(ATTENTION)}")
+        is_type = self.reduce_dtype in (None, *REDUCE_DTYPES)
+        _require(is_type, "reduce_dtype", f"there is no {self.reduce_dtype!r}, choose one of {', '.join(REDUCE_DTYPES)}, or null")
         has_sequence = any(name == SEQUENCE for name, _ in self.mesh)
         _require(has_sequence or self.attention == ATTENTION[0], "attention", f"the mesh has no {SEQUENCE!r} to share attention over")
         _require(self.batch_size >= 1, "batch_size", f"a batch of {self.batch_size} rows has none")

@@ -70,8 +70,8 @@ class Exchange:
         regather: a second collective of the backward: the all_gather of a parameter that is not saved gathered, a block of a ring.
         runs: number of contiguous runs of memory in a rank's shard: more than one are copied into a message or out of it.
         is_stored: whether the value is stored sharded (a parameter, or a cast of one): small ones are coalesced.
-        wider: bytes of the gradient that is sent, in bytes of the value: above 1 for a cast of a parameter, whose gradient is summed in the
-            type of the parameter.
+        wider: bytes of the gradient that is sent, in bytes of the value: other than 1 for a parameter, or a cast of one, whose gradient is
+            summed in another type.
         n_coalesced: number of small stored values that can share a message; 0: unknown.
     """
 
@@ -157,11 +157,13 @@ class GradientSum:
         parameter: its placeholder.
         size: bytes.
         dimension: the mesh dimension that it is summed over.
+        held: bytes of the gradient as it is stored.
     """
 
     parameter: str
     size: float
     dimension: str
+    held: float
 
 
 def shares_of_bucket(sizes: Floats) -> Floats:
@@ -205,10 +207,17 @@ def collectives_between(have: Placement, need: Placement) -> tuple[Collective | 
     return (None, None) if have == need else _CHANGES.get((type(have), type(need)), (None, None))
 
 
-def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> list[Exchange]:
-    """Return every collective of a microbatch; ``flowing``: the nodes that have a gradient."""
+def find_exchanges(
+    graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str], sent: Mapping[str, float]
+) -> list[Exchange]:
+    """Return every collective of a microbatch.
+
+    Args:
+        flowing: the nodes that have a gradient.
+        sent: parameter -> bytes of its gradient where ranks sum it, in bytes of the parameter.
+    """
     exchanges: dict[object, Exchange] = {}
-    widths = _widths(graph, layouts)
+    widths = _widths(graph, layouts, sent)
     for node in graph.graph.nodes:
         if node.name not in layouts.needs:
             continue
@@ -225,10 +234,11 @@ def find_exchanges(graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartS
     return [replace(each, reader=last) if each.reader == "output" else each for each in exchanges.values()]
 
 
-def _widths(graph: ModelGraph, layouts: Layouts) -> dict[str, float]:
-    """Return cast of a parameter -> the bytes of an element of the parameter in those of the cast."""
-    sizes = {node.name: node.meta["val"].dtype.itemsize for node in graph.graph.nodes if node.name in {*layouts.casts, *graph.parameters}}
-    return {cast: sizes[parameter] / sizes[cast] for cast, parameter in layouts.casts.items()}
+def _widths(graph: ModelGraph, layouts: Layouts, sent: Mapping[str, float]) -> dict[str, float]:
+    """Return parameter, or cast of one -> the bytes of an element of the gradient that is summed, in those of the value."""
+    parameter_of = {**{name: name for name in graph.parameters}, **layouts.casts}
+    sizes = {node.name: node.meta["val"].dtype.itemsize for node in graph.graph.nodes if node.name in parameter_of}
+    return {name: sent[parameter] * sizes[parameter] / sizes[name] for name, parameter in parameter_of.items()}
 
 
 def _reshards(
@@ -345,10 +355,16 @@ def reduced_in_parts(node: str, axes: Axes, layouts: Layouts) -> Iterator[tuple[
             yield index, cut.factor
 
 
-def find_gradient_sums(layouts: Layouts, size_of: Mapping[str, Size], flowing: frozenset[str]) -> list[GradientSum]:
-    """Return the gradients that are summed once a step: those of parameters that every rank uses on a part of the work."""
+def find_gradient_sums(
+    layouts: Layouts, size_of: Mapping[str, Size], flowing: frozenset[str], sent: Mapping[str, float]
+) -> list[GradientSum]:
+    """Return the gradients that are summed once a step: those of parameters that every rank uses on a part of the work.
+
+    Args:
+        sent: parameter -> bytes of its gradient where ranks sum it, in bytes of the parameter.
+    """
     return [
-        GradientSum(name, float(size_of[name]), layouts.mesh[index][0])
+        GradientSum(name, float(size_of[name]) * sent[name], layouts.mesh[index][0], float(size_of[name]))
         for name, indices in layouts.varying.items()
         for index in sorted(indices)
         if name in flowing

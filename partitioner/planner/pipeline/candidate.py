@@ -157,15 +157,15 @@ class StageSums:
         # Of parameters with one reader: mesh dimension -> (readers, (N, 2) amounts). Of others: (mesh dimension, readers, (2,) amounts).
         self._read_once: dict[str, tuple[list[int], Floats]] = {}
         self._read_often: list[tuple[str, tuple[int, ...], Floats]] = []
-        once: dict[str, list[tuple[int, float]]] = {}
+        once: dict[str, list[tuple[int, GradientSum]]] = {}
         for each in sums:
             units = prices.users[each.parameter]
             if len(units) == 1:
-                once.setdefault(each.dimension, []).append((units[0], each.size))
+                once.setdefault(each.dimension, []).append((units[0], each))
             else:
-                self._read_often.append((each.dimension, units, _bytes_and_buckets([each.size])[0]))
+                self._read_often.append((each.dimension, units, _bytes_and_buckets([each])[0]))
         for dimension, gradients in once.items():
-            self._read_once[dimension] = [unit for unit, _ in gradients], _bytes_and_buckets([size for _, size in gradients])
+            self._read_once[dimension] = [unit for unit, _ in gradients], _bytes_and_buckets([each for _, each in gradients])
 
     def of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
         """Return mesh dimension -> (R, 2) the bytes that each rank of the pipeline sums over it, and the number of buckets they fill.
@@ -188,10 +188,10 @@ class StageSums:
         return by_dimension
 
 
-def _bytes_and_buckets(sizes: Sequence[float]) -> Floats:
-    """Return (N, 2) bytes of gradients, and the fraction of a bucket that each fills."""
-    column = np.array(sizes, dtype=float)
-    return np.stack([column, shares_of_bucket(column)], axis=1)
+def _bytes_and_buckets(sums: Sequence[GradientSum]) -> Floats:
+    """Return (N, 2) bytes of gradients where they are summed, and the fraction of a bucket that each fills."""
+    sizes, held = (np.array(column, dtype=float) for column in zip(*((each.size, each.held) for each in sums), strict=True))
+    return np.stack([sizes, shares_of_bucket(held)], axis=1)
 
 
 def _modules(problems: PipelineProblems, runs: Sequence[range]) -> list[tuple[str, ...]]:

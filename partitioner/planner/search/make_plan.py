@@ -195,6 +195,7 @@ def _plan_of(problem: MeshProblem, chosen: Solution, runner_up: str, contenders:
         batchnorm=request.batchnorm,
         widths=mesh.widths,
         regions=problem.part.source.regions(problems.prices.recompute, request.patterns),
+        reduce_dtype=request.reduce_dtype,
     )
 
 

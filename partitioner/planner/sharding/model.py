@@ -84,8 +84,8 @@ class CuttableModel:
         self._uncut: list[ModelPart] = []
 
     def under(self, request: PlanRequest) -> CuttableModel:
-        """Return the same model under another request with the same ``batchnorm`` and ``patterns``; all share caches of the rest."""
-        assert (request.batchnorm, request.patterns) == (self._request.batchnorm, self._request.patterns)
+        """Return the same model under another request with equal ``graph_options``; all share caches of the rest."""
+        assert request.graph_options == self._request.graph_options
         other = copy.copy(self)
         vars(other).update(_request=request, _assignments=self._assignments_under(request))
         return other
@@ -347,7 +347,9 @@ class CuttableModel:
         if key not in self._graphs:
             whole = fix_batch(self._whole, self._whole.batch_size) if fixed_batch else self._whole
             folded = Folded(whole, {}, {}) if in_tiles else self._folded
-            self._graphs[key] = part_graph(folded, whole, lambda graph: split_randomness(with_totals(graph) if in_parts else graph))
+            self._graphs[key] = part_graph(
+                folded, whole, lambda graph: split_randomness(with_totals(graph) if in_parts else graph), self._request.reduce_dtype
+            )
         return self._graphs[key]
 
     def _find_axes(self, graph: ModelGraph, cutting: Mesh, *, fixed_batch: bool = False) -> tuple[Axes, tuple[str, ...]]:

@@ -46,7 +46,7 @@ from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.halo_strategy import HaloSegment, ends_of
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
-from passes.ir.plan import ATTENTION, BY_REGION, Region
+from passes.ir.plan import ATTENTION, BY_REGION, REDUCE_DTYPES, Region
 from passes.spmd.propagate import Layouts
 from passes.spmd.shard_graph import AxisCut, layouts_of_cut
 
@@ -134,7 +134,7 @@ class ModelPart:
         """The collectives of every microbatch."""
         if self.layouts is None or self.axes is None or self.sizes is None:
             return ()
-        exchanges = find_exchanges(self.source.graph, self.axes, self.layouts, self.sizes, self.cost.gradients)
+        exchanges = find_exchanges(self.source.graph, self.axes, self.layouts, self.sizes, self.cost.gradients, self.source.sent)
         return tuple(with_coalescing_counts(exchanges, dict(self.layouts.mesh), self.source.copies))
 
     @cached_property
@@ -156,13 +156,13 @@ class ModelPart:
     @property
     def _bucket_bytes(self) -> tuple[float, float]:
         """The bytes of gradients that are in memory twice, in a bucket and in its reduced copy: at the step's end, and before."""
-        sizes = [each.size for each in self.sums]
+        sizes = [each.held for each in self.sums]
         at_end = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
         return at_end, at_end if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
 
     def sum_seconds(self, by_dimension: Mapping[str, tuple[float, float]], links: Mapping[str, GroupLinks]) -> float:
         """Return the seconds of summing a stage's gradients, (bytes, buckets) for each mesh dimension (``StageSums``), without overlap."""
-        largest = float(shares_of_bucket(np.array([each.size for each in self.sums])).max(initial=0.0))
+        largest = float(shares_of_bucket(np.array([each.held for each in self.sums])).max(initial=0.0))
         return sum(sum_seconds(size, buckets, largest, links[name]) for name, (size, buckets) in by_dimension.items() if size)
 
 
@@ -192,7 +192,7 @@ def _cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> M
     sizes = PartSizes(source.graph, axes, layouts, cut.rows, source.reading.shapes)
     cost = graph_cost(source.graph, differentiate=source.graph.training, parts=sizes, reading=source.reading)
     cost = with_decompositions(cost, source.graph, axes, layouts, sizes)
-    folded_sums = find_gradient_sums(layouts, cost.bytes, cost.gradients)
+    folded_sums = find_gradient_sums(layouts, cost.bytes, cost.gradients, source.sent)
     sums = tuple(dataclasses.replace(each, parameter=name) for each in folded_sums for name in source.copies(each.parameter))
     n_row_parts = math.prod(cut.mesh.length(name) for name in cut.mesh.names if name in ROWS)
     return ModelPart(source, -(-batch_size // n_row_parts), cost, cut.mesh, sums, layouts, axes, sizes)
@@ -224,6 +224,7 @@ class PartGraph:
         points: its units.
         whole: the graph of the whole model.
         unfolding: how the units repeat; None if nothing is folded.
+        reduce_dtype: type in which ranks sum gradients of parameters, by name; None: that of the parameters.
         known_seconds: cache of operations' seconds by kind of device and microbatch size, shared by all shards, meshes and policies.
         known_facts: axes, of which there are few, by identity -> what is known of them.
         known_parts: cache of ``cut_part``.
@@ -233,6 +234,7 @@ class PartGraph:
     points: CutPoints
     whole: ModelGraph
     unfolding: Expansion | None = None
+    reduce_dtype: str | None = None
     known_seconds: dict[Hashable, Triple] = field(default_factory=dict)
     known_facts: dict[int, LayoutFacts] = field(default_factory=dict)
     known_parts: dict[Hashable, ModelPart] = field(default_factory=dict)
@@ -263,6 +265,12 @@ class PartGraph:
             self.known_facts[id(axes)] = LayoutFacts(self.graph, axes)
         return self.known_facts[id(axes)]
 
+    @cached_property
+    def sent(self) -> dict[str, float]:
+        """Parameter -> bytes of its gradient where ranks sum it, in bytes of the parameter."""
+        held = {node.name: node.meta["val"].dtype.itemsize for node in self.graph.graph.nodes if node.name in self.graph.parameters}
+        return {name: REDUCE_DTYPES.get(self.reduce_dtype or "", size) / size for name, size in held.items()}
+
     def regions(self, policy: Recompute, patterns: Patterns) -> tuple[Region, ...]:
         """Return the regions of recomputation of the whole model under a policy; ``patterns``: those of modules that the caller gave."""
         if policy == BY_REGION:
@@ -283,16 +291,19 @@ def unfolded(graph: ModelGraph) -> PartGraph:
     return PartGraph(graph, find_cut_points(graph), graph)
 
 
-def part_graph(folded: Folded, whole: ModelGraph, prepare: Callable[[ModelGraph], ModelGraph]) -> PartGraph:
+def part_graph(
+    folded: Folded, whole: ModelGraph, prepare: Callable[[ModelGraph], ModelGraph], reduce_dtype: str | None = None
+) -> PartGraph:
     """Return the graph to shard, rewritten by ``prepare``: the folded one, or the whole if repeats do not start at unit boundaries."""
     if folded.n_copies > 1:
         graph = prepare(folded.graph)
         points = _cheapest_cut_points(graph, folded)
         unfolding = expansion_of(points, _copies_of_rewritten(folded, graph), folded.following)
         if unfolding is not None:
-            return PartGraph(graph, points, whole, unfolding)
+            return PartGraph(graph, points, whole, unfolding, reduce_dtype)
     graph = prepare(whole)
-    return PartGraph(graph, find_cut_points(graph, frozenset(node.name for node in whole.graph.nodes)), graph)
+    points = find_cut_points(graph, frozenset(node.name for node in whole.graph.nodes))
+    return PartGraph(graph, points, graph, reduce_dtype=reduce_dtype)
 
 
 def _copies_of_rewritten(folded: Folded, graph: ModelGraph) -> dict[str, tuple[str, ...]]:

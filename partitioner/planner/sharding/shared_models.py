@@ -8,11 +8,11 @@ the same with n_microbatches=8        ─┘
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from cost_models.cost_model import CostModel, Roofline
 from partitioner.planner.costs.links import ClockRate
-from partitioner.planner.costs.memory.named_regions import Patterns
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.rank_shard import ModelPart, unfolded, whole_part
@@ -28,8 +28,7 @@ class _Known:
     """A model with what its caches depend on."""
 
     graph: ModelGraph
-    batchnorm: str
-    patterns: Patterns
+    options: Hashable
     clock_rate: ClockRate | None
     hardware: Hardware
     model: CuttableModel
@@ -54,11 +53,11 @@ class SharedModels:
     def cuttable(self, graph: ModelGraph, request: PlanRequest, clock_rate: ClockRate | None, hardware: Hardware) -> CuttableModel:
         """Return the model of a graph for a request on some hardware."""
         for known in self._models:
-            is_same = known.graph is graph and known.batchnorm == request.batchnorm and known.patterns == request.patterns
+            is_same = known.graph is graph and known.options == request.graph_options
             if is_same and known.clock_rate == clock_rate and _is_same_hardware(known.hardware, hardware):
                 return known.model.under(request)
         model = CuttableModel(graph, request, clock_rate=clock_rate, hardware=hardware)
-        self._models.append(_Known(graph, request.batchnorm, request.patterns, clock_rate, hardware, model))
+        self._models.append(_Known(graph, request.graph_options, clock_rate, hardware, model))
         return model
 
     def whole(self, graph: ModelGraph, cost_model: CostModel) -> ModelPart:

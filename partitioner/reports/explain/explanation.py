@@ -80,6 +80,7 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("tiles", f"{' x '.join(map(str, plan.tiles))}, sequential" if plan.tiles else ""),
         ("attention", _ATTENTION[plan.attention] if any(name == SEQUENCE for name, _ in plan.mesh) else ""),
         ("recompute", _recompute_words(plan) if explained.schedule is not None else ""),
+        ("sums", f"of parameters' gradients over ranks: in {plan.reduce_dtype}, by reduce_dtype=" if plan.reduce_dtype else ""),
         ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("idle", _idle(plan, simulation)),
         ("memory", fullest_rank(plan.memory, explained.limits)),

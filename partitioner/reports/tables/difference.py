@@ -158,6 +158,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"batch         {plan.batch_size}",
         f"microbatches  {plan.n_microbatches}",
         f"recompute     {plan.recompute}",
+        *([f"sums in       {plan.reduce_dtype}"] if plan.reduce_dtype else []),
         f"step time     {format_seconds(plan.step_time)}",
         f"bound by      {plan.prediction.bound_by}",
     ]
