@@ -30,9 +30,10 @@ from passes.analysis.layout_facts import LayoutFacts
 from passes.autograd.deduplicate import form_of, renamed
 from passes.autograd.joint_from_regions import differentiate_regions, tracked_outputs
 from passes.autograd.partition_joint import DifferentiatedStage, split_backward
+from passes.autograd.precision.own_casts import with_own_casts, with_shared_casts
+from passes.autograd.precision.wide_sums import with_wide_sums
 from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
-from passes.autograd.wide_sums import with_wide_sums
 from passes.emit.inline_stages import inline_stages
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
 from passes.emit.programs import LossForm, emit_backward, emit_call, emit_forward, emit_train_step
@@ -374,6 +375,7 @@ def differentiate_stages(
         share: whether stages that compute the same share one graph, with the names of one of them: enough to inspect costs.
         reduce_dtype: type in which gradients of parameters are summed over ranks; None: that of the parameters.
     """
+    lowered = replace(lowered, stages=tuple(map(with_own_casts, lowered.stages)))
     differentiable = differentiation.parameters | differentiation.inputs
     requiring = values_requiring_gradient(lowered, differentiable)
     with_gradient = set(differentiation.outputs)
@@ -390,7 +392,8 @@ def differentiate_stages(
             if is_streamed(stage.module.graph):
                 graphs = differentiate_tiles(stage, inputs, outputs, recompute)
             else:
-                joint = with_wide_sums(differentiate_regions(stage, inputs, outputs, lowered.templates), reduce_dtype)
+                joint = with_shared_casts(differentiate_regions(stage, inputs, outputs, lowered.templates))
+                joint = with_wide_sums(joint, reduce_dtype)
                 graphs = split_backward(joint, recompute)
             known[form] = stage, graphs
         training.insert(0, graphs)

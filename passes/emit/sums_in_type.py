@@ -6,7 +6,7 @@
     sums = wait(pending)                                 sums = wait(pending)
     store((sums[0], sums[1]))                            store((to(sums[0], float32), to(sums[1], float32)))
 
-Sums inside of a backward, of parameters that are stored in parts, have their casts in the backward (``passes.autograd.wide_sums``).
+Sums inside of a backward, of parameters that are stored in parts, have their casts there (``passes.autograd.precision.wide_sums``).
 """
 
 from __future__ import annotations

@@ -29,7 +29,13 @@ from passes.graph.schemas import argument_form, bound_arguments, is_deterministi
 from passes.graph.symbolic_sizes import traced_size
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["share_equal_computations"]
+__all__ = ["OWN_CASTS", "SHARED_CAST", "share_equal_computations"]
+
+SHARED_CAST = "shared_cast"
+"""Key in ``node.meta`` of a cast that stands for several: its number."""
+
+OWN_CASTS = "own_casts"
+"""Key in ``node.meta`` of a reader of shared casts: number of the shared cast -> that of the cast which the model has for this reader."""
 
 aten = torch.ops.aten
 
@@ -45,11 +51,15 @@ def share_equal_computations(graph: fx.Graph, inputs: Collection[str], without_g
     """
     carriers = may_require_gradient(graph, without_gradient)
     numbers = _numbers_of_values(graph, carriers)
-    shared = (_casts_of_activations(graph, carriers, inputs) | _tables(graph, carriers)) & _fixed(graph)
+    casts = _casts_of_activations(graph, carriers, inputs)
+    shared = (casts | _tables(graph, carriers)) & _fixed(graph)
     first: dict[int, fx.Node] = {}
-    for node in graph.nodes:
-        if node in shared:
-            node.replace_all_uses_with(first.setdefault(numbers[node], node))
+    for number, node in enumerate(graph.nodes):
+        if node in shared and (same := first.setdefault(numbers[node], node)) is not node:
+            for reader in node.users if node in casts else ():
+                same.meta.setdefault(SHARED_CAST, numbers[node])
+                reader.meta[OWN_CASTS] = {**reader.meta.get(OWN_CASTS, {}), numbers[node]: number}
+            node.replace_all_uses_with(same)
     if len(first) < len(shared):
         remove_dead(graph)
 

@@ -8,7 +8,7 @@
 A cast to a smaller type, and the views that lead to it from a parameter, are computed in the layout in which the parameter is stored.
 Over a mesh dimension that shards the parameter they are computed on the shard, and readers gather the result. Over one where all readers
 are Varying they are Varying, too: the gradient is a partial sum up to the parameter, which has the wider type, and is summed as that of a
-parameter that is not cast. (The backward of a gather reduces before the cast: ``passes.autograd.wide_sums`` exchanges the two.)
+parameter that is not cast. (The backward of a gather reduces before the cast: ``passes.autograd.precision.wide_sums`` exchanges the two.)
 
 Equal casts of one stage (of a layer that is called several times) are one value, which is gathered once.
 

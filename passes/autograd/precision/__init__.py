@@ -1,0 +1,1 @@
+"""Types in which gradients are added and summed where a model casts."""
