@@ -22,10 +22,10 @@ MODES: tuple[Any, ...] = ("model", "pipeline", "data", "fsdp", "tensor", {"data"
 @pytest.mark.parametrize(
     ("how", "mode", "options"),
     [
-        ("backward", "model", {}),
+        pytest.param("backward", "model", {}, marks=pytest.mark.slow),
         ("backward", "data", {}),
         ("train_step", "pipeline", {"n_microbatches": 2}),
-        ("train_step", "data", {}),
+        pytest.param("train_step", "data", {}, marks=pytest.mark.slow),
         ("no_grad", "pipeline", {"n_microbatches": 2}),
     ],
 )
@@ -44,12 +44,18 @@ def test_what_forward_leaves_in_every_mode(how: How, mode: Any) -> None:
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("how", "mode", "options"), [("train_step", "pipeline", {"n_microbatches": 2}), ("no_grad", "pipeline", {}), ("backward", "data", {})]
+    ("how", "mode", "options"),
+    [
+        ("train_step", "pipeline", {"n_microbatches": 2}),
+        pytest.param("no_grad", "pipeline", {}, marks=pytest.mark.slow),
+        ("backward", "data", {}),
+    ],
 )
 def test_what_forward_leaves_in_processes(workers: Callable[[int], Workers], how: How, mode: Any, options: dict[str, Any]) -> None:
     assert workers(2).values(left_difference, how, 2, mode, options, timeout=120) == [None] * 2
 
 
+@pytest.mark.slow
 def test_attributes_that_microbatches_cannot_compute_are_refused_when_they_are_read() -> None:
     x = torch.randn(4, 3, 8, dtype=torch.float64)
     pm: Any = partition(Leaves(), 2, "pipeline", example_inputs=(x,), n_microbatches=2)

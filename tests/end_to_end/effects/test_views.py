@@ -21,20 +21,23 @@ MODES: list[tuple[Any, dict[str, Any]]] = [
     ("pipeline", {"n_microbatches": 2}),
     ("data", {}),
     ("tensor", {}),
+    ("fsdp", {}),
 ]
-QUICK = ["unsqueezed", "overlapping", "detached", "transposed", "view_of_an_input"]
+
+QUICK = [("pipeline", {"n_microbatches": 2}), ("data", {})]
+"""Modes in which ``QUICK_RESULTS`` always run."""
+
+QUICK_RESULTS = ["unsqueezed", "overlapping", "detached", "transposed", "view_of_an_input"]
+
+CASES = [
+    pytest.param(name, *mode, marks=() if name in QUICK_RESULTS and mode in QUICK else pytest.mark.slow)
+    for name in RESULTS
+    for mode in MODES
+]
 
 
-@pytest.mark.parametrize(("mode", "options"), MODES)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(("name", "mode", "options"), CASES)
 def test_results_that_share_memory(name: str, mode: Any, options: dict[str, Any]) -> None:
-    assert views_differences(name, mode, options) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "options"), [*MODES, ("fsdp", {})])
-@pytest.mark.parametrize("name", [name for name in RESULTS if name not in QUICK])
-def test_other_results_that_share_memory(name: str, mode: Any, options: dict[str, Any]) -> None:
     assert views_differences(name, mode, options) == []
 
 
@@ -88,6 +91,7 @@ def test_a_change_of_a_returned_buffer_is_refused(place: int, name: str) -> None
             pm(torch.zeros(2, 4))
 
 
+@pytest.mark.slow
 def test_compiled_code_sees_the_views_or_refuses_them() -> None:
     def step(model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
         first, second = model(x)

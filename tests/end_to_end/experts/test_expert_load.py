@@ -32,15 +32,15 @@ def recorded(pm: PartitionedModel, instance: Instance) -> list[ExpertLoad]:
 @pytest.mark.parametrize(
     ("mode", "devices", "options"),
     [
-        ("model", 1, {}),
         ("pipeline", 2, {"n_microbatches": 4}),
-        ("tensor", 2, {"constraints": Constraints(axes={"experts": "tensor"})}),
         ("data", 2, {"constraints": Constraints(axes={"experts": "data"})}),
         *(
             pytest.param(mode, devices, options, marks=pytest.mark.slow)
             for mode, devices, options in (
                 ("data", 2, {}),
+                ("tensor", 2, {"constraints": Constraints(axes={"experts": "tensor"})}),
                 ("data", 3, {}),
+                ("model", 1, {}),
                 ("data", 4, {"constraints": Constraints(axes={"experts": "data"})}),
                 ("fsdp", 2, {"recompute": "full"}),
                 ("tensor", 3, {"constraints": Constraints(axes={"experts": "tensor"})}),
@@ -73,7 +73,7 @@ class Twice(nn.Module):
         return result
 
 
-@pytest.mark.parametrize(("mode", "devices"), [("model", 1), ("pipeline", 2)])
+@pytest.mark.parametrize(("mode", "devices"), [pytest.param("model", 1, marks=pytest.mark.slow), ("pipeline", 2)])
 def test_each_call_of_a_mixture_counts(mode: str, devices: int) -> None:
     case = dataclasses.replace(DROPLESS, model=Twice)
     (tokens,) = chosen_experts(case.build().model.get_submodule("mixture"), case.build().args[0]).values()

@@ -24,6 +24,7 @@ from passes.verify.programs import verify
 from tests.passes.emit.test_communication_counts import collectives_of
 from tests.support.models.attention.experts import DROPLESS, EXPERTS, LENGTH, WIDTH, Dropless, chosen_experts
 from tests.support.models.case import BATCH_SIZE, Case, Instance
+from tests.support.running.slow_values import all_but, slow
 from tests.support.running.transparency import compare_gradients, compare_values, first_difference, make_partitioned, reference_steps
 
 ELEMENT, NUMBER = 8, 8
@@ -52,11 +53,11 @@ def calls(pm: PartitionedModel, target: Any, rank: int = 0) -> list[fx.Node]:
 @pytest.mark.parametrize(
     ("mode", "devices", "dimension", "options"),
     [
-        ("data", 2, "data", {}),
         ({"pipeline": 2, "data": 2}, 4, "data", {"n_microbatches": 2}),
         *(
             pytest.param(mode, devices, dimension, options, marks=pytest.mark.slow)
             for mode, devices, dimension, options in (
+                ("data", 2, "data", {}),
                 ("data", 3, "data", {"batch_size": 9}),  # four experts over three ranks are uneven parts
                 ("data", 4, "data", {}),
                 ("data", 2, "data", {"recompute": "full"}),
@@ -90,7 +91,8 @@ def sent_to(instance: Instance, experts: Sequence[int]) -> Instance:
     return instance
 
 
-@pytest.mark.parametrize("experts", [(3, 2), pytest.param((0, 1), marks=pytest.mark.slow), pytest.param((0, 3), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [(3, 2), (0, 1), (0, 3)])
 def test_a_rank_whose_experts_nobody_chose_computes_no_rows(experts: tuple[int, int]) -> None:
     case = dataclasses.replace(DROPLESS, model=lambda: sent_to(DROPLESS.build(), experts).model)
     counts = chosen_experts(case.build().model, *case.build().args)["mixtures.0"]
@@ -98,6 +100,7 @@ def test_a_rank_whose_experts_nobody_chose_computes_no_rows(experts: tuple[int, 
     assert first_difference(case, n_microbatches=1, mode="data", devices=2, constraints=OVER_DATA) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, pytest.param(6, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:a batch of 1 rows does not divide over 2 ranks")
 def test_one_partition_serves_every_batch(rows: int) -> None:
@@ -110,6 +113,7 @@ def test_one_partition_serves_every_batch(rows: int) -> None:
     assert compare_gradients(reference.gradients[0], pm.full_gradients(), DROPLESS.tolerance) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", ["silu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("index", "add", "mul", "grouped_mm_1"))]
 )
@@ -140,7 +144,8 @@ class Between(Dropless):
         return result
 
 
-@pytest.mark.parametrize("mode", ["data", pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["data", {"data": 2, "tensor": 2}])
 def test_what_stands_between_the_products(mode: str | Mapping[str, int]) -> None:
     case = dataclasses.replace(DROPLESS, model=lambda: nn.Sequential(Between(), nn.Linear(WIDTH, 3)))
     devices = 2 if mode == "data" else 4
@@ -186,10 +191,8 @@ FUNCTIONS: Mapping[str, Callable[[Of, Tensor], Tensor]] = {
 """What computes row by row, and what does not: sizes of rows, sums over columns that another dimension cuts, values of all rows."""
 
 
-@pytest.mark.parametrize("devices", [4, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", ["softmax", "cumsum", *(pytest.param(name, marks=pytest.mark.slow) for name in FUNCTIONS if name not in ("softmax", "cumsum"))]
-)
+@pytest.mark.parametrize("devices", [4, *slow(2)])
+@pytest.mark.parametrize("name", all_but(["cumsum"], FUNCTIONS))
 def test_any_function_between_the_products(name: str, devices: int) -> None:
     """With columns cut over another dimension of the mesh, and without."""
     case = dataclasses.replace(
@@ -218,6 +221,7 @@ def test_another_result_of_a_call_between_the_products_is_read_outside() -> None
     assert first_difference(case, mode="data", devices=2, constraints=OVER_DATA) is None
 
 
+@pytest.mark.slow
 def test_a_check_compares_what_goes_to_experts_and_comes_back() -> None:
     instance = DROPLESS.build()
     pm = make_partitioned(instance, mode="data", devices=2, constraints=OVER_DATA)
@@ -229,6 +233,7 @@ def test_a_check_compares_what_goes_to_experts_and_comes_back() -> None:
 # -- counted ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_token_goes_once_for_each_of_its_experts(devices: int) -> None:
     """Of the rows of a rank, (n - 1) / n leave it: forward once to the experts and once back, backward the same, in both mixtures."""
@@ -244,6 +249,7 @@ def test_each_token_goes_once_for_each_of_its_experts(devices: int) -> None:
         assert sent == 2 * (4 * tokens + numbers + counts) * (devices - 1) // devices
 
 
+@pytest.mark.slow
 def test_a_rank_stores_its_experts_and_sums_no_gradient_of_them() -> None:
     pm = after_a_step(DROPLESS)
     held = {name: tuple(parameter.shape) for name, parameter in pm.named_parts(0)}
@@ -254,6 +260,7 @@ def test_a_rank_stores_its_experts_and_sums_no_gradient_of_them() -> None:
     assert not any(name.endswith(("_up", "_down")) for name in names)
 
 
+@pytest.mark.slow
 def test_what_goes_between_ranks_is_said() -> None:
     text = " ".join(after_a_step(DROPLESS).explain().split())  # a cell may be wrapped
     assert "experts/data" in text

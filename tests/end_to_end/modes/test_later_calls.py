@@ -14,7 +14,7 @@ Mode = str | Mapping[str, int]
 
 _MODES: tuple[Mode, ...] = ("model", "pipeline", "data", "fsdp", "zero1", "tensor", {"pipeline": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2})
 
-_QUICK = (("heads", "pipeline"), ("encoder", "fsdp"), ("encoder_left_out", "pipeline"), ("tied", "model"), ("adapter", "tensor"))
+_QUICK = (("encoder", "fsdp"), ("encoder_left_out", "pipeline"), ("adapter", "tensor"))
 
 
 def n_devices(mode: Mode) -> int:

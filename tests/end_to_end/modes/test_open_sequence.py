@@ -244,6 +244,7 @@ def test_a_saved_plan_serves_a_model_traced_with_another_length() -> None:
     torch.testing.assert_close(pm(inputs), model(inputs))
 
 
+@pytest.mark.slow
 def test_two_sequences_have_two_lengths() -> None:
     model = Translator()
     pm = partition(model, 2, "pipeline", example_inputs=(tokens(8), torch.ones(ROWS, 8, dtype=torch.long), tokens(8)))

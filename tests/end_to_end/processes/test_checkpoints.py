@@ -49,6 +49,7 @@ def test_dtensors(workers: Callable[[int], Workers], mode: Any, size: int, tmp_p
     assert workers(size).values(cases.dtensor_problems, mode, str(tmp_path), timeout=170) == [[]] * size
 
 
+@pytest.mark.slow
 def test_fsdp2(workers: Callable[[int], Workers], tmp_path: Path) -> None:
     assert workers(2).values(cases.fsdp2_problems, str(tmp_path), timeout=120) == [[]] * 2
 

@@ -10,15 +10,15 @@ import pytest
 from tests.support.processes import module_cases as cases
 from tests.support.processes.processes import Workers
 
-pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gloo, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(
     ("mode", "size"),
     [
-        pytest.param("pipeline", 2, marks=pytest.mark.slow),
-        pytest.param("tensor", 2, marks=pytest.mark.slow),
-        pytest.param({"pipeline": 2, "tensor": 2}, 4, marks=pytest.mark.slow),
+        ("pipeline", 2),
+        ("tensor", 2),
+        ({"pipeline": 2, "tensor": 2}, 4),
     ],
     ids=str,
 )
@@ -32,8 +32,8 @@ def test_every_rank_has_the_tokens(workers: Callable[[int], Workers], mode: Any,
     ("mode", "size"),
     [
         ("pipeline", 2),
-        pytest.param({"pipeline": 2, "tensor": 2}, 4, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "pipeline": 2}, 4, marks=pytest.mark.slow),
+        ({"pipeline": 2, "tensor": 2}, 4),
+        ({"data": 2, "pipeline": 2}, 4),
     ],
     ids=str,
 )

@@ -70,6 +70,7 @@ def test_models_on_overlapping_meshes(workers: Callable[[int], Workers]) -> None
     assert max(max(found) for found in answers) < EXACT
 
 
+@pytest.mark.slow
 def test_a_process_outside_of_the_mesh_is_told(workers: Callable[[int], Workers]) -> None:
     answers = workers(4).values(cases.submesh_without_me, timeout=PATIENCE)
     assert answers[:2] == [None, None]

@@ -393,6 +393,7 @@ def test_a_failed_model_says_so_and_a_new_one_works(workers: Callable[[int], Wor
     assert workers(2).values(cases.training_difference, "linear", "1F1B") == [None, None]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_mid_step(workers: Callable[[int], Workers]) -> None:
     """Rank 0 does not communicate with rank 2: it hears of it from rank 1."""
     endings = workers(4).end_with(cases.train_for_ever, 2, timeout=PROMPTLY)

@@ -125,8 +125,9 @@ def test_graphs_are_those_without_checkpoints(call: Callable[[nn.Module, Tensor]
     assert not any("detach" in target or "higher_order" in target for target in targets), targets
 
 
-@pytest.mark.parametrize("mode", [*slow("pipeline"), "mesh"])
-@pytest.mark.parametrize("call", [*slow(selective), nested], ids=lambda call: call.__name__)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pipeline", "mesh"])
+@pytest.mark.parametrize("call", [selective, nested], ids=lambda call: call.__name__)
 def test_equal_in_a_pipeline_and_on_a_mesh(call: Callable[[nn.Module, Tensor], Tensor], mode: str) -> None:
     torch.manual_seed(0)
     _assert_equal(Model(call).double(), _inputs(), **MODES[mode])
@@ -192,6 +193,7 @@ def test_what_autograd_would_call_is_refused_with_its_line(call: Callable[[nn.Mo
     torch.testing.assert_close(x.grad, torch.full((2,), 2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [*slow(True), False])
 def test_statistics_that_the_recomputation_updates_again_are_announced(*, use_reentrant: bool) -> None:
     """PyTorch updates them twice a step; the note is not made where nothing is recomputed, or nothing is updated."""

@@ -50,7 +50,7 @@ class Conjugated(nn.Module):
     ("kind", "mode", "options"),
     [
         (Fourier, "model", {}),
-        (Conjugated, "pipeline", {"n_microbatches": 2}),
+        pytest.param(Conjugated, "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
     ]
     + [pytest.param(kind, mode, {}, marks=pytest.mark.slow) for kind in (Fourier, Conjugated) for mode in ("data", "fsdp")]
     + [pytest.param(Conjugated, "model", {}, marks=pytest.mark.slow)],

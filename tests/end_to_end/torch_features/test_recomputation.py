@@ -98,7 +98,7 @@ def test_gradients_under_every_policy(policy: str, mode: str) -> None:
     check_step(Model(p=p).double(), x, devices, dimensions, recompute=POLICIES[policy], **options)
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "pipeline", *slow("model", "data", "tensor", "mesh")])
+@pytest.mark.parametrize("mode", ["pipeline", *slow("model", "data", "fsdp", "tensor", "mesh")])
 @pytest.mark.parametrize("use_reentrant", [True, *slow(False)])
 def test_checkpoints_of_the_model(mode: str, *, use_reentrant: bool) -> None:
     torch.manual_seed(0)
@@ -109,7 +109,8 @@ def test_checkpoints_of_the_model(mode: str, *, use_reentrant: bool) -> None:
     assert check_step(model, x, devices, dimensions, **options) == "by region"
 
 
-@pytest.mark.parametrize("policy", [None, *slow("full", "selective", "none")])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [None, "full", "selective", "none"])
 def test_checkpoints_that_transformers_enables(policy: str | None) -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, n_positions=16, use_cache=False)
@@ -134,15 +135,15 @@ def peak_of_step(module: nn.Module, x: Tensor) -> int:
     return int(counter.peaks[0])
 
 
-@pytest.mark.parametrize("policy", [None, "full", {"blocks.*": "full"}], ids=str)
+@pytest.mark.parametrize("policy", [None, *slow("full", {"blocks.*": "full"})], ids=str)
 def test_peak_memory_is_that_of_a_checkpoint_around_every_block(policy: Any) -> None:
-    """Twelve blocks of 16 MiB inside; their inputs have 1 MiB."""
+    """Eight blocks of 16 MiB inside; their inputs have 1 MiB."""
     torch.manual_seed(0)
-    checkpointed = Model(functools.partial(checkpoint, use_reentrant=False), 12, 64, 0.0)
-    model = checkpointed if policy is None else Model(depth=12, width=64, p=0.0)
+    checkpointed = Model(functools.partial(checkpoint, use_reentrant=False), 8, 64, 0.0)
+    model = checkpointed if policy is None else Model(depth=8, width=64, p=0.0)
     x = torch.randn(64, 64, 64)
     pm = partition(model, 1, "model", example_inputs=(x,), training=True, recompute=policy, progress=False)
-    assert peak_of_step(pm, x) < 1.25 * peak_of_step(checkpointed, x)
+    assert peak_of_step(pm, x) < 1.05 * peak_of_step(checkpointed, x)
 
 
 class Convolutions(nn.Module):

@@ -40,6 +40,7 @@ def test_it_asks_for_placements_of_the_grid_alone() -> None:
     assert sampler._study.best_trial.value == min(found)
 
 
+@pytest.mark.slow
 def test_a_study_goes_on_in_another_process(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     storage = f"sqlite:///{tmp_path / 'study.db'}"

@@ -48,7 +48,8 @@ def test_what_reads_other_results_runs_all_forwards_first_and_says_so_once(loop:
 
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("loop", all_but(["accelerate"], LOOPS))
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", LOOPS)
 def test_the_schedule_is_run_in_processes(loop: str, tmp_path: Path, workers: Callable[[int], Workers]) -> None:
     for found in workers(2).values(trained, loop, True, tmp_path / "pm", False, timeout=580):
         check(found, loop, False, tmp_path)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import partition
-from tests.support.running.slow_values import slow
 
 
 class Products(nn.Module):
@@ -44,8 +43,9 @@ MESHES: dict[str, tuple[int, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("order", [*slow((0, 1), (1, 0)), (1,)])
-@pytest.mark.parametrize("mesh", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1,)])
+@pytest.mark.parametrize("mesh", ["tensor", "pipeline"])
 def test_ranks_of_unequal_parts_take_the_gradients_of_their_results(mesh: str, order: tuple[int, ...]) -> None:
     devices, mode, options = MESHES[mesh]
     torch.manual_seed(0)

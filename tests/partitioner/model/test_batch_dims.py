@@ -23,13 +23,14 @@ from tests.support.running.slow_values import slow
 MODES = ["pipeline", "data", *slow("fsdp", "model")]
 
 
+@pytest.mark.parametrize("length", [*slow(3, 2 * ROWS), ROWS])
 @pytest.mark.parametrize("mode", MODES)
-def test_targets_with_the_batch_where_results_have_it(mode: str) -> None:
+def test_targets_with_the_batch_where_results_have_it(mode: str, length: int) -> None:
     """Labels (length, batch): of a length that is not the batch, and of one that is, which the dimension of the results decides."""
-    for length in (3, ROWS, 2 * ROWS):
-        assert cases.recurrent_difference(mode, length) is None, length
+    assert cases.recurrent_difference(mode, length) is None
 
 
+@pytest.mark.slow
 def test_several_leaves_of_a_target() -> None:
     def loss_fn(output: Tensor, target: dict[str, Tensor]) -> Tensor:
         rows = F.cross_entropy(output.movedim(2, 1), target["labels"], target["weights"], reduction="none").sum(0)
@@ -70,6 +71,7 @@ def test_an_input_as_long_as_the_batch(mode: str) -> None:
             partition(Positions(), **options)
 
 
+@pytest.mark.slow
 def test_a_named_dimension() -> None:
     x, target = torch.randn(3, 3, cases.WIDTH, dtype=torch.float64), torch.randint(cases.WIDTH, (3, 3))
     for dim in (1, -2):
@@ -146,6 +148,7 @@ def test_inputs_of_unlike_rows_name_the_option() -> None:
         pm(torch.randint(8, (2 * ROWS, 6)), torch.arange(ROWS))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_processes(workers: Callable[[int], Workers]) -> None:

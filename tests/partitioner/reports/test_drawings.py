@@ -223,6 +223,7 @@ def test_two_ranks_side_by_side() -> None:
     assert str(diff(pm.plan, pm.plan)) == "no difference"
 
 
+@pytest.mark.slow
 def test_two_plans_and_two_models() -> None:
     one, other = gpt("tensor", 2), gpt("pipeline", 2)
     text = str(diff(one.plan, other.plan))

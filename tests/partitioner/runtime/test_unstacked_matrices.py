@@ -65,7 +65,8 @@ def test_evaluation_stacks_no_matrices(mode: str) -> None:
     torch.testing.assert_close(result, model(x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["tensor", *slow("pipeline")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "pipeline"])
 def test_training(mode: str) -> None:
     """A backward of another stage call reads the stack, and one of the same call the matrices."""
     torch.manual_seed(0)

@@ -143,6 +143,7 @@ def differences(loop: Callable[..., Tensor], options: Mapping[str, Any], rows: i
     return [(one - other).abs().max().item() for one, other in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", all_but([hit], LOOPS), ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("mode", ["data", *slow(*MODES)[1:]])
 def test_a_loop_is_equal(loop: Callable[..., Tensor], mode: str) -> None:

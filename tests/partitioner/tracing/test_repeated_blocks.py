@@ -417,6 +417,7 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert_equal_graphs(trace(instance.model, instance.args, instance.kwargs), full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", *slow("llama", "mistral", "gemma3", "starcoder2", "opt", "bert", "t5", "vit")])
 def test_blocks_of_transformers_that_know_their_index_are_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (inputs, _) = FAMILIES[name].model(), FAMILIES[name].batch(0)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +49,7 @@ def test_hooks_that_the_first_call_installs() -> None:
     check(Captures(), X)
 
 
+@pytest.mark.slow
 def test_masks_of_encoders() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:

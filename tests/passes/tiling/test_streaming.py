@@ -161,6 +161,7 @@ def test_rows_within_an_axis_of_space() -> None:
     torch.testing.assert_close(computed(found, model, x), model(x), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_call() -> None:
     model = made(Block)
     whole = forward_peak(trace(model, (IMAGE,), None, False))

@@ -40,6 +40,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[f
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode"), RUNS)
 def test_a_loop_is_that_of_one_device(kind: str, mode: str, expected: Callable[[str], list[float]], tmp_path: Path) -> None:
     torch.testing.assert_close(fabric_losses(None, kind, mode, tmp_path / "state.ckpt"), expected(kind), rtol=1e-9, atol=1e-12)

@@ -80,6 +80,7 @@ def test_what_dynamo_writes_as_graphs_of_their_own(kind: type[nn.Module]) -> Non
     compare_training(compiled(model, {"devices": 2, "mode": "data"}, fullgraph=True), expected, model, [(4, WIDTH)])
 
 
+@pytest.mark.slow
 def test_parts_between_graph_breaks_are_partitioned_one_by_one(partitioned: list[PartitionedModel]) -> None:
     model, expected = twins(Breaking)
     with pytest.warns(UserWarning, match=r"breaks into parts at .*networks\.py:\d+ .*graph_break") as caught:
@@ -116,6 +117,7 @@ def test_an_open_batch_of_mark_dynamic(partitioned: list[PartitionedModel]) -> N
     assert len(partitioned) == 1
 
 
+@pytest.mark.slow
 def test_other_weights_in_a_functional_call() -> None:
     model, expected = twins(Plain)
     run = torch.compile(lambda weights, x: torch.func.functional_call(model, weights, (x,))["y"], backend="partitioner", options=TENSOR)

@@ -79,17 +79,18 @@ def test_local_rows_in_processes(kind: str, mode: str, options: dict[str, Any], 
 
 
 FEW_STEPS = [
-    pytest.param("counted", "data", "local", marks=pytest.mark.slow),
+    ("counted", "data", "local"),
     ("net inside", "tensor", "global"),
-    pytest.param("net inside", "fsdp", "local", marks=pytest.mark.slow),
-    pytest.param("model inside", "tensor", "global", marks=pytest.mark.slow),
-    pytest.param("model inside", "fsdp", "local", marks=pytest.mark.slow),
+    ("net inside", "fsdp", "local"),
+    ("model inside", "tensor", "global"),
+    ("model inside", "fsdp", "local"),
 ]
 """A loss that the model returns is of the rows of all processes, also through a module around it; one of its outputs is not."""
 
 
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode", "inputs"), FEW_STEPS, ids=str)
 def test_few_steps_in_processes(kind: str, mode: str, inputs: str, tmp_path: Path, workers: Callable[[int], Workers]) -> None:
     wanted = few_steps(kind, None, "global", str(tmp_path), {})

@@ -54,6 +54,7 @@ def shapes(cache: Decoding) -> list[list[tuple[int, ...]]]:
     return [[tuple(tensor.shape) for tensor in tensors.values()] for _, tensors in sorted(cache.caches.items())]
 
 
+@pytest.mark.slow
 def test_tensor_parallel_stages_keep_their_heads_and_layers(caches: list[Decoding]) -> None:
     """Prompts of two lengths, with padding in front, and other batch sizes, are served by one partition."""
     model, pm = partitioned("gpt2", {"pipeline": 2, "tensor": 2}, 4)

@@ -141,6 +141,7 @@ def test_what_is_no_list_of_requests_is_refused() -> None:
 # -- on a clock ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_requests_in_flight_fill_the_stages() -> None:
     """Two stages of like layers: a second request costs nothing, of a third and a fourth each waits as long as one takes."""
     device = Device("slow memory", {"float32": 1e15}, 2**30, 1e6)

@@ -32,6 +32,7 @@ def bytes_of(model: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_token_takes_the_time_to_read_the_weights(alone: PartitionedModel) -> None:
     (one,) = alone.simulate_inference((1,), prompt=8, new_tokens=4).batches
     weights = sum(parameter.numel() * parameter.element_size() for parameter in alone.parameters())

@@ -219,6 +219,7 @@ def test_results_of_values_that_have_changed_are_refused() -> None:
         output["logits"].argmax(-1)
 
 
+@pytest.mark.slow
 def test_a_model_that_draws_is_watched_in_its_first_call() -> None:
     pm = partitioned(Classifier(dropout=0.5))
     pm.loss_in_step.switch_on()
@@ -233,6 +234,7 @@ def test_a_model_that_draws_is_watched_in_its_first_call() -> None:
     assert trained(other) == "FFFFBBBB"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exact_runs_all_forwards_first_and_says_why() -> None:
     x, labels = batch()
     model = Classifier()

@@ -144,6 +144,7 @@ def test_an_entry_that_holds_weights_of_its_own_does_not_move(model: Decoder, de
         partitioned(model, device_map, count=count)
 
 
+@pytest.mark.slow
 def test_a_map_for_gpt2_as_infer_auto_device_map_writes_it() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

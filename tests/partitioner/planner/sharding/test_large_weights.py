@@ -94,6 +94,7 @@ def request(mode: str, count: int) -> PlanRequest:
     return PlanRequest(mode, tuple(f"cuda:{rank}" for rank in range(count)))
 
 
+@pytest.mark.slow
 def test_the_planner_finds_it_by_itself() -> None:
     """Every convolution is cut by rows, every linear layer reads its weight in parts; it takes less than replicas of whole weights."""
     with torch.device("meta"):

@@ -362,6 +362,7 @@ def test_a_model_of_thousands_of_units_is_balanced(n_stages: int) -> None:
     assert found.bottleneck == pytest.approx(slowest_stage(problem, found.starts))
 
 
+@pytest.mark.slow
 def test_a_search_that_is_cut_short_says_so_and_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partitioner.planner.solvers.shared_rank_memory._MOST_VISITS", 1)
     unproven = 0

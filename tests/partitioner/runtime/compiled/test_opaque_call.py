@@ -103,6 +103,7 @@ def test_training_and_evaluation(*, is_called_before: bool, fullgraph: bool) -> 
     compare_step(compiled, pm, model, 6)
 
 
+@pytest.mark.slow
 def test_compile_in_place() -> None:
     model = Net().double()
     pm = partitioned(model, example_kwargs=FLAG)
@@ -149,6 +150,7 @@ def test_calls_before_their_backwards_and_dropped_results() -> None:
     assert not [saved for saved in opaque_call._saved.values() if saved.results]
 
 
+@pytest.mark.slow
 def test_accumulation_without_communication() -> None:
     model = nn.Linear(WIDTH, WIDTH).double()
     pm = partitioned(model, "data")
@@ -175,6 +177,7 @@ def test_a_model_that_is_traced_for_each_batch_size() -> None:
     torch.testing.assert_close(compiled(other), model(other))
 
 
+@pytest.mark.slow
 def test_errors_are_those_without_a_compiler() -> None:
     pm = partitioned(Net().double(), example_kwargs=FLAG)
     compiled = torch.compile(pm, backend="aot_eager", fullgraph=True)

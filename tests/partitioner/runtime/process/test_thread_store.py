@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import atexit, threading, time
 from datetime import timedelta
@@ -25,6 +27,7 @@ raise ValueError("the error of the script")
 """Without the end, torch aborts the process: "terminate called without an active exception"."""
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_its_own_error() -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=60)
     assert ended.stderr.endswith("ValueError: the error of the script\n")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError, TraceError
+from tests.support.running.slow_values import slow
 
 Decide = Callable[["Decides", Tensor], Tensor]
 
@@ -105,7 +106,7 @@ def test_known_values_decide(decide: Decide) -> None:
     torch.testing.assert_close(grads, {name: each.grad for name, each in reference.named_parameters()}, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["model", "data", "fsdp", "tensor"])
+@pytest.mark.parametrize("mode", ["data", *slow("model", "fsdp", "tensor")])
 @pytest.mark.parametrize("decide", [of_the_batch, of_a_buffer, chosen_by_a_mask], ids=lambda decide: decide.__name__)
 def test_known_values_decide_in_every_mode(mode: str, decide: Decide) -> None:
     model, x = Decides(decide), torch.randn(8, 6).double()

@@ -191,6 +191,7 @@ def test_operators_are_decomposed_again_afterwards() -> None:
     assert get_fast_op_impls() == before
 
 
+@pytest.mark.slow
 def test_threads_may_run_fake_tensors_at_once() -> None:
     """Some calls are read off, others decomposed, while threads enter and leave."""
     before = dict(get_fast_op_impls())

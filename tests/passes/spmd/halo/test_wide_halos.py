@@ -337,6 +337,7 @@ def runs(latency: float, overhead: float = 0.0) -> tuple[HaloSegment, ...]:
     return pm_of(stack(norm=True), x, (2, 1), None, pair(latency, overhead)).plan.halos
 
 
+@pytest.mark.slow
 def test_latency_is_weighed_against_arithmetic_and_kernels() -> None:
     (slow,) = runs(latency=1.0)
     assert (slow.strategy, slow.exchange_messages, slow.recompute_messages) == ("recompute", 3, 1)

@@ -17,6 +17,7 @@ from partitioner.runtime.state.checkpoint import safetensors_files
 from tests.partitioner.runtime.state.checkpoint import safetensors_cases as cases
 from tests.partitioner.runtime.state.checkpoint.safetensors_cases import PROMPT, Rotated, saved_in_parts
 from tests.support.processes.processes import Workers
+from tests.support.running.slow_values import slow
 
 X = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
 
@@ -47,7 +48,7 @@ def planned(model: nn.Module, mode: Any = "tensor", **options: Any) -> Partition
     return partition(model, 2, mode, example_inputs=(X,), progress=False, **options)
 
 
-@pytest.mark.parametrize("mode", ["tensor", "fsdp", "pipeline", pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["tensor", *slow("fsdp", "pipeline", "data")])
 def test_a_model_from_the_meta_device_computes_and_trains(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are read in pieces of a few numbers; heads of the fused projection are strided."""
     monkeypatch.setattr(safetensors_files, "_PIECE", 96)
@@ -85,6 +86,7 @@ def test_a_model_with_values_is_filled_in_place(tmp_path: Path) -> None:
     assert torch.equal(pm(X), reference(X))
 
 
+@pytest.mark.slow
 def test_tied_weights_need_one_name_and_an_index_names_files(tmp_path: Path) -> None:
     reference = saved_in_parts(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) == 4
