@@ -275,7 +275,10 @@ def _compute(rank: int, run: RankRun, step: Step, time: float) -> float:
 
 
 def _change(run: RankRun, step: Step, begin: float, end: float) -> None:
-    """Record that a step makes memory when it begins and frees memory when it ends; a wait frees its buffer before it makes its result."""
+    """Record that a step makes memory when it begins and frees memory when it ends.
+
+    A wait frees its buffer before it makes its result. Of merged steps, ``rise`` has the peak: what they free is free before they end.
+    """
     made = [Change(begin, storage, made=True) for storage in step.made]
     dropped = [Change(end, storage, made=False) for storage in step.dropped]
-    run.changes += dropped + made if step.kind == "wait" else made + dropped
+    run.changes += dropped + made if step.kind == "wait" or step.rise is not None else made + dropped

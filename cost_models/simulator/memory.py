@@ -194,6 +194,7 @@ def _alive(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage]) ->
         elif change.storage is not None:
             found.pop(id(change.storage), None)
     if changes and (rise := changes[-1][1].rise) is not None:
-        found.update({id(storage): storage for storage in rise.alive})
+        gone = {id(storage) for storage in rise.gone}
+        found = {key: storage for key, storage in found.items() if key not in gone} | {id(storage): storage for storage in rise.alive}
     parts = [Alive(name, size, storage.category) for storage in found.values() for name, size in storage.named]
     return tuple(sorted(parts, key=lambda part: -part.bytes)[:_SHOWN])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,8 +23,8 @@ from torch import Tensor, fx
 from cost_models.ops.work import Work
 from cost_models.simulator.message_bytes import copied_bytes, moved_bytes
 from cost_models.simulator.pricing import NodePrices
-from cost_models.simulator.read_stage import GraphReader, Group, StageTemplate, read_stage, template_of
-from cost_models.simulator.storages import Held, Storage, storages_of
+from cost_models.simulator.read_stage import Arguments, Given, GraphReader, Group, StageTemplate, read_stage, template_of
+from cost_models.simulator.storages import Category, Held, Storage, storages_of
 from cost_models.simulator.tasks import Step, Transfer
 from passes.emit.coalesce_collectives import coalesce_collectives
 from passes.emit.inline_stages import communicates, inlined
@@ -159,12 +159,9 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         self.begin()
         self._seconds, self._inside = 0.0, []
         self.values[node] = self.value_of(node)
-        dropped = {id(storage): storage for storage in self.end(node)}
-        given = {id(storage) for storage in storages_of(self.arguments(node.args))}
-        # The stage drops an argument at its last use inside, if the call drops it at all; then not again behind the call.
-        for step in self._inside:
-            step.dropped = [each for each in step.dropped if id(each) not in given or dropped.pop(id(each), None) is not None]
-        own = Step("compute", node.name, _section(node), self._seconds, self.made, list(dropped.values()))
+        inside = {id(storage) for step in self._inside for storage in step.dropped}
+        dropped = [storage for storage in self.end(node) if id(storage) not in inside]
+        own = Step("compute", node.name, _section(node), self._seconds, self.made, dropped)
         self.steps += [*self._inside, own]
 
     def stage(self, module: StageCall, placeholders: Sequence[fx.Node], arguments: Sequence[Any]) -> Any:
@@ -172,29 +169,47 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         bound = [each for each in module.graph.graph.nodes if each.op == "placeholder"][: len(module.bound_names)]
         state = [self._named_state(name, each.meta["val"]) for name, each in zip(module.bound_names, bound, strict=True)]
         rows = self._rows_of_call(node, placeholders, arguments)
-        key = (id(module.graph), rows, self._place if communicates(module) else None)
+        handed = self._handed_over(arguments)
+        key = (id(module.graph), rows, handed, self._place if communicates(module) else None)
         if key not in self._templates:
-            self._templates[key] = self.program.rank, self._read(node, module, rows, len(arguments) - len(node.args) + 1)
+            n_saved = len(arguments) - len(node.args) + 1
+            self._templates[key] = self.program.rank, self._read(node, module, rows, handed, n_saved)
         rank, template = self._templates[key]
         there = functools.partial(self._group_here, rank)
         self._inside, results = template.call(node.name, _section(node), arguments, state, self._next, there)
         # A count over the batch is unknown, whose graph nobody traced.
         return self.traced(node) if results is UNKNOWN and isinstance(node.meta.get("val"), Tensor) else results
 
-    def _read(self, node: fx.Node, module: StageCall, rows: int, n_saved: int) -> StageTemplate:
+    def _handed_over(self, arguments: Sequence[Any]) -> Given:
+        """Return, for each argument of a call, what it is in if the call alone holds that: the stage drops it after its last use."""
+        released = (value for value in self._last_use.get(self.node, ()) if value is not self.node)
+        releases = Counter(id(storage) for value in released for storage in storages_of(self.values[value]))
+        number: dict[int, int] = {}
+
+        def given(argument: Any) -> tuple[int, int, Category] | None:
+            if not isinstance(argument, Held):
+                return None
+            storage = argument.storage
+            if storage.stays or storage.holders > releases[id(storage)]:
+                return None
+            return number.setdefault(id(storage), len(number)), storage.bytes, storage.category
+
+        return tuple(map(given, arguments))
+
+    def _read(self, node: fx.Node, module: StageCall, rows: int, handed: Given, n_saved: int) -> StageTemplate:
         """Read a stage that is called for the first time."""
         section = node.meta.get("section")
         if not communicates(module):
             kind = section.kind if isinstance(section, Action) else None
             gives = kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-            return read_stage(module, rows, self.prices, gives_gradients=gives)
+            return read_stage(module, rows, handed, self.prices, gives_gradients=gives)
         assert isinstance(section, Action)
         assert isinstance(self.program.module, ProgramModule)
         written = inlined(module, section, self.program.module, self.mesh, self.program.rank, n_saved)
         coalesce_collectives([written.graph])
         overlap_communication([written.graph])
         program = Program(self.program.kind, self.program.rank, written, self.program.stages)
-        reader = _CallReader(program, rows, self.prices, self._templates, self.mesh, section, n_saved)
+        reader = _CallReader(program, rows, handed, self.prices, self._templates, self.mesh, section)
         reader.run()
         return reader.template(module.bound_names)
 
@@ -317,24 +332,20 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
 
 
 class _CallReader(_ProgramReader):
-    """Reads a stage as an inlined program: what it is given lies in storages of the caller.
-
-    What a forward saved is dropped where it is last read, as in a program that has it inlined.
-    """
+    """Reads a stage that communicates as an inlined program, with its arguments in storages of the caller."""
 
     def __init__(
         self,
         program: Program,
         rows: int,
+        handed: Given,
         prices: NodePrices,
         templates: Templates,
         mesh: Mesh,
         section: Action,
-        n_saved: int,
     ) -> None:
         super().__init__(program, rows, prices, templates, mesh)
-        self._n_saved = n_saved
-        self._given: list[Storage | None] = []
+        self._arguments_given = Arguments(handed)
         returned: Any = self.graph.output_node().args[0]
         if section.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) and isinstance(returned[-1], tuple):
             self.mark_gradients(passed_on(node for node in returned[-1] if isinstance(node, fx.Node)))
@@ -343,19 +354,14 @@ class _CallReader(_ProgramReader):
         """What was read; ``names``: of what is bound, in order."""
         results = self.arguments(self.graph.output_node().args[0])
         state = {names.index(name): held.storage for name, held in self._bound.items()}
-        return template_of(self.steps, self._given, state, results)
+        return template_of(self.steps, self._arguments_given.storages, state, results)
 
     def input(self, node: fx.Node) -> Any:
         if node.target == "batch":
             return self.batch
-        if not isinstance(node.meta.get("val"), Tensor):
-            self._given.append(None)
-            return self.traced(node)
         value = self.traced(node)
-        is_saved = len(self._given) < self._n_saved
-        storage = Storage(node.name, value.storage.bytes if is_saved else 0, "activations", stays=not is_saved, holders=1)
-        self._given.append(storage)
-        return Held(storage, value.shape, value.dtype, value.key)
+        storage = self._arguments_given.next(node)
+        return value if storage is None else Held(storage, value.shape, value.dtype, value.key)
 
 
 def _section(node: fx.Node) -> str:

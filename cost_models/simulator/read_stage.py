@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ from passes.ir.program import StageCall
 from passes.ir.torch_private import OpOverload
 from passes.verify.abstract_interpreter import UNKNOWN
 
-__all__ = ["GraphReader", "Group", "StageTemplate", "read_stage", "template_of"]
+__all__ = ["Arguments", "Given", "GraphReader", "Group", "StageTemplate", "read_stage", "template_of"]
 
 aten = torch.ops.aten
 
@@ -295,22 +295,58 @@ class StageTemplate:
             made, dropped = [*map(storage_in_call, step.made)], [*map(storage_in_call, step.dropped)]
             transfer = transfer_in_call(step.transfer) if step.transfer is not None else None
             title = name if step.kind == "compute" else step.name
-            steps.append(Step(step.kind, title, section, step.seconds, made, dropped, transfer, step.rise))
+            rise = None if step.rise is None else replace(step.rise, gone=tuple(map(storage_in_call, step.rise.gone)))
+            steps.append(Step(step.kind, title, section, step.seconds, made, dropped, transfer, rise))
         return steps, in_call(self.results)
 
 
-def read_stage(stage: StageCall, rows: int, prices: NodePrices, *, gives_gradients: bool) -> StageTemplate:
+Given: TypeAlias = tuple[tuple[int, int, Category] | None, ...]
+"""For each argument of a call: the number, bytes and category of its storage if the stage drops it; None: the caller keeps it, or a number.
+
+Arguments with equal numbers share a storage."""
+
+
+class Arguments:
+    """The storages that stand for those of a call's arguments, made one after the other.
+
+    Attributes:
+        storages: of each argument so far; None for a number.
+    """
+
+    def __init__(self, handed: Given) -> None:
+        self._handed = handed
+        self._dropped: dict[int, Storage] = {}
+        self.storages: list[Storage | None] = []
+
+    def next(self, node: fx.Node) -> Storage | None:
+        """Return the storage of the next argument, by its placeholder."""
+        handed = self._handed[len(self.storages)]
+        if not isinstance(node.meta.get("val"), Tensor):
+            storage = None
+        elif handed is None:
+            storage = Storage(node.name, 0, "activations", stays=True)
+        else:
+            number, size, category = handed
+            storage = self._dropped.setdefault(number, Storage(node.name, size, category))
+            storage.holders += 1
+        self.storages.append(storage)
+        return storage
+
+
+def read_stage(stage: StageCall, rows: int, handed: Given, prices: NodePrices, *, gives_gradients: bool) -> StageTemplate:
     """Step through a stage's graph.
 
     Args:
         rows: of the call.
+        handed: the arguments that the stage drops.
         gives_gradients: whether the last of its results are the gradients of parameters.
     """
-    reader = _StageReader(stage, rows, prices, gives_gradients=gives_gradients)
-    results = reader.run()
     n_bound = len(stage.bound_names)
-    state = {place: storage for place, storage in enumerate(reader.given[:n_bound]) if storage is not None}
-    return template_of(reader.steps, reader.given[n_bound:], state, results)
+    reader = _StageReader(stage, rows, (*(None,) * n_bound, *handed), prices, gives_gradients=gives_gradients)
+    results = reader.run()
+    given = reader.given.storages
+    state = {place: storage for place, storage in enumerate(given[:n_bound]) if storage is not None}
+    return template_of(reader.steps, given[n_bound:], state, results)
 
 
 def template_of(steps: list[Step], given: Sequence[Storage | None], state: Mapping[int, Storage], results: Any) -> StageTemplate:
@@ -320,15 +356,15 @@ def template_of(steps: list[Step], given: Sequence[Storage | None], state: Mappi
 
 
 class _StageReader(GraphReader):
-    """Arguments lie in storages of the caller, who holds them for as long as the call lasts."""
+    """Reads a stage that does not communicate: its parameters and arguments are in storages of the caller."""
 
-    def __init__(self, stage: StageCall, rows: int, prices: NodePrices, *, gives_gradients: bool) -> None:
+    def __init__(self, stage: StageCall, rows: int, handed: Given, prices: NodePrices, *, gives_gradients: bool) -> None:
         graph = stage.graph.graph
         returned: Any = graph.output_node().args[0]
         last = returned[-1] if gives_gradients and isinstance(returned, tuple | list) and returned else ()
         super().__init__(graph, prices, [node for node in last if isinstance(node, fx.Node)] if isinstance(last, tuple | list) else ())
         self._rows = rows
-        self.given: list[Storage | None] = []
+        self.given = Arguments(handed)
 
     def run(self) -> Any:
         """Step through the graph; returns its results."""
@@ -342,13 +378,11 @@ class _StageReader(GraphReader):
         raise AssertionError("a graph ends with its output")
 
     def _argument(self, node: fx.Node) -> Any:
-        fake = node.meta.get("val")
+        fake, storage = node.meta.get("val"), self.given.next(node)
         if isinstance(fake, Tensor):
-            storage = Storage(node.name, 0, "activations", stays=True)
-            self.given.append(storage)
+            assert storage is not None
             numbers, ((_, key),) = self.numbers(node), memory_keys(node)
             return Held(storage, tuple(int(numbers[size_of(size)]) for size in fake.shape), fake.dtype, key)
-        self.given.append(None)
         return int(self.numbers(node)[size_of(fake)]) if isinstance(fake, torch.SymInt) else fake
 
     def rows(self, node: fx.Node) -> int:

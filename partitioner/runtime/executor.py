@@ -17,8 +17,16 @@ A call that draws random numbers says whose they are, so that every rank draws t
         stage3_forward_mb0 = stage3_forward(...)
         transport.end_draws((0, 3))
 
-A value is dropped after its last use, so that memory is that of the schedule. The embedded runtime runs the generators of all ranks
-alternately, switching where one waits; under torchrun ``wait`` blocks and the generator never yields.
+A value is dropped after its last use, so that memory is that of the schedule. The function of a stage takes its arguments out of a list:
+where the program reads one for the last time, the stage alone holds it, and drops it after its last use there. A backward frees saved
+activations while it computes gradients.
+
+        stage1_backward_mb0 = [*saved_mb0, gradient_mb0]
+        saved_mb0 = gradient_mb0 = None
+        stage1_backward_mb0 = stage1_backward(stage1_backward_mb0)
+
+The embedded runtime runs the generators of all ranks alternately, switching where one waits; under torchrun ``wait`` blocks and the
+generator never yields.
 
 ATen operations are called by their fastest Python function: ``torch.ops.aten.mm.default(x, y)`` looks its arguments up in a schema at
 every call; ``torch.mm(x, y)`` reaches the same operation through generated code, about 2 microseconds sooner. A stage of a small model
@@ -30,7 +38,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,15 +125,18 @@ class _Writer:
         self._draws = dict(drawing_calls(module))
         self._last_draws = {draws: node for node, draws in self._draws.items() if draws is not None}
         self._last_use = _last_uses(module.graph)
-        self._calls: dict[str, tuple[str, str]] = {}
+        self._calls: dict[str, str] = {}
+        used = {node.name for node in module.graph.nodes}
+        self._transport, self._recorder = _unused("transport", used), _unused("recorder", used)
+        self._bound, self._given = _unused("bound", used), _unused("arguments", used)
 
     def generator(self) -> str:
         """Return the text of a generator function ``run(transport, *placeholders)``."""
-        return "\n".join([*self._lines("transport"), "    yield", ""])  # it is a generator only if it yields somewhere
+        return "\n".join([*self._lines(self._transport), "    yield", ""])  # it is a generator only if it yields somewhere
 
     def function(self) -> str:
-        """Return the text of a function ``run(*placeholders)``."""
-        return "\n".join([*self._lines(), ""])
+        """Return the text of the function of a stage, ``run(bound, arguments)``: it empties the list of its arguments."""
+        return "\n".join([*self._lines(is_stage=True), ""])
 
     def compile(self, source: str, title: str) -> Callable[..., Any]:
         """Compile the text of a function ``run``; ``title`` stands for its file in tracebacks."""
@@ -134,11 +145,15 @@ class _Writer:
         run: Callable[..., Any] = scope["run"]
         return run
 
-    def _lines(self, *first: str) -> list[str]:
+    def _lines(self, *first: str, is_stage: bool = False) -> list[str]:
         """The lines of the function, whose arguments are ``first``, the placeholders, and a recorder if there is one."""
         placeholders = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
-        last = ["recorder"] if self.recorded or self.counted else []
-        lines = [f"def run({', '.join([*first, *placeholders, *last])}):"]
+        last = [self._recorder] if self.recorded or self.counted else []
+        if is_stage:
+            lines = [f"def run({', '.join([self._bound, self._given, *last])}):"]
+            lines += [f"    [{', '.join(placeholders)}] = [*{self._bound}, *{self._given}]", f"    {self._given}.clear()"]
+        else:
+            lines = [f"def run({', '.join([*first, *placeholders, *last])}):"]
         section = ""
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
@@ -146,13 +161,20 @@ class _Writer:
             node_section = str(node.meta.get("section") or "")
             if self.recorded and node.op != "output" and node_section != section:
                 section = node_section
-                lines.append(f"    recorder.begin({section!r})")
+                lines.append(f"    {self._recorder}.begin({section!r})")
             recorded = self._add_recording(node, self._statement(node))
             lines += [f"    {line}" for line in self._add_draws(node, recorded)]
-            dropped = self._last_use.get(node, [])
-            if dropped and node.op != "output":
-                lines.append(f"    {' = '.join(value.name for value in dropped)} = None")
+            if node.op != "output":
+                lines += [f"    {line}" for line in _dropping(self._dropped_after(node))]
         return lines
+
+    def _dropped_after(self, node: fx.Node) -> list[fx.Node]:
+        """Return the values that are dropped after a node: those that it reads last, but for the arguments of a stage, dropped before."""
+        dropped = self._last_use.get(node, [])
+        return [value for value in dropped if value is node] if self._calls_stage(node) else dropped
+
+    def _calls_stage(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and isinstance(self.module.get_submodule(str(node.target)), StageCall)
 
     def _add_recording(self, node: fx.Node, lines: list[str]) -> list[str]:
         """Add calls of the recorder around the lines of a node."""
@@ -161,12 +183,12 @@ class _Writer:
         if not self.recorded:
             return lines
         if node.op == "output":
-            return ["recorder.end()", *lines]
+            return [f"{self._recorder}.end()", *lines]
         if node.target is wait:
             name, *loop, take = repr(str(node.args[0])), *lines
-            return [f"recorder.wait({name})", *loop, f"recorder.take({name})", take, f"recorder.arrived({name})"]
+            return [f"{self._recorder}.wait({name})", *loop, f"{self._recorder}.take({name})", take, f"{self._recorder}.arrived({name})"]
         if node.target in COMMUNICATION:
-            return [f"recorder.start({node.name!r})", *lines, "recorder.started()"]
+            return [f"{self._recorder}.start({node.name!r})", *lines, f"{self._recorder}.started()"]
         return lines
 
     def _add_draws(self, node: fx.Node, lines: list[str]) -> list[str]:
@@ -175,20 +197,23 @@ class _Writer:
             return lines
         draws = self._draws[node]
         is_last = draws is not None and self._last_draws[draws] is node
-        return [f"transport.begin_draw({draws})", *lines, *([f"transport.end_draws({draws})"] if is_last else [])]
+        return [f"{self._transport}.begin_draw({draws})", *lines, *([f"{self._transport}.end_draws({draws})"] if is_last else [])]
 
     def _counting(self, node: fx.Node) -> str:
         """Let the recorder count the rows of a product by groups."""
         marks = node.meta["custom"]
         weight, group = (self._value(node.args[place]) for place in (1, 2))
-        return f"recorder.chose({marks[MIXTURE]!r}, {group}, len({weight}), {self._value(marks.get(PRODUCT_CUTS, ()))})"
+        return f"{self._recorder}.chose({marks[MIXTURE]!r}, {group}, len({weight}), {self._value(marks.get(PRODUCT_CUTS, ()))})"
 
     def _statement(self, node: fx.Node) -> list[str]:
         """The lines that compute a node."""
         if node.op == "output":
             return [f"return {self._value(node.args[0])}"]
+        if self._calls_stage(node):
+            return self._stage_call(node)
         if node.op == "call_module":
-            return [f"{node.name} = {self._module_call(node)}"]
+            module = self.module.get_submodule(str(node.target))
+            return [f"{node.name} = {self._object(node.target, module.forward)}({self._arguments(node)})"]
         if node.op == "get_attr":
             attribute = operator.attrgetter(str(node.target))(self.module)
             return [f"{node.name} = {self._object(node.target, attribute)}"]
@@ -200,26 +225,35 @@ class _Writer:
             return [f"{node.name} = {self._value(value)}[{self._value(index)}]"]
         if node.target is wait:
             pending = self._value(node.args[0])
-            return [f"while not transport.ready({pending}):", f"    yield {pending}", f"{node.name} = transport.wait({pending})"]
+            return [
+                f"while not {self._transport}.ready({pending}):",
+                f"    yield {pending}",
+                f"{node.name} = {self._transport}.wait({pending})",
+            ]
         assert callable(node.target)
         if node.target in COMMUNICATION or node.target in (draw_alike, share_random_state):
-            return [f"{node.name} = transport.{node.target.__name__}({self._arguments(node)})"]
+            return [f"{node.name} = {self._transport}.{node.target.__name__}({self._arguments(node)})"]
         function = quick_call(node)
         return [f"{node.name} = {self._object(getattr(function, '__name__', node.name), function)}({self._arguments(node)})"]
 
-    def _module_call(self, node: fx.Node) -> str:
-        """Call a submodule; the graph of a stage is compiled and called directly, with its bound tensors as first arguments."""
+    def _stage_call(self, node: fx.Node) -> list[str]:
+        """The lines that call a stage: its graph is compiled, and takes its bound tensors and a list of its arguments."""
         target = str(node.target)
+        module = self.module.get_submodule(target)
+        assert isinstance(module, StageCall)
         if target not in self._calls:
-            module = self.module.get_submodule(target)
-            function: Callable[..., Any] = module.forward
-            if isinstance(module, StageCall):
-                writer = _Writer(module.graph, counted=self._counts(node))
-                function = functools.partial(writer.compile(writer.function(), target), *module.bound)
-            self._calls[target] = (self._object(target, function), "*" if getattr(module, "takes_tuple", False) else "")
-        name, star = self._calls[target]  # "*" unpacks a tuple that is the first argument
-        last = ", recorder" if self._counts(node) else ""
-        return f"{name}({star}{self._arguments(node)}{last})"
+            writer = _Writer(module.graph, counted=self._counts(node))
+            function = functools.partial(writer.compile(writer.function(), target), module.bound)
+            self._calls[target] = self._object(target, function)
+        star, last = (
+            "*" if module.takes_tuple else "",
+            f", {self._recorder}" if self._counts(node) else "",
+        )  # "*" unpacks a tuple of saved values
+        return [
+            f"{node.name} = [{star}{self._arguments(node)}]",
+            *_dropping(value for value in self._last_use.get(node, []) if value is not node),
+            f"{node.name} = {self._calls[target]}({node.name}{last})",
+        ]
 
     def _counts(self, node: fx.Node) -> bool:
         """Return whether the rows of experts are counted in a stage that a node calls."""
@@ -257,6 +291,17 @@ class _Writer:
             name = f"{base}_{count}"
         self.names[name] = value
         return name
+
+
+def _unused(name: str, names: Collection[str]) -> str:
+    """Return a name for an argument of the function, other than those of the graph's nodes."""
+    return name if name not in names else _unused(f"_{name}", names)
+
+
+def _dropping(values: Iterable[fx.Node]) -> list[str]:
+    """The line that drops values, if there are any."""
+    names = [value.name for value in values]
+    return [f"{' = '.join(names)} = None"] if names else []
 
 
 def _is_counted(node: fx.Node) -> bool:

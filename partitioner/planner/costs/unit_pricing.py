@@ -221,9 +221,7 @@ class _Microbatch:
         forward = dict(zip(pricing.distinct, self._operations[:, :, 0].tolist(), strict=True))
         replicated = ((tuple(forward[pricing.cost.nodes[name]]), units) for name, units in pricing.points.replicated.items() if units)
         kept, alone = pricing.kept(self.rows, share), self.rows >= self.batch_size
-        # Backwards of stages with collectives are inlined in programs; so are the last ones before gradients are summed.
-        backward_is_call = not pricing.is_cut or not (alone or self.exchanges)
-        working = pricing.memory.working(numbers, share, kept, alone=alone, backward_is_call=backward_is_call)
+        working = pricing.memory.working(numbers, share, kept, alone=alone)
         summed_at_end, summed_in_backward = pricing.summed
         units = Units(
             time=self.times.halves.sum(axis=0),

@@ -53,7 +53,7 @@ class PipelineProblems:
         self.graph, self.cluster, self.request = graph, cluster, request
         self.points, self.prices, self.cost_model = points, prices, cost_model
         self.limits = memory_limits(cluster, request)
-        self._units_with_replicas: dict[int, Units] = {}
+        self._units_with_replicas: dict[tuple[int, bool], Units] = {}
         self._kinds: dict[Candidate, tuple[int, ...]] = {}
         self._links_of_stages: dict[tuple[tuple[int, ...], ...], list[GroupLinks]] = {}
         self._messages: dict[tuple[tuple[tuple[int, ...], ...], int], MessageTimes] = {}
@@ -95,14 +95,15 @@ class PipelineProblems:
 
     def units(self, candidate: Candidate) -> Units:
         """Return the candidate's units; replicas of stages have a second copy of a bucket of gradients while they sum it."""
-        rows = self.rows(candidate)
+        rows, is_split = self.rows(candidate), self.order(candidate).splits
         units = self.prices.at(rows).units
+        units = units.split if is_split else units
         if not candidate.replicas:
             return units
-        if rows not in self._units_with_replicas:
+        if (rows, is_split) not in self._units_with_replicas:
             largest = float(units.gradient_uses.amount.max(initial=0.0))
-            self._units_with_replicas[rows] = replace(units, summed=max(units.summed, BUCKET_BYTES + largest))
-        return self._units_with_replicas[rows]
+            self._units_with_replicas[rows, is_split] = replace(units, summed=max(units.summed, BUCKET_BYTES + largest))
+        return self._units_with_replicas[rows, is_split]
 
     def sum_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
         """Return the seconds of gradient reduction over a stage's replicas, of the slowest stage, without overlap."""

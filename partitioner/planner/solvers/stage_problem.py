@@ -9,7 +9,7 @@ Units 0..N-1 stand in a row; stage s computes a run of them, ``i..j``; stages ar
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -191,8 +191,8 @@ class TransientMemory:
         backward   backward(u) + gradients(u+1..j) - saved(u+1..j)
 
     and ``coalesced(i..j)``, at most ``coalesced_at_once``. Gradients reduced during the backward exist twice: ``gradients(u+1..j)`` is
-    added once more, at most ``summed`` bytes. That limit is applied to the maximum over u: an upper bound. A backward that runs as a call
-    of its own module frees no saved activations meanwhile, since its caller holds them: ``saved`` is then not subtracted.
+    added once more, at most ``summed`` bytes. That limit is applied to the maximum over u: an upper bound. A backward in two halves frees
+    nothing in the first: the second needs about as much. ``saved`` is then not subtracted.
 
     Attributes:
         forward, backward: (N,) bytes that a unit computes with, beyond the saved activations of it and of the units before it.
@@ -200,7 +200,8 @@ class TransientMemory:
         gradients: (N,) bytes of the parameter gradients that exist after the unit's backward.
         coalesced: (N,) bytes of small weights gathered for each unit in coalesced messages.
         coalesced_at_once: the most bytes of these that exist at once.
-        backward_is_call: whether programs call backwards as modules, instead of inlining them.
+        deferred: (N,) bytes, beyond ``saved``, that a unit holds between the two halves of a backward: for gradients of weights.
+        is_split: whether backwards run in two halves; ``saved`` then includes ``deferred``.
         summed: the most bytes of gradients that exist twice during a backward.
     """
 
@@ -210,19 +211,24 @@ class TransientMemory:
     gradients: Floats
     coalesced: Floats
     coalesced_at_once: float
-    backward_is_call: bool = False
+    deferred: Floats
+    is_split: bool = False
     summed: float = 0.0
 
     @staticmethod
     def nothing(n_units: int) -> TransientMemory:
         """Return the table of units without transient memory."""
         nothing = np.zeros(n_units)
-        return TransientMemory(nothing, nothing, nothing, nothing, nothing, 0.0)
+        return TransientMemory(nothing, nothing, nothing, nothing, nothing, 0.0, nothing)
 
     def repeated(self, source: Integers) -> TransientMemory:
         """Return the table of the given units, in any order and with repetition."""
         of_units = (self.forward[source], self.backward[source], self.saved[source], self.gradients[source], self.coalesced[source])
-        return TransientMemory(*of_units, self.coalesced_at_once, self.backward_is_call, self.summed)
+        return TransientMemory(*of_units, self.coalesced_at_once, self.deferred[source], self.is_split, self.summed)
+
+    def split(self) -> TransientMemory:
+        """Return the table for backwards in two halves."""
+        return replace(self, saved=self.saved + self.deferred, is_split=True)
 
     @cached_property
     def _sums(self) -> Floats:
@@ -233,7 +239,7 @@ class TransientMemory:
     def _peaks(self) -> Floats:
         """(3, N) the terms in u of forward, backward, and backward with gradients twice; sums over ``u+1..j`` begin as ``-_sums`` at u."""
         saved, gradients, _ = self._sums[:, 1:]
-        backward = self.backward - gradients + (0.0 if self.backward_is_call else saved)
+        backward = self.backward - gradients + (0.0 if self.is_split else saved)
         return np.stack([self.forward + saved, backward, backward - gradients])
 
     def of_block(self, start: int, stop: int, width: int) -> Floats:
@@ -251,7 +257,7 @@ class TransientMemory:
         """Return the bytes of the runs ``start .. end - 1``: the terms in i and j, added to the maxima of ``_peaks`` over the run."""
         forward, once, twice = highest
         saved, gradients, coalesced = self._sums
-        freed = 0.0 if self.backward_is_call else saved[end]
+        freed = 0.0 if self.is_split else saved[end]
         backward = np.minimum(once + gradients[end] + self.summed, twice + 2 * gradients[end]) - freed
         computing: Floats = np.maximum(np.maximum(forward - saved[end], backward), 0.0)
         weights: Floats = np.minimum(coalesced[end] - coalesced[start], self.coalesced_at_once)
@@ -313,6 +319,17 @@ class Units:
         stage_of = stages_of(starts, len(self))
         values = self.gathered_value_bytes.sent_per_stage(stage_of, n_stages, kinds)
         return computing + values + self.gathered_gradient_bytes.per_stage(stage_of, n_stages, kinds)
+
+    @cached_property
+    def split(self) -> Units:
+        """The units where backwards run in two halves: what is held between these counts as saved."""
+        if self.working is None:
+            return self
+        deferred = np.stack([working.deferred for working in self.workings])
+        amounts = deferred[0].tolist() if len(deferred) == 1 else list(map(tuple, deferred.T.tolist()))
+        extra = (Shared(amount, (unit,)) for unit, amount in enumerate(amounts) if deferred[:, unit].any())
+        split = tuple(working.split() for working in self.workings)
+        return replace(self, kept=(*self.kept, *extra), working=split if isinstance(self.working, tuple) else split[0])
 
     @cached_property
     def fixed_uses(self) -> Uses:

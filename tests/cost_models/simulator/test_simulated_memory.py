@@ -105,6 +105,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = {
     "1F1B": (gpt, 2, "pipeline", {"schedule": "1F1B", "n_microbatches": 8}),
     "GPipe, all recomputed": (gpt, 2, "pipeline", {"schedule": "GPipe", "n_microbatches": 8, "recompute": "full"}),
     "zero bubble": (gpt, 2, "pipeline", {"schedule": "ZB1P", "n_microbatches": 8}),
+    "zero bubble, all recomputed": (gpt, 2, "pipeline", {"schedule": "ZB1P", "n_microbatches": 4, "recompute": "full"}),
+    "zero bubble of one microbatch": (gpt, 2, "pipeline", {"schedule": "ZB1P", "n_microbatches": 1}),
     "interleaved": (gpt, 2, "pipeline", {"schedule": "Interleaved1F1B", "n_microbatches": 8}),
     "data": (gpt, 2, "data", {}),
     "gathered parameters": (gpt, 2, "fsdp", {}),

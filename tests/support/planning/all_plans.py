@@ -265,7 +265,7 @@ def needed(working: TransientMemory, run: range) -> float:
     for unit in run:
         made, trained = (sum(column[unit + 1 : run.stop].tolist()) for column in (working.saved, working.gradients))
         moments.append(float(working.forward[unit]) - made)
-        moments.append(float(working.backward[unit]) + trained - (0.0 if working.backward_is_call else made))
+        moments.append(float(working.backward[unit]) + trained - (0.0 if working.is_split else made))
     return max(moments) + min(float(working.coalesced[run.start : run.stop].sum()), working.coalesced_at_once)
 
 

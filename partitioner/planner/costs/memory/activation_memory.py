@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
@@ -13,12 +14,21 @@ from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.planner.costs.cut_points import CutPoints
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
 from partitioner.planner.costs.memory.transient_memory import WorkingMemory
-from partitioner.planner.solvers.stage_problem import Shared, TransientMemory
+from partitioner.planner.solvers.stage_problem import Floats, Shared, TransientMemory
 from passes.autograd.recompute import Recompute
+from passes.graph.schemas import packet
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Region
 
 __all__ = ["UnitMemory"]
+
+aten = torch.ops.aten
+
+GRADIENTS_AT_ONCE = frozenset({aten.layer_norm, aten.batch_norm, aten.group_norm, aten.rms_norm, aten.lstm, aten.gru})
+"""Operations whose backward computes the gradients of values and of weights in one call."""
+
+OF_PARAMETERS = frozenset({aten.t, aten.transpose, aten.permute, aten.view, aten.to, aten._to_copy})  # noqa: SLF001  the operator's own name
+"""Views and casts through which operations read parameters."""
 
 
 class UnitMemory:
@@ -48,6 +58,7 @@ class UnitMemory:
         copies = 1 + optimizer_states(optimizer)
         self.fixed = tuple(item._replace(amount=item.most * copies) if name in trained else item for name, item in stored.items())
         self.gradients = tuple(trained.values())
+        self._trained = frozenset(trained)
 
         # Inputs of a step are permanent memory of their readers' stages, not saved activations.
         self._inputs = tuple(name for name, node in self._nodes.items() if node.op == "placeholder" and name not in lasting)
@@ -93,14 +104,13 @@ class UnitMemory:
                 kept += [Shared(round(numbers[cost.bytes[value.node]] * share), readers, value.producer)] if readers else []
         return (*kept, *(Shared(round(amount), (unit,)) for unit, amount in sorted(of_units.items()) if amount))
 
-    def working(self, numbers: Numbers, share: float, kept: Iterable[Shared], *, alone: bool, backward_is_call: bool) -> TransientMemory:
+    def working(self, numbers: Numbers, share: float, kept: Iterable[Shared], *, alone: bool) -> TransientMemory:
         """Return the transient memory of units.
 
         Args:
             numbers, share: as in ``kept``.
             kept: the saved activations.
             alone: whether there is one microbatch.
-            backward_is_call: whether programs call backwards as modules, instead of inlining them.
         """
         saved, gradients = np.zeros((2, len(self._points.units)))
         for item in kept:
@@ -108,7 +118,30 @@ class UnitMemory:
                 saved[item.units[0]] += item.most
         for item in self.gradients:
             gradients[item.units[-1]] += item.most
-        return self._working.at(numbers, share, saved, gradients, alone=alone, backward_is_call=backward_is_call)
+        deferred = self._for_weights(numbers, share)
+        deferred *= max(1 - saved.sum() / deferred.sum(), 0.0) if deferred.any() else 0.0
+        return self._working.at(numbers, share, saved, gradients, deferred, alone=alone)
+
+    def _for_weights(self, numbers: Numbers, share: float) -> Floats:
+        """Return (N,) bytes that the gradients of each unit's weights are computed from: operands, and gradients of results."""
+        sizes = self._cost.allocation_bytes
+        found, seen = np.zeros(len(self._points.units)), set[int]()
+        for name, unit in self._unit_of.items():
+            node = self._nodes[name]
+            if packet(node.target) in GRADIENTS_AT_ONCE or not any(map(self._is_trained, node.all_input_nodes)):
+                continue
+            operands = [key for key in self._cost.saved.get(name, ()) if self._cost.maker[key] in self._unit_of]
+            operands = [key for key in operands if not self._is_trained(self._nodes[self._cost.maker[key]])]
+            sources = [key for key in operands if key not in seen]
+            seen.update(sources)
+            found[unit] += float(numbers[self._cost.bytes[name]]) + sum(float(numbers[sizes[key]]) for key in sources)
+        return found * share
+
+    def _is_trained(self, node: fx.Node) -> bool:
+        """Return whether a value is a trained parameter, or a view or cast of one."""
+        while node.op == "call_function" and packet(node.target) in OF_PARAMETERS and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return node.name in self._trained
 
     def _itemsize(self, name: str, sources: Collection[str] = ()) -> int:
         """Return the bytes of an element of a value; with ``sources``, of the first of these that its first tensors are made from."""

@@ -101,17 +101,15 @@ class WorkingMemory:
         self._unit = np.repeat(np.arange(len(units)), lengths)  # (steps,) the unit of each
         self._values = _values_of(cost, [step for steps in by_unit for step in steps], selection, frozenset(parameters), casts)
 
-    def at(
-        self, numbers: Numbers, share: float, saved: Floats, gradients: Floats, *, alone: bool, backward_is_call: bool
-    ) -> TransientMemory:
+    def at(self, numbers: Numbers, share: float, saved: Floats, gradients: Floats, deferred: Floats, *, alone: bool) -> TransientMemory:
         """Return the transient memory of all units for one size of microbatches.
 
         Args:
             share: factor of the sizes of activations.
             saved: (N,) bytes that each unit adds to the saved activations.
             gradients: (N,) bytes of the gradients that are alive after the backward of each unit.
+            deferred: (N,) bytes beyond ``saved`` that each unit holds between the two halves of a backward.
             alone: whether there is one microbatch; else weights for the next one are gathered while those of this one are used.
-            backward_is_call: whether programs call backwards as modules, instead of inlining them.
         """
         values, n_units = self._values, len(self._starts)
         of_values = (values.size, values.shard_size, values.sum_size)
@@ -130,7 +128,7 @@ class WorkingMemory:
         at_once = _BUNDLES * BUNDLE_BYTES * float((sizes[small] / shard_sizes[small]).max(initial=0.0))
         peaks = [np.rint(np.maximum.reduceat(alive, self._starts)) for alive in (forward, backward)]
         of_units = (peaks[0], peaks[1], np.rint(saved), np.rint(gradients), np.rint(coalesced))
-        return TransientMemory(*of_units, at_once, backward_is_call)
+        return TransientMemory(*of_units, at_once, np.rint(deferred))
 
     def _alive(self, sizes: Floats, mask: Flags, first: Integers, last: Integers) -> Floats:
         """Return (calls,) bytes of the masked allocations that are alive at each call: a sweep over lifetimes ``first`` to ``last``."""

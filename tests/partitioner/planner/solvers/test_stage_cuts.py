@@ -55,7 +55,7 @@ def some_working(draw: random.Random, n_units: int) -> TransientMemory | None:
         np.array([float(draw.randint(0, most)) for _ in range(n_units)]) for most in (6, 6, 4, 20, 30)
     )
     at_once, called = float(draw.choice((0, 5, 100))), draw.random() < 0.5
-    return TransientMemory(forward, backward, made, trained, bundled, at_once, called, summed=at_once / 5)
+    return TransientMemory(forward, backward, made, trained, bundled, at_once, np.zeros(n_units), called, summed=at_once / 5)
 
 
 def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
@@ -183,7 +183,7 @@ def working_memory(working: TransientMemory | None, run: range) -> float:
     moments, once, twice = [0.0], list[float](), list[float]()
     for unit in run:
         behind = slice(unit + 1, run.stop)
-        given_back = 0.0 if working.backward_is_call else working.saved[behind].sum()
+        given_back = 0.0 if working.is_split else working.saved[behind].sum()
         moments.append(working.forward[unit] - working.saved[behind].sum())
         trained = working.gradients[behind].sum()
         once.append(working.backward[unit] + trained - given_back)
