@@ -9,9 +9,9 @@ from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.search.mesh_problem import Solution
 from passes.ir.layout import BATCH, SPACE
 from passes.ir.mesh import STAGES, TILES, Mesh, mesh_words
-from passes.ir.plan import ATTENTION, Contender, Plan
+from passes.ir.plan import ATTENTION, BY_REGION, Contender, Plan
 
-__all__ = ["bound_by", "candidate_words", "compared", "contender", "plan_words", "searched_words", "words_of"]
+__all__ = ["bound_by", "candidate_words", "compared", "contender", "plan_words", "recomputed_regions", "searched_words", "words_of"]
 
 
 def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
@@ -144,7 +144,14 @@ def words_of(plan: Plan) -> str:
     switched = any(dimension in TILES and not axis.startswith((*SPACE, "length")) for axis, dimension in plan.axes)
     extra_axes = with_sequence or with_weights or switched
     candidate = Candidate(plan.schedule, len(plan.stages) // places, plan.n_microbatches, plan.replicas)
-    return plan_words(plan.grid, candidate, plan.recompute, extra_axes=extra_axes, attention=plan.attention)
+    policy = recomputed_regions(plan) or plan.recompute
+    return plan_words(plan.grid, candidate, policy, extra_axes=extra_axes, attention=plan.attention)
+
+
+def recomputed_regions(plan: Plan) -> str:
+    """Return ``"7 of 12 regions"`` for a plan whose regions have policies of their own; an empty string for one policy."""
+    recomputed = sum(region.recompute != "none" for region in plan.regions)
+    return f"{recomputed} of {len(plan.regions)} regions" if plan.recompute == BY_REGION else ""
 
 
 def candidate_words(candidate: Candidate) -> str:

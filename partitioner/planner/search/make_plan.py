@@ -25,6 +25,7 @@ from partitioner.planner.search.best_first import Option, PlanSearch
 from partitioner.planner.search.describe import bound_by, compared, contender, searched_words
 from partitioner.planner.search.infeasible import nothing_fits, too_many_stages, why_infeasible
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
+from partitioner.planner.search.recomputed_regions import keep_what_fits
 from partitioner.planner.search.space import candidates_of
 from partitioner.planner.sharding.model import MeshCut
 from partitioner.planner.sharding.shared_models import SharedModels
@@ -168,7 +169,11 @@ def describe_best(search: PlanSearch, group: Callable[[Option], Hashable]) -> Pl
     contenders = [contender(other.words, found) for other, found in ((option, solution), *others)]
     alternatives = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
     runner_up = compared(alternatives[0][0].words, alternatives[0][1].step_time, solution.step_time) if alternatives else ""
-    return _plan_of(option.problem, solution, runner_up, contenders).predicted(gap=search.gap)
+    chosen = keep_what_fits(option.problem, solution)
+    if chosen is None:
+        return _plan_of(option.problem, solution, runner_up, contenders).predicted(gap=search.gap)
+    plan = dataclasses.replace(_plan_of(option.problem, chosen.solution, runner_up, contenders), regions=chosen.regions)
+    return plan.predicted(gap=max(0.0, 1 - search.bound / plan.step_time))
 
 
 def _plan_of(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:

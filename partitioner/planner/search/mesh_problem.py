@@ -138,9 +138,12 @@ class MeshProblem:
     def problems(self, policy: Recompute) -> PipelineProblems:
         """Return the problem of cutting stages under a recomputation policy, cached."""
         if policy not in self._problems:
-            part, request, prices = self.part, self.request, self._prices(policy)
-            self._problems[policy] = PipelineProblems(part.graph, self.places, request, part.points, prices, self.cost_model)
+            self._problems[policy] = self.with_prices(self._prices(policy))
         return self._problems[policy]
+
+    def with_prices(self, prices: UnitCosts) -> PipelineProblems:
+        """Return the problem of cutting stages of units with these prices."""
+        return PipelineProblems(self.part.graph, self.places, self.request, self.part.points, prices, self.cost_model)
 
     def _prices(self, policy: Recompute) -> UnitCosts:
         asked = (self.request.optimizer, policy)
@@ -279,7 +282,7 @@ class MeshProblem:
             """Simulate a step with stages of these first units; inf if the cuts are refused or exceed the memory."""
             nonlocal fastest
             if starts not in known:
-                solution = self._simulate(problems, candidate, starts)
+                solution = self.simulate(problems, candidate, starts)
                 if solution is None:
                     return math.inf
                 if solution.step_time > fastest * (1 + _EQUAL):  # too slow: skip the check of memory
@@ -307,7 +310,7 @@ class MeshProblem:
         bound = best.bound if best.bound == best.seconds else min(best.seconds, lower.bound)
         return (None if best.starts is None else known[best.starts]), bound
 
-    def _simulate(self, problems: PipelineProblems, candidate: Candidate, starts: tuple[int, ...]) -> Solution | None:
+    def simulate(self, problems: PipelineProblems, candidate: Candidate, starts: tuple[int, ...]) -> Solution | None:
         """Simulate a step with stages of these first units; None, with the error recorded, if a shared parameter rules the cuts out."""
         if self.submeshes is not None:
             refusal = self.submeshes.sharing_error(problems.prices, starts, problems.order(candidate).stage_ranks)

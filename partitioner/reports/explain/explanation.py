@@ -10,6 +10,7 @@ from cost_models.hardware.units import format_bytes, format_flops, format_second
 from cost_models.simulator.result import Simulation
 from partitioner.options.batch_statistics import microbatch_effects
 from partitioner.planner.price_of_pins import Pinned
+from partitioner.planner.search.describe import recomputed_regions
 from partitioner.reports.communication.collectives import collectives_of_ranks
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.explain.activations import activations_section
@@ -142,7 +143,9 @@ def _batch_words(plan: Plan) -> str:
 def _recompute_words(plan: Plan) -> str:
     if plan.tiles:
         return "every tile" + ("" if plan.recompute == "none" else f"; of what is computed whole, {plan.recompute}")
-    return "nothing: all that the backward reads is kept" if plan.recompute == "none" else plan.recompute
+    if plan.recompute == "none":
+        return "nothing: all that the backward reads is kept"
+    return recomputed_regions(plan) or plan.recompute
 
 
 def _idle(plan: Plan, simulation: Simulation | None) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models.hardware.units import format_bytes, format_flops, format_seconds
+from partitioner.planner.search.describe import recomputed_regions
 from partitioner.reports.module_names import module_range, rank_list
 from passes.ir.mesh import mesh_words
 from passes.ir.plan import Plan
@@ -157,7 +158,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"schedule      {plan.schedule}",
         f"batch         {plan.batch_size}",
         f"microbatches  {plan.n_microbatches}",
-        f"recompute     {plan.recompute}",
+        f"recompute     {recomputed_regions(plan) or plan.recompute}",
         *([f"sums in       {plan.reduce_dtype}"] if plan.reduce_dtype else []),
         f"step time     {format_seconds(plan.step_time)}",
         f"bound by      {plan.prediction.bound_by}",

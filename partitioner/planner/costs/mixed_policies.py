@@ -1,0 +1,82 @@
+"""Costs of units that are recomputed by unlike policies, from the tables of each policy.
+
+policy     none   none   full   full          of each unit, the row of its policy's table
+time       none   none   full   full
+saved      items of a table, with the units that have its policy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TypeAlias
+
+import numpy as np
+
+from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
+from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, TransientMemory
+
+__all__ = ["mixed"]
+
+_ByUnit: TypeAlias = Callable[[Sequence[Floats], int], Floats]
+"""(an array of each table, the axis of units) -> one array, with the entries of each unit from that of its table."""
+
+
+def mixed(tables: Sequence[UnitCosts], choice: Integers) -> UnitCosts:
+    """Return the costs of N units of which unit u has those of ``tables[choice[u]]``.
+
+    A value that units of several policies save is counted for each of these policies.
+    """
+    units = np.arange(len(choice))
+
+    def by_unit(arrays: Sequence[Floats], axis: int) -> Floats:
+        stacked = np.moveaxis(np.stack(arrays), axis + 1, 1)
+        result: Floats = np.moveaxis(stacked[choice, units], 0, axis)
+        return result
+
+    @cache
+    def times(rows: int) -> MicrobatchTimes:
+        found = [table.times(rows) for table in tables]
+        halves, waiting = (
+            by_unit(arrays, 1) for arrays in ([each.halves for each in found], [each.waiting[:, each.source] for each in found])
+        )
+        return MicrobatchTimes(halves, waiting, units, Amounts(tuple(_of_policies([each.kept.every for each in found], choice))))
+
+    @cache
+    def at(rows: int) -> MicrobatchCosts:
+        found = [table.at(rows) for table in tables]
+        halves = by_unit([each.halves for each in found], 1)
+        kept = tuple(_of_policies([each.units.kept for each in found], choice))
+        working = _mixed_working([each.units.workings[0] for each in found], kept, by_unit)
+        return MicrobatchCosts(halves, found[0].flops, replace(found[0].units, time=halves.sum(axis=0), kept=kept, working=working))
+
+    return replace(
+        tables[0],
+        recompute="by region",
+        starting=cache(lambda: by_unit([table.starting() for table in tables], 0)),
+        times=times,
+        at=at,
+        limits=cache(lambda rows: by_unit([table.limits(rows) for table in tables], 1)),
+    )
+
+
+def _of_policies(items_of_tables: Sequence[Sequence[Shared]], choice: Integers) -> Iterator[Shared]:
+    """Yield the saved items of each table that units of its policy need, for these."""
+    for policy, items in enumerate(items_of_tables):
+        for item in items:
+            users = tuple(unit for unit in item.units if choice[unit] == policy)
+            if users:
+                yield item._replace(units=users)
+
+
+def _mixed_working(tables: Sequence[TransientMemory], kept: Sequence[Shared], by_unit: _ByUnit) -> TransientMemory:
+    saved = np.zeros(len(tables[0].saved))
+    for item in kept:
+        if item.producer < 0:
+            saved[item.units[0]] += item.most
+    forward, backward, coalesced, deferred = (
+        by_unit([getattr(table, name) for table in tables], 0) for name in ("forward", "backward", "coalesced", "deferred")
+    )
+    at_once = max(table.coalesced_at_once for table in tables)
+    return TransientMemory(forward, backward, saved, tables[0].gradients, coalesced, at_once, deferred, summed=tables[0].summed)

@@ -1,0 +1,150 @@
+"""Recompute no more regions than a plan must: of a plan that recomputes all, keep those whose activations fit.
+
+    block      0      1      2      3      4      5      6      7         memory
+    full       full   full   full   full   full   full   full   full      31 GiB of 80 GiB
+    chosen     full   full   full   none   none   none   none   none      79 GiB
+
+The search compares one policy for all regions: ``"none"``, ``"selective"``, ``"full"``. Where the model does not fit without recomputation,
+each stage of the best plan then gets the cheapest policies of its regions that fit its memory (``solvers.region_policies``), with the cuts
+and the schedule of that plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from partitioner.planner.costs.mixed_policies import mixed
+from partitioner.planner.costs.unit_costs import UnitCosts
+from partitioner.planner.pipeline.candidate import StagedModel
+from partitioner.planner.search.mesh_problem import MeshProblem, Solution
+from partitioner.planner.solvers.region_policies import RegionCosts, cheapest_policies
+from partitioner.planner.solvers.stage_problem import Integers, stages_of
+from passes.autograd.recompute import Recompute
+from passes.ir.plan import Region
+
+__all__ = ["ChosenRegions", "keep_what_fits"]
+
+_POLICIES: tuple[Recompute, ...] = ("none", "full")
+"""What is chosen for each region. ``"selective"`` is decided for all values of a stage together."""
+
+_ATTEMPTS = 6
+"""So often is the limit lowered by what the exact memory of the whole exceeds it: the sum over regions counts shared values otherwise."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenRegions:
+    """A plan with a policy for each region.
+
+    Attributes:
+        solution: its simulated step.
+        regions: of the whole model.
+    """
+
+    solution: Solution
+    regions: tuple[Region, ...]
+
+
+def keep_what_fits(problem: MeshProblem, solution: Solution) -> ChosenRegions | None:
+    """Return the plan with the fewest regions recomputed; None if policies are given, or nothing can be kept.
+
+    Args:
+        solution: of any policy of recomputation.
+    """
+    candidate = solution.staged.candidate
+    is_given = problem.policies != ("none", "selective", "full") or problem.submeshes is not None
+    if is_given or solution.staged.problems.prices.recompute == "none" or candidate.stages_per_rank > 1 or candidate.replicas:
+        return None
+    choice = _Choice(problem, solution.staged)
+    return choice.run() if len(choice.starts) > 2 else None
+
+
+class _Choice:
+    """The choice for one plan: stages of units, each cut into pieces of one region."""
+
+    def __init__(self, problem: MeshProblem, staged: StagedModel) -> None:
+        self._problem, self._staged = problem, staged
+        tables = [problem.problems(policy) for policy in _POLICIES]
+        self._problems, self._tables = tables[0], [each.prices for each in tables]
+        self._units = [each.units(staged.candidate) for each in tables]
+        self._first_nodes = [unit[0] for unit in self._problems.points.units]
+        place = {name: unit for unit, name in enumerate(self._first_nodes)}
+        regions = problem.part.source.regions("full", ())
+        self._in_regions = sorted({place[region.first_node] for region in regions if region.first_node in place})
+        stages = [run.start for run in staged.runs]
+        self.starts = sorted({0, *stages, *self._in_regions})
+        self._ends = [*self.starts[1:], len(self._first_nodes)]
+
+    def run(self) -> ChosenRegions | None:
+        """Choose, compute the exact memory, and lower the limits of stages that exceed theirs."""
+        limits = [self._problems.limits[ranks[0]] for ranks in self._staged.schedule.stage_ranks]
+        lowered = np.zeros(len(limits))
+        for _ in range(_ATTEMPTS):
+            policies = self._policies([limit - less for limit, less in zip(limits, lowered, strict=True)])
+            if policies is None or all(policies):
+                return None
+            solution = self._solution(self._choice_of_units(policies))
+            if solution is None:
+                return None
+            memory = [solution.staged.memory[ranks[0]] for ranks in solution.staged.schedule.stage_ranks]
+            excess = np.array([max(0.0, size - limit) for size, limit in zip(memory, limits, strict=True)])
+            if not excess.any():
+                is_faster = solution.step_time < self._staged.makespan * (1 + 1e-9) + solution.sums
+                return ChosenRegions(solution, tuple(self._regions(policies))) if is_faster else None
+            lowered += excess
+        return None
+
+    def _policies(self, limits: Sequence[float]) -> list[int] | None:
+        """Return the policy of each piece; None if a stage cannot fit its limit."""
+        order = self._problems.order(self._staged.candidate)
+        costs, found = self._costs(), list[int]()
+        for stage, run in enumerate(self._staged.runs):
+            pieces = [piece for piece, start in enumerate(self.starts) if start in run]
+            gradients, fixed = sum(costs[piece].gradients for piece in pieces), self._fixed[stage]
+            room = [(order.in_flight[stage], limits[stage] - fixed), (order.later[stage], limits[stage] - fixed - gradients)]
+            chosen = cheapest_policies([costs[piece] for piece in pieces], [(count, limit) for count, limit in room if count])
+            if chosen is None:
+                return None
+            found += chosen
+        return found
+
+    @property
+    def _fixed(self) -> list[float]:
+        stage_of = stages_of([run.start for run in self._staged.runs], len(self._first_nodes))
+        kinds = self._problems.kinds(self._staged.candidate)
+        fixed: list[float] = self._units[0].fixed_uses.per_stage(stage_of, len(self._staged.runs), kinds).tolist()
+        return fixed
+
+    def _costs(self) -> list[RegionCosts]:
+        """Return the costs of each piece; a piece before the first region is never recomputed."""
+        rows, kinds = self._problems.rows(self._staged.candidate), self._problems.kinds(self._staged.candidate)
+        stage_of = np.repeat(np.arange(len(self._staged.runs)), [len(run) for run in self._staged.runs])
+        first_region = min(self._in_regions, default=len(self._first_nodes))
+        halves = [table.at(rows).halves for table in self._tables]
+        workings = [units.workings[0] for units in self._units]
+        working = [table.of_stages(self.starts) for table in workings]
+        costs = []
+        for piece, (start, end) in enumerate(zip(self.starts, self._ends, strict=True)):
+            kind = kinds[stage_of[start]]
+            time = tuple(float(each[:, start:end, kind].sum()) for each in halves)
+            saved = tuple(float(table.saved[start:end].sum()) for table in workings)
+            choices = slice(None) if start >= first_region else slice(1)
+            gradients = float(workings[0].gradients[start:end].sum())
+            costs.append(RegionCosts(time[choices], saved[choices], tuple(float(each[piece]) for each in working)[choices], gradients))
+        return costs
+
+    def _choice_of_units(self, policies: Sequence[int]) -> Integers:
+        lengths = [end - start for start, end in zip(self.starts, self._ends, strict=True)]
+        choice: Integers = np.repeat(np.array(policies, np.int64), lengths)
+        return choice
+
+    def _solution(self, choice: Integers) -> Solution | None:
+        prices: UnitCosts = mixed(self._tables, choice)
+        starts = tuple(run.start for run in self._staged.runs)
+        return self._problem.simulate(self._problem.with_prices(prices), self._staged.candidate, starts)
+
+    def _regions(self, policies: Sequence[int]) -> Iterator[Region]:
+        for start, policy in zip(self.starts, policies, strict=True):
+            yield Region(self._first_nodes[start], _POLICIES[policy])

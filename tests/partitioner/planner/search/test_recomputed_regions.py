@@ -1,0 +1,79 @@
+"""Under a limit of memory, plans recompute no more blocks than they must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import PartitionedModel, partition
+from passes.ir.plan import Plan
+from tests.cost_models.simulator.test_simulated_memory import measured
+from tests.support.running.slow_values import slow
+
+BLOCKS, WIDTH = 8, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return result
+
+
+def example() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS))), torch.randn(2048, WIDTH)
+
+
+def planned(mode: str, devices: int, **options: Any) -> PartitionedModel:
+    model, x = example()
+    return partition(model, devices, mode, example_inputs=(x,), training=True, progress=False, optimizer="sgd", **options)
+
+
+MODES: list[Any] = [("model", 1, {}), *slow(("fsdp", 2, {}), ("pipeline", 2, {"n_microbatches": 4, "schedule": "1F1B"}))]
+
+
+@pytest.mark.filterwarnings("ignore:train_step\\(\\) fits:partitioner.PartitionWarning")
+@pytest.mark.parametrize("setting", MODES, ids=str)
+@pytest.mark.parametrize("fraction", [*slow(0.8), 0.5, *slow(0.2, 0.0)])
+def test_blocks_that_fit_are_kept(setting: tuple[str, int, dict[str, Any]], fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, devices, options = setting
+    uniform = {policy: planned(mode, devices, recompute=policy, **options) for policy in ("none", "selective", "full")}
+    most, least = (max(uniform[policy].plan.memory) for policy in ("none", "full"))
+    limit = int(least + fraction * (most - least))
+    pm = planned(mode, devices, memory_limit=limit, **options)
+    assert max(pm.plan.memory) <= limit
+    fitting = [each.plan.step_time for each in uniform.values() if max(each.plan.memory) <= limit]
+    assert pm.plan.step_time <= min(fitting, default=float("inf")) * (1 + 1e-9)
+    simulated = pm.simulate()
+    assert max(simulated.peak_memory) <= 1.05 * limit
+    _, x = example()
+
+    def step() -> None:
+        pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
+
+    step()
+    pm.zero_grad()
+    found = measured(step, monkeypatch)
+    for rank, memory in enumerate(simulated.memory):
+        assert found[rank] + memory.parameters <= 1.05 * limit
+
+
+def test_the_choice_is_said_kept_and_trains_as_the_model() -> None:
+    pm = planned("model", 1, memory_limit="14MiB")
+    recomputed = [region for region in pm.plan.regions if region.recompute == "full"]
+    assert 0 < len(recomputed) < len(pm.plan.regions)
+    assert f"{len(recomputed)} of {len(pm.plan.regions)} regions" in pm.explain()
+    assert Plan.from_json(pm.plan.to_json()).regions == pm.plan.regions
+    model, x = example()
+    loss = nn.functional.mse_loss(model(x), x)
+    loss.backward()
+    torch.testing.assert_close(pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss), loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)
