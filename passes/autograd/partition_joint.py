@@ -228,12 +228,13 @@ class _Cut:
         return list(placed)
 
     def _place(self, node: fx.Node, body: set[fx.Node], placed: dict[fx.Node, None]) -> None:
-        """Place a node behind what it reads, in the order of the joint graph."""
+        """Place a node after the nodes that it reads, and all items of a tuple with it: a later item would keep the others alive."""
 
         def unplaced(nodes: Iterable[fx.Node]) -> list[fx.Node]:
             return [each for each in nodes if each in body and each not in placed]
 
         missing = with_ancestors(unplaced([node]), lambda reader: unplaced(self.nodes.read_in_backward([reader])))
+        missing |= {user for each in missing for user in unplaced(each.users) if is_item(user)}
         placed.update(dict.fromkeys(sorted(missing, key=self.nodes.position.__getitem__)))
 
 
