@@ -10,6 +10,9 @@
     ...                                     sums = wait(pending)             in front of its first reader
     store(sums)                             store(sums)
 
+At most two reductions are under way: what a third sends would be a third copy of gradients in memory, since a message is held until it is
+waited for. So the program waits for the first when the third has started.
+
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
 activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
 
@@ -31,12 +34,17 @@ from passes.emit.coalesce_collectives import is_held
 from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import written_arguments
 from passes.ir.comm.functional import AGAIN
-from passes.ir.comm.primitives import COLLECTIVES, all_gather, wait
+from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.schedule import Action, ActionKind
 
 __all__ = ["overlap_communication"]
 
 aten = torch.ops.aten
+
+_REDUCTIONS = frozenset({all_reduce, reduce_scatter})
+
+_MOST_UNDER_WAY = 2
+"""Reductions that a rank has started and not waited for."""
 
 
 def overlap_communication(graphs: Sequence[fx.Graph]) -> None:
@@ -81,6 +89,7 @@ class _Order:
     def __init__(self, graph: fx.Graph, *, early: bool = True) -> None:
         self.placed: dict[fx.Node, None] = {}
         self.late = _late_nodes(graph)
+        self._under_way: list[fx.Node] = []
         self._ahead = _next_gathers(graph) if early else {}
         self._starts = _early_starts(graph, self.late) if early else {}
 
@@ -93,8 +102,17 @@ class _Order:
         if node in self._ahead:
             self.place(self._ahead[node])
         self.placed[node] = None
+        if node.target in _REDUCTIONS:
+            self._wait_for_earlier(node)
         for start in self._starts.get(node, ()):
             self.place(start)
+
+    def _wait_for_earlier(self, started: fx.Node) -> None:
+        """Place the waits of all reductions but the last ones, ``_MOST_UNDER_WAY``."""
+        self._under_way = [node for node in (*self._under_way, started) if any(user not in self.placed for user in node.users)]
+        while len(self._under_way) > _MOST_UNDER_WAY:
+            for user in self._under_way.pop(0).users:
+                self.place(user)
 
 
 def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
