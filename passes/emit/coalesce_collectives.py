@@ -24,14 +24,22 @@ from torch import fx
 from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "coalesce_collectives", "is_held"]
+__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bytes_of_bundle", "coalesce_collectives", "is_held"]
 
 BUNDLE_BYTES = 4 * 2**20
 """How many bytes a rank gives to a bundle before it is closed: about where a message stops being dominated by its latency."""
 
+_GATHERED_BYTES = 32 * 2**20
+"""How many bytes a bundle of gathers makes: all of it is in memory whole while any of it is read."""
+
 ALONE_BYTES = 2**18
 """What is as large goes alone, where most lies in memory as it is sent: copying it into a bundle and out again takes longer than a message
 between processes of one machine waits."""
+
+
+def bytes_of_bundle(n_ranks: int) -> int:
+    """Return how many bytes a rank gives to a bundle of gathers among so many ranks before it is closed."""
+    return min(BUNDLE_BYTES, _GATHERED_BYTES // n_ranks)
 
 
 def coalesce_collectives(graphs: Sequence[fx.Graph]) -> None:
@@ -73,7 +81,7 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
         key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")), dtype)
         bundle, size = open_bundles.get(key, ([], 0))
         is_read = close_early and any(_first_reader(each, position) < position[node] for each in bundle)
-        if bundle and not is_read and size < BUNDLE_BYTES:
+        if bundle and not is_read and size < (BUNDLE_BYTES if close_early else bytes_of_bundle(len(node.kwargs["group"]))):
             bundle.append(node)
         else:
             bundle, size = [node], 0

@@ -32,7 +32,7 @@ from partitioner.planner.costs.part_sizes import PartSizes
 from partitioner.planner.solvers.stage_problem import Floats
 from passes.analysis.axes import Axes, returned_values
 from passes.analysis.routed_rows import has_rows_of
-from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES
+from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.ir.comm.index_ranges import largest_message
 from passes.ir.graph import ModelGraph
@@ -113,8 +113,8 @@ def fraction_of_message(kind: Collective, size: float, n_ranks: int, n_coalesced
     Args:
         n_coalesced: number of values that can share the message; 0: any.
     """
-    sent = size if kind == "reduce_scatter" else size / n_ranks
-    return 1.0 if sent >= ALONE_BYTES else max(sent / BUNDLE_BYTES, 1 / n_coalesced if n_coalesced else 0.0)
+    sent, bundle = (size, BUNDLE_BYTES) if kind == "reduce_scatter" else (size / n_ranks, bytes_of_bundle(n_ranks))
+    return 1.0 if sent >= ALONE_BYTES else max(sent / bundle, 1 / n_coalesced if n_coalesced else 0.0)
 
 
 def with_coalescing_counts(

@@ -21,7 +21,7 @@ from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
 from partitioner.planner.solvers.stage_problem import Floats, Integers, TransientMemory
-from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES
+from passes.emit.coalesce_collectives import ALONE_BYTES, bytes_of_bundle
 from passes.ir.tensor_spec import Size
 
 __all__ = ["WorkingMemory"]
@@ -125,7 +125,8 @@ class WorkingMemory:
         backward += self._gathered_alive(sizes, values.is_gathered_back & ~small, back=True)
         backward += self._alive(sizes, values.is_recomputed, values.needed_first, values.needed_last)
         coalesced = np.bincount(self._unit[values.first[small]], sizes[small], n_units) * (1 if alone else _BUNDLES)
-        at_once = _BUNDLES * BUNDLE_BYTES * float((sizes[small] / shard_sizes[small]).max(initial=0.0))
+        n_ranks = round(float((sizes[small] / shard_sizes[small]).max(initial=0.0)))
+        at_once = float(_BUNDLES * n_ranks * bytes_of_bundle(n_ranks)) if n_ranks else 0.0
         peaks = [np.rint(np.maximum.reduceat(alive, self._starts)) for alive in (forward, backward)]
         of_units = (peaks[0], peaks[1], np.rint(saved), np.rint(gradients), np.rint(coalesced))
         return TransientMemory(*of_units, at_once, np.rint(deferred))

@@ -70,7 +70,8 @@ def plan_with(graph: ModelGraph, names: tuple[str, ...], count: int) -> Plan:
     return plan_mesh(graph, Cluster.preset("h100", devices_per_node=count), request, None, Mesh((("tensor", count),)))
 
 
-@pytest.mark.parametrize("precision", [pytest.param(None, marks=pytest.mark.slow), "bf16-mixed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
 def test_a_plan_with_fewer_names_is_no_slower_than_its_gap_says(precision: str | None) -> None:
     graph = graph_of(precision, **SMALL)
     plans = {names: plan_with(graph, names, 4) for names in SETS}
@@ -81,6 +82,7 @@ def test_a_plan_with_fewer_names_is_no_slower_than_its_gap_says(precision: str |
             assert plans[fewer].step_time * (1 - gap) <= plans[more].step_time * (1 + 1e-9), (fewer, more)
 
 
+@pytest.mark.slow
 def test_the_sequence_over_tensor_is_sequence_parallelism() -> None:
     """Heads, feed-forward layers and the vocabulary are cut beside it, as without any name."""
     graph = graph_of("bf16-mixed", **LLAMA_405B)
