@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 """Random programs are warned of; the comparison decides."""
 
 SLICE = (0, 2, 5, 6, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 23, 24, 26, 27)
-"""Seeds of the full matrices, of which every eighth is quick; ``make fuzz SEEDS=0:5000`` runs more."""
+"""Seeds of the full matrices, of which every tenth is quick; ``make fuzz SEEDS=0:5000`` runs more."""
 
 REFUSED: dict[int, str] = {19: "ConfigError: the batch cannot be cut into "}
 """Seeds of the slice that are refused by name: seed -> the beginning of the reason."""
@@ -52,7 +52,7 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("seed", all_but(SLICE[::8], SLICE))
+@pytest.mark.parametrize("seed", all_but(SLICE[::10], SLICE))
 def test_seed_equals_the_model_in_one_piece(seed: int) -> None:
     case = generate(seed)
     outcome = run_case(case)

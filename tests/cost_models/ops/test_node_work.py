@@ -59,6 +59,7 @@ def test_flops_of_a_training_step(case: Case) -> None:
         assert sum(told.values()) == reference
 
 
+@pytest.mark.slow
 def test_attention_by_blocks_multiplies_what_it_visits() -> None:
     """In zigzag order: 2n + 1 products of pieces; in the gradients the scores again, and five products in place of two."""
     ranks, length, heads, width = 2, 16, 8, 32

@@ -41,13 +41,14 @@ def test_what_forward_leaves_in_every_mode(how: How, mode: Any) -> None:
     assert left_difference(how, devices, mode, {"n_microbatches": 1}, True) is None
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("how", "mode", "options"),
     [
         ("train_step", "pipeline", {"n_microbatches": 2}),
-        pytest.param("no_grad", "pipeline", {}, marks=pytest.mark.slow),
+        ("no_grad", "pipeline", {}),
         ("backward", "data", {}),
     ],
 )

@@ -281,6 +281,7 @@ def test_the_plan_pays_for_rows_that_go_and_come_back() -> None:
 # -- proved ----------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_counts_of_other_rows_are_refused() -> None:
     """A program that expects of a rank what it gets from its other exchange."""
     pm = after_a_step(DROPLESS)

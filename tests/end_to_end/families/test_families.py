@@ -15,7 +15,6 @@ from torch import Tensor
 
 from partitioner import partition
 from tests.end_to_end.families.families import FAMILIES
-from tests.support.running.slow_values import slow
 
 MODES: Mapping[str, tuple[str | Mapping[str, int], int]] = {
     "pipeline": ("pipeline", 4),
@@ -39,8 +38,9 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float, name: str) -
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * (1 + float(expected.abs().max())), msg=name)
 
 
-@pytest.mark.parametrize("mode", ["pipeline", *slow("tensor", "fsdp", "data x tensor")])
-@pytest.mark.parametrize("family", ["llama", *slow(*(name for name in FAMILIES if name != "llama"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pipeline", "tensor", "fsdp", "data x tensor"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, mode: str) -> None:
     """Three steps of AdamW, and then the logits in evaluation."""
     known = FAMILIES[family]

@@ -234,7 +234,7 @@ AVERAGES: dict[str, tuple[nn.Module, int, str | dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", all_but(["data", "tile"], AVERAGES))
+@pytest.mark.parametrize("name", all_but(["data"], AVERAGES))
 def test_cumulative_averages_are_the_models(name: str) -> None:
     """``momentum=None``: running statistics are averages over all batches, the first of which replaces the initial values."""
     norm, devices, mode = AVERAGES[name]
@@ -243,6 +243,7 @@ def test_cumulative_averages_are_the_models(name: str) -> None:
     check_two_steps(model, pm)
 
 
+@pytest.mark.slow
 def test_cumulative_averages_in_calls_of_any_batch() -> None:
     model = convolutions(nn.BatchNorm2d(4, momentum=None)).eval()
     pm = partitioned(model, 2, "data")

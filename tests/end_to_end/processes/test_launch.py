@@ -149,6 +149,7 @@ SRUN = {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "{size}", "SLURM_LOCALID": "{r
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "{size}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [SRUN, MPIRUN], ids=["srun", "mpirun"])
 def test_processes_of_other_launchers_without_an_address(workers: Callable[[int], Workers], variables: dict[str, str]) -> None:
     for text, _ in workers(4).values(cases.launched_by, variables, None, timeout=PATIENCE):

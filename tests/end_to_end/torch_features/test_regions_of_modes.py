@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import partition
-from tests.support.running.slow_values import slow
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -59,7 +58,8 @@ def check(region: str, mode: str) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0.0, atol=atol)
 
 
-@pytest.mark.parametrize("region", ["nested", *slow("no_grad")])
+@pytest.mark.slow
+@pytest.mark.parametrize("region", ["nested", "no_grad"])
 def test_region(region: str) -> None:
     check(region, "pipeline")
 

@@ -181,6 +181,7 @@ def test_the_best_row_is_the_least() -> None:
         results.best(by="measured_step_time")
 
 
+@pytest.mark.slow
 def test_rows_are_written_out(tmp_path: Path) -> None:
     results = small_sweep()
     results.to_csv(tmp_path / "rows.csv")

@@ -427,6 +427,7 @@ def test_processes_refuse_together(workers: Callable[[int], Workers], mode: str)
     assert workers(2).values(cases.refused_then_exact, mode, timeout=120) == [[remedy, "None", remedy, "None", "None", "None", "None"]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_processes_with_rows_of_their_own(workers: Callable[[int], Workers]) -> None:

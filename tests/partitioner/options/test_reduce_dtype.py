@@ -199,7 +199,8 @@ def accumulated(mode: Mode) -> dict[str, Tensor | None]:
 
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", ["data", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["data", "fsdp"])
 def test_processes_sum_what_they_have_accumulated(workers: Callable[[int], Workers], mode: str) -> None:
     once = step(partitioned(2, mode)).full_gradients()
     for found in workers(2).values(accumulated, mode, timeout=120):

@@ -238,6 +238,7 @@ def test_a_wrong_training_graph_is_told_from_a_wrong_forward_graph() -> None:
     assert report.first_value.cause == "the stage's forward graph computes the right value, its training graph does not"
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_named() -> None:
     """The gradient of a bias of the middle stage is doubled; everything else stays right."""
     case = case_named("residual")

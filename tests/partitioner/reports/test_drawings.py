@@ -155,9 +155,10 @@ def test_names_are_escaped() -> None:
 # -- who holds what --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "devices"),
-    [pytest.param("tensor", 2, marks=pytest.mark.slow), pytest.param({"fsdp": 2, "tensor": 2}, 4, marks=pytest.mark.slow), ("pipeline", 2)],
+    [("tensor", 2), ({"fsdp": 2, "tensor": 2}, 4), ("pipeline", 2)],
 )
 def test_the_table_of_a_weight_is_what_ranks_hold(mode: str | Mapping[str, int], devices: int) -> None:
     """Numbers that count the elements of the whole weight, taken by every rank's block, are where the table says."""

@@ -127,6 +127,7 @@ def test_formulas_are_typeset(model: PartitionedModel, text: str) -> None:
     assert re.sub(r"<[^>]+>|&InvisibleTimes;|\u2062", "", found[1]).strip() == f"{6 * 16 * 4}b"
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_told(model: PartitionedModel, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         model.save_report(tmp_path / "nowhere" / "report.html")

@@ -76,15 +76,16 @@ def prompts() -> tuple[list[Tensor], list[Tensor]]:
     return ids, masks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices", "mode", "options", "most"),
     [
         ("llama", 2, "pipeline", {"schedule": "1F1B"}, 2),
-        pytest.param("gpt2", 2, "pipeline", {"schedule": "1F1B"}, 2, marks=pytest.mark.slow),
-        pytest.param("gpt2", 2, "pipeline", {"schedule": "DualPipeV"}, 1, marks=pytest.mark.slow),
-        pytest.param("gpt2", 4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B"}, 2, marks=pytest.mark.slow),
-        pytest.param("llama", 4, {"data": 2, "pipeline": 2}, {"schedule": "1F1B"}, 1, marks=pytest.mark.slow),
-        pytest.param("llama", 2, "tensor", {}, 1, marks=pytest.mark.slow),
+        ("gpt2", 2, "pipeline", {"schedule": "1F1B"}, 2),
+        ("gpt2", 2, "pipeline", {"schedule": "DualPipeV"}, 1),
+        ("gpt2", 4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B"}, 2),
+        ("llama", 4, {"data": 2, "pipeline": 2}, {"schedule": "1F1B"}, 1),
+        ("llama", 2, "tensor", {}, 1),
     ],
     ids=str,
 )

@@ -92,6 +92,7 @@ def test_the_sequence_over_tensor_is_sequence_parallelism() -> None:
     assert by_name.step_time <= free.step_time * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_an_axis_whose_calls_another_name_takes_is_refused_with_it() -> None:
     with pytest.raises(ConfigError, match="cut by head beside heads, which cut all that have it"):
         plan_with(graph_of("bf16-mixed", **SMALL), ("heads", "head"), 4)

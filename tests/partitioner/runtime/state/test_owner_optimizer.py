@@ -68,6 +68,7 @@ def test_a_checkpoint_continues_in_another_plan(before: Mode, after: Mode, tmp_p
     assert cases.resumed_difference("Shampoo", fresh(before, 2), fresh(after, 2), str(tmp_path)) < CLOSE
 
 
+@pytest.mark.slow
 def test_states_are_those_of_the_model() -> None:
     for name in ("Adafactor", "Shampoo"):
         assert not cases.full_state_problems(fresh("fsdp", 2), name)

@@ -20,7 +20,7 @@ def sums(graph: fx.Graph) -> list[tuple[str, torch.dtype]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["tensor", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("tensor", marks=pytest.mark.slow), "fsdp"])
 def test_sums_of_activations_keep_their_type(mode: str) -> None:
     """Gradients of activations are summed in bfloat16 over tensor ranks, as activations are; those of parameters are not."""
     torch.manual_seed(0)

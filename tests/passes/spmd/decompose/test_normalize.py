@@ -60,6 +60,7 @@ def test_rows_are_divided_by_the_root_of_their_mean_square() -> None:
     torch.testing.assert_close(torch.autograd.grad(found, x, given), torch.autograd.grad(expected, x, given))
 
 
+@pytest.mark.slow
 def test_torch_can_trace_it() -> None:
     x, weight, bias = torch.randn(2, 6, 5, requires_grad=True), torch.randn(6, requires_grad=True), torch.randn(6, requires_grad=True)
     arguments: tuple[Any, ...] = (x, torch.zeros(2, 3), torch.ones(2, 3), weight, bias, EPS, 10, [], True)

@@ -230,6 +230,7 @@ def test_ranks_hold_their_part(mode: str, tmp_path: Path, workers: Callable[[int
         assert beside < largest
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ranks_that_see_other_files(tmp_path: Path, workers: Callable[[int], Workers]) -> None:
     for answer in workers(2).call(cases.unlike_files, str(tmp_path)):
