@@ -22,6 +22,9 @@ __all__ = ["Search", "fits_together", "split_limits"]
 _LARGEST_TABLE = 2_000_000
 """Runs that the search holds in memory; a problem with more is not searched."""
 
+_MOST_STAGES = 300
+"""Stages that the search places, each in a call inside of that of the one before."""
+
 _MOST_VISITS = 3_000
 """Runs that the search tries before it ends without a proof."""
 
@@ -53,7 +56,7 @@ class Search:
         self._problem = problem
         self._costs = RunCosts(problem)
         longest = self._costs.longest(bound)
-        self._is_searchable = int(longest.sum()) <= _LARGEST_TABLE
+        self._is_searchable = problem.n_stages <= _MOST_STAGES and int(longest.sum()) <= _LARGEST_TABLE
         self._runs_from = [self._costs.affordable(runs) for runs in self._runs_by_unit(longest)] if self._is_searchable else []
         self._limit = np.array(problem.limit, dtype=float)
         self._known: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
