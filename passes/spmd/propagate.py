@@ -356,7 +356,8 @@ class LayoutWalk:
         if not partial or call.loops is None or not isinstance(value, Tensor) or call.node.name in self.facts.written:
             return False
         added = call.added_to_sums()
-        if added is None or (added and call.node.name not in self.facts.summed_together):
+        together = self.facts.summed_together
+        if added is None or (added and not all(each.name in together for each in (call.node, *call.node.users))):
             return False
         summed = [call.operands[position] for position in partial]
         is_only_reader = all(len(operand.users) == 1 for operand in summed)
