@@ -201,7 +201,7 @@ def _peak(step: Callable[[], None]) -> float:
 
 
 def _seconds(steps: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-    """Return the median seconds of each step; they take turns."""
+    """Return the median seconds of each step; rounds run every step once."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():

@@ -52,34 +52,34 @@ class StagedModel:
     @cached_property
     def kept(self) -> tuple[int, ...]:
         """Bytes of each stage's saved activations for one microbatch."""
-        return tuple(map(int, self._units.kept_uses.per_stage(self._stage_of, self.schedule.n_stages, self._kinds).tolist()))
+        return tuple(map(int, self._kept(self.problems.units(self.candidate, in_sweeps=True)).tolist()))
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Peak bytes of each rank."""
-        return self._peaks(self.problems.clock(self.candidate))
+        return self._peaks(self.problems.clock(self.candidate), self.problems.units(self.candidate))
 
     @cached_property
     def memory_of_sweeps(self) -> tuple[int, ...]:
         """Peak bytes of each rank in a step whose forwards all precede its backwards."""
-        return self.memory if self.schedule.n_microbatches == 1 else self._peaks(StepClock(in_sweeps(self.schedule)))
+        units = self.problems.units(self.candidate, in_sweeps=True)
+        return self.memory if self.schedule.n_microbatches == 1 else self._peaks(StepClock(in_sweeps(self.schedule)), units)
 
-    def _peaks(self, clock: StepClock) -> tuple[int, ...]:
+    def _kept(self, units: Units) -> Floats:
+        return units.kept_uses.per_stage(self._stage_of, self.schedule.n_stages, self._kinds)
+
+    def _peaks(self, clock: StepClock, units: Units) -> tuple[int, ...]:
         """Return the peak bytes of each rank in a step by the schedule of a clock."""
-        units, schedule, stage_of, kinds = self._units, self.schedule, self._stage_of, self._kinds
+        schedule, stage_of, kinds = self.schedule, self._stage_of, self._kinds
         fixed = np.zeros(schedule.n_ranks)
         for ranks, size in zip(schedule.stage_ranks, units.fixed_uses.per_stage(stage_of, schedule.n_stages, kinds), strict=True):
             fixed[list(ranks)] += size
         gradients = units.gradient_uses.per_stage(stage_of, schedule.n_stages, kinds).tolist()
         working = units.working_of_stages([run.start for run in self.runs], kinds).tolist()
         entering, leaving = units.entering.per_stage(stage_of, schedule.n_stages), units.leaving.sent_per_stage(stage_of, schedule.n_stages)
-        sizes = (self.kept, gradients, working, units.summed, entering.tolist(), leaving.tolist())
+        sizes = (self._kept(units).tolist(), gradients, working, units.summed, entering.tolist(), leaving.tolist())
         peaks = clock.peak_memory(*sizes)
         return tuple(int(permanent + peak) for permanent, peak in zip(fixed.tolist(), peaks, strict=True))
-
-    @property
-    def _units(self) -> Units:
-        return self.problems.units(self.candidate)
 
     @property
     def _kinds(self) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class StagedModel:
 
     @property
     def _stage_of(self) -> Integers:
-        return stages_of([run.start for run in self.runs], len(self._units))
+        return stages_of([run.start for run in self.runs], len(self.problems.points.units))
 
 
 def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int]) -> StagedModel:

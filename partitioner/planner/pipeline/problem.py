@@ -93,9 +93,13 @@ class PipelineProblems:
             replicas=candidate.replicas,
         )
 
-    def units(self, candidate: Candidate) -> Units:
-        """Return the candidate's units; replicas of stages have a second copy of a bucket of gradients while they sum it."""
-        rows, is_split = self.rows(candidate), self.order(candidate).splits
+    def units(self, candidate: Candidate, *, in_sweeps: bool = False) -> Units:
+        """Return the candidate's units; replicas of stages have a second copy of a bucket of gradients while they sum it.
+
+        Args:
+            in_sweeps: of a step whose forwards all precede its backwards, which are whole (``schedules.forwards_first.in_sweeps``).
+        """
+        rows, is_split = self.rows(candidate), self.order(candidate).splits and not in_sweeps
         units = self.prices.at(rows).units
         units = units.split if is_split else units
         if not candidate.replicas:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from partitioner.planner.costs.mixed_policies import mixed
 from partitioner.planner.costs.unit_costs import UnitCosts
-from partitioner.planner.pipeline.candidate import StagedModel
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.solvers.region_policies import RegionCosts, cheapest_policies
 from partitioner.planner.solvers.stage_problem import Integers, stages_of
@@ -57,15 +57,16 @@ def keep_what_fits(problem: MeshProblem, solution: Solution) -> ChosenRegions | 
     is_given = problem.policies != ("none", "selective", "full") or problem.submeshes is not None
     if is_given or solution.staged.problems.prices.recompute == "none" or candidate.stages_per_rank > 1 or candidate.replicas:
         return None
-    choice = _Choice(problem, solution.staged)
+    choice = _Choice(problem, solution)
     return choice.run() if len(choice.starts) > 2 else None
 
 
 class _Choice:
     """The choice for one plan: stages of units, each cut into pieces of one region."""
 
-    def __init__(self, problem: MeshProblem, staged: StagedModel) -> None:
-        self._problem, self._staged = problem, staged
+    def __init__(self, problem: MeshProblem, solution: Solution) -> None:
+        self._problem, self._seconds = problem, solution.step_time
+        self._staged = staged = solution.staged
         tables = [problem.problems(policy) for policy in _POLICIES]
         self._problems, self._tables = tables[0], [each.prices for each in tables]
         self._units = [each.units(staged.candidate) for each in tables]
@@ -91,18 +92,17 @@ class _Choice:
             memory = [solution.staged.memory[ranks[0]] for ranks in solution.staged.schedule.stage_ranks]
             excess = np.array([max(0.0, size - limit) for size, limit in zip(memory, limits, strict=True)])
             if not excess.any():
-                is_faster = solution.step_time < self._staged.makespan * (1 + 1e-9) + solution.sums
-                return ChosenRegions(solution, tuple(self._regions(policies))) if is_faster else None
+                return ChosenRegions(solution, tuple(self._regions(policies))) if solution.step_time < self._seconds else None
             lowered += excess
         return None
 
     def _policies(self, limits: Sequence[float]) -> list[int] | None:
         """Return the policy of each piece; None if a stage cannot fit its limit."""
         order = self._problems.order(self._staged.candidate)
-        costs, found = self._costs(), list[int]()
-        for stage, run in enumerate(self._staged.runs):
+        costs, found = self._costs, list[int]()
+        for stage, (run, fixed) in enumerate(zip(self._staged.runs, self._fixed, strict=True)):
             pieces = [piece for piece, start in enumerate(self.starts) if start in run]
-            gradients, fixed = sum(costs[piece].gradients for piece in pieces), self._fixed[stage]
+            gradients = sum(costs[piece].gradients for piece in pieces)
             room = [(order.in_flight[stage], limits[stage] - fixed), (order.later[stage], limits[stage] - fixed - gradients)]
             chosen = cheapest_policies([costs[piece] for piece in pieces], [(count, limit) for count, limit in room if count])
             if chosen is None:
@@ -110,15 +110,17 @@ class _Choice:
             found += chosen
         return found
 
-    @property
+    @cached_property
     def _fixed(self) -> list[float]:
+        """Bytes that each stage holds all the time."""
         stage_of = stages_of([run.start for run in self._staged.runs], len(self._first_nodes))
         kinds = self._problems.kinds(self._staged.candidate)
         fixed: list[float] = self._units[0].fixed_uses.per_stage(stage_of, len(self._staged.runs), kinds).tolist()
         return fixed
 
+    @cached_property
     def _costs(self) -> list[RegionCosts]:
-        """Return the costs of each piece; a piece before the first region is never recomputed."""
+        """The costs of each piece; a piece before the first region is never recomputed."""
         rows, kinds = self._problems.rows(self._staged.candidate), self._problems.kinds(self._staged.candidate)
         stage_of = np.repeat(np.arange(len(self._staged.runs)), [len(run) for run in self._staged.runs])
         first_region = min(self._in_regions, default=len(self._first_nodes))
