@@ -68,10 +68,13 @@ def replan(
     graph = session.graph
     new_devices, hardware = _new_devices(session, devices, cluster)
     mesh = resolve_mode(mode, len(new_devices))
+    given = session.assumed.problem.request if session.assumed.problem is not None else None
     request = PlanRequest(
         mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
         devices=tuple(map(str, new_devices)),
         replicas=ranks_of_stages(mode),
+        recompute=given.recompute if given is not None else None,
+        patterns=given.patterns if given is not None else (),
         memory_limit=memory_limit,
         optimizer=session.assumed.optimizer,
         constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),

@@ -206,6 +206,18 @@ def test_less_memory_asks_for_another_plan() -> None:
         pm.replan(memory_limit=1000)
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective", {"*": "full"}, None], ids=str)
+def test_recomputation_is_that_which_was_asked_for(recompute: str | dict[str, str] | None) -> None:
+    """Left out, the planner chooses again."""
+    tokens = torch.zeros(8, 4)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    pm = partition(model, 2, "data", example_inputs=(tokens,), cluster=WIDE, recompute=recompute, progress=False)
+    assert pm.plan.recompute == (recompute if isinstance(recompute, str) else "by region" if recompute else "none")
+    plan = pm.replan(4, "fsdp").plan
+    assert (plan.recompute, [each.recompute for each in plan.regions]) == (pm.plan.recompute, [each.recompute for each in pm.plan.regions])
+
+
 def test_what_does_not_fit_is_told() -> None:
     pm = partitioned(2, mode="data")
     with pytest.raises(ConfigError, match=r"survivors=\[0, 0\] does not name"):
