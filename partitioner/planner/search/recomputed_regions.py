@@ -20,7 +20,7 @@ import numpy as np
 from partitioner.planner.costs.mixed_policies import mixed
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
-from partitioner.planner.solvers.region_policies import RegionCosts, cheapest_policies
+from partitioner.planner.solvers.region_policies import Policies, RegionCosts, cheapest_policies
 from partitioner.planner.solvers.stage_problem import Integers, stages_of
 from passes.autograd.recompute import Recompute
 from passes.ir.plan import Region
@@ -31,7 +31,7 @@ _POLICIES: tuple[Recompute, ...] = ("none", "full")
 """What is chosen for each region. ``"selective"`` is decided for all values of a stage together."""
 
 _ATTEMPTS = 6
-"""So often is the limit lowered by what the exact memory of the whole exceeds it: the sum over regions counts shared values otherwise."""
+"""How many choices are tried. The sum over regions counts values that several share once each, so the exact memory may exceed the limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +79,15 @@ class _Choice:
         self._ends = [*self.starts[1:], len(self._first_nodes)]
 
     def run(self) -> ChosenRegions | None:
-        """Choose, compute the exact memory, and lower the limits of stages that exceed theirs."""
+        """Choose and compute the exact memory; stages that exceed their limit then choose again, with so many bytes less than they took."""
         limits = [self._problems.limits[ranks[0]] for ranks in self._staged.schedule.stage_ranks]
         lowered = np.zeros(len(limits))
         for _ in range(_ATTEMPTS):
-            policies = self._policies([limit - less for limit, less in zip(limits, lowered, strict=True)])
-            if policies is None or all(policies):
+            chosen = self._policies([limit - less for limit, less in zip(limits, lowered, strict=True)])
+            if chosen is None:
+                return None
+            policies = [policy for stage in chosen for policy in stage.choice]
+            if all(policies):
                 return None
             solution = self._solution(self._choice_of_units(policies))
             if solution is None:
@@ -93,13 +96,13 @@ class _Choice:
             excess = np.array([max(0.0, size - limit) for size, limit in zip(memory, limits, strict=True)])
             if not excess.any():
                 return ChosenRegions(solution, tuple(self._regions(policies))) if solution.step_time < self._seconds else None
-            lowered += excess
+            lowered += np.where(excess > 0.0, excess + [stage.spare for stage in chosen], 0.0)
         return None
 
-    def _policies(self, limits: Sequence[float]) -> list[int] | None:
-        """Return the policy of each piece; None if a stage cannot fit its limit."""
+    def _policies(self, limits: Sequence[float]) -> list[Policies] | None:
+        """Return the policies of each stage's pieces; None if a stage cannot fit its limit."""
         order = self._problems.order(self._staged.candidate)
-        costs, found = self._costs, list[int]()
+        costs, found = self._costs, list[Policies]()
         for stage, (run, fixed) in enumerate(zip(self._staged.runs, self._fixed, strict=True)):
             pieces = [piece for piece, start in enumerate(self.starts) if start in run]
             gradients = sum(costs[piece].gradients for piece in pieces)
@@ -107,7 +110,7 @@ class _Choice:
             chosen = cheapest_policies([costs[piece] for piece in pieces], [(count, limit) for count, limit in room if count])
             if chosen is None:
                 return None
-            found += chosen
+            found.append(chosen)
         return found
 
     @cached_property

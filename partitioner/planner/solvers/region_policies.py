@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["RegionCosts", "cheapest_policies"]
+__all__ = ["Policies", "RegionCosts", "cheapest_policies"]
 
 
 class RegionCosts(NamedTuple):
@@ -42,15 +42,30 @@ class RegionCosts(NamedTuple):
     gradients: float
 
 
+class Policies(NamedTuple):
+    """What ``cheapest_policies`` chooses.
+
+    Attributes:
+        choice: the policy of each region.
+        spare: bytes of the tightest limit that stay free.
+    """
+
+    choice: tuple[int, ...]
+    spare: float
+
+
 class _Label(NamedTuple):
     time: float
     saved: float
     highest: float
     choice: tuple[int, ...]
 
+    def spare(self, limits: Sequence[tuple[int, float]]) -> float:
+        return min((limit - (count - 1) * self.saved - self.highest for count, limit in limits), default=0.0)
 
-def cheapest_policies(regions: Sequence[RegionCosts], limits: Sequence[tuple[int, float]]) -> tuple[int, ...] | None:
-    """Return the policy of each region; None if no choice fits.
+
+def cheapest_policies(regions: Sequence[RegionCosts], limits: Sequence[tuple[int, float]]) -> Policies | None:
+    """Return the policies of least time that fit; None if none fits.
 
     Args:
         limits: pairs (microbatches in flight, bytes that these, gradients and the computation may take).
@@ -60,8 +75,11 @@ def cheapest_policies(regions: Sequence[RegionCosts], limits: Sequence[tuple[int
     for region in regions:
         after -= region.gradients
         labels = _undominated([_extended(label, region, policy, after) for label in labels for policy in range(len(region.time))])
-    fitting = [label for label in labels if all((count - 1) * label.saved + label.highest <= limit for count, limit in limits)]
-    return min(fitting).choice if fitting else None
+    fitting = [(label, spare) for label in labels if (spare := label.spare(limits)) >= 0.0]
+    if not fitting:
+        return None
+    label, spare = min(fitting)
+    return Policies(label.choice, spare)
 
 
 def _extended(label: _Label, region: RegionCosts, policy: int, after: float) -> _Label:

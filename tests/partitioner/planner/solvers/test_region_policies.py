@@ -45,12 +45,13 @@ def test_no_other_choice_that_fits_takes_less_time(seed: int) -> None:
     if found is None:
         assert not fitting
     else:
-        assert found in fitting
-        assert time(found) == min(map(time, fitting))
+        assert found.choice in fitting
+        assert time(found.choice) == min(map(time, fitting))
+        assert found.spare == min(limit - memory(regions, found.choice, count) for count, limit in limits)
 
 
 def test_a_long_chain_of_equal_blocks_is_quick() -> None:
     block = RegionCosts((1.0, 1.3), (40.0, 4.0), (20.0, 56.0), 5.0)
     found = cheapest_policies([block] * 200, [(4, 20_000.0), (3, 21_000.0)])
     assert found is not None
-    assert 0 < sum(found) < 200
+    assert 0 < sum(found.choice) < 200
