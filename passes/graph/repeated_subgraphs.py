@@ -58,14 +58,17 @@ def signatures(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], str], own: Ca
         own: a property in which nodes of equal numbers agree.
     """
     numbers: dict[Hashable, int] = {}
+    forms: dict[fx.Node, Hashable] = {}
 
-    def leaf_key(value: Any) -> str:
-        return f"{kind(value)} {value_form(value.meta.get('val'))}" if isinstance(value, fx.Node) else repr(value)
+    def form_of(node: fx.Node) -> Hashable:
+        if node not in forms:
+            forms[node] = kind(node), value_form(node.meta.get("val"))
+        return forms[node]
 
     result = []
     for node in nodes:
-        arguments = tuple(leaf_key(value) for value in _flattened((node.args, node.kwargs)))
-        key = (node.target, value_form(node.meta.get("val")), arguments, own(node))
+        arguments = tuple(form_of(leaf) if isinstance(leaf, fx.Node) else repr(leaf) for leaf in _flattened((node.args, node.kwargs)))
+        key = (node.target, form_of(node), arguments, own(node))
         result.append(numbers.setdefault(key, len(numbers)))
     return result
 

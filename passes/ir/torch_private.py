@@ -21,10 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher  # runs composite operations on fake tensors without fixing symbolic sizes
 from torch._ops import HigherOrderOperator, OpOverload  # types of the operations of a traced graph; torch.ops holds their instances only
-from torch._subclasses.fake_tensor import (
-    FakeTensorConverter,  # makes fake tensors, of models on the meta device as of those on the CPU
-    FakeTensorMode,  # runs a loss, a graph or a call on shapes alone
-)
+from torch._subclasses.fake_tensor import FakeTensorMode  # runs a loss, a graph or a call on shapes alone
+from torch._subclasses.meta_utils import MetaTensorDesc, MetaTensorDescriber  # say what fake tensors are made of
 from torch.autograd import forward_ad  # says whether a level of forward-mode differentiation is entered
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub lacks what it has
 from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule  # writes its Python when it is called
@@ -44,11 +42,12 @@ __all__ = [
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "FakeResult",
-    "FakeTensorConverter",
     "FakeTensorMode",
     "FloorDiv",
     "HigherOrderOperator",
     "Max",
+    "MetaTensorDesc",
+    "MetaTensorDescriber",
     "Min",
     "Mod",
     "ModularIndexing",

@@ -210,14 +210,22 @@ class StandIn:
     leaves: tuple[tuple[str, Any], ...]
     tree: TreeSpec
 
-    def __call__(self, arguments: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the result for the leaves of the arguments."""
-        return [self._leaf(kind, source, arguments) for kind, source in self.leaves]
+    def __call__(self, arguments: Sequence[Any], template: Sequence[Any] = ()) -> list[Any]:
+        """Return the leaves of the result for the leaves of the arguments.
 
-    def _leaf(self, kind: str, source: Any, arguments: Sequence[Any]) -> Any:
-        if kind == "value":
-            return source
-        return arguments[source] if kind == "input" else torch.clone(arguments[source], memory_format=torch.contiguous_format)
+        Args:
+            template: leaves of the result of a module that computes the same; new tensors then have the strides of these.
+        """
+        leaves = []
+        for place, (kind, source) in enumerate(self.leaves):
+            if kind == "like":
+                leaves.append(torch.clone(template[place]) if template else torch.clone(arguments[source], memory_format=_CONTIGUOUS))
+            else:
+                leaves.append(arguments[source] if kind == "input" else source)
+        return leaves
+
+
+_CONTIGUOUS = torch.contiguous_format
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,18 @@ def trace_copies_once(model: nn.Module, copies: Sequence[Copies]) -> Iterator[No
         NotCopyableError: at the end, if an attribute was read in which the copies differ.
     """
     stand_ins: dict[str, StandIn] = {path: group.stand_in for group in copies for path in (group.template, *group.others)}
-    templates = {group.template for group in copies}
+    templates = {path: group.template for group in copies for path in (group.template, *group.others)}
+    results: dict[str, list[Any]] = {}  # of templates
 
     def call(path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments, _ = tree_flatten((args, kwargs))
         border([leaf for leaf in arguments if isinstance(leaf, Tensor)], path)
-        if path in templates:
+        if path == templates[path]:
             result = forward(*args, **kwargs)
             leaves, _ = tree_flatten(result)
+            results[path] = leaves
         else:
-            leaves = stand_ins[path](arguments)
+            leaves = stand_ins[path](arguments, results[templates[path]])
             result = tree_unflatten(leaves, stand_ins[path].tree)
         border([leaf for leaf, (kind, _) in zip(leaves, stand_ins[path].leaves, strict=True) if kind == "like"], path)
         return result

@@ -71,7 +71,9 @@ def _native_group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Any, channels: Any, inner: Any, groups: int, eps: float
 ) -> Results:
     del eps
-    if not _is_plain(x) or x.dim() < 2 or not isinstance(channels, int) or channels % groups or x.dtype not in _OWN_STATISTICS:
+    if not (_is_plain(x) or _is_channels_last(x)) or x.dim() < 2 or x.dtype not in _OWN_STATISTICS:
+        return None
+    if not isinstance(channels, int) or channels % groups:
         return None
     sizes = (each.shape for each in (weight, bias) if each is not None)
     if not all(_are_equal(each, (channels,)) for each in sizes) or not _are_alike(x, weight, bias):
@@ -162,6 +164,14 @@ def _is_permuted(x: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Return whether a tensor of images is stored with its channels last: each operator keeps that order."""
+    if x.dim() != 4 or not _is_permuted(x):
+        return False
+    _, channels, height, width = map(traced_size, x.shape)
+    return list(map(traced_size, x.stride())) == [channels * height * width, 1, channels * width, channels]
 
 
 def _are_alike(x: Tensor, *others: Tensor | None) -> bool:

@@ -470,3 +470,45 @@ def test_what_every_call_leaves_alike_takes_no_more_traces(monkeypatch: pytest.M
     model = Remembering()
     trace(model, example_of(""), {})
     assert (n_exports[0], model.width) == (1, 0)
+
+
+class Convolving(nn.Module):
+    """A block of ConvNeXt: PyTorch stores the results of its convolution with the channels last on the CPU, and not on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spatial, self.norm = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(self.spatial(x).permute(0, 2, 3, 1))
+        return x + self.down(nn.functional.gelu(self.up(inner))).permute(0, 3, 1, 2)
+
+
+class Images(nn.Module):
+    """Images with the channels last, as operations see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.blocks = nn.Conv2d(3, WIDTH, 2, stride=2), nn.Sequential(*(Convolving() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(self.patches(x.permute(0, 3, 1, 2)))
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_copies_store_their_results_as_their_template_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = Images().to(device), (torch.zeros(2, 12, 12, 3, device=device),)
+    exported: list[int] = []
+
+    def write(program: Any, copies: tuple[Copies, ...]) -> None:
+        n_traced = sum(node.target is torch.ops.aten.gelu.default for node in program.graph.nodes)
+        write_copies(program, copies)
+        exported.append(n_traced)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "write_copies", write)
+        graph = trace(model, args, {})
+    assert exported == [1]
+    assert_equal_graphs(graph, traced_in_full(monkeypatch, model, args, {}))

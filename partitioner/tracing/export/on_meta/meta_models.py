@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from partitioner.tracing.export.on_meta.constructed import ConstructedTensors
 from passes.ir.graph import Autocast
-from passes.ir.torch_private import FakeTensorConverter, FakeTensorMode, tree_leaves, tree_map_only
+from passes.ir.torch_private import MetaTensorDesc, MetaTensorDescriber, tree_leaves, tree_map_only
 
 __all__ = ["as_on_cpu", "autocast_as_cpu"]
 
@@ -100,22 +101,14 @@ def meta_as_cpu() -> Iterator[None]:
 
     ``torch.tensor(values, device=x.device)`` in forward then keeps its values, which a tensor on the meta device has not.
     """
-    original = FakeTensorConverter.from_real_tensor
-    on_cpu: dict[int, tuple[Tensor, Tensor]] = {}  # id of a fake meta tensor -> this tensor, kept alive, and the one on the CPU
+    original = MetaTensorDescriber.describe_tensor
 
-    def from_real_tensor(self: FakeTensorConverter, mode: FakeTensorMode, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        fake = original(self, mode, tensor, *args, **kwargs)
-        if fake.device.type != "meta":
-            return fake
-        if id(fake) not in on_cpu:
-            with mode, torch.no_grad():
-                moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
-            moved = nn.Parameter(moved, fake.requires_grad) if isinstance(fake, nn.Parameter) else moved
-            on_cpu[id(fake)] = fake, moved.requires_grad_(fake.requires_grad)
-        return on_cpu[id(fake)][1]
+    def describe_tensor(self: MetaTensorDescriber, tensor: Tensor, **kwargs: Any) -> MetaTensorDesc[Any]:
+        described = original(self, tensor, **kwargs)
+        return replace(described, device=torch.device("cpu")) if described.device.type == "meta" else described
 
-    FakeTensorConverter.from_real_tensor = from_real_tensor  # type: ignore[method-assign,assignment]
+    MetaTensorDescriber.describe_tensor = describe_tensor  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        FakeTensorConverter.from_real_tensor = original  # type: ignore[method-assign]
+        MetaTensorDescriber.describe_tensor = original  # type: ignore[method-assign]
