@@ -9,7 +9,7 @@
 
 Gathers of parameters are bundled in the order of their first use, so that a bundle is about a layer; scattered gradients in the order in
 which they are there. What a forward gathers and what its backward gathers again are bundles of their own. A bundle is closed when it holds
-enough bytes, or when something of it is read before the next one is there. What is large goes alone, and is not copied.
+enough bytes, or when something of it is read before the next one is there. Large parts are sent alone, and not copied.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from passes.ir.torch_private import OpOverload
 __all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bytes_of_bundle", "coalesce_collectives", "is_held"]
 
 BUNDLE_BYTES = 4 * 2**20
-"""How many bytes a rank gives to a bundle before it is closed: about where a message stops being dominated by its latency."""
-
-_GATHERED_BYTES = 32 * 2**20
-"""How many bytes a bundle of gathers makes: all of it is in memory whole while any of it is read."""
+"""How many bytes a rank gives to a bundle of scatters: about where a message stops being dominated by its latency."""
 
 ALONE_BYTES = 2**18
-"""What is as large goes alone, where most lies in memory as it is sent: copying it into a bundle and out again takes longer than a message
-between processes of one machine waits."""
+"""Parts of at least this size are sent alone: copying one into a bundle and out again takes longer than the latency of a message between
+processes of one machine. A bundle of gathers holds as much of each rank: a gathered bundle is in memory whole while any of it is read."""
+
+_GATHERED_BYTES = 32 * 2**20
+"""The most bytes that a bundle of gathers makes, over many ranks."""
 
 
 def bytes_of_bundle(n_ranks: int) -> int:
-    """Return how many bytes a rank gives to a bundle of gathers among so many ranks before it is closed."""
-    return min(BUNDLE_BYTES, _GATHERED_BYTES // n_ranks)
+    """Return the most bytes that a rank gives to a bundle of gathers among so many ranks."""
+    return min(ALONE_BYTES, _GATHERED_BYTES // n_ranks)
 
 
 def coalesce_collectives(graphs: Sequence[fx.Graph]) -> None:
@@ -81,7 +81,8 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
         key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")), dtype)
         bundle, size = open_bundles.get(key, ([], 0))
         is_read = close_early and any(_first_reader(each, position) < position[node] for each in bundle)
-        if bundle and not is_read and size < (BUNDLE_BYTES if close_early else bytes_of_bundle(len(node.kwargs["group"]))):
+        is_full = size >= BUNDLE_BYTES if close_early else size + given > bytes_of_bundle(len(node.kwargs["group"]))
+        if bundle and not is_read and not is_full:
             bundle.append(node)
         else:
             bundle, size = [node], 0

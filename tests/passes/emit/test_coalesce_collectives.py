@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from passes.emit.coalesce_collectives import coalesce_collectives
+from passes.emit.coalesce_collectives import ALONE_BYTES, coalesce_collectives
 from passes.ir.comm.primitives import all_gather, wait
 
 
@@ -35,3 +35,15 @@ def test_parameters_are_gathered_together() -> None:
 
 def test_what_is_made_of_a_gathered_value_is_gathered_after_it() -> None:
     assert gathers_of("result") == [1, 1]
+
+
+def test_a_bundle_of_gathers_holds_no_more_of_each_rank_than_a_part_that_is_sent_alone() -> None:
+    graph, sixteenth = fx.Graph(), ALONE_BYTES // 16
+    sizes = [5, 5, 5, 5, 16, 1, 1]
+    results = [gathered(graph, graph.create_node("get_attr", f"weight{number}")) for number in range(len(sizes))]
+    starts = [node for node in graph.nodes if node.target is all_gather]
+    for start, size in zip(starts, sizes, strict=True):
+        start.meta["bytes"] = size * sixteenth
+    graph.output(tuple(results))
+    coalesce_collectives([graph])
+    assert [len(node.args[0]) for node in graph.nodes if node.target is all_gather] == [3, 3, 1]
