@@ -21,13 +21,18 @@ reduce_scatter and all_gather, of one sample, where the table of two kinds of to
     sequence     2 C g                   g: bytes of a number of a gradient: 2 in bf16-true, else 4
                  2 T/rows h E            positions
 
+Fewer heads of keys than ranks (Qwen2 7B over 8) are copied: each rank computes all of them, and the gradients of their two projections, of
+width a, are summed once a step.
+
+    copies       2 L  2 h a g
+
 Parameters of a rank are those of the first one, divided by 1/k of all: norms, and the matrix before BERT's head, are copied, as in
 Megatron. The plan has ``heads``, ``ffn`` and ``vocab`` sharded, and ``sequence`` where it is sharded. The last columns have predicted
 milliseconds: of the plan without constraints, and of one by the patterns that transformers ships with the model.
 
-Fewer heads of keys than ranks (Qwen2 7B over 8), which a head of keys per rank would need copied, are not in the formula: the planner
-shards their projections by the width of a head, and gathers. Nor are fused projections of queries, keys and values with fewer heads of
-keys than of queries (Phi-4 mini): the weight cannot be stored by groups of heads, so keys and values are gathered.
+The planner shards these projections by the width of a head instead, and gathers: more bytes in less time. The columns of bytes are of the
+copies. Fused projections of queries, keys and values with fewer heads of keys than of queries (Phi-4 mini) are not in the formula: the
+weight cannot be stored by groups of heads, so keys and values are gathered.
 """
 
 from __future__ import annotations
@@ -98,6 +103,8 @@ def formula_bytes(model: FieldModel, precision: str | None, count: int, *, in_se
     total = 2 * tokens * (hidden * (stored + (4 * LAYERS + 1) * product) + 3 * 4)
     if in_sequence and model.has_matrix_before_head:
         total += 2 * hidden * hidden * stored
+    if model.sizes.key_heads < count:
+        total += 2 * LAYERS * 2 * hidden * model.sizes.key_heads * model.sizes.head * stored
     if in_sequence and 0 < model.n_kinds < count:
         total += 2 * model.sizes.length * hidden * stored
     return total
@@ -107,8 +114,8 @@ def counted(subject: Subject, count: int, *, in_sequence: bool) -> Counted:
     """Plan and lower Megatron's tensor parallelism over some ranks, with or without sequence parallelism; count its bytes."""
     names = (*NAMES, "sequence") if in_sequence else NAMES
     plan = planned(subject, count, Constraints(axes=dict.fromkeys(names, "tensor")))
-    if not in_sequence:  # the planner adds it where that is faster
-        plan = dataclasses.replace(plan, axes=tuple(each for each in plan.axes if not each[0].startswith("sequence")))
+    chosen = tuple(each for each in plan.axes if each[0].partition("[")[0] in names)  # the planner adds others where that is faster
+    plan = dataclasses.replace(plan, axes=chosen)
     program = lower_for_timing(subject, plan).programs[0]
     of_parameters = (node for node in program.module.graph.nodes if node.op == "get_attr" and node.target in subject.graph.parameters)
     return Counted(plan, sent_bytes(program, count), sum(node.meta["val"].numel() for node in of_parameters))

@@ -9,6 +9,7 @@
     Replicate     Shard         take                 nothing
     Replicate     Varying       vary                 nothing (its backward reduces)
     Replicate     Partial       keep_first           nothing
+    Varying       Shard         take_runs            nothing (its backward neither: the gradient is a partial sum)
 
 Each change is emitted once, for all readers that need it; a partial sum is reduced once, for readers in any layout.
 
@@ -18,6 +19,7 @@ and gathered over the innermost first.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,8 @@ from torch import fx
 from passes.analysis.axes import TensorAxes
 from passes.graph.dependencies import is_differentiable
 from passes.graph.symbolic_sizes import traced_size
-from passes.ir.comm.functional import all_gather, all_reduce, exchange, keep_first, reduce_scatter, replicate, take, vary
+from passes.ir.comm.functional import all_gather, all_reduce, exchange, keep_first, reduce_scatter, replicate, take, take_runs, vary
+from passes.ir.comm.index_ranges import Run, to_text
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying, shards_of
 from passes.rules.loops import Size
 from passes.spmd.local_shapes import Extents, product
@@ -188,6 +191,8 @@ class Resharder:
             return self._emit(keep_first, (source, over), {}, label.format("first"), like)
         if isinstance(have, Replicate) and isinstance(to, Shard):
             return self._emit_collective(take, value, layout, index, to, label.format("take"), like)
+        if isinstance(have, Varying) and isinstance(to, Shard):
+            return self._emit_collective(take_runs, value, layout, index, to, label.format("part"), like)
         if isinstance(have, Shard) and isinstance(to, Varying | Replicate):
             operator, word = (all_gather, "all_gather") if isinstance(to, Varying) else (replicate, "replicate")
             return self._emit_collective(operator, value, layout, index, have, label.format(word), like)
@@ -208,13 +213,18 @@ class Resharder:
         outer, inner = self._sizes_around(value, layout, shard)
         is_outermost = outer == 1
         sizes = [product((part, inner)) for part in parts] if is_outermost else list(parts)
-        uneven: tuple[Any, Any] = ([], 0) if all(size == sizes[0] for size in sizes) else self._write_sizes(sizes, place)
+        options: tuple[Any, ...]
+        if operator is take_runs:
+            starts = itertools.accumulate(map(int, sizes), initial=0)
+            options = (to_text((Run(start, int(size)),) for start, size in zip(starts, sizes, strict=False)), sum(sizes), sizes[place], 0.0)
+        else:
+            options = (count, *(([], 0) if all(size == sizes[0] for size in sizes) else self._write_sizes(sizes, place)))
         if is_outermost:
-            return self._emit(operator, (source, shard.dimension, over, count, *uneven), {}, name, like)
+            return self._emit(operator, (source, shard.dimension, over, *options), {}, name, like)
         shape = [traced_size(size) for size in source.meta["val"].shape]
         local = self._extents.axis(shard.axis, outer_shards)
         unfolded = self.reshape_dimension(source, shape, shard.dimension, (outer, local, inner), f"{name}_unfolded", like)
-        moved = self._emit(operator, (unfolded, shard.dimension + 1, over, count, *uneven), {}, f"{name}_parts", like)
+        moved = self._emit(operator, (unfolded, shard.dimension + 1, over, *options), {}, f"{name}_parts", like)
         merged = product((outer, traced_size(moved.meta["val"].shape[shard.dimension + 1]), inner))
         return self.reshape_dimension(moved, shape, shard.dimension, (merged,), name, like)
 

@@ -23,6 +23,7 @@ from passes.ir.graph import ModelGraph, Part, Results
 from passes.ir.layout import Layout, Placement, Shard, Varying
 from passes.ir.mesh import Mesh
 from passes.rules.loops import Size
+from passes.spmd.commute.gradient_sums import summed_where_small
 from passes.spmd.commute.parameter_casts import cast_where_stored
 from passes.spmd.commute.replicable_layouts import computed_where_read
 from passes.spmd.halo.overlap import window_offsets
@@ -130,11 +131,11 @@ def _extents(graph: ModelGraph, axes: Axes, cut: AxisCut, part: Part) -> Iterato
 
 
 def layouts_of_cut(facts: LayoutFacts, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None) -> Layouts:
-    """Return the layout of every value: by the axes; then positions and masks as read, parameters and casts as stored, halos."""
+    """Return the layout of every value: by the axes; then masks as read, gradients summed, parameters and casts as stored, halos."""
     graph, axes = facts.graph, facts.axes
     known = (graph, axes, cut.mesh.dimensions, cut.assigned, cut.rows)
     layouts = assign_layouts(*known, results=results, stored=stored, facts=facts, attention=cut.attention, stages=cut.stages)
-    layouts = computed_where_read(facts, layouts)
+    layouts = summed_where_small(facts, computed_where_read(facts, layouts))
     # With layouts that are stored already, a call may be replicated that the plan has sharded: it then has no halo.
     layouts = cast_where_stored(facts, _with_sharded_storage(graph, axes, layouts, cut, stored or {}), cut.stages)
     return with_halos(graph, axes, layouts, cut.assigned, cut.wide, cut.overlapped, may_lack=stored is not None)

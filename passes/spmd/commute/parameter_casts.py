@@ -22,11 +22,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
-from passes.analysis.axes import Axes, returned_values
+from passes.analysis.axes import Axes
 from passes.analysis.layout_facts import LayoutFacts
 from passes.graph.schemas import argument_form
-from passes.ir.layout import Layout, Placement, Replicate, Shard, Varying
+from passes.ir.layout import Placement, Replicate, Shard, Varying
 from passes.ir.mesh import WIDTH
+from passes.spmd.commute.readers import reads_of_values
 from passes.spmd.propagate import Cut, Layouts
 from passes.stages.boundary_layouts import is_whole
 
@@ -89,7 +90,7 @@ class _Placements:
         self.cuts: dict[str, list[Cut | None]] = {}
         self.needs: dict[str, list[Placement]] = {}
         self.results: dict[str, list[Placement]] = {}
-        self._reads = _reads_of_values(facts, layouts)
+        self._reads = reads_of_values(facts, layouts)
         self._sharded: set[str] = set()
 
     def shard(self, node: fx.Node) -> None:
@@ -160,13 +161,3 @@ class _Placements:
         casts = {node.name: name for node, name in members.items()}
         equal = self._equal(members, stages)
         return dataclasses.replace(before, cuts=cuts, needs=needs, results=results, varying=varying, casts=casts, equal_casts=equal)
-
-
-def _reads_of_values(facts: LayoutFacts, layouts: Layouts) -> dict[str, list[tuple[str, Layout]]]:
-    """Return value -> its readers, each with the layout in which it reads the value."""
-    reads: dict[str, list[tuple[str, Layout]]] = {}
-    for node in facts.graph.graph.nodes:
-        operands = returned_values(node) if node.op == "output" else facts.axes.operands.get(node.name, ())
-        for operand, need in zip(operands, layouts.needs.get(node.name, ()), strict=False):
-            reads.setdefault(operand.name, []).append((node.name, need))
-    return reads
