@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from partitioner import PartitionedModel
 from tests.support.models.case import BATCH_SIZE, Case, Instance
 from tests.support.models.zoo import ZOO, case_named
+from tests.support.running.float64_inside import compute_in_float64
 from tests.support.running.slow_values import slow
 from tests.support.running.transparency import (
     N_MICROBATCHES,
@@ -135,14 +136,7 @@ def comparable(case: Case, setting: Setting) -> bool:
 
 @pytest.fixture(autouse=True)
 def _float64_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model asks to be computed in float32 is computed in float64."""
-    to = Tensor.to
-
-    def stays(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return values if values.dtype is torch.float64 and args == (torch.float32,) else to(values, *args, **kwargs)
-
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    monkeypatch.setattr(Tensor, "to", stays)
+    compute_in_float64(monkeypatch)
 
 
 def exact(case: Case) -> Case:
