@@ -26,7 +26,7 @@ from tests.fuzz.running.ranks import run_on_rank
 from tests.fuzz.running.reduction import reduce_case
 from tests.fuzz.running.reproduction import reproduction
 from tests.support.processes.processes import Workers
-from tests.support.running.slow_values import all_but
+from tests.support.running.slow_values import all_but, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """Random programs are warned of; the comparison decides."""
@@ -178,6 +178,42 @@ def test_themes_are_drawn_alone_and_together() -> None:
         found["several"] += len(features) > 1
     assert {name for name in COUNTED if found[name] < n_seeds * 60 / 2000} == set()
     assert found["several"] > n_seeds / 5
+
+
+@pytest.mark.slow
+def test_ways_to_train_are_drawn() -> None:
+    """Of 2,000 seeds, each is to have at least 40."""
+    n_seeds = 200
+    found = Counter(feature for seed in range(n_seeds) for feature in generate(seed).program.features)
+    expected = ("own reentrant", "own checkpoint", "by module", "bf16-mixed", "bf16-true", "32-true", "recompute=full")
+    assert {name: found[name] for name in expected if found[name] < n_seeds * 40 / 2000} == {}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_around_statements(*, use_reentrant: bool) -> None:
+    """Two statements, of which a later line reads the first, too; and a layer that is called alone."""
+    program = chain(2).program
+    inner = "(v0 := self.linear0(x0)), (v1 := torch.tanh(v0))"
+    first = f"v0, v1 = checkpoint(lambda x0: ({inner}, v0, v1)[2:], x0, use_reentrant={use_reentrant})"
+    second = f"v2 = checkpoint(self.linear1, v1, use_reentrant={use_reentrant})"
+    statements = (Statement(first, ("v0", "v1")), Statement(second, ("v2",)))
+    program = dataclasses.replace(program, statements=statements, returned=("v2", "v0"))
+    outcome = run_case(Case(program, Configuration(2, "fsdp", recompute=None)))
+    assert outcome.kind == "equal", outcome
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", *slow("bf16-true", "32-true")])
+def test_precisions_are_compared_with_the_model_in_them(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is a quarter too large is found; rounding is none."""
+    case = Case(chain(2).program, Configuration(2, "fsdp", recompute=(("linear*", "full"),), precision=precision))
+    assert run_case(case).kind == "equal"
+    real = PartitionedModel.full_gradients
+
+    def gradients(pm: PartitionedModel) -> dict[str, Tensor | None]:
+        return {name: None if each is None else each * 1.25 for name, each in real(pm).items()}
+
+    monkeypatch.setattr(PartitionedModel, "full_gradients", gradients)
+    assert (run_case(case).kind, run_case(case).reason) == ("wrong", "gradients of parameters")
 
 
 @pytest.mark.gloo

@@ -26,8 +26,9 @@ class Configuration:
     mode: str | tuple[tuple[str, int | tuple[int, int]], ...]
     n_microbatches: int | None = None
     schedule: str | None = None
-    recompute: str | None = None
+    recompute: str | tuple[tuple[str, str], ...] | None = None
     attention: str | None = None
+    precision: str | None = None
 
     @property
     def mesh(self) -> Mapping[str, int | tuple[int, int]]:
@@ -36,9 +37,11 @@ class Configuration:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for ``partition``."""
         found: dict[str, Any] = {"devices": self.devices, "mode": self.mode if isinstance(self.mode, str) else dict(self.mode)}
-        for name in ("n_microbatches", "schedule", "recompute"):
+        for name in ("n_microbatches", "schedule", "recompute", "precision"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
+        if isinstance(self.recompute, tuple):
+            found["recompute"] = dict(self.recompute)
         if self.attention is not None:
             found["constraints"] = Constraints(attention=self.attention)
         return found

@@ -12,6 +12,7 @@ from tests.fuzz.programs.configuration import Configuration, choose_configuratio
 from tests.fuzz.programs.inputs import FIRST_BATCH_SECOND, draw_inputs, with_other_inputs
 from tests.fuzz.programs.program import Program, Usage, is_effect
 from tests.fuzz.programs.structures import Record, Structure, leaves
+from tests.fuzz.programs.training import draw_training, with_checkpoints
 from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 from tests.fuzz.templates.complex_values import complex_value
 from tests.fuzz.templates.effects import THEMES
@@ -74,7 +75,13 @@ def generate(seed: int, processes: int | None = None) -> Case:
     program = replace(program, features=program.features | _features(program, writer, family))
     program = with_other_inputs(program, rng, themes)
     program = replace(program, features=program.features | _features_of_callers(program, themes))
-    return Case(program, choose_configuration(random.Random(f"configuration of {seed}"), program, processes))
+    configuration = choose_configuration(random.Random(f"configuration of {seed}"), program, processes)
+    training_rng = random.Random(f"training of {seed}")
+    program = with_checkpoints(program, training_rng)
+    configuration = draw_training(configuration, program, training_rng)
+    drawn = {"by module"} if isinstance(configuration.recompute, tuple) else {f"recompute={configuration.recompute}"}
+    drawn.add(configuration.precision or "float64")
+    return Case(replace(program, features=program.features | drawn), configuration)
 
 
 def _realise(writer: Writer, theme: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.programs.structures import Structure, leaves, leaves_of, returned_text
 from tests.fuzz.templates.modules import CLASSES
@@ -162,7 +163,7 @@ def is_effect(statement: Statement) -> bool:
 
 def namespace() -> dict[str, Any]:
     """The names that a program's text may use."""
-    return {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, **CLASSES}
+    return {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, "checkpoint": checkpoint, **CLASSES}
 
 
 def build(program: Program) -> nn.Module:

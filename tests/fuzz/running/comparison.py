@@ -11,19 +11,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-__all__ = ["DifferenceError", "LargestValue", "as_real", "compare", "compare_with_noise", "disturb", "has_gradient"]
+from tests.fuzz.running.precision import margin_of, rounding_of, tolerance_of
 
-TOLERANCE = 1e-9
-"""Of a value, relative to the largest element of its tensor, and with 1e-3 of it to the largest of all tensors compared."""
+__all__ = ["REFUSED", "DifferenceError", "LargestValue", "as_real", "compare", "compare_with_noise", "disturb", "has_gradient"]
+
+REFUSED = "refused"
+"""Stands for a kept tensor that cannot be read."""
 
 DRAWS = 6
 """How often noise is drawn for a value that differs by more than the first noise changes.
 
 A normalisation of what rounding leaves of zero amplifies it by any factor: one draw may move such a value by a thousandth of the next.
 """
-
-ROUNDING = 1e-15
-"""Of the largest number that the model computes on the way, some roundings large: allowed besides, for sums whose terms cancel."""
 
 AS_INFINITE = 1e12
 """Numbers from here on stand for infinity."""
@@ -39,25 +38,32 @@ class DifferenceError(AssertionError):
 
 
 def compare_with_noise(
-    what: str, wanted: Any, got: Any, index: int, allowed: list[list[tuple[str, Any]]], draw: Callable[[int], Any], largest: float
+    what: str,
+    wanted: Any,
+    got: Any,
+    index: int,
+    allowed: list[list[tuple[str, Any]]],
+    draw: Callable[[int], Any],
+    largest: float,
+    precision: str | None = None,
 ) -> None:
     """Compare observation ``index``; ``allowed`` has those of each noise so far, and gets more where these do not explain a difference.
 
     Raises:
         DifferenceError: no noise changes the model's own value as much.
     """
-    if any(_is_explained(what, wanted, got, noisy[index][1], largest) for noisy in allowed):
+    if any(_is_explained(what, wanted, got, noisy[index][1], largest, precision) for noisy in allowed):
         return
     while len(allowed) < DRAWS:
         allowed.append(draw(len(allowed) + 1))
-        if _is_explained(what, wanted, got, allowed[-1][index][1], largest):
+        if _is_explained(what, wanted, got, allowed[-1][index][1], largest, precision):
             return
-    compare(what, wanted, got, allowed[0][index][1], ROUNDING * largest)
+    compare(what, wanted, got, allowed[0][index][1], rounding_of(precision) * largest, precision)
 
 
-def _is_explained(what: str, wanted: Any, got: Any, noisy: Any, largest: float) -> bool:
+def _is_explained(what: str, wanted: Any, got: Any, noisy: Any, largest: float, precision: str | None) -> bool:
     try:
-        compare(what, wanted, got, noisy, ROUNDING * largest)
+        compare(what, wanted, got, noisy, rounding_of(precision) * largest, precision)
     except DifferenceError:
         return False
     return True
@@ -98,17 +104,21 @@ class LargestValue(TorchDispatchMode):
         return results
 
 
-def compare(what: str, wanted: Any, got: Any, noisy: Any = None, rounding: float = 0.0) -> None:
+def compare(what: str, wanted: Any, got: Any, noisy: Any = None, rounding: float = 0.0, precision: str | None = None) -> None:
     """Raise DifferenceError where two observations are not equal, beyond what noise changes in the model's own.
 
     Args:
         noisy: what the disturbed model gives.
         rounding: what another order of additions may change.
+        precision: in which both compute.
     """
     if what == "output of another batch" and got is None:
         return
     if what == "buffers after a call":
         got = {name: got[name] for name in wanted if name in got}
+    if what.startswith("kept tensors"):
+        readable = [name for name, value in got.items() if not isinstance(value, str) or value != REFUSED]
+        wanted, got, noisy = ({name: each[name] for name in readable} if each else each for each in (wanted, got, noisy))
     if isinstance(wanted, dict) and isinstance(got, dict):
         if wanted.keys() != got.keys():
             raise DifferenceError(f"names in {what}", f"{sorted(wanted.keys() ^ got.keys())}")
@@ -121,10 +131,10 @@ def compare(what: str, wanted: Any, got: Any, noisy: Any = None, rounding: float
     names = list(wanted) if isinstance(wanted, dict) else list(range(len(wanted_leaves)))
     largest = max((_magnitude(each) for each in wanted_leaves if isinstance(each, Tensor) and each.numel()), default=0.0)
     for place, (one, other, changed) in enumerate(zip(wanted_leaves, got_leaves, noisy_leaves, strict=True)):
-        _compare_leaf(what, names[place] if place < len(names) else place, one, other, changed, largest, rounding)
+        _compare_leaf(what, names[place] if place < len(names) else place, one, other, changed, largest, rounding, precision)
 
 
-def _compare_leaf(what: str, name: Any, wanted: Any, got: Any, noisy: Any, largest: float, rounding: float) -> None:
+def _compare_leaf(what: str, name: Any, wanted: Any, got: Any, noisy: Any, largest: float, rounding: float, precision: str | None) -> None:
     if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
         if type(wanted) is not type(got) or wanted != got:
             raise DifferenceError(what, f"{name}: {_short(wanted)} wanted, {_short(got)} got")
@@ -135,9 +145,9 @@ def _compare_leaf(what: str, name: Any, wanted: Any, got: Any, noisy: Any, large
         )
     if not wanted.numel():
         return
-    allowed = TOLERANCE * (_magnitude(wanted) + 1e-3 * largest) + 1e-14 + rounding
+    allowed = tolerance_of(precision) * (_magnitude(wanted) + 1e-3 * largest) + 1e-14 + rounding
     difference = float((as_real(wanted) - as_real(got)).abs().max())
-    if not difference <= allowed and not difference <= allowed + 10 * _distance(wanted, noisy):
+    if not difference <= allowed and not difference <= allowed + margin_of(precision) * _distance(wanted, noisy):
         raise DifferenceError(what, f"{name}: largest difference {difference:.3e} of {_magnitude(wanted):.3e}")
 
 

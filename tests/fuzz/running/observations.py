@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from partitioner import PartitionedModel, PartitionError
 from tests.fuzz.programs.losses import kept_value, loss_function
 from tests.fuzz.programs.program import Program, make_inputs
 from tests.fuzz.programs.structures import leaves_of, plain
-from tests.fuzz.running.comparison import disturb, has_gradient
+from tests.fuzz.running.comparison import REFUSED, disturb, has_gradient
+from tests.fuzz.running.precision import autocast
 
 __all__ = ["Inputs", "Reference", "observations"]
 
@@ -34,6 +36,7 @@ class Reference:
         seed: added to the seed of every call.
         calls_backward: whether ``pm(x)`` is trained by ``backward``, or by ``train_step`` alone.
         trains: whether the loss has a gradient.
+        precision: in which the model in one piece computes.
     """
 
     module: nn.Module
@@ -43,6 +46,7 @@ class Reference:
     seed: int = 0
     calls_backward: bool = True
     trains: bool = True
+    precision: str | None = None
 
     def inputs(self, program: Program, rows: int, *, is_switched: bool | None = None) -> Inputs:
         """The program's inputs, and its target; those of the first call where it is not said which."""
@@ -54,6 +58,11 @@ class Reference:
     def start(self, seed: int) -> None:
         """Seed what a call draws."""
         torch.manual_seed(seed + self.seed)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call."""
+        with contextlib.nullcontext() if self.is_partitioned else autocast(self.precision):
+            return self.module(*args, **kwargs)
 
     @property
     def partitioned(self) -> PartitionedModel:
@@ -68,7 +77,8 @@ class Reference:
         if self.is_partitioned:
             loss: Tensor = self.partitioned.train_step(*args, target=target, loss_fn=loss_fn, **kwargs)
             return loss
-        loss = loss_fn(self.module(*args, **kwargs), target)
+        with autocast(self.precision):
+            loss = loss_fn(self.module(*args, **kwargs), target)
         loss.backward()
         return loss.detach()
 
@@ -88,11 +98,13 @@ class Reference:
         return {name: value for name, value in self.state().items() if names is None or name in names}
 
     def kept(self, program: Program) -> dict[str, Any]:
-        """Copies of what the last call kept on modules; a name instead of a tensor where nothing is there."""
+        """Copies of what the last call kept on modules; a name where nothing is there, or reading it is refused (after a step)."""
         found: dict[str, Any] = {}
         for place in program.usage.kept:
             try:
                 found[place] = _detached(kept_value(self.module, place))
+            except PartitionError:
+                found[place] = REFUSED
             except (AttributeError, KeyError, IndexError, TypeError):
                 found[place] = "nothing"
         return found
@@ -120,10 +132,10 @@ def observations(side: Reference, program: Program) -> Iterator[tuple[str, Any]]
     args, kwargs, _ = side.inputs(program, program.other_rows)
     side.start(2)
     if not side.is_partitioned:
-        yield "output of another batch", _detached(side.module(*args, **kwargs))
+        yield "output of another batch", _detached(side.call(args, kwargs))
         return
     try:
-        yield "output of another batch", _detached(side.module(*args, **kwargs))
+        yield "output of another batch", _detached(side.call(args, kwargs))
     except PartitionError:
         yield "output of another batch", None
 
@@ -137,7 +149,7 @@ def _call(side: Reference, program: Program, is_switched: bool, label: str) -> I
             each.requires_grad_()
     side.start(0)
     with torch.set_grad_enabled(side.calls_backward):
-        output = side.module(*args, **kwargs)
+        output = side.call(args, kwargs)
     yield f"output{label}", _detached(output)
     yield f"arguments after a call{label}", _written(program, inputs)
     yield f"kept tensors after a call{label}", side.kept(program)
@@ -182,7 +194,7 @@ def _calls_with_written_arguments(side: Reference, program: Program) -> Iterator
     with torch.no_grad():
         for label in ("", " a second time"):
             side.start(3)
-            yield f"output without gradients{label}", _detached(side.module(*args, **kwargs))
+            yield f"output without gradients{label}", _detached(side.call(args, kwargs))
             yield f"arguments after a call without gradients{label}", _written(program, inputs)
 
 

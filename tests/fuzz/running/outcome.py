@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from partitioner import PartitionError, VerificationError, partition
@@ -21,11 +20,9 @@ from tests.fuzz.programs.program import Program, build, make_inputs
 from tests.fuzz.running.comparison import DifferenceError, LargestValue, compare_with_noise, disturb
 from tests.fuzz.running.derivative import is_fault_of_model
 from tests.fuzz.running.observations import Reference, observations
+from tests.fuzz.running.precision import converted, default_dtype, noise_of, unconverted
 
 __all__ = ["Outcome", "run_case"]
-
-NOISE = 1e-14
-"""A relative change of inputs and parameters, some roundings large: what it changes in a value is allowed besides."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +45,23 @@ class Outcome:
 
 
 def run_case(case: Case, on_reference: Callable[[], None] = lambda: None, process: int | None = None) -> Outcome:
-    """The case's outcome. The default dtype is float64 meanwhile.
+    """The case's outcome. The default dtype is that of its precision meanwhile, float64 without one.
 
     Args:
         on_reference: called when the unpartitioned model has run: a process that ends before has been ended by PyTorch alone.
         process: the rank of this process, where each rank is one; it then makes every call, as the others do, whatever differs.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(case.configuration.precision):
         return _run(case, on_reference, process)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _run(case: Case, on_reference: Callable[[], None], process: int | None) -> Outcome:
-    program = case.program
+    program, precision = case.program, case.configuration.precision
     calls_backward = process is None or "pipeline" not in case.configuration.mesh
     try:
-        model = build(program)
+        model = converted(build(program), precision)
         trains = _trains(program, model)
-        one_piece = functools.partial(Reference, is_partitioned=False, calls_backward=calls_backward, trains=trains)
+        one_piece = functools.partial(Reference, is_partitioned=False, calls_backward=calls_backward, trains=trains, precision=precision)
         expected = list(observations(one_piece(copy.deepcopy(model)), program))
         with LargestValue() as largest:
             allowed = [_disturbed_observations(model, program, one_piece, 1)]
@@ -76,12 +69,12 @@ def _run(case: Case, on_reference: Callable[[], None], process: int | None) -> O
         return Outcome("invalid", type(error).__name__, str(error))
     on_reference()
     try:
-        pm = _partitioned(case, model)
+        pm = _partitioned(case, unconverted(model, precision))
         # Processes need not be seeded alike: what is drawn is what the first would draw.
         seed = 1000 * process if process is not None and program.seed % 4 == 0 else 0
         side = Reference(pm, is_partitioned=True, seed=seed, calls_backward=calls_backward, trains=trains)
         noisy = functools.partial(_disturbed_observations, model, program, one_piece)
-        found = _difference(expected, observations(side, program), allowed, noisy, largest.value, is_alone=process is None)
+        found = _difference(expected, observations(side, program), allowed, noisy, largest.value, precision, is_alone=process is None)
     except PartitionError as error:
         # A proof that fails is a defect of a pass, and no plan was given that could be wrong.
         is_ours = isinstance(error, VerificationError) or str(error).startswith("plan.")
@@ -90,7 +83,11 @@ def _run(case: Case, on_reference: Callable[[], None], process: int | None) -> O
         return Outcome("raw", f"{type(error).__name__} at {_place(error)}", traceback.format_exc())
     if found is None:
         return Outcome("equal")
-    if found.what in ("gradients of parameters", "gradients of inputs") and is_fault_of_model(program, model, found.wanted, found.got):
+    if (
+        precision is None
+        and found.what in ("gradients of parameters", "gradients of inputs")
+        and is_fault_of_model(program, model, found.wanted, found.got)
+    ):
         return Outcome("invalid", "PyTorch's gradient is no derivative", found.detail)
     return Outcome("wrong", found.what, found.detail)
 
@@ -113,10 +110,13 @@ def _partitioned(case: Case, model: nn.Module) -> nn.Module:
     return partition(model, example_inputs=args, example_kwargs=kwargs, **arguments)
 
 
-def _disturbed_observations(model: nn.Module, program: Program, one_piece: Callable[..., Reference], draw: int) -> list[tuple[str, Any]]:
+def _disturbed_observations(
+    model: nn.Module, program: Program, one_piece: functools.partial[Reference], draw: int
+) -> list[tuple[str, Any]]:
     """What the model in one piece does with inputs and parameters that are moved by noise."""
-    disturbed = one_piece(copy.deepcopy(model), noise=NOISE, draw=draw)
-    disturb(list(disturbed.module.parameters()), NOISE, draw)
+    noise = noise_of(one_piece.keywords["precision"])
+    disturbed = one_piece(copy.deepcopy(model), noise=noise, draw=draw)
+    disturb(list(disturbed.module.parameters()), noise, draw)
     return list(observations(disturbed, program))
 
 
@@ -136,6 +136,7 @@ def _difference(
     allowed: list[list[tuple[str, Any]]],
     noisy: Callable[[int], Any],
     largest: float,
+    precision: str | None,
     *,
     is_alone: bool,
 ) -> _Difference | None:
@@ -145,7 +146,7 @@ def _difference(
         if found is not None:
             continue
         try:
-            compare_with_noise(what, wanted, got, index, allowed, noisy, largest)
+            compare_with_noise(what, wanted, got, index, allowed, noisy, largest, precision)
         except DifferenceError as error:
             found = _Difference(error.what, error.detail, wanted, got)
             if is_alone:

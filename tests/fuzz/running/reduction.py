@@ -145,8 +145,12 @@ def _configurations(configuration: Configuration) -> Iterator[Configuration]:
     """Simpler ways to partition."""
     if configuration.attention is not None:
         yield replace(configuration, attention=None)
+    if configuration.precision is not None:
+        yield replace(configuration, precision=None)
     if configuration.recompute is not None:
         yield replace(configuration, recompute=None)
+    if isinstance(configuration.recompute, tuple) and len(configuration.recompute) > 1:
+        yield from (replace(configuration, recompute=(each,)) for each in configuration.recompute)
     if configuration.schedule is not None:
         yield replace(configuration, schedule=None)
     if configuration.n_microbatches not in {None, 1}:
@@ -157,8 +161,7 @@ def _configurations(configuration: Configuration) -> Iterator[Configuration]:
         for name, size in mesh.items():
             microbatches = configuration.n_microbatches if name == "pipeline" else None
             devices = math.prod(size) if isinstance(size, tuple) else size
-            yield Configuration(
-                devices, name, microbatches, configuration.schedule if name == "pipeline" else None, configuration.recompute
-            )
+            schedule = configuration.schedule if name == "pipeline" else None
+            yield replace(configuration, devices=devices, mode=name, n_microbatches=microbatches, schedule=schedule, attention=None)
     elif configuration.devices > 2:
         yield replace(configuration, devices=2, mode=next(iter(mesh)))

@@ -8,9 +8,21 @@ from tests.fuzz.programs.generator import Case
 from tests.fuzz.programs.program import Program, loss_of
 from tests.fuzz.programs.structures import leaves_of
 from tests.fuzz.running.outcome import Outcome
+from tests.fuzz.running.precision import dtype_of
 from tests.fuzz.templates.modules import sources_of
 
 __all__ = ["reproduction"]
+
+IMPORTS = """import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from partitioner import Constraints, partition
+"""
 
 
 def reproduction(case: Case, outcome: Outcome) -> str:
@@ -18,22 +30,14 @@ def reproduction(case: Case, outcome: Outcome) -> str:
 
     It prints outputs, written arguments, kept tensors, gradients and states of both. For a case over processes it is run by torchrun.
     """
-    program, usage = case.program, case.program.usage
+    program, usage, precision = case.program, case.program.usage, case.configuration.precision
     detail = "\n".join(f"# {line}" for line in outcome.detail.strip().splitlines()[-6:])
     text = program.source() + "\n" + "\n".join(each.code + "(" for each in program.inputs)
     options = f", batch_dims={dict(usage.batch_dims)}" if usage.batch_dims else ""
     return f"""# seed {program.seed}: {outcome.kind}: {outcome.reason}
 {detail}
-import dataclasses
-from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from partitioner import Constraints, partition
-
-torch.set_default_dtype(torch.float64)
+{IMPORTS}
+torch.set_default_dtype({dtype_of(precision)})
 torch.manual_seed({program.seed})
 
 
@@ -51,7 +55,7 @@ def loss_on(module):
     return loss
 
 
-model = Model().train({program.training})
+model = Model(){f".to({dtype_of(precision)})" if precision else ""}.train({program.training})
 for name, parameter in model.named_parameters():
     parameter.requires_grad_(name not in {list(usage.frozen)})
 target = {usage.target.replace("rows", str(program.rows))}
@@ -61,13 +65,16 @@ for is_switched in {_calls(program)}:
     for module in (model, pm):
         args, kwargs = inputs(is_switched)
         torch.manual_seed(0)
-        output = module(*args, **kwargs)
+        with torch.autocast("cpu", torch.bfloat16, enabled={precision == "bf16-mixed"} and module is model):
+            output = module(*args, **kwargs)
         print("output", output, "inputs", args, kwargs)
 {_kept(program)}        loss_on(module)(output, target).backward()
         module.zero_grad()
 args, kwargs = inputs({usage.starts_switched})
 torch.manual_seed(1)
-loss_on(model)(model(*args, **kwargs), target).backward()
+with torch.autocast("cpu", torch.bfloat16, enabled={precision == "bf16-mixed"}):
+    loss = loss_on(model)(model(*args, **kwargs), target)
+loss.backward()
 args, kwargs = inputs({usage.starts_switched})
 torch.manual_seed(1)
 pm.train_step(*args, target=target, loss_fn=loss_on(pm), **kwargs)

@@ -1,0 +1,73 @@
+"""The precisions of ``partition``: in which types a case then computes, and by how much its numbers may differ from the model's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+__all__ = ["autocast", "converted", "default_dtype", "dtype_of", "margin_of", "noise_of", "rounding_of", "tolerance_of", "unconverted"]
+
+TRUE = {None: torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.float32}
+"""Precision -> the type of parameters and inputs."""
+
+
+def dtype_of(precision: str | None) -> torch.dtype:
+    """The type of parameters and inputs."""
+    return TRUE[precision]
+
+
+def converted(model: nn.Module, precision: str | None) -> nn.Module:
+    """A copy of the model in a precision."""
+    model = copy.deepcopy(model)
+    return model if precision is None else model.to(dtype_of(precision))
+
+
+def unconverted(model: nn.Module, precision: str | None) -> nn.Module:
+    """A copy of the model in the next larger type, which a precision converts back without rounding."""
+    larger = {"bf16-true": torch.float32, "32-true": torch.float64}
+    return copy.deepcopy(model).to(larger[precision]) if precision in larger else copy.deepcopy(model)
+
+
+@contextlib.contextmanager
+def default_dtype(precision: str | None) -> Iterator[None]:
+    """Make inputs, and tensors that a model makes, in the type of a precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype_of(precision))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def autocast(precision: str | None) -> AbstractContextManager[object]:
+    """Compute as the model in one piece does in mixed precision."""
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
+
+
+def noise_of(precision: str | None) -> float:
+    """A relative change of inputs and parameters, some roundings large."""
+    return 1e-14 if precision is None else _rounding(precision)
+
+
+def margin_of(precision: str | None) -> float:
+    """How much more than noise changes in the model's own value is allowed: of roundings, twice as much as the model has."""
+    return 10.0 if precision is None else 2.0
+
+
+def tolerance_of(precision: str | None) -> float:
+    """Of a value, relative to the largest element of its tensor, and with 1e-3 of it to the largest of all tensors compared."""
+    return 1e-9 if precision is None else 8 * _rounding(precision)
+
+
+def rounding_of(precision: str | None) -> float:
+    """Of the largest number that the model computes on the way: allowed besides, for sums whose terms cancel."""
+    return noise_of(precision) / 10
+
+
+def _rounding(precision: str) -> float:
+    return torch.finfo(torch.float32 if precision == "32-true" else torch.bfloat16).eps
