@@ -37,9 +37,9 @@ from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
-from partitioner.tracing.autograd.checkpoints import STATISTICS_NOTE
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.example import find_example_inputs
+from partitioner.tracing.outputs import REPEATED_WRITES
 from partitioner.tracing.restore import Structure
 from partitioner.tracing.traced_model import trace_model
 from passes.graph.fingerprint import graph_digest
@@ -270,11 +270,12 @@ def _convert_source(model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapp
 def _trace_source(
     source: _Source, training: bool | None, batch_dims: BatchDims | None, autocast: Autocast | None, steps: Progress
 ) -> ModelGraph:
-    """Trace the model; warn of statistics under checkpoints, and of side effects of its hooks, which are also noted in the graph."""
+    """Trace the model; warn of buffers written under checkpoints, and of side effects of its hooks, also noted in the graph."""
     with steps.step("tracing"):
         graph = trace_model(source.model, source.args, source.kwargs, training, autocast, batch_dims=batch_dims).graph
-    if STATISTICS_NOTE in graph.notes:
-        warnings.warn(PartitionWarning(STATISTICS_NOTE), stacklevel=level_of_caller())
+    for each in graph.notes:
+        if each.endswith(REPEATED_WRITES):
+            warnings.warn(PartitionWarning(each), stacklevel=level_of_caller())
     note = side_effect_note(source.model)
     if note is None:
         return graph

@@ -12,10 +12,17 @@ from passes.analysis.batch_sizes import Sizes
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.buffer_writes import declared_writes
+from passes.graph.provenance import checkpoint_of
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import WEIGHTED, Combine, ModelGraph, Output
 
-__all__ = ["add_outputs"]
+__all__ = ["REPEATED_WRITES", "add_outputs"]
+
+REPEATED_WRITES = (
+    "is written under torch.utils.checkpoint: PyTorch may write it twice in a training step, forward and when it computes the region "
+    "again; the programs write it once. To have the model do so, leave the checkpoint out and pass recompute="
+)
+"""How a note ends that names the first such buffer."""
 
 
 def add_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
@@ -29,6 +36,7 @@ def add_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
     assert isinstance(results, tuple | list)
     described = list(zip(graph.outputs, results, strict=True))
     writes = declared_writes(graph.graph, graph.buffers)  # buffer -> its write; running statistics of normalizations have one
+    graph = dataclasses.replace(graph, notes=(*graph.notes, *_repeated_writes(graph)))
     if sizes is None:
         outputs = tuple(_output(output, result, None) for output, result in described)
         return dataclasses.replace(graph, outputs=outputs, updates=dict.fromkeys(writes, "mixed"))
@@ -49,6 +57,18 @@ def add_outputs(graph: ModelGraph, sizes: Sizes | None) -> ModelGraph:
         updates[name] = "mixed" if is_mixed else combine
     notes = (*graph.notes, *(f"{reason}: its result cannot be put together from microbatches" for reason in reasons))
     return dataclasses.replace(graph, outputs=outputs, notes=notes, mixing=flow.mixing, updates=updates)
+
+
+def _repeated_writes(graph: ModelGraph) -> tuple[str, ...]:
+    """Return a note if buffers are written in regions that PyTorch would compute again."""
+    found = dict[str, None]()
+    for node in graph.computing_nodes():
+        written = mutated_arguments(node) if node.op == "call_function" else ()
+        value = node.args[1] if node.target is torch.ops.aten.copy_.default else node
+        if written and isinstance(value, fx.Node) and checkpoint_of(value) is not None:
+            found.update((graph.buffers[each.name], None) for each in written if each.name in graph.buffers)
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return (f"buffer {next(iter(found))}{more} {REPEATED_WRITES}",) if found else ()
 
 
 def _buffers_written_by_ops(graph: ModelGraph) -> frozenset[str]:

@@ -1,7 +1,4 @@
-"""Mark the nodes of a trace that are computed under ``torch.utils.checkpoint``, and note what PyTorch does to buffers there.
-
-PyTorch computes such a region again in the backward, and writes its buffers again.
-"""
+"""Mark the nodes of a trace that are computed under ``torch.utils.checkpoint``, which PyTorch computes again in the backward."""
 
 from __future__ import annotations
 
@@ -11,27 +8,15 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-import torch.nn.functional as F
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.graph.provenance import mark_checkpoint, mark_saved
 from passes.ir.torch_private import SelectiveCheckpointMode, last_traced_node
 
-__all__ = [
-    "STATISTICS_NOTE", "enter_checkpoint", "in_checkpoint", "leave_checkpoint", "mark_selected", "note_statistics",
-    "record_statistics_in_checkpoints",
-]  # fmt: skip
-
-STATISTICS_NOTE = (
-    "BatchNorm under torch.utils.checkpoint: PyTorch updates its running statistics twice in a training step, forward and when it computes "
-    "the region again; the programs update them once. To have the model do so, leave the checkpoint out and pass recompute="
-)
-"""What a partitioned model does otherwise."""
+__all__ = ["enter_checkpoint", "in_checkpoint", "leave_checkpoint", "mark_selected"]
 
 _depth: ContextVar[int] = ContextVar("depth", default=0)
-_found: ContextVar[set[str] | None] = ContextVar("found", default=None)
-
 
 _SAVE = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 """Decisions of a policy by which the value of an operation is saved."""
@@ -90,39 +75,3 @@ def in_checkpoint() -> Iterator[None]:
         yield
     finally:
         leave_checkpoint()
-
-
-def note_statistics() -> None:
-    """Note that running statistics are updated, if it is in a region that PyTorch would compute again."""
-    found = _found.get()
-    if found is not None and _depth.get() > 0:
-        found.add(STATISTICS_NOTE)
-
-
-@contextlib.contextmanager
-def record_statistics_in_checkpoints() -> Iterator[set[str]]:
-    """Return a set that holds a note once running statistics were updated in a region that PyTorch would compute again."""
-    found: set[str] = set()
-    original = F.batch_norm
-
-    def batch_norm(
-        input: Any,  # noqa: A002  of torch
-        running_mean: Any,
-        running_var: Any,
-        weight: Any = None,
-        bias: Any = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Any:
-        if training and running_mean is not None:
-            note_statistics()
-        return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-    F.batch_norm = batch_norm
-    token = _found.set(found)
-    try:
-        yield found
-    finally:
-        _found.reset(token)
-        F.batch_norm = original

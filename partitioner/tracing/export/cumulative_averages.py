@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.tracing.autograd.checkpoints import note_statistics, record_statistics_in_checkpoints
 from passes.rules.ops.channel_statistics import channel_statistics
 
 __all__ = ["trace_running_statistics"]
@@ -26,17 +25,13 @@ _CLASSES: tuple[Any, ...] = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm) 
 
 
 @contextlib.contextmanager
-def trace_running_statistics() -> Iterator[set[str]]:
-    """While active, let batch normalisation with ``momentum=None`` update its running statistics by operations on tensors.
-
-    Yields the set of ``record_statistics_in_checkpoints``, which notes the updates that PyTorch would make twice.
-    """
+def trace_running_statistics() -> Iterator[None]:
+    """While active, let batch normalisation with ``momentum=None`` update its running statistics by operations on tensors."""
     originals = [cls.forward for cls in _CLASSES]
     for cls, original in zip(_CLASSES, originals, strict=True):
         cls.forward = _with_averages(original)
     try:
-        with record_statistics_in_checkpoints() as found:
-            yield found
+        yield
     finally:
         for cls, original in zip(_CLASSES, originals, strict=True):
             cls.forward = original
@@ -55,7 +50,6 @@ def _with_averages(original: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, 
             result = original(self, input)
         finally:
             self.track_running_stats = True
-        note_statistics()
         _update(self, input)
         return result
 

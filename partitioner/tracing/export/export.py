@@ -101,7 +101,7 @@ def export(
     with contextlib.ExitStack() as stack:
         stack.enter_context(TRACING)
         comparisons = stack.enter_context(record_comparisons_with_one())
-        of_statistics = stack.enter_context(trace_running_statistics())
+        stack.enter_context(trace_running_statistics())
         of_fast_paths = stack.enter_context(record_fast_paths())
         questions = stack.enter_context(keep_autograd_out())
         stack.enter_context(torch.inference_mode(mode=False))  # restores gradients, too: as they are now
@@ -141,7 +141,7 @@ def export(
         edits = refuse_carried_values(model, before, left, calls, lambda each: again(each)[0])
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
         by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
-    notes = (*_notes(_lines_about_batch(comparisons, program, layout)), *of_statistics, *of_fast_paths, *of_experts)
+    notes = (*_notes(_lines_about_batch(comparisons, program, layout)), *of_fast_paths, *of_experts)
     return program, notes, tuple(sorted(questions)), tuple(reach.readings), by_call, of_buffers
 
 
