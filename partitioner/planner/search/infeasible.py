@@ -16,7 +16,7 @@ from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.solvers.min_max_dp import fits, shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
-from passes.ir.mesh import Mesh, mesh_words
+from passes.ir.mesh import STAGES, Mesh, mesh_words
 
 __all__ = ["nothing_fits", "too_many_stages", "why_infeasible"]
 
@@ -40,7 +40,7 @@ def why_infeasible(by_policy: Sequence[PipelineProblems], candidate: Candidate) 
             remedy="every stage needs at least one operation that may be in it: leave out device_map, split_spec or pin entries",
         )
     missing = min(shortfall(each.problem(candidate)) for each in by_policy)
-    suffice = [places for each in by_policy if (places := _fewest_places(each, candidate)) is not None]
+    suffice = [(places, "") for each in by_policy if (places := _fewest_places(each, candidate)) is not None]
     limit = min(problems.limits)
     count = _count(candidate.n_microbatches, "microbatch", "es")
     return InfeasiblePlanError(
@@ -100,7 +100,8 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
     mesh, candidate = closest.mesh, closest.candidate
     words, count = mesh_words(mesh, candidate.replicas), _count(candidate.n_microbatches, "microbatch", "es")
     devices, limit = _count(mesh.size, "device"), format_bytes(min(closest.problems.limits))
-    suffice = [_n_ranks(lack.mesh, n_places) for lack in lacks if (n_places := _fewest_places(lack.problems, lack.candidate)) is not None]
+    places = [(lack.mesh, _fewest_places(lack.problems, lack.candidate)) for lack in lacks]
+    suffice = [(_n_ranks(each, n_places), _larger_mesh_words(each, n_places)) for each, n_places in places if n_places is not None]
     return InfeasiblePlanError(
         f"no plan fits {devices} of {limit}: in the closest, {words} with {count}, {_lack_words(closest.missing)}",
         remedy=_remedy(closest.problems, mesh.size, min(suffice, default=None), closest.missing),
@@ -131,6 +132,14 @@ def _n_ranks(mesh: Mesh, n_places: int) -> int:
     return mesh.size // sum(mesh.widths) * sum(widths)
 
 
+def _larger_mesh_words(mesh: Mesh, n_places: int) -> str:
+    """Say which mode has these pipeline positions, where a mesh has other dimensions: ``mode="fsdp"`` alone would only get larger."""
+    if mesh.widths or mesh.cutting.size == 1 or n_places == mesh.size // mesh.cutting.size:
+        return ""
+    sizes = {name: n_places if name in STAGES else size for name, size in mesh.dimensions}
+    return f" with mode={sizes if STAGES & sizes.keys() else {'pipeline': n_places, **sizes}}"
+
+
 def _least_memory_candidate(problems: PipelineProblems, mesh: MeshProblem) -> Candidate:
     """Return the candidate that needs least memory: the most microbatches, in the default schedule."""
     rows = mesh.part.graph.batch_size
@@ -143,12 +152,12 @@ def _count(number: int, thing: str, plural: str = "s") -> str:
     return f"{number} {thing}{'' if number == 1 else plural}"
 
 
-def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missing: float) -> str:
+def _remedy(problems: PipelineProblems, present: int, fewest: tuple[int, str] | None, missing: float) -> str:
     """Say how many devices would suffice, and how large they would have to be.
 
     Args:
         present: number of devices.
-        fewest: smallest number of such devices that fit the model; None: no number does.
+        fewest: smallest number of such devices that fit the model, and the mesh in words; None: no number does.
         missing: bytes that the fullest device lacks.
     """
     others = "a smaller batch, or an optimizer with less state"
@@ -159,9 +168,10 @@ def _remedy(problems: PipelineProblems, present: int, fewest: int | None, missin
     larger = f"{_count(present, 'device')} of {enough_bytes(min(problems.limits) + missing)}" if missing > 0 else "larger devices"
     if fewest is None:
         return f"no number of such devices fits it, as one operation alone needs more: take {larger}, {others}"
+    count, mesh = fewest
     without = "" if problems.request.constraints == Constraints() else " without the constraints"
     without += ", one for each stage" if problems.request.replicas else ""
-    return f"{fewest} such devices fit it{without}, or {larger}; or take {others}"
+    return f"{count} such devices fit it{mesh}{without}, or {larger}; or take {others}"
 
 
 def _fewest_places(problems: PipelineProblems, candidate: Candidate) -> int | None:
