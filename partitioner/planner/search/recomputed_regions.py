@@ -5,8 +5,8 @@
     chosen     full   full   full   none   none   none   none   none      79 GiB
 
 The search compares one policy for all regions: ``"none"``, ``"selective"``, ``"full"``. Where the model does not fit without recomputation,
-each stage of the best plan then gets the cheapest policies of its regions that fit its memory (``solvers.region_policies``), with the cuts
-and the schedule of that plan.
+each rank of the best plan then gets the cheapest policies of the regions of its stages that fit its memory (``solvers.region_policies``),
+with the cuts and the schedule of that plan.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from partitioner.planner.costs.mixed_policies import mixed
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
-from partitioner.planner.solvers.region_policies import Policies, RegionCosts, cheapest_policies
-from partitioner.planner.solvers.stage_problem import Integers, stages_of
+from partitioner.planner.solvers.region_policies import RegionCosts, cheapest_policies
+from partitioner.planner.solvers.stage_problem import Floats, Integers, stages_of
 from passes.autograd.recompute import Recompute
 from passes.ir.plan import Region
 
@@ -55,7 +55,7 @@ def keep_what_fits(problem: MeshProblem, solution: Solution) -> ChosenRegions | 
     """
     candidate = solution.staged.candidate
     is_given = problem.policies != ("none", "selective", "full") or problem.submeshes is not None
-    if is_given or solution.staged.problems.prices.recompute == "none" or candidate.stages_per_rank > 1 or candidate.replicas:
+    if is_given or solution.staged.problems.prices.recompute == "none" or candidate.replicas:
         return None
     choice = _Choice(problem, solution)
     return choice.run() if len(choice.starts) > 2 else None
@@ -79,39 +79,44 @@ class _Choice:
         self._ends = [*self.starts[1:], len(self._first_nodes)]
 
     def run(self) -> ChosenRegions | None:
-        """Choose and compute the exact memory; stages that exceed their limit then choose again, with so many bytes less than they took."""
-        limits = [self._problems.limits[ranks[0]] for ranks in self._staged.schedule.stage_ranks]
+        """Choose and compute the exact memory; ranks that exceed their limit then choose again, with so many bytes less than they took."""
+        limits = np.array(self._problems.limits)
         lowered = np.zeros(len(limits))
         for _ in range(_ATTEMPTS):
-            chosen = self._policies([limit - less for limit, less in zip(limits, lowered, strict=True)])
+            chosen = self._policies(limits - lowered)
             if chosen is None:
                 return None
-            policies = [policy for stage in chosen for policy in stage.choice]
+            policies, spare = chosen
             if all(policies):
                 return None
             solution = self._solution(self._choice_of_units(policies))
             if solution is None:
                 return None
-            memory = [solution.staged.memory[ranks[0]] for ranks in solution.staged.schedule.stage_ranks]
-            excess = np.array([max(0.0, size - limit) for size, limit in zip(memory, limits, strict=True)])
+            excess = np.maximum(0.0, np.array(solution.staged.memory) - limits)
             if not excess.any():
                 return ChosenRegions(solution, tuple(self._regions(policies))) if solution.step_time < self._seconds else None
-            lowered += np.where(excess > 0.0, excess + [stage.spare for stage in chosen], 0.0)
+            lowered += np.where(excess > 0.0, excess + spare, 0.0)
         return None
 
-    def _policies(self, limits: Sequence[float]) -> list[Policies] | None:
-        """Return the policies of each stage's pieces; None if a stage cannot fit its limit."""
+    def _policies(self, limits: Floats) -> tuple[list[int], list[float]] | None:
+        """Return the policy of each piece, and each rank's spare bytes; None if the stages of a rank cannot fit its limit."""
         order = self._problems.order(self._staged.candidate)
-        costs, found = self._costs, list[Policies]()
-        for stage, (run, fixed) in enumerate(zip(self._staged.runs, self._fixed, strict=True)):
-            pieces = [piece for piece, start in enumerate(self.starts) if start in run]
+        costs, runs, found = self._costs, self._staged.runs, dict[int, int]()
+        spare = list[float]()
+        stage_of = [next(stage for stage, run in enumerate(runs) if start in run) for start in self.starts]
+        for rank, limit in enumerate(limits.tolist()):
+            stages = [stage for stage, ranks in enumerate(order.stage_ranks) if ranks[0] == rank]
+            pieces = [piece for piece, stage in enumerate(stage_of) if stage in stages]
+            room = limit - sum(self._fixed[stage] for stage in stages)
             gradients = sum(costs[piece].gradients for piece in pieces)
-            room = [(order.in_flight[stage], limits[stage] - fixed), (order.later[stage], limits[stage] - fixed - gradients)]
-            chosen = cheapest_policies([costs[piece] for piece in pieces], [(count, limit) for count, limit in room if count])
+            counts = [[held[stage_of[piece]] for piece in pieces] for held in (order.in_flight, order.later)]
+            pairs = [pair for pair in zip(counts, (room, room - gradients), strict=True) if any(pair[0])]
+            chosen = cheapest_policies([costs[piece] for piece in pieces], pairs)
             if chosen is None:
                 return None
-            found.append(chosen)
-        return found
+            found.update(zip(pieces, chosen.choice, strict=True))
+            spare.append(chosen.spare)
+        return [found[piece] for piece in range(len(self.starts))], spare
 
     @cached_property
     def _fixed(self) -> list[float]:

@@ -1,21 +1,25 @@
-"""Choose which regions of a stage are recomputed: the least time that fits its memory.
+"""Choose which regions of a rank's stages are recomputed: the least time that fits its memory.
 
-N regions in order; region r has a policy x(r) of P, with ``time(r, x)`` seconds, ``saved(r, x)`` bytes that a microbatch keeps,
-``working(r, x)`` bytes while it computes, beyond what it and the regions before it saved, and ``gradients(r)`` bytes that its backward
-makes. Choose x that
+N regions in order; region r has a policy x(r) of P, and its stage has m(r) microbatches in flight. ``time(r, x)`` is seconds,
+``saved(r, x)`` bytes that a microbatch keeps, ``working(r, x)`` bytes while it computes, beyond what it and the regions before it
+saved, and ``gradients(r)`` bytes that its backward makes. Choose x that
 
     minimise    sum over r of time(r, x(r))
-    subject to  (m - 1) * S(N) + max over r of ( S(r) + working(r, x(r)) + G(r) )  <=  limit        for each (m, limit)
+    subject to  sum over r of (m(r) - 1) * saved(r, x(r))
+                + max over r of ( S(r) + working(r, x(r)) + G(r) )  <=  limit        for each (m, limit)
 
     S(r)        saved bytes of the regions up to r
     G(r)        gradients of the regions after r: the backward runs from the last region to the first
 
-One pair (m, limit) is for the m microbatches in flight before there are gradients, one for those in flight after. To save or to recompute
+One pair (m, limit) is for the microbatches in flight before there are gradients, one for those in flight after. To save or to recompute
 is the problem of Chen et al., 2016, Checkmate (Jain et al., 2020) and Rockmate (Zhao et al., 2023), which decide by value; here regions are
 given, and a region is recomputed at once.
 
-Method: dynamic programming over regions. A label holds (time, S, maximum so far); one that another equals or beats in all three is dropped.
-Equal regions have equal sums, so a chain of equal blocks has at most about N labels a step.
+Method: dynamic programming over regions. A label holds (time, the first sum for each pair, S, maximum so far); one that another equals or
+beats in all is dropped. Equal regions have equal sums, so a chain of equal blocks has at most about N labels a step.
+
+A rank with several stages has the regions of all of them, in order. While one of its stages computes, the later ones hold one microbatch
+more than the formula counts, so that the caller checks the exact memory.
 """
 
 from __future__ import annotations
@@ -56,25 +60,27 @@ class Policies(NamedTuple):
 
 class _Label(NamedTuple):
     time: float
+    held: tuple[float, ...]
     saved: float
     highest: float
     choice: tuple[int, ...]
 
-    def spare(self, limits: Sequence[tuple[int, float]]) -> float:
-        return min((limit - (count - 1) * self.saved - self.highest for count, limit in limits), default=0.0)
+    def spare(self, limits: Sequence[tuple[Sequence[int], float]]) -> float:
+        return min((limit - held - self.highest for held, (_, limit) in zip(self.held, limits, strict=True)), default=0.0)
 
 
-def cheapest_policies(regions: Sequence[RegionCosts], limits: Sequence[tuple[int, float]]) -> Policies | None:
+def cheapest_policies(regions: Sequence[RegionCosts], limits: Sequence[tuple[Sequence[int], float]]) -> Policies | None:
     """Return the policies of least time that fit; None if none fits.
 
     Args:
-        limits: pairs (microbatches in flight, bytes that these, gradients and the computation may take).
+        limits: pairs (for each region, the microbatches in flight of its stage; bytes that these, gradients and the computation may take).
     """
     after = sum(region.gradients for region in regions)
-    labels = [_Label(0.0, 0.0, 0.0, ())]
-    for region in regions:
+    labels = [_Label(0.0, (0.0,) * len(limits), 0.0, 0.0, ())]
+    for place, region in enumerate(regions):
         after -= region.gradients
-        labels = _undominated([_extended(label, region, policy, after) for label in labels for policy in range(len(region.time))])
+        others = [max(counts[place] - 1, 0) for counts, _ in limits]
+        labels = _undominated([_extended(label, region, policy, others, after) for label in labels for policy in range(len(region.time))])
     fitting = [(label, spare) for label in labels if (spare := label.spare(limits)) >= 0.0]
     if not fitting:
         return None
@@ -82,16 +88,19 @@ def cheapest_policies(regions: Sequence[RegionCosts], limits: Sequence[tuple[int
     return Policies(label.choice, spare)
 
 
-def _extended(label: _Label, region: RegionCosts, policy: int, after: float) -> _Label:
-    saved = label.saved + region.saved[policy]
-    highest = max(label.highest, saved + region.working[policy] + after)
-    return _Label(label.time + region.time[policy], saved, highest, (*label.choice, policy))
+def _extended(label: _Label, region: RegionCosts, policy: int, others: Sequence[int], after: float) -> _Label:
+    """Return a label with one more region; ``others``: microbatches in flight beside the one that is computed, for each pair."""
+    own = region.saved[policy]
+    held = tuple(sum_of + count * own for sum_of, count in zip(label.held, others, strict=True))
+    highest = max(label.highest, label.saved + own + region.working[policy] + after)
+    return _Label(label.time + region.time[policy], held, label.saved + own, highest, (*label.choice, policy))
 
 
 def _undominated(labels: Sequence[_Label]) -> list[_Label]:
-    """Return the labels that no other one equals or beats in time, saved bytes and maximum."""
+    """Return the labels that no other one equals or beats in time, held and saved bytes, and maximum."""
     kept: list[_Label] = []
     for label in sorted(labels):
-        if not any(other.saved <= label.saved and other.highest <= label.highest for other in kept):
+        sizes = (*label.held, label.saved, label.highest)
+        if not any(all(one <= size for one, size in zip((*other.held, other.saved, other.highest), sizes, strict=True)) for other in kept):
             kept.append(label)
     return kept

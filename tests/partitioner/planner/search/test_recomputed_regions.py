@@ -36,7 +36,12 @@ def planned(mode: str, devices: int, **options: Any) -> PartitionedModel:
     return partition(model, devices, mode, example_inputs=(x,), training=True, progress=False, optimizer="sgd", **options)
 
 
-MODES: list[Any] = [("model", 1, {}), *slow(("fsdp", 2, {}), ("pipeline", 2, {"n_microbatches": 4, "schedule": "1F1B"}))]
+INTERLEAVED = {"n_microbatches": 4, "schedule": "Interleaved1F1B", "stages_per_device": 2}
+
+MODES: list[Any] = [
+    ("model", 1, {}),
+    *slow(("fsdp", 2, {}), ("pipeline", 2, {"n_microbatches": 4, "schedule": "1F1B"}), ("pipeline", 2, INTERLEAVED)),
+]
 
 
 @pytest.mark.filterwarnings("ignore:train_step\\(\\) fits:partitioner.PartitionWarning")
@@ -75,5 +80,22 @@ def test_the_choice_is_said_kept_and_trains_as_the_model() -> None:
     loss = nn.functional.mse_loss(model(x), x)
     loss.backward()
     torch.testing.assert_close(pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss), loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:train_step\\(\\) fits:partitioner.PartitionWarning")
+def test_ranks_with_several_stages_keep_what_fits() -> None:
+    """Gradients are those of the model, and ranks recompute less than all."""
+    uniform = {policy: planned("pipeline", 2, recompute=policy, **INTERLEAVED).plan for policy in ("none", "full")}
+    limit = int(sum(max(plan.memory) for plan in uniform.values()) / 2)
+    pm = planned("pipeline", 2, memory_limit=limit, **INTERLEAVED)
+    assert 0 < sum(region.recompute == "full" for region in pm.plan.regions) < len(pm.plan.regions)
+    assert max(pm.plan.memory) <= limit
+    assert uniform["none"].step_time < pm.plan.step_time < uniform["full"].step_time
+    pm.verify()
+    model, x = example()
+    nn.functional.mse_loss(model(x), x).backward()
+    pm.train_step(x, target=x, loss_fn=nn.functional.mse_loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)

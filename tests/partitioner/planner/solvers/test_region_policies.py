@@ -11,14 +11,14 @@ import pytest
 from partitioner.planner.solvers.region_policies import RegionCosts, cheapest_policies
 
 
-def memory(regions: Sequence[RegionCosts], choice: Sequence[int], count: int) -> float:
+def memory(regions: Sequence[RegionCosts], choice: Sequence[int], counts: Sequence[int]) -> float:
     """The formula of the module's text, term by term."""
     saved = [region.saved[policy] for region, policy in zip(regions, choice, strict=True)]
     moments = []
     for place, (region, policy) in enumerate(zip(regions, choice, strict=True)):
         made = sum(later.gradients for later in regions[place + 1 :])
         moments.append(sum(saved[: place + 1]) + region.working[policy] + made)
-    return (count - 1) * sum(saved) + max(moments)
+    return sum((count - 1) * size for count, size in zip(counts, saved, strict=True)) + max(moments)
 
 
 def some_regions(draw: random.Random) -> list[RegionCosts]:
@@ -34,9 +34,12 @@ def some_regions(draw: random.Random) -> list[RegionCosts]:
 @pytest.mark.parametrize("seed", range(150))
 def test_no_other_choice_that_fits_takes_less_time(seed: int) -> None:
     draw = random.Random(seed)
-    regions, limits = some_regions(draw), [(draw.randint(1, 3), float(draw.randint(5, 60))) for _ in range(draw.randint(1, 2))]
+    regions, limits = some_regions(draw), list[tuple[list[int], float]]()
+    for _ in range(draw.randint(1, 2)):
+        counts = [draw.randint(1, 3)] * len(regions) if seed % 2 else [draw.randint(1, 3) for _ in regions]
+        limits.append((counts, float(draw.randint(5, 60))))
     choices = list(itertools.product(*(range(len(region.time)) for region in regions)))
-    fitting = [choice for choice in choices if all(memory(regions, choice, count) <= limit for count, limit in limits)]
+    fitting = [choice for choice in choices if all(memory(regions, choice, counts) <= limit for counts, limit in limits)]
 
     def time(choice: Sequence[int]) -> float:
         return sum(region.time[policy] for region, policy in zip(regions, choice, strict=True))
@@ -47,11 +50,11 @@ def test_no_other_choice_that_fits_takes_less_time(seed: int) -> None:
     else:
         assert found.choice in fitting
         assert time(found.choice) == min(map(time, fitting))
-        assert found.spare == min(limit - memory(regions, found.choice, count) for count, limit in limits)
+        assert found.spare == min(limit - memory(regions, found.choice, counts) for counts, limit in limits)
 
 
 def test_a_long_chain_of_equal_blocks_is_quick() -> None:
     block = RegionCosts((1.0, 1.3), (40.0, 4.0), (20.0, 56.0), 5.0)
-    found = cheapest_policies([block] * 200, [(4, 20_000.0), (3, 21_000.0)])
+    found = cheapest_policies([block] * 200, [([4] * 200, 20_000.0), ([3] * 200, 21_000.0)])
     assert found is not None
     assert 0 < sum(found.choice) < 200
