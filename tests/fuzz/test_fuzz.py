@@ -52,7 +52,7 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("seed", all_but(SLICE[::10], SLICE))
+@pytest.mark.parametrize("seed", all_but(SLICE[:1], SLICE))
 def test_seed_equals_the_model_in_one_piece(seed: int) -> None:
     case = generate(seed)
     outcome = run_case(case)
@@ -216,6 +216,7 @@ def test_precisions_are_compared_with_the_model_in_them(precision: str, monkeypa
     assert (run_case(case).kind, run_case(case).reason) == ("wrong", "gradients of parameters")
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_case_runs_over_processes(workers: Callable[[int], Workers]) -> None:
     case = dataclasses.replace(chain(2), configuration=Configuration(2, "pipeline", 2, "1F1B"))

@@ -111,7 +111,7 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> floa
     ("name", "devices", "mode", "options"),
     [
         ("layers", 2, "data", {}),
-        ("layers", 4, {"data": 2, "fsdp": 2}, {}),
+        pytest.param("layers", 4, {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
         ("layers", 3, "zero2", {"recompute": "full"}),
         ("views", 2, "fsdp", {"recompute": "full"}),
         pytest.param("views", 2, "data", {}, marks=pytest.mark.slow),
@@ -132,7 +132,12 @@ def test_gradients_are_those_of_ddp(name: str, devices: int, mode: Mode, options
 
 @pytest.mark.parametrize(
     ("devices", "mode", "options"),
-    [(8, "data", {}), (8, "fsdp", {}), (4, {"pipeline": 2, "data": 2}, {"n_microbatches": 4}), (4, {"pipeline": 2, "fsdp": 2}, {})],
+    [
+        (8, "data", {}),
+        (8, "fsdp", {}),
+        pytest.param(4, {"pipeline": 2, "data": 2}, {"n_microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param(4, {"pipeline": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_errors_do_not_exceed_those_of_ddp(devices: int, mode: Mode, options: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ def test_gradients_are_cast_summed_and_cast_back(devices: int, mode: Mode, optio
     [
         (2, "data", {}),
         (2, "fsdp", {}),
-        (4, {"data": 2, "fsdp": 2}, {}),
+        pytest.param(4, {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
         pytest.param(2, "data", {"n_microbatches": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"pipeline": 2, "data": 2}, {"n_microbatches": 2}, marks=pytest.mark.slow),
         pytest.param(4, {"data": 2, "tensor": 2}, {}, marks=pytest.mark.slow),

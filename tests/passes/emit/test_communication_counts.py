@@ -16,6 +16,7 @@ from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_t
 from tests.support.models.attention.gpt import Block
 from tests.support.models.case import mean_squared_error
 from tests.support.models.language import causal_model
+from tests.support.running.slow_values import slow
 
 WIDTH, HEADS, LENGTH, ROWS = 32, 4, 6, 8
 ELEMENT = 8
@@ -148,7 +149,7 @@ class GroupedBlock(nn.Module):
 
 
 @pytest.mark.parametrize("writing", ["heads", "groups", "repeated"])
-@pytest.mark.parametrize("pinned", [("ffn",), ("heads", "ffn")], ids=str)
+@pytest.mark.parametrize("pinned", [("ffn",), *slow(("heads", "ffn"))], ids=str)
 def test_grouped_queries_are_where_their_keys_are(writing: str, pinned: tuple[str, ...]) -> None:
     """Heads of queries and of keys are cut together, whatever they are written like, and whatever else is pinned."""
     torch.manual_seed(0)

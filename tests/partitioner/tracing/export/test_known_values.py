@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError, TraceError
-from tests.support.running.slow_values import slow
+from tests.support.running.slow_values import all_but, slow
 
 Decide = Callable[["Decides", Tensor], Tensor]
 
@@ -88,9 +88,10 @@ ALL: tuple[Decide, ...] = (
     *(of_a_literal, of_a_list, of_a_size, of_the_batch, of_a_shape, written_in_place, compared, of_an_attribute, of_a_buffer),
     *(chosen_by_a_mask, chosen_by_positions),
 )
+QUICK = (of_a_literal, of_a_size, of_the_batch, written_in_place, of_a_buffer, chosen_by_a_mask)
 
 
-@pytest.mark.parametrize("decide", ALL, ids=lambda decide: decide.__name__)
+@pytest.mark.parametrize("decide", all_but(QUICK, ALL), ids=lambda decide: decide.__name__)
 def test_known_values_decide(decide: Decide) -> None:
     """A batch that another decision belongs to is traced anew."""
     torch.manual_seed(0)
