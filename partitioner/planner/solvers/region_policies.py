@@ -27,6 +27,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 __all__ = ["Policies", "RegionCosts", "cheapest_policies"]
 
 
@@ -47,7 +49,7 @@ class RegionCosts(NamedTuple):
 
 
 class Policies(NamedTuple):
-    """What ``cheapest_policies`` chooses.
+    """The policies of all regions.
 
     Attributes:
         choice: the policy of each region.
@@ -98,9 +100,9 @@ def _extended(label: _Label, region: RegionCosts, policy: int, others: Sequence[
 
 def _undominated(labels: Sequence[_Label]) -> list[_Label]:
     """Return the labels that no other one equals or beats in time, held and saved bytes, and maximum."""
-    kept: list[_Label] = []
-    for label in sorted(labels):
-        sizes = (*label.held, label.saved, label.highest)
-        if not any(all(one <= size for one, size in zip((*other.held, other.saved, other.highest), sizes, strict=True)) for other in kept):
-            kept.append(label)
-    return kept
+    ordered, kept = sorted(labels), list[int]()
+    sizes = np.array([(*label.held, label.saved, label.highest) for label in ordered])
+    for place, size in enumerate(sizes):
+        if not (sizes[kept] <= size).all(axis=1).any():
+            kept.append(place)
+    return [ordered[place] for place in kept]

@@ -8,9 +8,9 @@
     backward   all_gather of the gradients of 28 heads              the gradient of w is summed, once a step
 
 A call that every rank computes whole, and of which readers take parts or have a part of the gradient each, may have a part of the gradient
-itself: it becomes Varying, and its operands are read as Varying. Those calls do so that make the bytes of the backward least; a sum that
-only moves stays where it is. A gradient that is summed for another reader anyway costs nothing more. No sum of activations moves to a
-smaller type; gradients of parameters are summed in theirs.
+itself: it becomes Varying, and its operands are read as Varying. The calls that become Varying are those that make the bytes of the
+backward least; a sum that would move without fewer bytes stays where it is. A gradient that is summed for another reader anyway costs
+nothing more. No sum of activations moves to a smaller type; gradients of parameters are summed in theirs.
 
     v, r        values; r reads v                       x(v) = 1: the call that gives v is Varying, and then all readers of v are
     s(v)        bytes of the sum of v's gradient        t(v): bytes of the gathers of v's gradient, for readers that take parts
@@ -179,4 +179,4 @@ class _Sums:
 _SOURCE, _SINK = "", "sink of the network"
 
 _NEVER = 1e6
-"""Times the bytes of a value: of a sum that is not wanted."""
+"""Factor on the bytes of a sum of activations that would move to a smaller type: it stays."""
