@@ -32,7 +32,7 @@ def _float64_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs() -> list[Any]:
-    """Every model with every policy; the modes are dealt in order, so that each model meets three and each mode every policy."""
+    """Every model with every policy; modes follow in order, so that each model meets three and each mode every policy."""
     names = [*(case.name for case in ZOO), *(f"transformers {name}" for name in MORE)]
     assert len(names) >= 40
     found = []

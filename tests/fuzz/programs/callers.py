@@ -54,7 +54,7 @@ def _scalars(program: Program, places: Sequence[str]) -> tuple[str, ...]:
 
 
 def _with_changes(program: Program, rng: random.Random) -> Program:
-    """Change leaves of the output in place, where the model in one piece lets its caller."""
+    """Change leaves of the output in place, where the unpartitioned model lets its caller."""
     args, kwargs, _ = make_inputs(program, program.rows)
     n_leaves = len(leaves_of(build(program)(*args, **kwargs)))
     for _ in range(8):
@@ -66,7 +66,7 @@ def _with_changes(program: Program, rng: random.Random) -> Program:
 
 
 def _runs(program: Program) -> bool:
-    """Whether a loss and its backward run on the model in one piece."""
+    """Whether a loss and its backward run on the unpartitioned model."""
     model = build(program)
     args, kwargs, target = make_inputs(program, program.rows)
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.fuzz.programs.configuration import Configuration
-from tests.fuzz.programs.program import Program, Statement, build, names_in
+from tests.fuzz.programs.program import FAILURES, Program, Statement, build, names_in
 from tests.fuzz.programs.structures import leaves, leaves_of
 from tests.fuzz.running.comparison import DifferenceError, compare, has_gradient
 from tests.fuzz.running.observations import Reference, observations
@@ -23,9 +23,6 @@ CHECKPOINTED, BY_MODULE, IN_PRECISION = 0.4, 0.2, 0.25
 """How many programs have checkpoints of their own, patterns of modules, and a precision."""
 
 PRECISIONS = ("bf16-mixed", "bf16-mixed", "bf16-true", "32-true")
-
-FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError, NotImplementedError)
-"""Of a model in one piece that does not run in a precision or with a checkpoint."""
 
 CALL = re.compile(r"(self\.\w+)\((v\d+|x\d+)\)$")
 
@@ -105,7 +102,7 @@ def _read(expression: str) -> list[str]:
 
 
 def _observed(program: Program, precision: str | None = None) -> list[tuple[str, Any]] | None:
-    """What the model in one piece does; None where it does not run, or not with finite numbers."""
+    """What the unpartitioned model does; None where it does not run, or not with finite numbers."""
     try:
         with default_dtype(precision):
             model = build(program)

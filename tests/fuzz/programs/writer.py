@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.programs.program import Input, Layer, Program, Statement, make_inputs, names_in, namespace
+from tests.fuzz.programs.program import FAILURES, Input, Layer, Program, Statement, make_inputs, names_in, namespace
 from tests.fuzz.programs.structures import leaves_of
 
 __all__ = ["Draft", "Template", "Variable", "Writer"]
@@ -200,7 +200,7 @@ class Writer:
             for layer in pending:
                 self._run(layer.code)
             statements = self._written(draft)
-        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError, NotImplementedError):
+        except FAILURES:
             statements = None
         if statements is None:
             self._reset()

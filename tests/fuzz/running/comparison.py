@@ -1,4 +1,4 @@
-"""Compare what the model in one piece gives with what its partitions give, beyond what rounding explains."""
+"""Compare what the unpartitioned model gives with what its partitions give, beyond what rounding explains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AS_INFINITE = 1e12
 
 
 class DifferenceError(AssertionError):
-    """Something is not what the model in one piece gives."""
+    """Something is not what the unpartitioned model gives."""
 
     def __init__(self, what: str, detail: str) -> None:
         self.what = what

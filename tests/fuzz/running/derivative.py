@@ -30,7 +30,7 @@ def is_fault_of_model(program: Program, model: nn.Module, wanted: Gradients, got
     """Return whether the model's own gradient is not the derivative of its loss in a random direction, and the other gradient is.
 
     Args:
-        wanted: the gradient that PyTorch computes for the model in one piece.
+        wanted: the gradient that PyTorch computes for the unpartitioned model.
         got: the gradient that is compared with it.
     """
     of_inputs = not isinstance(wanted, Mapping)

@@ -36,7 +36,7 @@ class Reference:
         seed: added to the seed of every call.
         calls_backward: whether ``pm(x)`` is trained by ``backward``, or by ``train_step`` alone.
         trains: whether the loss has a gradient.
-        precision: in which the model in one piece computes.
+        precision: in which the unpartitioned model computes.
     """
 
     module: nn.Module

@@ -1,4 +1,4 @@
-"""Run a case beside the model in one piece and say how it ended."""
+"""Run a case beside the unpartitioned model and say how it ended."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _partitioned(case: Case, model: nn.Module) -> nn.Module:
 def _disturbed_observations(
     model: nn.Module, program: Program, one_piece: functools.partial[Reference], draw: int
 ) -> list[tuple[str, Any]]:
-    """What the model in one piece does with inputs and parameters that are moved by noise."""
+    """What the unpartitioned model does with inputs and parameters that are moved by noise."""
     noise = noise_of(one_piece.keywords["precision"])
     disturbed = one_piece(copy.deepcopy(model), noise=noise, draw=draw)
     disturb(list(disturbed.module.parameters()), noise, draw)

@@ -45,7 +45,7 @@ def default_dtype(precision: str | None) -> Iterator[None]:
 
 
 def autocast(precision: str | None) -> AbstractContextManager[object]:
-    """Compute as the model in one piece does in mixed precision."""
+    """Compute as the unpartitioned model does in mixed precision."""
     return torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
 
 

@@ -17,6 +17,7 @@ from tests.support.models.attention.gpt import Block
 from tests.support.models.case import mean_squared_error
 from tests.support.models.language import causal_model
 from tests.support.running.slow_values import slow
+from tests.support.running.transparency import assert_step_equals
 
 WIDTH, HEADS, LENGTH, ROWS = 32, 4, 6, 8
 ELEMENT = 8
@@ -157,15 +158,10 @@ def test_grouped_queries_are_where_their_keys_are(writing: str, pinned: tuple[st
     constraints = Constraints(axes=dict.fromkeys(pinned, "tensor"))
     cluster = Cluster.preset("h100", devices_per_node=2)
     pm = partition(model, devices=2, mode="tensor", example_inputs=(x,), constraints=constraints, cluster=cluster, progress=False)
-    loss = pm.train_step(x, target=torch.zeros_like(x), loss_fn=mean_squared_error)
+    assert_step_equals(pm, model, x, target=torch.zeros_like(x))
     stream = ROWS * LENGTH * WIDTH * ELEMENT
     sent = {each.n_bytes for rank in range(2) for each in collectives_of(pm.graph(rank).graph)}
     assert sent <= {stream, stream // 2}, "the residual stream, or a half of it: no keys, and no weights of keys"
-    expected = mean_squared_error(model(x), torch.zeros_like(x))
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
 class FusedBlock(nn.Module):
@@ -190,12 +186,7 @@ def test_heads_of_fused_projections_are_those_of_their_keys(key_heads: int, quer
     model, x = FusedBlock(key_heads, queries).double(), torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
     cluster, constraints = Cluster.preset("h100", devices_per_node=2), Constraints(axes={"heads": "tensor"})
     pm = partition(model, devices=2, mode="tensor", example_inputs=(x,), constraints=constraints, cluster=cluster, progress=False)
-    loss = pm.train_step(x, target=torch.zeros_like(x), loss_fn=mean_squared_error)
-    expected = mean_squared_error(model(x), torch.zeros_like(x))
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+    assert_step_equals(pm, model, x, target=torch.zeros_like(x))
 
 
 class Tables(nn.Module):
@@ -218,14 +209,9 @@ def test_tables_are_summed_once_whatever_is_added_between() -> None:
     kinds, constraints = words % 2, Constraints(axes={"vocab": "tensor"})
     pm = partition(model, devices=4, mode="tensor", example_inputs=(words, kinds), constraints=constraints, progress=False)
     target = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
-    loss = pm.train_step(words, kinds, target=target, loss_fn=mean_squared_error)
+    assert_step_equals(pm, model, words, kinds, target=target)
     stream = ROWS * LENGTH * WIDTH * ELEMENT
     assert [(each.kind, each.n_bytes) for each in collectives_of(pm.graph(0).graph)] == [(all_reduce, stream)]
-    expected = mean_squared_error(model(words, kinds), target)
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
 @pytest.mark.slow

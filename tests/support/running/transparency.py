@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from partitioner import PartitionedModel, PartitionWarning, partition
-from tests.support.models.case import BATCH_SIZE, Case, Instance
+from tests.support.models.case import BATCH_SIZE, Case, Instance, mean_squared_error
 
 __all__ = [
     "N_MICROBATCHES",
     "Difference",
     "Steps",
+    "assert_step_equals",
     "backward_steps",
     "compare",
     "compare_gradients",
@@ -204,6 +205,16 @@ def backward_steps(
             return loss
 
         return _train_partitioned(pm, n_steps, step)
+
+
+def assert_step_equals(pm: PartitionedModel, model: nn.Module, *inputs: Tensor, target: Tensor) -> None:
+    """Assert that the loss and every gradient of one training step are those of the model."""
+    loss = pm.train_step(*inputs, target=target, loss_fn=mean_squared_error)
+    expected = mean_squared_error(model(*inputs), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
 def first_difference(

@@ -18,7 +18,7 @@ from passes.ir.mesh import Mesh
 from passes.spmd.commute.min_cut import min_cut
 from passes.spmd.propagate import assign_layouts
 from passes.spmd.shard_graph import AxisCut, layouts_of_cut
-from tests.support.models.case import mean_squared_error
+from tests.support.running.transparency import assert_step_equals
 
 ROWS, LENGTH, WIDTH, HEAD, KEY_HEADS, QUERIES = 4, 6, 16, 4, 2, 3
 
@@ -85,9 +85,4 @@ def test_gradients_of_copied_keys_are_right(mode: str | dict[str, int]) -> None:
     model, x = grouped()
     constraints, devices = Constraints(axes={"heads": "tensor"}), 4 if mode == "tensor" else 8
     pm = partition(model, devices=devices, mode=mode, example_inputs=(x,), constraints=constraints, progress=False)
-    loss = pm.train_step(x, target=torch.zeros_like(x), loss_fn=mean_squared_error)
-    expected = mean_squared_error(model(x), torch.zeros_like(x))
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    for name, gradient in pm.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+    assert_step_equals(pm, model, x, target=torch.zeros_like(x))
