@@ -63,7 +63,11 @@ class Parts(Protocol):
 
     @property
     def gathered_once(self) -> frozenset[str]:
-        """Those that are kept whole, whatever the backward recomputes."""
+        """Those that are gathered once a step, and kept whole until its last backward."""
+
+    @property
+    def scattered_once(self) -> Mapping[str, Size]:
+        """Parameter -> bytes of its whole gradient, of those whose gradients are added over microbatches before they are scattered."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ class GraphCost:
         returned: the allocations of what the model returns, as it does.
         gathered: whole parameters, and casts of them, that are not kept whole.
         gathered_again: those that the backward reads, and gathers once more instead of keeping them.
-        gathered_once: whole parameters, and casts of them, that are kept whole whatever is recomputed.
+        gathered_once: whole parameters, and casts of them, that are gathered once a step, and kept whole until its last backward.
+        scattered_once: parameter -> bytes of its whole gradient, of those whose gradients are added over microbatches before they are
+            scattered.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
     """
@@ -102,6 +108,7 @@ class GraphCost:
     gathered: frozenset[int]
     gathered_again: frozenset[int]
     gathered_once: frozenset[int]
+    scattered_once: Mapping[str, Size]
     gradients: frozenset[str]
     unknown: tuple[str, ...]
 
@@ -237,6 +244,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         gathered=kept.made_by(frozenset() if parts is None else parts.gathered_again),
         gathered_again=frozenset(again),
         gathered_once=kept.made_by(frozenset() if parts is None else parts.gathered_once),
+        scattered_once={} if parts is None else parts.scattered_once,
         gradients=reading.flowing,
         unknown=tuple(sorted(unknown)),
     )

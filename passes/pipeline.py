@@ -9,6 +9,7 @@
       shard                each rank's graph, with its collectives
       split                each pipeline's stages
       differentiate        their training graphs
+      once_a_step          what does not depend on the microbatch is gathered and scattered once, if there are several
       emit                 the programs of one pipeline, by its schedule
       place                the programs of all ranks on the mesh
       verify               the proof that these fit together
@@ -35,6 +36,7 @@ from passes.autograd.precision.wide_sums import with_wide_sums
 from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
 from passes.emit.inline_stages import inline_stages
+from passes.emit.once_a_step import communicating_once
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
 from passes.emit.programs import LossForm, emit_backward, emit_call, emit_forward, emit_train_step
 from passes.emit.random_state import share_state
@@ -43,7 +45,7 @@ from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.program_printer import ProgramModule
 from passes.ir.graph import ModelGraph, Results
-from passes.ir.mesh import owning_pipelines, pipelines
+from passes.ir.mesh import GATHERED_ONCE, owning_pipelines, pipelines
 from passes.ir.phase import Phase, PhaseRunner
 from passes.ir.plan import Plan
 from passes.ir.program import Program
@@ -80,7 +82,7 @@ class Target:
         differentiation: the outputs (by their names in the first pipeline), inputs and parameters to differentiate; None: nothing.
         share: whether stages that compute the same share one training graph, with the names of one of them: enough to inspect costs.
         kind: what the programs do.
-        n_microbatches: of a forward or backward.
+        n_microbatches: of a step, a forward or a backward.
         schedule: of a training step.
         loss: of a training step.
         given: for a backward, the outputs that are given a gradient other than zero, by their names in the first pipeline.
@@ -245,6 +247,19 @@ def _names_in_pipeline(lowered: Lowered, stages: LoweredStages, outputs: frozens
     return frozenset(names[name] for name in outputs)
 
 
+def once_a_step(lowered: Lowered, target: Target) -> Lowered:
+    """Gather the parameters of ZeRO, and scatter their gradients, once for all microbatches, if there are several."""
+    if target.n_microbatches == 1 or lowered.plan.tiles or not any(name in GATHERED_ONCE for name in lowered.plan.grid.names):
+        return lowered
+    found: dict[tuple[int, int], LoweredStages] = {}
+    for pipeline_and_replica, stages in lowered.stages.items():
+        key = ("once a step", id(stages))
+        if key not in lowered.shared:
+            lowered.shared[key] = communicating_once(stages)
+        found[pipeline_and_replica] = lowered.shared[key]
+    return replace(lowered, stages=found)
+
+
 def emit(lowered: Lowered, target: Target) -> Lowered:
     """Emit the programs of each pipeline. Replicas of round-robin stages on other devices need graphs that name these devices."""
     replica_of = {position: replica for positions in lowered.plan.stage_ranks for replica, position in enumerate(positions)}
@@ -323,6 +338,7 @@ PHASES: tuple[Phase[Lowered, Target], ...] = (
     Phase("shard", shard, ("results", "rows", "stored")),
     Phase("split", split, ("devices", "pipelines")),
     Phase("differentiate", differentiate, ("differentiation", "share")),
+    Phase("once_a_step", once_a_step, ("n_microbatches",)),
     Phase("emit", emit, None),
     Phase("place", place, None),
     Phase("verify", prove, None),

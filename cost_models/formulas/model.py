@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import sympy
 from torch import fx
@@ -25,7 +26,7 @@ from passes.analysis.axes import Axes, TensorAxes
 from passes.analysis.axis_names import axis_names
 from passes.graph.provenance import module_path
 from passes.ir.graph import ModelGraph
-from passes.ir.tensor_spec import TensorSpec, numel, total
+from passes.ir.tensor_spec import Size, TensorSpec, numel, total
 
 __all__ = ["BATCH", "SEQUENCE", "ModelFormula", "OperationFormula", "model_formula"]
 
@@ -144,6 +145,7 @@ class _SymbolicSizes:
 
     gathered_again: frozenset[str] = frozenset()
     gathered_once: frozenset[str] = frozenset()
+    scattered_once: Mapping[str, Size] = MappingProxyType({})
 
     def __init__(self, axes: Axes, symbols: Mapping[int, sympy.Symbol]) -> None:
         self._axes, self._symbols = axes, symbols

@@ -6,7 +6,7 @@
       19_shard/rank_0.py             each rank's graph
       20_split/stage_0.py            the stages of the first pipeline
       21_differentiate/stage_0_forward.py, stage_0_backward.py
-      23_place/rank_0.py             the program that runs
+      24_place/rank_0.py             the program that runs
 
 A phase that changed nothing has a line in ``phases.txt`` and no file.
 """
@@ -98,7 +98,8 @@ def _graphs_of(state: Any) -> dict[str, fx.Graph]:
         stages = state.stages[0, 0]
         graphs = {f"stage_{stage.index}": stage.module.graph for stage in stages.stages}
         for index, training in enumerate(stages.training):
-            modules = {"forward": training.forward, "backward": training.backward}
+            names = ("gathers", "forward", "backward", "scatters")
+            modules = {name: getattr(training, name) for name in names}
             graphs |= {f"stage_{index}_{name}": module.graph for name, module in modules.items() if module is not None}
         return graphs
     if state.cut is not None:

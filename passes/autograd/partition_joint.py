@@ -51,6 +51,8 @@ class DifferentiatedStage:
         saved_values: the fake tensors (or ints) that the forward saves: their bytes are the activation memory.
         dependence: argument or parameter -> the outputs whose gradients its gradient is computed from.
         received: which gradients of parameters may lie in memory that is in use elsewhere: what collectives and the like give.
+        gathers: bound -> (parameters that the forward takes gathered, after the bound ones...); None: it takes none.
+        scatters: (sums of gradients of parameters over microbatches...) -> (gradients...); None: they are those sums.
     """
 
     forward: fx.GraphModule
@@ -65,6 +67,8 @@ class DifferentiatedStage:
     saved_values: tuple[object, ...] = ()
     dependence: Mapping[str, frozenset[str]] = field(default_factory=dict)
     received: tuple[int, ...] = ()
+    gathers: fx.GraphModule | None = None
+    scatters: fx.GraphModule | None = None
 
 
 def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:

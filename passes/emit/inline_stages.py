@@ -246,7 +246,7 @@ class _Inliner:
         rows = self.rows[section.microbatch if isinstance(section, Action) else 0]
         started.meta["bytes"] = int(bytes_of(value, self.symbol, rows) * share)
         started.meta["reason"] = node.name
-        started.meta[collectives.AGAIN] = node.meta.get(collectives.AGAIN, False)
+        started.meta.update({key: node.meta.get(key, False) for key in (collectives.AGAIN, collectives.FOR_ALL)})
         finished = self._call(communication.wait, (started,), f"wait_{name}")
         result = self._call(operator.getitem, (finished, 0), name)
         return self._describe(result, node)

@@ -15,6 +15,7 @@ waited for. So the program waits for the first when the third has started.
 
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
 activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
+What all microbatches read is whole for the whole step in any case: its gathers start at once, and stages gather while they wait for others.
 
 All ranks of a group must start collectives in one order. If early starts would order two ranks differently (their kernels may differ, for
 a shard of one sample), all ranks keep the written order, which they share. A start never moves up past a call that writes in place, since
@@ -33,7 +34,7 @@ from torch import fx
 from passes.emit.coalesce_collectives import is_held
 from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import written_arguments
-from passes.ir.comm.functional import AGAIN
+from passes.ir.comm.functional import AGAIN, FOR_ALL
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.schedule import Action, ActionKind
 
@@ -129,7 +130,9 @@ def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 def _is_gather(node: fx.Node) -> bool:
     """Return whether a node gathers parameters or saved shards: started as soon as possible, all would be in memory whole at once."""
-    return node.target is all_gather and (_gathers_saved(node) or all(is_held(part) for part in node.all_input_nodes))
+    if node.target is not all_gather or node.meta.get(FOR_ALL):
+        return False
+    return _gathers_saved(node) or all(is_held(part) for part in node.all_input_nodes)
 
 
 def _gathers_saved(node: fx.Node) -> bool:

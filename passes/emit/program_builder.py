@@ -51,6 +51,7 @@ from passes.ir.comm.primitives import all_reduce, receive, send, wait
 from passes.ir.graph import Input, Total
 from passes.ir.program import StageCall, StoreGradients
 from passes.ir.schedule import Action, ActionKind
+from passes.stages.split import StageGraph
 
 __all__ = ["Emitter", "StageEmitter"]
 
@@ -332,6 +333,7 @@ class StageEmitter(Emitter):
         self._input_gradients: dict[tuple[str, int], list[fx.Node]] = {}
         self.value_gradients: dict[tuple[str, int, int], fx.Node] = {}  # value, microbatch, consuming stage (-1: the loss or the caller)
         self._new_values: dict[tuple[int, str], list[fx.Node]] = {}
+        self._gathered: dict[int, list[fx.Node]] = {}
 
     # -- forward -------------------------------------------------------------------------------------------------------------------
 
@@ -345,7 +347,8 @@ class StageEmitter(Emitter):
     def forward(self, action: Action, *, training: bool) -> None:
         """One stage forward; in training also keep what its backward reads."""
         stage, microbatch = self.lowered.stages[action.stage], action.microbatch
-        arguments: list[fx.Node] = [self.size(microbatch)] if stage.has_batch else []
+        arguments: list[fx.Node] = [*self._gathered_parameters(stage, training=training)]
+        arguments += [self.size(microbatch)] if stage.has_batch else []
         arguments += [self.model_input(name, microbatch) for name in stage.model_inputs]
         arguments += [self.value(name, microbatch) for name in stage.values]
         graph = self.lowered.training[stage.index].forward if training else stage.module
@@ -365,6 +368,19 @@ class StageEmitter(Emitter):
             self._new_values.setdefault((stage.index, name), []).append(value)
         if written and len(self._new_values[stage.index, written[0]]) == self._n_forwards(stage.index):
             self._write_buffers(stage.index, written)
+
+    def _gathered_parameters(self, stage: StageGraph, *, training: bool) -> list[fx.Node]:
+        """The parameters that a stage's forward takes gathered: gathered before its first microbatch."""
+        gathers = self.lowered.training[stage.index].gathers if training else stage.gathers
+        if gathers is None:
+            return []
+        if stage.index not in self._gathered:
+            name = f"stage{stage.index}_gather_parameters"
+            call = self.call_module(name, lambda: StageCall(gathers, stage.bound), (), name)
+            results = gathers.graph.output_node().args[0]
+            items = enumerate(results)  # type: ignore[arg-type]
+            self._gathered[stage.index] = [self.item(call, index, f"stage{stage.index}_{result}") for index, result in items]
+        return self._gathered[stage.index]
 
     def _n_forwards(self, stage: int) -> int:
         """How many microbatches the rank runs at a stage."""
@@ -449,7 +465,10 @@ class StageEmitter(Emitter):
     # -- gradients of parameters and inputs ----------------------------------------------------------------------------------------
 
     def _accumulate(self, action: Action, gradients: fx.Node) -> None:
-        """Add a microbatch's gradients to the stage's sum, in place; the first addition takes new memory for ``stage.received``."""
+        """Add a microbatch's gradients to the stage's sum, in place; the first addition takes new memory for ``stage.received``.
+
+        The last one is followed by the scatters of the sums.
+        """
         stage = action.stage
         count = self._n_added.get(stage, 0)
         self._n_added[stage] = count + 1
@@ -457,6 +476,11 @@ class StageEmitter(Emitter):
             name, pair = f"accumulate_gradients_stage{stage}_mb{action.microbatch}", (self.gradients[stage], gradients)
             new = self.lowered.training[stage].received if count == 1 else ()
             gradients = self.call(add_gradients, (*pair, new), name) if new else self.call(add_gradients_in_place, pair, name)
+        scatters = self.lowered.training[stage].scatters
+        if scatters is not None and count + 1 == self._n_forwards(stage):
+            name = f"stage{stage}_scatter_gradients"
+            call = self.call_module(name, lambda: StageCall(scatters, (), takes_tuple=True), (gradients,), name)
+            gradients = self.item(call, 0, f"stage{stage}_scattered_gradients")
         self.gradients[stage] = gradients
 
     def store_gradients(self) -> None:

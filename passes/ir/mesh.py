@@ -28,6 +28,7 @@ __all__ = [
     "GATHERED_AGAIN",
     "GATHERED_ONCE",
     "ROWS",
+    "SCATTERED_ONCE",
     "SEQUENCE",
     "STAGES",
     "STORED",
@@ -56,7 +57,10 @@ GATHERED_AGAIN = ("fsdp",)
 """Those over which the backward gathers parameters a second time, so that no rank keeps them whole in between."""
 
 GATHERED_ONCE = tuple(name for name in STORED if name not in GATHERED_AGAIN)
-"""Those over which parameters are gathered for a forward, and kept whole until its backward, whatever else is recomputed."""
+"""Those over which parameters are gathered once a step, and kept whole until the last backward, whatever is recomputed."""
+
+SCATTERED_ONCE = ("zero1",)
+"""Those over which gradients are summed whole over the microbatches of a step, and then scattered; over the others after each backward."""
 
 WIDTH = "tensor"
 """The mesh dimension whose size may differ between stages (``Mesh.widths``)."""

@@ -61,6 +61,7 @@ class StageGraph:
         regions: computing node -> the number of the region that it is recomputed with, of which joined ones share one (``Plan.regions``).
             Replicable nodes, and all nodes of a plan without regions, are in none.
         policies: the same nodes -> the policy of their region, one of ``RECOMPUTE``.
+        gathers: bound -> (parameters that the graph takes gathered, after the bound ones...) (``passes.emit.once_a_step``); None: none.
     """
 
     index: int
@@ -75,6 +76,7 @@ class StageGraph:
     device: torch.device
     regions: Mapping[str, int] = field(default_factory=dict)
     policies: Mapping[str, str] = field(default_factory=dict)
+    gathers: fx.GraphModule | None = None
 
     @property
     def bound(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.model import CuttableModel
 from passes.analysis.axes import Axes
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import ROWS, TILES, Mesh
+from passes.ir.mesh import GATHERED_ONCE, ROWS, SCATTERED_ONCE, TILES, Mesh
 from passes.ir.plan import ATTENTION
 
 __all__ = ["MeshBounds"]
@@ -103,8 +103,10 @@ class MeshBounds:
         steps = []
         for count in microbatch_choices(part, request, places):
             if count >= max(replicas, default=1):
-                # Activations of a step are divided among its microbatches; parameters are gathered in each of them.
-                waiting = activations[0] / count + parameters[0], activations[1] / count + parameters[1]
+                # Activations of a step are divided among its microbatches; parameters are gathered in each of them, or in the first.
+                gathers = parameters[0] if count == 1 or rows_name not in GATHERED_ONCE else 0.0
+                scatters = parameters[1] if count == 1 or rows_name not in SCATTERED_ONCE else 0.0
+                waiting = activations[0] / count + gathers, activations[1] / count + scatters
                 size = microbatch_size(own_rows, count)
                 steps.append(self._pipeline(count, size, places, mesh.cutting.size // n_rows, request, waiting))
         return (min(steps, default=math.inf) + gradients) * (1 - _ROUNDING)

@@ -95,6 +95,10 @@ class Exchange:
         forward, regather = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.regather))
         return forward, self._seconds(self.backward, size * self.wider, links, runs) + regather
 
+    def casting(self, size: float, links: GroupLinks) -> float:
+        """Return the seconds of casting a gradient of ``size`` bytes to the type in which it is summed; 0 if that is its own."""
+        return links.copying(size * (1 + self.wider) / 2) if self.wider != 1.0 else 0.0
+
     def _seconds(self, kind: Collective | None, size: float, links: GroupLinks, runs: float) -> float:
         """Return the seconds of one collective: its messages, minus the latency that coalescing saves, and copies to and from them."""
         if kind is None:

@@ -38,10 +38,9 @@ def mixed(tables: Sequence[UnitCosts], choice: Integers) -> UnitCosts:
     @cache
     def times(rows: int) -> MicrobatchTimes:
         found = [table.times(rows) for table in tables]
-        halves, waiting = (
-            by_unit(arrays, 1) for arrays in ([each.halves for each in found], [each.waiting[:, each.source] for each in found])
-        )
-        return MicrobatchTimes(halves, waiting, units, Amounts(tuple(_of_policies([each.kept.every for each in found], choice))))
+        names = ("distinct", "waiting", "once")
+        halves, waiting, once = (by_unit([getattr(each, name)[:, each.source] for each in found], 1) for name in names)
+        return MicrobatchTimes(halves, waiting, once, units, Amounts(tuple(_of_policies([each.kept.every for each in found], choice))))
 
     @cache
     def at(rows: int) -> MicrobatchCosts:

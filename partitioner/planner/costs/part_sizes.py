@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import sympy
 from torch import fx
@@ -17,7 +18,7 @@ from passes.analysis.axes import Axes, TensorAxes, is_item, returned_values
 from passes.ir.comm.index_ranges import from_text, length
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Layout, Replicate, Shard
-from passes.ir.mesh import GATHERED_AGAIN, GATHERED_ONCE
+from passes.ir.mesh import GATHERED_AGAIN, GATHERED_ONCE, SCATTERED_ONCE
 from passes.ir.tensor_spec import TensorSpec
 from passes.rules.loops import Size
 from passes.spmd.halo.overlap import interior_of
@@ -39,7 +40,7 @@ class PartSizes:
     Attributes:
         extents: the lengths of the shards of axes.
         gathered_again: parameters, and casts of them, that the backward gathers a second time instead of saving them gathered (FSDP).
-        gathered_once: those that are saved gathered, whatever is recomputed (ZeRO).
+        gathered_once: those that are gathered once a step, and kept whole until its last backward (ZeRO).
     """
 
     def __init__(self, graph: ModelGraph, axes: Axes, layouts: Layouts, rows: Sequence[str], shapes: Shapes) -> None:
@@ -57,6 +58,19 @@ class PartSizes:
         indices = [index for index, (name, _) in enumerate(self._layouts.mesh) if name in names]
         held = (*self._graph.parameters, *self._layouts.casts)
         return frozenset(name for name in held if any(isinstance(self._layouts.results[name][0][index], Shard) for index in indices))
+
+    @cached_property
+    def scattered_once(self) -> dict[str, Size]:
+        """Parameter -> bytes of its whole gradient, of those whose gradients are added before they are scattered (``"zero1"``)."""
+        whole = {name: Replicate() for name, _ in self._layouts.mesh if name in SCATTERED_ONCE}
+        found: dict[str, Size] = {}
+        for node in self._graph.graph.nodes:
+            if node.name in self._graph.parameters and node.name in self._layouts.results:
+                layout = self._layouts.results[node.name][0]
+                gathered = tuple(whole.get(name, placement) for (name, _), placement in zip(self._layouts.mesh, layout, strict=True))
+                if gathered != layout:
+                    found[node.name] = self.part(self._shapes[node][0], self._axes.of(node.name), gathered).bytes
+        return found
 
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """Return the local shapes of a node's results."""

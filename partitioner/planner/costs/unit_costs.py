@@ -65,12 +65,14 @@ class MicrobatchTimes:
     Attributes:
         distinct: (3, D, K) seconds of the forward, and of the input and weight halves of the backward.
         waiting: (3, D, K) the part of these that is spent in collectives with the ranks that share the stage.
+        once: (2, D, K) seconds of collectives before the first microbatch, and after the last, of all microbatches together.
         source: (N,) the number of each unit among the distinct ones.
         kept: saved activations for each microbatch in flight, without received values.
     """
 
     distinct: Floats
     waiting: Floats
+    once: Floats
     source: Integers
     kept: Amounts
 
@@ -177,10 +179,10 @@ def repeat(costs: UnitCosts, expansion: Expansion) -> UnitCosts:
             time=halves.sum(axis=0),
             values=tuple(expansion.values(folded.values)),
             replicated=tuple((seconds, places) for seconds, users in folded.replicated for places in expansion.places(users)),
-            fixed=(*fixed.every, *results),
+            fixed=(*expansion.shared(folded.fixed[: len(folded.fixed) - len(results)]), *results),
             kept=tuple(expansion.shared(folded.kept)),
             depth=folded.depth[source],
-            gradients=gradients.every,
+            gradients=tuple(expansion.shared(folded.gradients)),
             summed=folded.summed,
             working=folded.working.repeated(source),
         )
@@ -223,9 +225,9 @@ def stack(
     @cache
     def times(rows: int) -> MicrobatchTimes:
         of_tables = [table.times(rows) for table in tables]
-        waiting = columns([table.waiting[:, table.source] for table in of_tables])
+        waiting, once = (columns([getattr(table, name)[:, table.source] for table in of_tables]) for name in ("waiting", "once"))
         kept = Amounts(_stack_amounts(table_of_kind, (table.kept.every for table in of_tables)))
-        return MicrobatchTimes(columns([table.halves for table in of_tables]), waiting, np.arange(waiting.shape[1]), kept)
+        return MicrobatchTimes(columns([table.halves for table in of_tables]), waiting, once, np.arange(waiting.shape[1]), kept)
 
     def at(rows: int) -> MicrobatchCosts:
         of_tables, whole = [table.at(rows).units for table in tables], values_of.at(rows).units
@@ -237,10 +239,10 @@ def stack(
             time=halves.sum(axis=0),
             values=whole.values,
             replicated=tuple((seconds, users) for seconds, (users, _) in replicated),
-            fixed=fixed.every,
+            fixed=_stack_amounts(table_of_kind, (table.fixed for table in of_tables)),
             kept=_stack_amounts(table_of_kind, (table.kept for table in of_tables)),
             depth=whole.depth,
-            gradients=gradients.every,
+            gradients=_stack_amounts(table_of_kind, (table.gradients for table in of_tables)),
             summed=max(table.summed for table in of_tables),
             working=workings if is_mixed else workings[0],
             gathered_values=gathered_values,

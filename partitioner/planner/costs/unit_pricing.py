@@ -24,7 +24,7 @@ from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCost
 from partitioner.planner.solvers.stage_problem import Floats, Shared, Units, Value
 from passes.autograd.recompute import Recompute
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import GATHERED_ONCE
+from passes.ir.mesh import GATHERED_ONCE, SCATTERED_ONCE
 from passes.ir.plan import Region
 
 __all__ = ["Triple", "UnitPricing"]
@@ -72,7 +72,7 @@ class UnitPricing:
         self.recomputed_calls = self._count_calls(self.memory.recomputed) if self.memory.recomputed else None
         self.numbers, self._known_seconds = cache(Numbers), known_seconds
         self._known_operations: dict[tuple[int, float], Floats] = {}
-        self._known_kept: dict[tuple[int, float], tuple[Shared, ...]] = {}
+        self._known_kept: dict[tuple[int, float, bool], tuple[Shared, ...]] = {}
 
     def on(
         self,
@@ -117,7 +117,7 @@ class UnitPricing:
     def accumulation(self) -> Floats:
         """(N, K) seconds of adding parameter gradients to those of earlier microbatches: two are read, one is written."""
         size = np.zeros(len(self.points.units))
-        for item in self.memory.gradients:
+        for item in self.memory.added:
             size[list(item.units)] += item.most
         works = [Work(0, 3 * each, 0) for each in size.tolist()]
         return np.array([[self.cost_model.operation_time(work, kind, torch.float32) for kind in self.kinds] for work in works])
@@ -140,11 +140,12 @@ class UnitPricing:
             self._known_seconds[key] = call_seconds(cost, device, self.cost_model, self.numbers(rows), share)
         return self._known_seconds[key]
 
-    def kept(self, rows: int, share: float) -> tuple[Shared, ...]:
-        """Return the saved activations of a microbatch; arguments as in ``operations``."""
-        if (rows, share) not in self._known_kept:
-            self._known_kept[rows, share] = self.memory.kept(self.numbers(rows), share)
-        return self._known_kept[rows, share]
+    def kept(self, rows: int, share: float, *, alone: bool) -> tuple[Shared, ...]:
+        """Return the saved activations of a microbatch; arguments as in ``operations``; ``alone``: whether it is the whole batch."""
+        key = (rows, share, alone)
+        if key not in self._known_kept:
+            self._known_kept[key] = self.memory.kept(self.numbers(rows), share, alone=alone)
+        return self._known_kept[key]
 
     def _count_calls(self, nodes: frozenset[str]) -> Floats:
         """Return (N, C) how many of the nodes are in each unit and have each distinct cost."""
@@ -181,23 +182,32 @@ class _Microbatch:
     def _operations(self) -> Floats:
         return self.pricing.operations(self.rows, self._share)
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the batch is one microbatch."""
+        return self.rows >= self.batch_size
+
     @cached_property
     def times(self) -> MicrobatchTimes:
         """The seconds of units and their saved activations; recomputation is part of the input half of the backward."""
-        pricing, waiting = self.pricing, self._waiting()
+        pricing, (waiting, once) = self.pricing, self._waiting()
         halves: Floats = np.einsum("nc,ckh->hnk", pricing.calls, self._operations)
         if pricing.recomputed_calls is not None:
             halves[1] += pricing.recomputed_calls @ self._operations[:, :, 0]
         halves = halves + waiting[:, :, None]
         if self.adding:
             halves[2] += pricing.accumulation * (1 - 1 / -(-self.batch_size // self.rows))  # the first microbatch adds to nothing
-        kept = Amounts(tuple(item for item in pricing.kept(self.rows, self._share) if item.producer < 0))
-        return MicrobatchTimes(halves, np.broadcast_to(waiting[:, :, None], halves.shape), np.arange(halves.shape[1]), kept)
+        kept = Amounts(tuple(item for item in pricing.kept(self.rows, self._share, alone=self._is_alone) if item.producer < 0))
+        waiting, once = (np.broadcast_to(each[:, :, None], (*each.shape, halves.shape[2])) for each in (waiting, once))
+        return MicrobatchTimes(halves, waiting, once, np.arange(halves.shape[1]), kept)
 
-    def _waiting(self) -> Floats:
-        """Return (3, N) seconds that units wait for collectives; a recomputed forward repeats the collectives that it needs."""
+    def _waiting(self) -> tuple[Floats, Floats]:
+        """Return (3, N) seconds that units wait for collectives of a microbatch, and (2, N) for those before all, and after all.
+
+        A recomputed forward repeats the collectives that it needs.
+        """
         pricing, numbers, share = self.pricing, self._numbers, self._share
-        seconds = np.zeros((3, len(pricing.points.units)))
+        seconds, once = np.zeros((3, len(pricing.points.units))), np.zeros((2, len(pricing.points.units)))
         known: dict[tuple[object, ...], tuple[float, float]] = {}
         for exchange, links in self.exchanges:
             kinds = exchange.forward, exchange.backward, exchange.regather
@@ -209,9 +219,15 @@ class _Microbatch:
             is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
             is_needed = not is_once and (is_lost or exchange.reader in pricing.memory.recomputed)
             repeated = forward if is_needed and exchange.regather is None else 0.0
-            seconds[0, pricing.unit_of[exchange.reader]] += forward
-            seconds[1, pricing.unit_of[exchange.reader]] += backward + repeated
-        return seconds
+            is_scattered_once = is_once and exchange.dimension in SCATTERED_ONCE and exchange.forward == "all_gather"
+            unit = pricing.unit_of[exchange.reader]
+            (once if is_once and not self._is_alone else seconds)[0, unit] += forward
+            if is_scattered_once and not self._is_alone:
+                once[1, unit] += backward
+                seconds[2, unit] += exchange.casting(numbers[exchange.size] * share, links)  # of each microbatch, to be added to others
+            else:
+                seconds[1, unit] += backward + repeated
+        return seconds, once
 
     @cached_property
     def costs(self) -> MicrobatchCosts:
@@ -220,17 +236,18 @@ class _Microbatch:
         flops = np.array([numbers[cost.forward.flops] * share for cost in pricing.distinct])
         forward = dict(zip(pricing.distinct, self._operations[:, :, 0].tolist(), strict=True))
         replicated = ((tuple(forward[pricing.cost.nodes[name]]), units) for name, units in pricing.points.replicated.items() if units)
-        kept, alone = pricing.kept(self.rows, share), self.rows >= self.batch_size
+        alone = self._is_alone
+        kept = pricing.kept(self.rows, share, alone=alone)
         working = pricing.memory.working(numbers, share, kept, alone=alone)
         summed_at_end, summed_in_backward = pricing.summed
         units = Units(
             time=self.times.halves.sum(axis=0),
             values=tuple(self._values()),
             replicated=tuple(replicated),
-            fixed=self.fixed,
+            fixed=self.fixed if alone else (*pricing.memory.gathered, *self.fixed),
             kept=kept,
             depth=np.array(pricing.points.depth, dtype=np.int64),
-            gradients=pricing.memory.gradients,
+            gradients=pricing.memory.gradients if alone else pricing.memory.added,
             summed=summed_at_end,
             working=replace(working, summed=summed_in_backward),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from passes.graph.provenance import module_path, prefixes
 from passes.ir.plan import Stage
 from passes.ir.schedule import ActionKind, Schedule
 
-__all__ = ["StageSums", "StageTimes", "StagedModel", "describe_stages", "simulate_step", "stage_model"]
+__all__ = ["StageSums", "StageTimes", "StagedModel", "describe_stages", "seconds_once", "simulate_step", "stage_model"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +97,34 @@ def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequen
     columns = _times(problems, candidate, starts, stages_of(starts, n_units))
     times = tuple(itertools.starmap(StageTimes, zip(*columns, strict=True)))
     return StagedModel(problems, candidate, clock.schedule, stage_runs(starts, n_units), times, clock.makespan(*columns))
+
+
+def seconds_once(problems: PipelineProblems, staged: StagedModel) -> float:
+    """Return the seconds by which collectives before the first microbatch, and after the last, make a step longer.
+
+    A rank gathers the parameters of its stages from the start, in their order, and computes while it gathers; it scatters the gradients of
+    a stage after its last backward, while earlier stages compute theirs:
+
+        stage 0   gather ░░░░                              scatter ▒▒▒▒     both are waited for, but for the first forward
+                       forward ██████ ...     backward ██████
+        stage 1   gather ░░░░                      scatter ▒▒▒▒             hidden by the first forward and the last backward of stage 0
+                              forward ██████ backward ██████
+    """
+    times = problems.prices.times(problems.rows(staged.candidate))
+    if not times.once.any():
+        return 0.0
+    starts, kinds = [run.start for run in staged.runs], problems.kinds(staged.candidate)
+    by_stage = np.add.reduceat(times.once[:, times.source], starts, axis=1)[:, np.arange(len(starts)), kinds]
+    arrives = np.cumsum([0.0, *(each.forward + each.send for each in staged.times)])
+    returns = np.cumsum([0.0, *(each.backward_input + each.backward_weight + each.send_gradient for each in staged.times)])
+    late = [0.0]
+    gathered, scattered = dict[tuple[int, ...], float](), dict[tuple[int, ...], float]()
+    for stage, ranks in enumerate(staged.schedule.stage_ranks):
+        gathered[ranks] = gathered.get(ranks, 0.0) + float(by_stage[0, stage])
+        late.append(gathered[ranks] - float(arrives[stage + 1]))
+    for stage, ranks in reversed(tuple(enumerate(staged.schedule.stage_ranks))):
+        scattered[ranks] = max(scattered.get(ranks, -math.inf), -float(returns[stage])) + float(by_stage[1, stage])
+    return max(late) + max(0.0, *scattered.values())
 
 
 def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[Stage, ...]:

@@ -20,7 +20,7 @@ from partitioner.planner.bounds.schedule_bounds import least_load, least_shared_
 from partitioner.planner.costs.links import LinkTable
 from partitioner.planner.costs.memory.named_regions import has_checkpoints
 from partitioner.planner.costs.unit_costs import UnitCosts
-from partitioner.planner.pipeline.candidate import StagedModel, StageSums, stage_model
+from partitioner.planner.pipeline.candidate import StagedModel, StageSums, seconds_once, stage_model
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.request import PlanRequest
@@ -41,7 +41,7 @@ class Solution:
     """A candidate with its stage cuts and its simulated schedule.
 
     Attributes:
-        sums: seconds at the end of the step until all gradients are summed.
+        sums: seconds at the end of the step until all gradients are summed, and of collectives once a step that the schedule does not hide.
     """
 
     staged: StagedModel
@@ -319,7 +319,7 @@ class MeshProblem:
                 return None
         self._n_priced += 1
         staged = stage_model(problems, candidate, starts)
-        return Solution(staged, self._sum_seconds(problems, staged))
+        return Solution(staged, self._sum_seconds(problems, staged) + seconds_once(problems, staged))
 
     def _sum_seconds(self, problems: PipelineProblems, staged: StagedModel) -> float:
         """Return the seconds at the end of a step until the ranks of all stages have summed their gradients."""

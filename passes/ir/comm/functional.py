@@ -29,6 +29,7 @@ from torch.fx.traceback import annotate, get_current_meta
 __all__ = [
     "AGAIN",
     "COLLECTIVES",
+    "FOR_ALL",
     "GRADIENT",
     "all_gather",
     "all_reduce",
@@ -52,6 +53,9 @@ GRADIENT = "gradient"
 
 AGAIN = "again"
 """The key in ``meta`` of nodes of a backward that recompute or gather again a value of the forward."""
+
+FOR_ALL = "for_all"
+"""The key in ``meta`` of gathers whose results all microbatches of a step read."""
 
 
 def _cannot_run(*_: object) -> Any:

@@ -153,12 +153,12 @@ def _lower(subject: Subject, options: Mapping[str, Any], seen: _Seen) -> None:
         return
     devices = tuple(map(torch.device, plan.devices))
     kept, in_parts = options.get("kept"), options.get("in_parts", False)
-    target = Target(kept, in_parts, "whole", devices=devices)
+    target = Target(kept, in_parts, "whole", devices=devices, n_microbatches=plan.n_microbatches)
     start = Lowered(plan, fixed_for(graph, plan))
     lowerer = Lowerer(start)
     seen("start", start)
     with observing_phases(seen):
-        if options["phase"] == "differentiate":
+        if options["phase"] in ("differentiate", "once_a_step"):
             returned = frozenset(lowerer.after("split", target).stages[0, 0].returned)
             target = replace(target, differentiation=Differentiation(returned, frozenset(), frozenset(graph.parameters)))
         lowerer.after(options["phase"], target)

@@ -17,7 +17,7 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.planner.costs.links import LinkTable
-from partitioner.planner.pipeline.candidate import StagedModel, simulate_step
+from partitioner.planner.pipeline.candidate import StagedModel, seconds_once, simulate_step
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.request import PlanRequest
@@ -276,7 +276,8 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     runs = [set(run) for run in staged.runs]
     assert sum(map(len, runs)) == units
     kinds = problems.kinds(staged.candidate)
-    if any(peak > problems.limits[rank] for rank, peak in enumerate(memory(prices.units, staged.schedule, staged.runs, kinds))):
+    held = memory(problems.units(staged.candidate), staged.schedule, staged.runs, kinds)
+    if any(peak > problems.limits[rank] for rank, peak in enumerate(held)):
         return math.inf
     sums = []
     for rank in range(problem.n_places):
@@ -297,7 +298,8 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
         if len(ranks) > 1:
             size = sum(item.of_kind(kind) for item in prices.units.gradients if set(item.units) & run)
             taking_turns.append(collective_time("all_reduce", size, ranks, problem.places) + copying(size, problem, ranks))
-    return simulate_step(staged.schedule, staged.times).makespan + max(sums) + max(taking_turns)
+    makespan = simulate_step(staged.schedule, staged.times).makespan
+    return makespan + max(sums) + max(taking_turns) + seconds_once(problems, staged)
 
 
 def copying(size: float, problem: MeshProblem, places: Sequence[int] | None = None) -> float:

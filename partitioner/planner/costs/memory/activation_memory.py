@@ -43,6 +43,8 @@ class UnitMemory:
         recomputed: the nodes that the backward recomputes.
         fixed: permanent memory that does not depend on the batch: parameters, buffers, optimizer state.
         gradients: parameter gradients, held from the first backward on.
+        added: the same in a step of several microbatches: those that are scattered once are whole until then.
+        gathered: parameters that such a step gathers once, for all microbatches.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class UnitMemory:
         copies = 1 + optimizer_states(optimizer)
         self.fixed = tuple(item._replace(amount=item.most * copies) if name in trained else item for name, item in stored.items())
         self.gradients = tuple(trained.values())
+        whole = cost.scattered_once
+        self.added = tuple(item._replace(amount=int(whole[name])) if name in whole else item for name, item in trained.items())
         self._trained = frozenset(trained)
 
         # Inputs of a step are permanent memory of their readers' stages, not saved activations.
@@ -67,6 +71,8 @@ class UnitMemory:
         self.recomputed = selection.recomputed
         saved = {key: readers for key, readers in selection.savers.items() if key not in of_inputs}
         self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in saved.items()}
+        once = [key for key in self._savers if key in cost.gathered_once]
+        self.gathered = tuple(Shared(int(cost.allocation_bytes[key]), self._savers[key]) for key in once)
         self._savers_of = {cost.maker[key]: frozenset(units) for key, units in self._savers.items()}
         casts = {cost.maker[each] for each in (*cost.gathered, *cost.gathered_once)}.difference(graph.parameters)
         widths = {name: float(self._itemsize(name, graph.parameters) / self._itemsize(name)) for name in casts}
@@ -81,15 +87,17 @@ class UnitMemory:
         sizes = ((round(numbers[self._cost.bytes[name]]), self._users(name)) for name in self._inputs)
         return tuple(Shared(size, units) for size, units in sizes if size and units)
 
-    def kept(self, numbers: Numbers, share: float) -> tuple[Shared, ...]:
+    def kept(self, numbers: Numbers, share: float, *, alone: bool) -> tuple[Shared, ...]:
         """Return the saved activations of a microbatch.
 
         Args:
             numbers: sizes at its rows.
             share: 1; of a graph with a fixed batch size, whose numbers do not depend on rows: the microbatch's fraction of the batch.
+            alone: whether there is one microbatch; several share what is gathered once.
         """
         cost = self._cost
-        kept = [Shared(round(numbers[cost.allocation_bytes[key]] * share), units) for key, units in self._savers.items()]
+        own = ((key, units) for key, units in self._savers.items() if alone or key not in cost.gathered_once)
+        kept = [Shared(round(numbers[cost.allocation_bytes[key]] * share), units) for key, units in own]
         of_units: dict[int, float] = {}  # internal buffers that ops save, such as statistics of a normalization
         for name, each in cost.nodes.items():
             if name in self._unit_of and name not in self.recomputed:
@@ -116,7 +124,7 @@ class UnitMemory:
         for item in kept:
             if item.producer < 0:  # received values exist before the stage computes
                 saved[item.units[0]] += item.most
-        for item in self.gradients:
+        for item in self.gradients if alone else self.added:
             gradients[item.units[-1]] += item.most
         deferred = self._for_weights(numbers, share)
         deferred *= max(1 - saved.sum() / deferred.sum(), 0.0) if deferred.any() else 0.0

@@ -41,6 +41,7 @@ CASES: Mapping[str, tuple[int, Any, dict[str, Any]]] = {
     "cut state": (2, "zero1", {}),
     "cut state, all recomputed": (2, "zero1", {"recompute": "full"}),
     "cut state, bfloat16 and float32": (2, "zero2", {"precision": "bf16-mixed"}),
+    "cut state, microbatches": (2, "zero1", {"n_microbatches": 4}),
     "tensor": (2, "tensor", {}),
     "GPipe": (2, "pipeline", {"schedule": "GPipe", "n_microbatches": 8}),
     "GPipe, all recomputed": (2, "pipeline", {"schedule": "GPipe", "n_microbatches": 8, "recompute": "full"}),
@@ -52,6 +53,7 @@ CASES: Mapping[str, tuple[int, Any, dict[str, Any]]] = {
     "on a V": (2, "pipeline", {"schedule": "ZBV", "n_microbatches": 8}),
     "pipeline and tensor": (4, {"pipeline": 2, "tensor": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
     "pipeline and gathered parameters": (4, {"pipeline": 2, "fsdp": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
+    "pipeline and cut state": (4, {"pipeline": 2, "zero1": 2}, {"schedule": "1F1B", "n_microbatches": 4}),
 }
 
 

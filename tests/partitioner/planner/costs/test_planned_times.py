@@ -30,11 +30,19 @@ SETTINGS: Mapping[str, tuple[Mode, int, Mapping[str, Any]]] = {
     "data, four ranks": ("data", 4, {}),
     "gathered parameters": ("fsdp", 2, {}),
     "cut state": ("zero1", 4, {}),
+    "cut state, microbatches": ("zero1", 4, {"n_microbatches": 4}),
+    "cut state and gradients, microbatches": ("zero2", 4, {"n_microbatches": 4}),
     "tensor": ("tensor", 2, {}),
     "tensor, four ranks": ("tensor", 4, {}),
     "data and tensor": ({"data": 2, "tensor": 2}, 4, {}),
     "pipeline and tensor": ({"pipeline": 2, "tensor": 2}, 4, {"schedule": "1F1B", "n_microbatches": 4}),
     "data and pipeline": ({"data": 2, "pipeline": 2}, 4, {"schedule": "1F1B", "n_microbatches": 4}),
+    "cut state and pipeline": ({"zero1": 2, "pipeline": 2}, 4, {"schedule": "1F1B", "n_microbatches": 4}),
+    "cut state, pipeline, bfloat16 and float32": (
+        {"zero1": 2, "pipeline": 4},
+        8,
+        {"schedule": "Interleaved1F1B", "n_microbatches": 8, "precision": "bf16-mixed"},
+    ),
 }
 
 
