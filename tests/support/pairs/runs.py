@@ -62,7 +62,10 @@ def _run_exported(state: ExportedGraph, subject: Subject) -> Run:
             given.append(by_name[name] if name in by_name else by_name[node.name])
     torch.manual_seed(SEED)
     results = fx.Interpreter(state.module, graph=state.graph).run(*given)
-    return _run_of(results, model)
+    returned = state.graph.output_node().args[0]
+    assert isinstance(returned, tuple)
+    # A parameter among them is no result: the forward leaves it on a module.
+    return _run_of([each for each, node in zip(results, returned, strict=True) if not str(node).startswith("p_")], model)
 
 
 def _run_graph(graph: ModelGraph, subject: Subject) -> Run:
