@@ -37,7 +37,7 @@ MODELS = [
     "t5",
     "resnet",
 ]
-SLOW = ("bert", "lstm", "padded_attention", "resnet", "t5", "unet")
+SLOW = ("bert", "gpt", "lstm", "padded_attention", "resnet", "t5", "unet")
 RECURRENT = ("lstm", "gru")
 """The price counts every step alike; autograd leaves out the gradient of the first step's state, which nobody asks for."""
 

@@ -189,7 +189,7 @@ def test_ways_to_train_are_drawn() -> None:
     assert {name: found[name] for name in expected if found[name] < n_seeds * 40 / 2000} == {}
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, *slow(False)])
 def test_checkpoint_around_statements(*, use_reentrant: bool) -> None:
     """Two statements, of which a later line reads the first, too; and a layer that is called alone."""
     program = chain(2).program
@@ -202,7 +202,8 @@ def test_checkpoint_around_statements(*, use_reentrant: bool) -> None:
     assert outcome.kind == "equal", outcome
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", *slow("bf16-true", "32-true")])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true"])
 def test_precisions_are_compared_with_the_model_in_them(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is a quarter too large is found; rounding is none."""
     case = Case(chain(2).program, Configuration(2, "fsdp", recompute=(("linear*", "full"),), precision=precision))

@@ -83,7 +83,7 @@ def test_zero_bubble_idles_a_third_of_1f1b(n_ranks: int, m: int) -> None:
     assert simulated("ZB1P", n_ranks, m).step_time == 3 * m + (n_ranks - 1)
 
 
-@pytest.mark.parametrize(("n_ranks", "m"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize(("n_ranks", "m"), [(2, 4), pytest.param(4, 8, marks=pytest.mark.slow)])
 def test_zbv_and_dualpipe_v_end_when_their_papers_say(n_ranks: int, m: int) -> None:
     """Two stages a rank: R-1 forwards before the last rank starts (ZBV), (R-1)(F+I-W) (DualPipeV in sequence)."""
     assert simulated("ZBV", n_ranks, m).step_time == 6 * m + n_ranks - 1
@@ -235,6 +235,7 @@ def test_representatives_stand_for_all_ranks() -> None:
     assert few.peak_memory == pytest.approx(whole.peak_memory, rel=0.05)
 
 
+@pytest.mark.slow
 def test_one_reading_serves_all_ranks_of_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each rank reads for itself, storage by storage, comes to the very same."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(8)))

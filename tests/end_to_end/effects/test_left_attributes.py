@@ -24,7 +24,7 @@ MODES: tuple[Any, ...] = ("model", "pipeline", "data", "fsdp", "tensor", {"data"
     [
         pytest.param("backward", "model", {}, marks=pytest.mark.slow),
         ("backward", "data", {}),
-        ("train_step", "pipeline", {"n_microbatches": 2}),
+        pytest.param("train_step", "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
         pytest.param("train_step", "data", {}, marks=pytest.mark.slow),
         ("no_grad", "pipeline", {"n_microbatches": 2}),
     ],
@@ -123,7 +123,7 @@ class Observes(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("momentum", [0.1, pytest.param(None, marks=pytest.mark.slow)])
 def test_statistics_of_a_norm_whose_result_is_not_read(momentum: float | None) -> None:
     """Without a momentum, they are updated in a block without gradients, which is a graph of its own at first."""
     model, x = Observes(momentum), torch.randn(4, 4)

@@ -24,16 +24,16 @@ MODES: list[tuple[Any, dict[str, Any]]] = [
     ("fsdp", {}),
 ]
 
-QUICK = [("pipeline", {"n_microbatches": 2}), ("data", {})]
-"""Modes in which ``QUICK_RESULTS`` always run."""
-
-QUICK_RESULTS = ["unsqueezed", "overlapping", "detached", "transposed", "view_of_an_input"]
-
-CASES = [
-    pytest.param(name, *mode, marks=() if name in QUICK_RESULTS and mode in QUICK else pytest.mark.slow)
-    for name in RESULTS
-    for mode in MODES
+QUICK = [
+    ("unsqueezed", ("pipeline", {"n_microbatches": 2})),
+    ("overlapping", ("data", {})),
+    ("detached", ("data", {})),
+    ("transposed", ("pipeline", {"n_microbatches": 2})),
+    ("view_of_an_input", ("pipeline", {"n_microbatches": 2})),
 ]
+"""Results and modes that always run."""
+
+CASES = [pytest.param(name, *mode, marks=() if (name, mode) in QUICK else pytest.mark.slow) for name in RESULTS for mode in MODES]
 
 
 @pytest.mark.parametrize(("name", "mode", "options"), CASES)
@@ -43,7 +43,7 @@ def test_results_that_share_memory(name: str, mode: Any, options: dict[str, Any]
 
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("name", "mode"), [("overlapping", "data"), ("unsqueezed", "pipeline")])
+@pytest.mark.parametrize(("name", "mode"), [("overlapping", "data"), pytest.param("unsqueezed", "pipeline", marks=pytest.mark.slow)])
 def test_results_of_processes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
     options = {"n_microbatches": 2} if mode == "pipeline" else {}
     assert workers(2).values(views_differences, name, mode, options, timeout=120) == [[]] * 2

@@ -14,19 +14,19 @@ from passes.ir.errors import ConfigError
 from tests.support.processes.processes import Workers
 from tests.support.running.effects import WRITES, How, Writes, writes_difference
 
-QUICK = [
-    ("slice", "backward", 2, "model", {}),
+CASES: list[Any] = [
+    pytest.param("slice", "backward", 2, "model", {}, marks=pytest.mark.slow),
     ("slice", "train_step", 2, "pipeline", {"n_microbatches": 2}),
-    ("returned", "no_grad", 2, "pipeline", {"n_microbatches": 2}),
-    ("returned", "backward", 2, "data", {}),
-    ("by_index", "backward", 2, "fsdp", {}),
+    pytest.param("returned", "no_grad", 2, "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
+    pytest.param("returned", "backward", 2, "data", {}, marks=pytest.mark.slow),
+    pytest.param("by_index", "backward", 2, "fsdp", {}, marks=pytest.mark.slow),
     ("through_a_view", "backward", 2, "tensor", {}),
     ("after_a_copy", "no_grad", 2, "model", {}),
     ("nested", "train_step", 2, "data", {}),
-    ("nested", "backward", 2, "pipeline", {"n_microbatches": 2}),
-    ("mean_of_rows", "backward", 2, "pipeline", {}),
+    pytest.param("nested", "backward", 2, "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
+    pytest.param("mean_of_rows", "backward", 2, "pipeline", {}, marks=pytest.mark.slow),
     ("mean_of_rows", "train_step", 2, "data", {}),
-    ("transposed", "backward", 2, "model", {}),
+    pytest.param("transposed", "backward", 2, "model", {}, marks=pytest.mark.slow),
 ]
 HOWS: tuple[How, ...] = ("no_grad", "backward", "train_step")
 ALL: list[tuple[str, How, int, Any, dict[str, Any]]] = [
@@ -37,7 +37,7 @@ ALL: list[tuple[str, How, int, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "how", "devices", "mode", "options"), QUICK)
+@pytest.mark.parametrize(("name", "how", "devices", "mode", "options"), CASES)
 def test_writes(name: str, how: How, devices: int, mode: Any, options: dict[str, Any]) -> None:
     assert writes_difference(name, how, devices, mode, options) is None
 
@@ -53,7 +53,7 @@ def test_writes_in_every_mode(name: str, how: How, devices: int, mode: Any, opti
 @pytest.mark.parametrize(
     ("name", "how", "mode", "options"),
     [
-        ("slice", "train_step", "pipeline", {"n_microbatches": 2}),
+        pytest.param("slice", "train_step", "pipeline", {"n_microbatches": 2}, marks=pytest.mark.slow),
         ("returned", "no_grad", "pipeline", {"n_microbatches": 2}),
         ("nested", "backward", "data", {}),
     ],

@@ -57,7 +57,7 @@ MODES: Mapping[str, tuple[str | Mapping[str, int], int]] = {
 }
 
 
-QUICK = {(_another_call, True, "pipeline"), (_another_number, False, "data"), (_mixed_rows, False, "pipeline")}
+QUICK = {(_another_number, False, "data"), (_mixed_rows, False, "pipeline")}
 
 
 @pytest.mark.parametrize(

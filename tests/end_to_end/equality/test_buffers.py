@@ -92,9 +92,9 @@ def model(name: str) -> nn.Module:
     [
         ("unread_norm", 2, "data", {}),
         pytest.param("passed_averages", 2, "data", {}, marks=pytest.mark.slow),
-        ("passed_averages", 2, "model", {}),
+        pytest.param("passed_averages", 2, "model", {}, marks=pytest.mark.slow),
         pytest.param("cache", 2, "data", {}, marks=pytest.mark.slow),
-        ("cache", 2, "fsdp", {}),
+        pytest.param("cache", 2, "fsdp", {}, marks=pytest.mark.slow),
         pytest.param("average", 2, "tensor", {}, marks=pytest.mark.slow),
         ("average", 2, "pipeline", {"n_microbatches": 4}),
         pytest.param("assigned", 2, "pipeline", {"n_microbatches": 3, "schedule": "GPipe"}, marks=pytest.mark.slow),

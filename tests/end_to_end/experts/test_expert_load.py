@@ -33,10 +33,10 @@ def recorded(pm: PartitionedModel, instance: Instance) -> list[ExpertLoad]:
     ("mode", "devices", "options"),
     [
         ("pipeline", 2, {"n_microbatches": 4}),
-        ("data", 2, {"constraints": Constraints(axes={"experts": "data"})}),
         *(
             pytest.param(mode, devices, options, marks=pytest.mark.slow)
             for mode, devices, options in (
+                ("data", 2, {"constraints": Constraints(axes={"experts": "data"})}),
                 ("data", 2, {}),
                 ("tensor", 2, {"constraints": Constraints(axes={"experts": "tensor"})}),
                 ("data", 3, {}),
@@ -73,7 +73,8 @@ class Twice(nn.Module):
         return result
 
 
-@pytest.mark.parametrize(("mode", "devices"), [pytest.param("model", 1, marks=pytest.mark.slow), ("pipeline", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "devices"), [("model", 1), ("pipeline", 2)])
 def test_each_call_of_a_mixture_counts(mode: str, devices: int) -> None:
     case = dataclasses.replace(DROPLESS, model=Twice)
     (tokens,) = chosen_experts(case.build().model.get_submodule("mixture"), case.build().args[0]).values()

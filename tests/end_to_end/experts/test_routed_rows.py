@@ -24,7 +24,6 @@ from passes.verify.programs import verify
 from tests.passes.emit.test_communication_counts import collectives_of
 from tests.support.models.attention.experts import DROPLESS, EXPERTS, LENGTH, WIDTH, Dropless, chosen_experts
 from tests.support.models.case import BATCH_SIZE, Case, Instance
-from tests.support.running.slow_values import all_but, slow
 from tests.support.running.transparency import compare_gradients, compare_values, first_difference, make_partitioned, reference_steps
 
 ELEMENT, NUMBER = 8, 8
@@ -191,8 +190,9 @@ FUNCTIONS: Mapping[str, Callable[[Of, Tensor], Tensor]] = {
 """What computes row by row, and what does not: sizes of rows, sums over columns that another dimension cuts, values of all rows."""
 
 
-@pytest.mark.parametrize("devices", [4, *slow(2)])
-@pytest.mark.parametrize("name", all_but(["cumsum"], FUNCTIONS))
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [4, 2])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_any_function_between_the_products(name: str, devices: int) -> None:
     """With columns cut over another dimension of the mesh, and without."""
     case = dataclasses.replace(

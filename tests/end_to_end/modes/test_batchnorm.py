@@ -234,6 +234,7 @@ AVERAGES: dict[str, tuple[nn.Module, int, str | dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", all_but(["data"], AVERAGES))
 def test_cumulative_averages_are_the_models(name: str) -> None:
     """``momentum=None``: running statistics are averages over all batches, the first of which replaces the initial values."""

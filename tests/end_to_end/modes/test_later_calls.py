@@ -14,7 +14,7 @@ Mode = str | Mapping[str, int]
 
 _MODES: tuple[Mode, ...] = ("model", "pipeline", "data", "fsdp", "zero1", "tensor", {"pipeline": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2})
 
-_QUICK = (("encoder", "fsdp"), ("encoder_left_out", "pipeline"), ("adapter", "tensor"))
+_QUICK = (("adapter", "tensor"),)
 
 
 def n_devices(mode: Mode) -> int:
@@ -30,19 +30,12 @@ def test_one_process(name: str, mode: Mode) -> None:
     assert difference(name, mode, n_devices(mode)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        ("tied", "pipeline"),
-        *(
-            pytest.param(name, mode, marks=pytest.mark.slow)
-            for name in MODELS
-            for mode in ("pipeline", "fsdp", "tensor")
-            if (name, mode) not in (("late_encoder", "pipeline"), ("tied", "pipeline"))
-        ),
-    ],
+    [(name, mode) for name in MODELS for mode in ("pipeline", "fsdp", "tensor") if (name, mode) != ("late_encoder", "pipeline")],
 )
 def test_processes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
     assert workers(2).values(difference, name, mode, 2, timeout=170) == [None] * 2

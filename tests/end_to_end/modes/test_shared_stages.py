@@ -107,7 +107,7 @@ def test_schedules_with_several_stages_on_a_rank_share_none() -> None:
 # -- exactness ---------------------------------------------------------------------------------------------------------------------
 
 TRAININGS = [
-    ("perceptron", (2, 1), {}, "1F1B", 8),
+    pytest.param("perceptron", (2, 1), {}, "1F1B", 8, marks=pytest.mark.slow),
     pytest.param("perceptron", (1, 2), {}, "ZB1P", 9, marks=pytest.mark.slow),
     pytest.param("residual", (3, 1), {}, "GPipe", 7, marks=pytest.mark.slow),
     pytest.param("group_norm_convolution", (2, 1), {}, "ZB1P", 9, marks=pytest.mark.slow),
@@ -131,6 +131,7 @@ def test_training(name: str, shape: Shape, beside: Mapping[str, int], schedule: 
     assert first_difference(case_named(name), rows, devices=devices, mode=mode(shape, **beside), schedule=schedule) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -152,7 +153,7 @@ def on(shape: Shape, **arguments: Any) -> PartitionedModel:
 
 
 @pytest.mark.parametrize("rows", [1, *slow(2, 5, 7, 23)])
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [(2, 1), *slow((1, 2))])
 def test_batches_of_any_size(shape: Shape, rows: int) -> None:
     """Fewer microbatches than ranks of a stage leave some without any; gradients of inputs are those of all rows."""
     assert_alike(perceptron(), on(shape, n_microbatches=5), rows)
@@ -237,6 +238,7 @@ def test_modes_as_text() -> None:
     assert without_rest({"pipeline": (2, 1)}, 4) is None
 
 
+@pytest.mark.slow
 def test_stages_of_one_rank_each_are_a_pipeline_as_ever() -> None:
     plans = [on((1, 1, 1)).plan, partition(perceptron(), 3, "pipeline", example_inputs=inputs(12)[:1], progress=False).plan]
     assert plans[0] == plans[1]

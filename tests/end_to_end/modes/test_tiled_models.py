@@ -161,13 +161,15 @@ def strided() -> tuple[nn.Module, torch.Tensor]:
 HEIGHT = Constraints(axes={"height": "tensor"})
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, *slow({"tensor": 2, "tile": (2, 1)}, {"tile": (2, 1), "tensor": 2})])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "tile": (2, 1)}, {"tile": (2, 1), "tensor": 2}])
 def test_height_cut_by_name(mesh: Mesh) -> None:
     """Over a dimension that would cut channels of its own accord; beside tiles of the height, the outer of the two cuts what slides."""
     model, x = strided()
     assert first_difference_of_tiles(model, x, ranks_of(mesh), mesh, constraints=HEIGHT) == ""
 
 
+@pytest.mark.slow
 def test_tiles_inside_stages() -> None:
     def stack() -> nn.Module:
         layers = [layer for _ in range(2) for layer in (nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2), nn.ReLU())]

@@ -59,7 +59,7 @@ def test_everybody_receives_what_crosses_once(widths: Widths) -> None:
 
 TRAININGS = [
     pytest.param("perceptron", mode((2, 1)), "1F1B", 8, marks=pytest.mark.slow),
-    ("perceptron", mode((1, 2)), "ZB1P", 9),
+    pytest.param("perceptron", mode((1, 2)), "ZB1P", 9, marks=pytest.mark.slow),
     pytest.param("perceptron", mode((1, 3, 2)), "GPipe", 7, marks=pytest.mark.slow),
     pytest.param("residual", mode((4, 2)), "1F1B", 7, marks=pytest.mark.slow),
     pytest.param("residual", mode((2, 1)), "ZBV", 8, marks=pytest.mark.slow),
@@ -93,6 +93,7 @@ def test_training(name: str, mesh: Mapping[str, Any], schedule: str, rows: int) 
     assert first_difference(case_named(name), rows, devices=ranks_of(mesh), mode=mesh, schedule=schedule) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "widths"),
     [
@@ -202,7 +203,8 @@ def test_drawings() -> None:
     assert "rank 1" in str(draw_weight(pm, "0.weight"))
 
 
-@pytest.mark.parametrize("mesh", [mode((2, 1)), *slow({"data": 2, **mode((1, 2))}, {"pipeline": (2, 1), "tensor": (1, 2)})], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [mode((2, 1)), {"data": 2, **mode((1, 2))}, {"pipeline": (2, 1), "tensor": (1, 2)}], ids=str)
 def test_sweeps_say_what_a_simulation_says(mesh: Mapping[str, Any], tmp_path: Path) -> None:
     cluster, count = f"v100:1x{ranks_of(mesh)}", ranks_of(mesh)
 

@@ -107,6 +107,7 @@ def test_a_rank_that_skips_a_step_is_refused_by_all(workers: Callable[[int], Wor
         assert re.search(r"in call \d+ \(train_step of model \d+\) rank 0 and rank 1 were given different input", str(answer.error))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_a_rank_that_steps_its_optimizer_alone_is_refused_by_all(workers: Callable[[int], Workers]) -> None:
@@ -137,9 +138,10 @@ SAID_ALONE = {
 """What all ranks say where rank 0 does something alone."""
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("call", ["state_dict", *(pytest.param(each, marks=pytest.mark.slow) for each in list(SAID_ALONE)[1:])])
+@pytest.mark.parametrize("call", SAID_ALONE)
 def test_a_call_of_one_rank_beside_forward_and_backward_is_refused_by_all(workers: Callable[[int], Workers], call: str) -> None:
     """The others have a new program, forward after backward, and ask rank 0 for it: they must not wait until it answers."""
     for answer in workers(2).call(cases.call_alone, call, "fsdp", timeout=PROMPTLY):

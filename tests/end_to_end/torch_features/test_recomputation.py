@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.live_storages import LiveStorages
 from partitioner import partition
-from tests.support.running.slow_values import slow
+from tests.support.running.slow_values import all_but, slow
 
 MODES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "model": (1, "model", {}),
@@ -89,7 +89,7 @@ def check_step(model: nn.Module, x: Tensor, devices: int, mode: Any, **options: 
 
 
 @pytest.mark.parametrize("mode", ["model", *slow(*list(MODES)[1:])])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", all_but(["by module"], POLICIES))
 def test_gradients_under_every_policy(policy: str, mode: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6, 8, dtype=torch.float64)
@@ -98,8 +98,9 @@ def test_gradients_under_every_policy(policy: str, mode: str) -> None:
     check_step(Model(p=p).double(), x, devices, dimensions, recompute=POLICIES[policy], **options)
 
 
-@pytest.mark.parametrize("mode", ["pipeline", *slow("model", "data", "fsdp", "tensor", "mesh")])
-@pytest.mark.parametrize("use_reentrant", [True, *slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["pipeline", "model", "data", "fsdp", "tensor", "mesh"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_of_the_model(mode: str, *, use_reentrant: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6, 8, dtype=torch.float64)

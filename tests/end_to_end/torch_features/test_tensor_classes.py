@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError, PartitionError, TraceError
+from tests.support.running.slow_values import slow
 
 
 class Doubled(Tensor):
@@ -75,7 +76,7 @@ def _inputs() -> Tensor:
     return torch.randn(4, 8, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "tensor", "fsdp"])
+@pytest.mark.parametrize("mode", [*slow("pipeline"), "tensor", *slow("fsdp")])
 def test_weights_of_eight_bits_in_buffers(mode: str) -> None:
     layers = [Int8Linear(layer) if isinstance(layer, nn.Linear) else layer for layer in _model()]
     model, x = nn.Sequential(*layers).eval(), _inputs()

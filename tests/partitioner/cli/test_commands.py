@@ -83,7 +83,7 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", all_but(("command_plan", "command_simulate"), GOLDEN))
+@pytest.mark.parametrize("name", all_but(("command_simulate",), GOLDEN))
 def test_golden_texts_of_commands(name: str, golden: Golden, capsys: pytest.CaptureFixture[str]) -> None:
     golden(name, printed(GOLDEN[name], capsys))
 

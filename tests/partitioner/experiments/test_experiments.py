@@ -312,11 +312,11 @@ def test_files_that_are_no_store_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("DROP TABLE result; CREATE TABLE result (a INT)", "without the table of this version"),
+        pytest.param("DROP TABLE result; CREATE TABLE result (a INT)", "without the table of this version", marks=pytest.mark.slow),
         ("ALTER TABLE result DROP COLUMN step_time", "without the table of this version"),
         ("UPDATE result SET step_time = 'soon'", "step_time must be a float or None"),
-        ("UPDATE result SET devices = x'ff'", "devices must be an int"),
-        ("UPDATE result SET step_time = NULL", "there is no step_time None"),
+        pytest.param("UPDATE result SET devices = x'ff'", "devices must be an int", marks=pytest.mark.slow),
+        pytest.param("UPDATE result SET step_time = NULL", "there is no step_time None", marks=pytest.mark.slow),
         ("UPDATE result SET peak_memory = -1", "there is no peak_memory -1"),
         ("UPDATE result SET step_time = 9e999", "there is no step_time inf"),
     ],

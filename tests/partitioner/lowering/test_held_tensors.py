@@ -17,7 +17,7 @@ from tests.support.processes.processes import Workers
 
 MODES = ("data", "fsdp", "tensor", "sequence", "tile")
 
-QUICK = {("gpt", "fsdp"), ("gpt", "sequence"), ("unet", "tile"), ("mixture_of_experts", "tensor")}
+QUICK = {("gpt", "fsdp"), ("mixture_of_experts", "tensor")}
 
 CASES = [pytest.param(case.name, mode, marks=[] if (case.name, mode) in QUICK else pytest.mark.slow) for case in ZOO for mode in MODES]
 

@@ -18,13 +18,13 @@ from passes.ir.errors import ConfigError
 from tests.support.models import batch_dims_cases as cases
 from tests.support.models.batch_dims_cases import ROWS, Positions, Recurrent, difference, flat_loss
 from tests.support.processes.processes import Workers
-from tests.support.running.slow_values import slow
+from tests.support.running.slow_values import all_but, slow
 
-MODES = ["pipeline", "data", *slow("fsdp", "model")]
+MODES = ["pipeline", "data", "fsdp", "model"]
 
 
 @pytest.mark.parametrize("length", [*slow(3, 2 * ROWS), ROWS])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", all_but(["pipeline"], MODES))
 def test_targets_with_the_batch_where_results_have_it(mode: str, length: int) -> None:
     """Labels (length, batch): of a length that is not the batch, and of one that is, which the dimension of the results decides."""
     assert cases.recurrent_difference(mode, length) is None
@@ -54,7 +54,7 @@ def test_several_leaves_of_a_target() -> None:
     assert "batch_dims={\"target['weights']\": None}" in str(raised.value)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", all_but(["data"], MODES))
 def test_an_input_as_long_as_the_batch(mode: str) -> None:
     tokens, places = torch.randint(8, (ROWS, 6)), torch.arange(ROWS)
     target = torch.randint(cases.WIDTH, (ROWS, 6))

@@ -126,9 +126,10 @@ def test_unfrozen_parameters_train_without_a_new_trace(mode: str, monkeypatch: p
     assert unfreezing_difference(mode, 2) is None
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", ["pipeline", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp", "tensor", "data"))])
+@pytest.mark.parametrize("mode", ["pipeline", "fsdp", "tensor", "data"])
 def test_unfrozen_parameters_of_one_process_train_in_all(workers: Callable[[int], Workers], mode: str) -> None:
     assert workers(2).values(unfreezing_difference, mode, 2, timeout=170) == [None] * 2
 

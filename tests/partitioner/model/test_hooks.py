@@ -106,7 +106,7 @@ def test_backward_hooks_of_modules_are_refused(register: str) -> None:
     assert "module 2" in str(caught.value)
 
 
-@pytest.mark.parametrize("register", [*slow("forward_hook"), "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("register", [*slow("forward_hook"), "forward_pre_hook", *slow("full_backward_hook", "full_backward_pre_hook")])
 def test_hooks_of_all_modules_are_refused(register: str) -> None:
     reference = model()
     pm = parts(reference)
@@ -124,7 +124,7 @@ def test_hooks_of_all_modules_are_refused(register: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["train_step", *slow("backward")])
-@pytest.mark.parametrize("mode", ["data", "tensor", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp", "pipeline"))])
+@pytest.mark.parametrize("mode", ["data", *slow("tensor", "fsdp", "pipeline")])
 def test_tensor_hooks_of_the_model_see_whole_gradients(mode: Mode, how: str) -> None:
     """Each once a step, with the gradient of the step alone, whatever ``.grad`` holds."""
     reference = model()
@@ -256,7 +256,7 @@ def test_a_check_compares_gradients_without_hooks() -> None:
     assert pm.check(X)
 
 
-@pytest.mark.parametrize("how", ["train_step", "backward"])
+@pytest.mark.parametrize("how", [*slow("train_step"), "backward"])
 def test_gradients_of_inputs_go_on_through_their_graph(how: str) -> None:
     """Hooks of inputs are called, and an input that something computed passes its gradient on."""
     found = []
@@ -299,7 +299,7 @@ def test_hooks_of_the_partitioned_model_are_called_by_calls() -> None:
     ("register", "kind"),
     [
         pytest.param("register_forward_hook", "forward hook", marks=pytest.mark.slow),
-        ("register_forward_pre_hook", "forward pre-hook"),
+        pytest.param("register_forward_pre_hook", "forward pre-hook", marks=pytest.mark.slow),
         ("register_full_backward_hook", "backward hook"),
     ],
 )

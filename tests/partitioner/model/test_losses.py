@@ -54,6 +54,7 @@ def _without_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue(name).zero_grad()
 
 
+@pytest.mark.parametrize("pm", ["data", *slow("pipeline", "mesh")], indirect=True)
 def test_losses_of_all_rows_are_exact(pm: PartitionedModel) -> None:
     x, target = labelled()
     for name, loss_fn in {**MEANS, **NEITHER}.items():
@@ -68,6 +69,7 @@ def test_rows_of_ranks_and_microbatches_are_in_their_order() -> None:
     assert difference(cases.model(), pm, MEANS["ignored_labels"], x, target) is None
 
 
+@pytest.mark.parametrize("pm", ["data", *slow("pipeline", "mesh")], indirect=True)
 def test_means_are_exact_without_saying_more(pm: PartitionedModel) -> None:
     x, target = labelled()
     for name, loss_fn in MEANS.items():
@@ -83,6 +85,7 @@ def test_what_is_no_mean_is_refused(pm: PartitionedModel, name: str) -> None:
     assert all(parameter.grad is None for parameter in pm.parameters())
 
 
+@pytest.mark.parametrize("pm", ["pipeline", *slow("data", "mesh")], indirect=True)
 def test_sums_are_told_from_means(pm: PartitionedModel) -> None:
     x, target = labelled()
 
@@ -98,14 +101,15 @@ def test_sums_are_told_from_means(pm: PartitionedModel) -> None:
     assert difference(cases.model(), pm, total, x, target, loss_reduction="sum") is None
 
 
-@pytest.mark.parametrize("schedule", all_but(["1F1B", "Interleaved1F1B"], SCHEDULES))
+@pytest.mark.parametrize("schedule", all_but(["1F1B"], SCHEDULES))
 def test_every_schedule_takes_a_loss_of_all_rows(schedule: str) -> None:
     x, target = labelled()
     pm = partitioned(devices=2, mode="pipeline", n_microbatches=3, schedule=schedule)
     assert difference(cases.model(), pm, NEITHER["root_mean_square"], x, target, loss_reduction="batch") is None
 
 
-@pytest.mark.parametrize("stages", [(1, 2), *slow((2, 1))], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [(1, 2), (2, 1)], ids=str)
 def test_ranks_that_share_a_stage(stages: tuple[int, ...]) -> None:
     x, target = labelled()
     pm = partitioned(devices=3, mode={"pipeline": stages}, n_microbatches=4)
@@ -138,6 +142,7 @@ def test_ignored_targets_count_by_what_is_left(pm: PartitionedModel) -> None:
         assert difference(cases.model(), pm, F.cross_entropy, x, labels) is None, ignored
 
 
+@pytest.mark.parametrize("pm", ["pipeline", *slow("data", "mesh")], indirect=True)
 def test_two_means_over_unlike_numbers_of_targets(pm: PartitionedModel) -> None:
     """Exact by rows while nothing is ignored; by all rows at once, and said so, or refused, from then on."""
     x, target = labelled()
@@ -167,6 +172,7 @@ def test_what_is_equal_today_may_differ_tomorrow(pm: PartitionedModel) -> None:
         assert difference(cases.model(), pm, scaled, x, unlike) is None
 
 
+@pytest.mark.parametrize("pm", ["pipeline", *slow("data", "mesh")], indirect=True)
 def test_weights_of_classes_are_those_of_the_step(pm: PartitionedModel) -> None:
     """A new tensor, another one in the module, and other values in it: each step weighs by the weights that its loss reads."""
     x, target = labelled()
@@ -184,6 +190,7 @@ def test_weights_of_classes_are_those_of_the_step(pm: PartitionedModel) -> None:
         criterion.weight = cases.WEIGHT.flip(0) + step
 
 
+@pytest.mark.parametrize("pm", ["data", *slow("pipeline", "mesh")], indirect=True)
 def test_a_part_of_the_batch_without_weight(pm: PartitionedModel) -> None:
     """It is 0 / 0 in the part, and no number to weigh the part by, which may have a sum: the step takes the loss of all rows."""
     x, target = labelled()

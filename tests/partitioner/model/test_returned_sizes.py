@@ -24,8 +24,8 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("devices", "mode"),
     [
-        (2, "pipeline"),
-        (2, "data"),
+        pytest.param(2, "pipeline", marks=pytest.mark.slow),
+        pytest.param(2, "data", marks=pytest.mark.slow),
         pytest.param(2, "tensor", marks=pytest.mark.slow),
         pytest.param(2, "fsdp", marks=pytest.mark.slow),
         (4, {"data": 2, "pipeline": 2}),

@@ -139,7 +139,8 @@ CONTRADICTED = ("plan.stages", "plan.n_microbatches", "plan.mesh", "plan.predict
 """Entries that others have to fit: where one of two is changed, either may be named."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "pipeline" else pytest.mark.slow) for name in PLANS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
 def test_every_edit_is_a_plan_or_named(name: str) -> None:
     case = made(name)
     found = list(parsed(case))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from partitioner import PartitionedModel, partition
 from passes.ir.comm.primitives import all_gather, all_reduce, reduce_scatter
+from tests.support.running.slow_values import slow
 
 functional = nn.functional
 Mode = str | Mapping[str, int]
@@ -112,8 +113,8 @@ def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> floa
     [
         ("layers", 2, "data", {}),
         pytest.param("layers", 4, {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
-        ("layers", 3, "zero2", {"recompute": "full"}),
-        ("views", 2, "fsdp", {"recompute": "full"}),
+        pytest.param("layers", 3, "zero2", {"recompute": "full"}, marks=pytest.mark.slow),
+        pytest.param("views", 2, "fsdp", {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("views", 2, "data", {}, marks=pytest.mark.slow),
         pytest.param("views", 3, "zero1", {"recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param("views", 4, {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
@@ -134,7 +135,7 @@ def test_gradients_are_those_of_ddp(name: str, devices: int, mode: Mode, options
     ("devices", "mode", "options"),
     [
         (8, "data", {}),
-        (8, "fsdp", {}),
+        pytest.param(8, "fsdp", {}, marks=pytest.mark.slow),
         pytest.param(4, {"pipeline": 2, "data": 2}, {"n_microbatches": 4}, marks=pytest.mark.slow),
         pytest.param(4, {"pipeline": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
     ],
@@ -188,8 +189,8 @@ LATER = (64 * 64 + 64 * 6) / (64 * WIDTH + 64 * 64 + 64 * 6)
     ("mode", "recompute", "gathered", "n_gathers"),
     [
         ("fsdp", "full", 2 + 2 * LATER, 2),
-        ("zero1", "full", 2, 1),
-        ("zero2", "selective", 2, 1),
+        pytest.param("zero1", "full", 2, 1, marks=pytest.mark.slow),
+        pytest.param("zero2", "selective", 2, 1, marks=pytest.mark.slow),
         ("zero1", "none", 2, 1),
     ],
 )
@@ -204,7 +205,7 @@ def test_parameters_are_gathered_in_the_lower_precision(mode: str, recompute: st
     assert types == {GATHERED, SUMMED}
 
 
-@pytest.mark.parametrize("n_microbatches", [1, 4])
+@pytest.mark.parametrize("n_microbatches", [*slow(1), 4])
 def test_gradients_of_replicas_are_summed_in_float32_in_buckets(n_microbatches: int) -> None:
     sizes, messages, types = sent(stepped(perceptron(), 2, "data", n_microbatches=n_microbatches), 2)
     assert sizes == {"all_reduce": 2 * 4}

@@ -73,11 +73,11 @@ def messages(pm: PartitionedModel) -> list[tuple[str, torch.dtype, int]]:
 
 MODES: list[Any] = [
     (2, "data", {}),
-    (2, "fsdp", {"recompute": "full"}),
+    pytest.param(2, "fsdp", {"recompute": "full"}, marks=pytest.mark.slow),
     pytest.param(2, "fsdp", {"precision": None}, marks=pytest.mark.slow),
     pytest.param(2, "data", {"precision": None}, marks=pytest.mark.slow),
     pytest.param(2, "zero1", {}, marks=pytest.mark.slow),
-    (2, "zero2", {}),
+    pytest.param(2, "zero2", {}, marks=pytest.mark.slow),
     pytest.param(2, "fsdp", {"reduce_dtype": torch.float16}, marks=pytest.mark.slow),
 ]
 
@@ -102,7 +102,7 @@ def test_gradients_are_cast_summed_and_cast_back(devices: int, mode: Mode, optio
 @pytest.mark.parametrize(
     ("devices", "mode", "options"),
     [
-        (2, "data", {}),
+        pytest.param(2, "data", {}, marks=pytest.mark.slow),
         (2, "fsdp", {}),
         pytest.param(4, {"data": 2, "fsdp": 2}, {}, marks=pytest.mark.slow),
         pytest.param(2, "data", {"n_microbatches": 2}, marks=pytest.mark.slow),
@@ -161,13 +161,19 @@ def test_the_plan_has_it() -> None:
     plan = Plan.from_json(pm.plan.to_json())
     assert plan == pm.plan
     assert plan.reduce_dtype == "bfloat16"
-    assert pm.plan.hash != partitioned(2, "fsdp", reduce_dtype=None).plan.hash
+    assert "in bfloat16, by reduce_dtype=" in pm.explain()
+
+
+@pytest.mark.slow
+def test_plans_of_other_devices_and_of_the_same_plan_have_it() -> None:
+    pm = partitioned(2, "fsdp")
+    plan = Plan.from_json(pm.plan.to_json())
+    other = partitioned(2, "fsdp", reduce_dtype=None)
+    assert pm.plan.hash != other.plan.hash
     assert pm.replan(4, "fsdp").plan.reduce_dtype == "bfloat16"
     again = step(partition(perceptron(), 2, plan=plan, example_inputs=(example()[0],), precision="bf16-mixed", progress=False))
     assert torch.bfloat16 in {dtype for name, dtype, _ in messages(again) if name == "reduce_scatter"}
-    text = pm.explain()
-    assert "in bfloat16, by reduce_dtype=" in text
-    assert "reduce_dtype" not in partitioned(2, "fsdp", reduce_dtype=None).explain()
+    assert "reduce_dtype" not in other.explain()
 
 
 @pytest.mark.parametrize(

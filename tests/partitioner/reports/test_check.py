@@ -187,13 +187,14 @@ def test_a_wrong_node_is_named() -> None:
     assert text.endswith("DIFFERENT: the partitioned model does not compute what the original computes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param("gpt", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        ("gpt", {"data": 2, "tensor": 2}),
         ("batch_norm_convolution", {"tensor": 2}),
-        pytest.param("batch_norm_convolution", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("group_norm_convolution", {"fsdp": 2, "pipeline": 2}, marks=pytest.mark.slow),
+        ("batch_norm_convolution", {"data": 2, "tensor": 2}),
+        ("group_norm_convolution", {"fsdp": 2, "pipeline": 2}),
     ],
 )
 def test_every_node_of_a_cut_model_is_compared(name: str, mesh: dict[str, int]) -> None:

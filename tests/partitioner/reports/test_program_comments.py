@@ -166,6 +166,7 @@ class Diamonds(Perceptron):
         return x
 
 
+@pytest.mark.slow
 def test_what_a_message_is_for_is_looked_for_at_each_node_once() -> None:
     pm = partition(Diamonds(), devices=2, mode="tensor", example_inputs=(torch.rand(4, 8),), progress=False)
     pm.train_step(torch.rand(4, 8), target=torch.rand(4, 8), loss_fn=nn.functional.mse_loss)

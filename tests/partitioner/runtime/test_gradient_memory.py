@@ -47,7 +47,7 @@ def plain() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"plain": plain, "one gradient": OneGradient, "expanded gradient": ExpandedGradient}
 
 
-@pytest.mark.parametrize("mode", ["pipeline", *slow({"data": 2, "pipeline": 1}), {"fsdp": 2, "pipeline": 1}])
+@pytest.mark.parametrize("mode", ["pipeline", *slow({"data": 2, "pipeline": 1}, {"fsdp": 2, "pipeline": 1})])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_microbatches_add_up(name: str, mode: str | dict[str, int]) -> None:
     torch.manual_seed(0)

@@ -100,6 +100,7 @@ def test_a_step_that_fails_ends_its_ranges() -> None:
     assert events["behind"].time_range.start >= events["train_step of rank 1"].time_range.end
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_processes(workers: Callable[[int], Workers]) -> None:

@@ -84,7 +84,7 @@ def test_one_stage_a_rank_runs_as_torch_runs(name: str, kind: type) -> None:
     assert n_compared >= 18
 
 
-@pytest.mark.parametrize("stages_per_rank", [2, 3])
+@pytest.mark.parametrize("stages_per_rank", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_interleaved_order_is_torchs_where_ranks_divide_microbatches(stages_per_rank: int) -> None:
     n_compared = 0
     for n_ranks, n_microbatches, ours, theirs in _accepted("Interleaved1F1B", ScheduleInterleaved1F1B, stages_per_rank):

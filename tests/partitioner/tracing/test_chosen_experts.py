@@ -216,7 +216,7 @@ def assigned(model: Mixture, x: Tensor, chosen: Tensor, _: Tensor, __: Tensor) -
     ("loop", "said"),
     [
         pytest.param(by_number, "something else for its last expert than for its first", marks=pytest.mark.slow),
-        (some, "visits 2 of 4 experts"),
+        pytest.param(some, "visits 2 of 4 experts", marks=pytest.mark.slow),
         pytest.param(slices, "without alike experts in a ModuleList", marks=pytest.mark.slow),
         (padding, "without alike experts in a ModuleList"),
         pytest.param(means, "mixes the tokens of an expert", marks=pytest.mark.slow),

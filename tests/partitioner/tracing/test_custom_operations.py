@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import ConfigError, partition
+from tests.support.running.slow_values import slow
 
 
 @torch.library.custom_op("tests::product", mutates_args=())
@@ -46,7 +47,7 @@ class Model(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("mode", ["model", "data", "fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize("mode", [*slow("model", "data"), "fsdp", "tensor", "pipeline"])
 def test_a_registered_backward_is_that_of_the_model(mode: str) -> None:
     """One keyword is called as an argument of those that write programs."""
     torch.manual_seed(0)

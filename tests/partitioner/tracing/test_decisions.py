@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from partitioner import partition
 from passes.ir.errors import ConfigError, TraceError
+from tests.support.running.slow_values import slow
 
 STEP = 0
 RNG = random.Random(3)
@@ -101,7 +102,7 @@ DRAWS: dict[str, tuple[Callable[[Model], Any], str]] = {
 @pytest.mark.parametrize(
     ("source", "use"),
     [
-        *(pytest.param(source, "branch", marks=() if source in ("rare", "numpy_held", "clock") else pytest.mark.slow) for source in DRAWS),
+        *(pytest.param(source, "branch", marks=() if source in ("numpy_held", "clock") else pytest.mark.slow) for source in DRAWS),
         *(pytest.param(source, "factor", marks=() if source == "permutation" else pytest.mark.slow) for source in DRAWS),
     ],
 )
@@ -176,7 +177,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "STEP", 0)
 
 
-@pytest.mark.parametrize("state", [pytest.param(each, marks=() if each in ("global", "object") else pytest.mark.slow) for each in STATES])
+@pytest.mark.parametrize("state", [pytest.param(each, marks=() if each == "global" else pytest.mark.slow) for each in STATES])
 def test_state_of_the_program_that_changes_is_refused_by_name(state: str) -> None:
     ask, change, name = STATES[state]
     model = AsksWithoutAttribute(ask)
@@ -253,7 +254,7 @@ class LayerDrop(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand([]), lambda: torch.rand(()).item()])
+@pytest.mark.parametrize("draw", [*slow(random.random), np.random.rand, lambda: torch.rand([]), *slow(lambda: torch.rand(()).item())])
 def test_layer_drop(draw: Callable[[], Any]) -> None:
     with pytest.raises(TraceError):
         partitioned(LayerDrop(0.05, draw))

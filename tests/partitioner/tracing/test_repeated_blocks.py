@@ -497,7 +497,7 @@ class Images(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", [*slow("cpu"), "meta"])
 def test_copies_store_their_results_as_their_template_does(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args = Images().to(device), (torch.zeros(2, 12, 12, 3, device=device),)
     exported: list[int] = []

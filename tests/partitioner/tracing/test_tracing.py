@@ -378,7 +378,7 @@ class Stateful(nn.Module):
         return self.dropout(self.frozen(self.norm(x)))
 
 
-@pytest.mark.parametrize("training", [None, True, False])
+@pytest.mark.parametrize("training", [pytest.param(None, marks=pytest.mark.slow), True, False])
 def test_the_model_is_left_as_it_was(training: bool | None) -> None:
     model = Stateful()
     seen, kept, attributes = model.seen, model.kept, set(vars(model))

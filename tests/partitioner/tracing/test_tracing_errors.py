@@ -468,9 +468,14 @@ CARRIED: dict[Callable[[Any, Tensor], Any], str] = {
     warms_up_by_a_list: "history",
     keeps_the_first_rows: "table",
 }
+QUICK = (counts_and_reads, averages, averages_in_a_list, counts_in_a_dict, begins, switches, keeps_the_first_rows)
 
 
-@pytest.mark.parametrize(("does", "name"), CARRIED.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("does", "name"),
+    [pytest.param(*each, marks=() if each[0] in QUICK else pytest.mark.slow) for each in CARRIED.items()],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_what_a_call_leaves_for_the_next_in_an_attribute_is_refused(does: Callable[[Any, Tensor], Any], name: str) -> None:
     model = _Carries(does)
     with pytest.raises(TraceError, match=f"changes {name} in its forward") as caught:

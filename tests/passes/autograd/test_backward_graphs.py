@@ -17,6 +17,7 @@ from passes.autograd.staged_model import Differentiation, cut_stages
 from passes.pipeline import differentiate_stages
 from passes.stages.split import StageGraph
 from tests.support.running.programs import even_plan
+from tests.support.running.slow_values import all_but
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 CPU = torch.device("cpu")
@@ -151,7 +152,8 @@ class TestAgainstAutograd:
     @each_pair(
         *("attention-none", "attention-selective", "attention-full", "batch_norm-none", "batch_norm-selective"),
         *("convolution-none", "convolution-selective", "convolution-full", "dropout-selective", "dropout-full"),
-        *("partly-none", "partly-full", "slice_writes-none", "slice_writes-selective", "slice_writes-full"),
+        *("partly-none", "partly-selective", "partly-full", "slice_writes-none", "slice_writes-selective", "slice_writes-full"),
+        *("two_biases-none", "two_biases-selective"),
     )
     def test_whole_backward(self, name: str, recompute: Recompute) -> None:
         built = build(name, recompute)
@@ -165,7 +167,9 @@ class TestAgainstAutograd:
         check(built, {**named, **dict(zip(training.parameters_with_gradient, of_parameters, strict=True))})
 
     @each_pair(
-        *("attention-selective", "attention-full", "convolution-none", "partly-selective", "slice_writes-selective", "slice_writes-full")
+        *("attention-none", "attention-selective", "attention-full", "batch_norm-none", "batch_norm-full", "convolution-none"),
+        *("convolution-selective", "dropout-none", "partly-selective", "slice_writes-selective", "slice_writes-full"),
+        *("two_biases-none", "two_biases-full"),
     )
     def test_two_halves(self, name: str, recompute: Recompute) -> None:
         built = build(name, recompute)
@@ -180,7 +184,7 @@ class TestAgainstAutograd:
         check(built, {**named, **dict(zip(training.parameters_with_gradient, of_parameters, strict=True))})
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "attention" else ()) for name in MODELS])
+@pytest.mark.parametrize("name", all_but(["batch_norm", "dropout", "partly"], MODELS))
 def test_parameter_gradients_own_their_memory(name: str) -> None:
     built = build(name, "none")
     _, saved = built.forward()

@@ -79,7 +79,8 @@ def n_parameter_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) * ELEMENT
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 4])
 def test_a_megatron_block_reduces_twice_forward_and_twice_backward(depth: int) -> None:
     """Behind attention and behind the feed-forward layer; backward in front of them. Each moves the residual stream."""
     for found in step_of(*blocks(depth), "tensor", 2):
@@ -149,7 +150,7 @@ class GroupedBlock(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("writing", ["heads", "groups", "repeated"])
+@pytest.mark.parametrize("writing", [*slow("heads"), "groups", *slow("repeated")])
 @pytest.mark.parametrize("pinned", [("ffn",), *slow(("heads", "ffn"))], ids=str)
 def test_grouped_queries_are_where_their_keys_are(writing: str, pinned: tuple[str, ...]) -> None:
     """Heads of queries and of keys are cut together, whatever they are written like, and whatever else is pinned."""
@@ -179,7 +180,7 @@ class FusedBlock(nn.Module):
         return result
 
 
-@pytest.mark.parametrize(("key_heads", "queries"), [(2, 3), (4, 3), (2, 2)])
+@pytest.mark.parametrize(("key_heads", "queries"), [(2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 3), (2, 2)))])
 def test_heads_of_fused_projections_are_those_of_their_keys(key_heads: int, queries: int) -> None:
     """The weight has (3, 8) blocks of queries where attention has (8, 3): every third head is not a group of three."""
     torch.manual_seed(0)

@@ -105,6 +105,7 @@ def partitioned(case: Case, **arguments: Any) -> PartitionedModel:
     return partition(instance.model, example_inputs=instance.args, mode="pipeline", n_microbatches=2, progress=False, **arguments)
 
 
+@pytest.mark.slow
 def test_equal_partitions_print_equal_programs() -> None:
     first, second = (partitioned(TIED, devices=2, schedule="ZB1P") for _ in range(2))
     assert [graph.code for graph in first.graphs] == [graph.code for graph in second.graphs]
@@ -163,7 +164,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize(("case", "mode"), [(TIED, "pipeline"), (CHAIN, "tensor")])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_text_computes_what_the_program_computes(rank: int, case: Case, mode: str) -> None:
     """The printed text is run as Python and compared with the graph run by fx."""
     instance = case.build()

@@ -65,7 +65,7 @@ def test_three_copies_stay_and_one_stands_for_the_rest() -> None:
     assert stays | stood_for == names
 
 
-@pytest.mark.parametrize("unlike", [*slow(1), 3, 5])
+@pytest.mark.parametrize("unlike", [*slow(1), 3, *slow(5)])
 def test_an_unlike_block_ends_a_run(unlike: int) -> None:
     folded = fold_repeats(traced(unlike))
     assert folded.n_copies in (1, max(unlike, BLOCKS - 1 - unlike) - 2)

@@ -161,6 +161,7 @@ def test_what_is_taken_is_new_memory() -> None:
 # -- over ranks --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(readings(), st.integers(0, 2))
 def test_a_halo_exchange_is_gathering_and_taking(reading: Reading, dim: int) -> None:
     x = whole_of(sum(reading.owned), dim)

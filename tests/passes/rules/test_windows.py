@@ -152,6 +152,7 @@ def test_parts_read_what_they_depend_on(case: Windowed) -> None:
                 assert runs == truth, (start, stop)
 
 
+@pytest.mark.slow
 def test_the_table_has_every_kind_of_border() -> None:
     borders = {window.reach.border for case in CASES for window in case.loops.windows}
     assert borders == {"fill", "clamp", "replicate", "reflect", "circular"}

@@ -140,6 +140,7 @@ def test_frozen_copies_have_the_parameters_that_they_name() -> None:
     assert not cases.frozen_counts()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_frozen_copies_in_processes(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(cases.frozen_counts, timeout=110) == [[], []]

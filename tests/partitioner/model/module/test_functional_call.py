@@ -16,20 +16,21 @@ from tests.support.processes.processes import Workers
 from tests.support.running.slow_values import slow
 
 
-@pytest.mark.parametrize("names", [None, SOME], ids=["all", "some"])
+@pytest.mark.parametrize("names", [*slow(None), SOME], ids=["all", "some"])
 @pytest.mark.parametrize("training", [True, *slow(False)])
 @pytest.mark.parametrize("mode", ["fsdp", *slow("data", "tensor", "pipeline", {"data": 2, "tensor": 2})], ids=str)
 def test_in_one_process(mode: Mode, training: bool, names: tuple[str, ...] | None) -> None:
     difference(mode, training=training, names=names)
 
 
-@pytest.mark.parametrize("mode", ["tensor", *slow("fsdp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "fsdp"])
 @pytest.mark.usefixtures("devices_apart")
 def test_parts_on_several_devices(mode: Mode) -> None:
     difference(mode, training=True)
 
 
-@pytest.mark.parametrize("trained_first", [True, False])
+@pytest.mark.parametrize("trained_first", [True, *slow(False)])
 def test_in_other_modes_than_it_was_partitioned_in(trained_first: bool) -> None:
     """What is written to in one of the modes alone, the running statistics, is that of the caller."""
     model, pm, x = pair("data", training=trained_first)

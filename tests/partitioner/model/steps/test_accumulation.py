@@ -79,10 +79,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[l
         ("data", 2, True),
         pytest.param({"data": 2, "tensor": 2}, 4, False, id="data2-tensor2-False", marks=pytest.mark.slow),
         pytest.param({"data": 2, "tensor": 2}, 4, True, id="data2-tensor2-True", marks=pytest.mark.slow),
-        ("fsdp", 2, False),
+        pytest.param("fsdp", 2, False, marks=pytest.mark.slow),
         pytest.param("fsdp", 2, True, marks=pytest.mark.slow),
         pytest.param({"data": 2, "pipeline": 2}, 4, False, id="data2-pipeline2-False", marks=pytest.mark.slow),
-        pytest.param({"data": 2, "pipeline": 2}, 4, True, id="data2-pipeline2-True"),
+        pytest.param({"data": 2, "pipeline": 2}, 4, True, id="data2-pipeline2-True", marks=pytest.mark.slow),
     ],
 )
 def test_is_the_gradient_of_all_batches(mode: str | Mapping[str, int], devices: int, by_backward: bool) -> None:

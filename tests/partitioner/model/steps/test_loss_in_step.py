@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from partitioner import PartitionedModel, partition
 from passes.ir.errors import ConfigError, PartitionWarning
-from tests.support.running.slow_values import all_but, slow
+from tests.support.running.slow_values import all_but
 
 ROWS, WIDTH, CLASSES = 8, 8, 3
 READS = "the loop reads a result besides the loss"
@@ -109,7 +109,8 @@ def test_accumulated_steps_have_the_gradients_of_the_model(mesh: str) -> None:
     assert "BF" in orders[0]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", *slow("Interleaved1F1B", "ZB1P", "ZBV", "DualPipeV")])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZB1P", "ZBV", "DualPipeV"])
 def test_every_schedule_is_run(schedule: str) -> None:
     model = Classifier()
     pm = partitioned(copy.deepcopy(model), schedule=schedule)
@@ -197,6 +198,7 @@ def test_a_result_that_is_read_is_that_of_the_call_and_differentiable() -> None:
         check_gradients(pm, model)
 
 
+@pytest.mark.slow
 def test_results_that_a_loop_keeps_are_computed_before_anything_changes() -> None:
     model = Classifier()
     pm = partitioned(copy.deepcopy(model))
@@ -252,6 +254,7 @@ def test_what_cannot_be_exact_runs_all_forwards_first_and_says_why() -> None:
         pm(x, labels=labels)["loss"].backward(create_graph=True)
 
 
+@pytest.mark.slow
 def test_calls_that_train_nothing_are_as_before() -> None:
     pm = partitioned(Classifier())
     x, labels = batch()

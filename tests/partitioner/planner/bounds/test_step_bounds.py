@@ -24,6 +24,7 @@ from partitioner.schedules.clocks.step_clock import step_clock
 from partitioner.schedules.kind import Awaiting, in_flight_while_awaiting, peak_in_flight
 from passes.ir.schedule import ActionKind, Schedule
 from tests.support.planning.peak_activation import peak_activation
+from tests.support.running.slow_values import slow
 
 NAMES = tuple((name, kind.default_stages_per_rank) for name, kind in SCHEDULES.items())
 
@@ -175,7 +176,7 @@ def searched(case: Case) -> tuple[float, Floats, TimeFractions]:
     return best, case.halves.sum(axis=0).min(axis=1), shares
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *slow(1, 2, 3)])
 def test_no_cuts_beat_the_bounds_and_the_search_finds_the_best(block: int) -> None:
     for seed in range(block * 15, block * 15 + 15):
         case = some_case(seed)
@@ -185,7 +186,7 @@ def test_no_cuts_beat_the_bounds_and_the_search_finds_the_best(block: int) -> No
         assert least_step(candidate, case.n_ranks, float(whole.sum()), *loads, shares) <= best * (1 + 1e-6), seed
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *slow(1, 2, 3)])
 def test_no_cuts_of_stages_that_ranks_share_beat_the_bounds_either(block: int) -> None:
     for seed in range(block * 25, block * 25 + 25):
         case = some_case(seed, shared=True)
@@ -195,7 +196,7 @@ def test_no_cuts_of_stages_that_ranks_share_beat_the_bounds_either(block: int) -
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *slow(1, 2, 3)])
 def test_no_cuts_beat_the_bounds_wherever_ranks_exchange(block: int, shared: bool) -> None:
     """The bound knows how much all stages exchange together; some units do much of it, others nothing."""
     for seed in range(block * 25, block * 25 + 25):
@@ -216,7 +217,7 @@ def test_no_cuts_beat_the_bounds_wherever_ranks_exchange(block: int, shared: boo
         assert bound <= best * (1 + 1e-6), seed
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *slow(1, 2, 3)])
 def test_no_cuts_into_stages_of_unlike_kinds_beat_the_bounds_and_the_search_finds_the_best(block: int) -> None:
     fit = limited = 0
     for seed in range(block * 25, block * 25 + 25):
@@ -262,7 +263,7 @@ def on_a_v(name: str, n_ranks: int, count: int, halves: Floats) -> float:
     return step_clock(name, n_ranks, count, 2).makespan(forward, inputs, weights, nothing, nothing)
 
 
-@pytest.mark.parametrize("name", ["ZBV", "DualPipeV"])
+@pytest.mark.parametrize("name", ["ZBV", *slow("DualPipeV")])
 def test_no_stages_on_a_v_beat_the_mean_of_paths(name: str) -> None:
     """Whatever their times: alike, at random, or most of them in few stages."""
     draw = np.random.default_rng(0)

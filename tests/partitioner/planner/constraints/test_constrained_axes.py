@@ -19,7 +19,6 @@ from passes.ir.comm import primitives as communication
 from passes.ir.errors import ConfigError
 from tests.support.models.attention.gpt import Block
 from tests.support.models.zoo import case_named
-from tests.support.running.slow_values import slow
 from tests.support.running.transparency import first_difference, make_partitioned
 
 WIDTH, LENGTH = 12, 6
@@ -172,7 +171,8 @@ def test_columns_are_made_and_rows_are_summed(devices: int) -> None:
         assert shape_of(pm, f"layers.{layer}.mlp.down_proj.weight") == (WIDTH, own)
 
 
-@pytest.mark.parametrize("style", ["rowwise", *slow("embedding_rowwise")])
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["rowwise", "embedding_rowwise"])
 def test_the_rows_of_an_embedding_are_its_words(style: str) -> None:
     assert shape_of(llama({"embed_tokens": style}), "embed_tokens.weight") == (5, WIDTH)
 

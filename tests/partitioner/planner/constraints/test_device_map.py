@@ -91,9 +91,11 @@ def check_training(model: nn.Module, x: Tensor, pm: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "device_map", "count", "options", "own"),
     [
-        (Decoder, MAP, 2, {}, ""),
+        pytest.param(Decoder, MAP, 2, {}, "", marks=pytest.mark.slow),
         (projected, MAP, 2, {}, ""),
-        (lambda: Decoder(bias=True), MAP, 2, {"mode": "pipeline", "n_microbatches": 4}, ", and head.bias"),
+        pytest.param(
+            lambda: Decoder(bias=True), MAP, 2, {"mode": "pipeline", "n_microbatches": 4}, ", and head.bias", marks=pytest.mark.slow
+        ),
         (Decoder, THREE, 3, {"mode": "pipeline", "n_microbatches": 4}, ""),
     ],
     ids=["model", "projection", "bias", "three"],
@@ -120,7 +122,7 @@ def test_a_schedule_that_returns_to_the_first_rank_keeps_the_entry() -> None:
     check_training(model, x, pm)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_module_without_parameters_runs_where_it_is_called(rank: int) -> None:
     torch.manual_seed(0)
     model = Decoder().double()

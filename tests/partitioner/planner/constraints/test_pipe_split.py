@@ -43,7 +43,7 @@ def stages(*starts: int) -> list[list[str]]:
     return [[f"layers.{index}" for index in range(start, end)] for start, end in zip(starts, ends, strict=True)]
 
 
-@pytest.mark.parametrize("mode", ["pipeline", "model"])
+@pytest.mark.parametrize("mode", ["pipeline", *slow("model")])
 @pytest.mark.parametrize(
     ("marks", "starts"),
     [

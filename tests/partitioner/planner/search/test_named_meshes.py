@@ -110,13 +110,13 @@ def best_plan(given: Instance, mesh: Mesh) -> Plan | None:
     return plan
 
 
-@pytest.mark.parametrize("seed", all_but(set(range(16)) - {2, 11}, range(70)))
+@pytest.mark.parametrize("seed", all_but((0, 1, 3, 4, 7, 10, 13, 14, 15), range(70)))
 def test_the_plan_is_the_best_of_all_cuts(seed: int) -> None:
     given, mesh = with_stages(seed)
     best_plan(given, mesh)
 
 
-@pytest.mark.parametrize("seed", all_but((0, 1, 5, 8), range(40)))
+@pytest.mark.parametrize("seed", all_but((0, 8), range(40)))
 def test_the_plan_is_the_best_of_all_cuts_of_stages_that_ranks_share(seed: int) -> None:
     draw = random.Random(seed)
     given, shapes = next(found for found in map(with_shapes, itertools.count(seed, 1000)) if found[1])

@@ -84,6 +84,7 @@ def test_the_choice_is_said_kept_and_trains_as_the_model() -> None:
         torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train_step\\(\\) fits:partitioner.PartitionWarning")
 def test_ranks_with_several_stages_keep_what_fits() -> None:
     """Gradients are those of the model, and ranks recompute less than all."""

@@ -16,7 +16,7 @@ def assert_gap_holds(limited: Plan, whole: Plan) -> None:
     assert whole.step_time >= limited.step_time * (1 - limited.gap) * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("mode", ["tensor", "tile"])
+@pytest.mark.parametrize("mode", ["tensor", pytest.param("tile", marks=pytest.mark.slow)])
 def test_axes_that_were_not_priced(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_mesh, "_MOST_OPERATIONS", 10**9)
     whole = plan_of(MODEL, MODES[mode], CLUSTER)
@@ -26,7 +26,7 @@ def test_axes_that_were_not_priced(mode: str, monkeypatch: pytest.MonkeyPatch) -
     assert_gap_holds(limited, whole)
 
 
-@pytest.mark.parametrize("limit", ["_MOST_UNITS", "_MOST_RUNS"])
+@pytest.mark.parametrize("limit", [pytest.param("_MOST_UNITS", marks=pytest.mark.slow), "_MOST_RUNS"])
 def test_meshes_that_were_not_opened(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = plan_of(MODEL, "auto", CLUSTER)
     monkeypatch.setattr(best_first, limit, 1)

@@ -167,7 +167,7 @@ def test_work_is_cut_whatever_the_batch(rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["perceptron", "group_norm_convolution", *slow("gpt", "llama", "resnet")])
-@pytest.mark.parametrize("count", [3, 4, 8])
+@pytest.mark.parametrize("count", [3, *slow(4, 8)])
 def test_choices_for_more_ranks_are_those_among_the_axes_that_are_long_enough(name: str, count: int) -> None:
     """The layouts for two ranks, without what is too short: those that are enumerated for more ranks, and the same choice."""
     instance = case_named(name).build()

@@ -53,6 +53,7 @@ def test_no_other_choice_that_fits_takes_less_time(seed: int) -> None:
         assert found.spare == min(limit - memory(regions, found.choice, counts) for counts, limit in limits)
 
 
+@pytest.mark.slow
 def test_a_long_chain_of_equal_blocks_is_quick() -> None:
     block = RegionCosts((1.0, 1.3), (40.0, 4.0), (20.0, 56.0), 5.0)
     found = cheapest_policies([block] * 200, [([4] * 200, 20_000.0), ([3] * 200, 21_000.0)])

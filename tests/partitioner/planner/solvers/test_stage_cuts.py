@@ -276,7 +276,7 @@ def best_by_brute_force(problem: StageProblem, slack: float = 0.0) -> tuple[floa
     return best, min(near, key=lambda starts: (price(problem, starts), starts))
 
 
-@pytest.mark.parametrize("make", [random_problem, unlike_problem])
+@pytest.mark.parametrize("make", [random_problem, *slow(unlike_problem)])
 @pytest.mark.parametrize("block", all_but((0,), range(10)))
 def test_one_stage_a_rank_equals_brute_force(block: int, make: MakeProblem) -> None:
     solvable = 0
@@ -292,7 +292,7 @@ def test_one_stage_a_rank_equals_brute_force(block: int, make: MakeProblem) -> N
     assert solvable > 20
 
 
-@pytest.mark.parametrize("make", [random_problem, unlike_problem])
+@pytest.mark.parametrize("make", [*slow(random_problem), unlike_problem])
 @pytest.mark.parametrize("block", all_but((3,), range(4)))
 def test_several_stages_a_rank_equal_brute_force(block: int, make: MakeProblem) -> None:
     solvable = together = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,17 +16,22 @@ from passes.ir.comm.primitives import COLLECTIVES, halo_add, halo_exchange, rece
 from passes.ir.program import Program
 from tests.support.models.zoo import case_named
 from tests.support.running.programs import programs
-from tests.support.running.slow_values import all_but
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "ZBV", "DualPipeV")
+QUICK = (("branches", "1F1B"), ("shared_layer", "DualPipeV"))
 
 
 def step_programs(name: str, schedule: str, n_ranks: int, n_microbatches: int = 4) -> tuple[Program, ...]:
     return programs(case_named(name), schedule, n_ranks, n_microbatches)["train_step"]
 
 
-@pytest.mark.parametrize("schedule", all_but(["1F1B", "DualPipeV"], SCHEDULES))
-@pytest.mark.parametrize("name", ["branches", "shared_layer"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(("branches", "shared_layer"), SCHEDULES)
+    ],
+)
 def test_what_an_arrival_shows_is_true(name: str, schedule: str) -> None:
     ranks = step_programs(name, schedule, 3)
     shown = [arrivals_shown(ranks, rank) for rank in range(3)]

@@ -171,7 +171,7 @@ def test_what_a_constructor_computes_is_asked_for_by_name() -> None:
     torch.testing.assert_close(pm(x), reference(x))
 
 
-@pytest.mark.parametrize("how", ["initialize", "load_state_dict"])
+@pytest.mark.parametrize("how", ["initialize", pytest.param("load_state_dict", marks=pytest.mark.slow)])
 def test_what_a_constructor_computes_of_arguments_that_it_keeps_is_computed(how: str) -> None:
     pm, reference = on_two(lambda: Rotary(50, keeps=True), "tensor", 4), Rotary(50, keeps=True).double()
     if how == "initialize":

@@ -82,7 +82,7 @@ def test_all_ranks_in_one_process_have_the_parameters_of_the_model(mode: Mode) -
             assert bool((part == 0.5).all()), name
 
 
-@pytest.mark.parametrize("name", [*slow("Adafactor", "LBFGS"), "Muon", "clip_grad_norm_"])
+@pytest.mark.parametrize("name", [*slow("Adafactor", "LBFGS", "Muon"), "clip_grad_norm_"])
 @pytest.mark.parametrize(("mode", "devices"), [("tensor", 2), pytest.param({"fsdp": 2, "tensor": 2}, 4, marks=pytest.mark.slow)], ids=str)
 def test_optimizers_of_whole_matrices(mode: Mode, devices: int, name: str) -> None:
     """Muon computes in bfloat16: what rounding leaves of a gradient becomes a rounding of that."""
@@ -96,7 +96,7 @@ def test_optimizers_of_whole_matrices(mode: Mode, devices: int, name: str) -> No
     assert difference_after(fresh(mode, devices), kinds[name], steps=2, max_norm=max_norm) < (1e-3 if name == "Muon" else 1e-11)
 
 
-@pytest.mark.parametrize("mode", ["tensor", "data"])
+@pytest.mark.parametrize("mode", [*slow("tensor"), "data"])
 def test_values_may_be_replaced_by_way_of_data(mode: Mode) -> None:
     """As ``nn.utils.vector_to_parameters`` does: programs read the new memory."""
     pm, reference = fresh(mode, 2), model()

@@ -87,6 +87,7 @@ def test_what_processes_will_communicate_is_known_in_one() -> None:
     assert "15 sharded parameters, each updated whole by its owner" in str(plan)
 
 
+@pytest.mark.slow
 def test_a_group_is_added_later() -> None:
     pm, reference = fresh("fsdp", 2), model()
     for module, make in ((pm, OwnerOptimizer), (reference, cases.on_the_model)):

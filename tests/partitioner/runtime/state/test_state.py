@@ -156,7 +156,7 @@ def momentum(module: nn.Module) -> Optimizer:
     ("saved", "loaded", "words"),
     [
         (adamw, sgd, "class SGD: the options of its group 0 lack dampening, momentum, nesterov"),
-        (momentum, adamw, "class AdamW: the options of its group 0 lack amsgrad, betas, eps"),
+        pytest.param(momentum, adamw, "class AdamW: the options of its group 0 lack amsgrad, betas, eps", marks=pytest.mark.slow),
         (adamw, lambda module: torch.optim.Adam(module.parameters()), "decoupled_weight_decay of its group 0 is True, and here False"),
         (adamw, lambda module: torch.optim.Adamax(module.parameters()), "the state of up.weight lacks exp_inf"),
         (adamw, adafactor, "class Adafactor: the options of its group 0 lack beta2_decay, d"),

@@ -106,11 +106,9 @@ def trained() -> tuple[PartitionedModel, Optimizer, nn.Module, Optimizer]:
 @pytest.mark.parametrize(
     "options",
     [
-        *slow(StateDictOptions()),
-        StateDictOptions(full_state_dict=True),
-        *slow(StateDictOptions(full_state_dict=True, cpu_offload=True)),
+        *slow(StateDictOptions(), StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, cpu_offload=True)),
         StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True),
-        StateDictOptions(ignore_frozen_params=True),
+        *slow(StateDictOptions(ignore_frozen_params=True)),
     ],
     ids=str,
 )
@@ -219,6 +217,7 @@ def test_safetensors(trained: tuple[PartitionedModel, Optimizer, nn.Module, Opti
     assert equal(pm.state_dict(), loaded)
 
 
+@pytest.mark.slow
 def test_parts_on_several_devices(devices_apart: None) -> None:
     """Parts of one parameter have one name: the state of each is a part of the same whole."""
     whole = model()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from partitioner import partition
 from partitioner.tracing.trace import trace
 from passes.ir.graph import Output
+from tests.support.running.slow_values import all_but
 
 KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "diagonal": lambda x: x.diagonal(dim1=1, dim2=2),
@@ -113,7 +114,7 @@ def test_microbatches_of_such_operations_give_the_numbers_of_the_batch() -> None
     torch.testing.assert_close(pm(x), model(x), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "einsum_over_rows" else ()) for name in TOTALS])
+@pytest.mark.parametrize("name", all_but(["counted_classes", "linear_in_means"], TOTALS))
 def test_microbatches_add_up(name: str) -> None:
     model = Between(TOTALS[name][1])
     x = torch.randn(4, 6, 6, dtype=torch.float64)

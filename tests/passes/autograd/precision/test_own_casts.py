@@ -56,7 +56,7 @@ def casts_of_forwards(pm: PartitionedModel) -> list[int]:
     ("mode", "options"),
     [
         ("pipeline", {"n_microbatches": 1}),
-        ("pipeline", {"n_microbatches": 1, "recompute": "full"}),
+        pytest.param("pipeline", {"n_microbatches": 1, "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("pipeline", {"n_microbatches": 1, "recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param("model", {}, marks=pytest.mark.slow),
     ],

@@ -18,6 +18,7 @@ from partitioner.tracing.trace import trace
 from passes.graph.schemas import bound_arguments
 from passes.ir.graph import ModelGraph
 from passes.normalize import causal_masks
+from tests.support.running.slow_values import slow
 from tests.support.running.traced import assert_equal_runs, run_model, run_traced
 
 LENGTH, WIDTH, HEADS = 6, 8, 2
@@ -87,7 +88,7 @@ def test_a_causal_mask_is_said_to_be_one(mask: Callable[[Tensor, Tensor], Tensor
     assert not any(node.target is aten.arange.default for node in graph.computing_nodes()), "what the mask alone read is gone"
 
 
-@pytest.mark.parametrize("mask", [CAUSAL["triangle"], OTHER["window"]])
+@pytest.mark.parametrize("mask", [CAUSAL["triangle"], *slow(OTHER["window"])])
 def test_lengths_that_were_open_in_the_trace(mask: Callable[[Tensor, Tensor], Tensor]) -> None:
     """They are numbers when masks are looked at, and yet sizes of a trace, not of Python."""
     model, x = Masked(mask).double(), torch.randn(4, LENGTH, WIDTH, dtype=torch.float64)
@@ -137,10 +138,11 @@ LATE: dict[str, Callable[[Tensor], Tensor]] = {
     "statistics": lambda x: torch.var_mean(torch.arange(x.shape[0]).double())[1] > 3,
     "sum": lambda x: torch.ones(x.shape[0]).sum(0) > 7,
 }
+QUICK = ("numbers", "first_of_more", "one_number", "product", "statistics", "sum", "sum_so_far")
 """True for late rows, or for large batches."""
 
 
-@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+@pytest.mark.parametrize("late", [pytest.param(LATE[name], marks=() if name in QUICK else pytest.mark.slow, id=name) for name in LATE])
 def test_a_mask_that_is_another_for_late_rows_or_large_batches_stays(late: Callable[[Tensor], Tensor]) -> None:
     """It is causal for small batches."""
 

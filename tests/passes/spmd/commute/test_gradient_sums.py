@@ -80,7 +80,8 @@ def test_gradients_of_copied_keys_are_those_of_their_projections() -> None:
     assert {name for name, over in after.varying.items() if over} == projections
 
 
-@pytest.mark.parametrize("mode", ["tensor", pytest.param({"data": 2, "tensor": 4}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", {"data": 2, "tensor": 4}], ids=str)
 def test_gradients_of_copied_keys_are_right(mode: str | dict[str, int]) -> None:
     model, x = grouped()
     constraints, devices = Constraints(axes={"heads": "tensor"}), 4 if mode == "tensor" else 8

@@ -101,8 +101,10 @@ def test_named_modules_are_regions_and_the_innermost_pattern_decides() -> None:
     ]
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("depth", [2, 6])  # six equal blocks are traced once
+@pytest.mark.parametrize(
+    ("depth", "use_reentrant"),
+    [(2, True), (2, False), pytest.param(6, True, marks=pytest.mark.slow), (6, False)],  # six equal blocks are traced once
+)
 def test_checkpoints_of_the_model_are_regions(*, use_reentrant: bool, depth: int) -> None:
     graph = graph_of(Blocks(functools.partial(checkpoint, use_reentrant=use_reentrant), depth))
     regions = named_regions(graph, ())
