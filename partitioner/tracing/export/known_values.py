@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.graph.schemas import bound_arguments
 from passes.ir.errors import TraceError
-from passes.ir.torch_private import OngoingTrace, OpOverload, answers_while_tracing, no_dispatch_modes, tree_map_only
+from passes.ir.torch_private import OngoingTrace, OpOverload, answers_while_tracing, is_wrapped, no_dispatch_modes, tree_map_only
 
 __all__ = ["known_values", "refuse_written_buffers"]
 
@@ -201,7 +201,7 @@ def _is_known(node: fx.Node) -> bool:
 def _storages(node: fx.Node) -> set[int]:
     value = node.meta.get("val")
     tensors = value if isinstance(value, list | tuple) else (value,)
-    return {StorageWeakRef(each.untyped_storage()).cdata for each in tensors if isinstance(each, Tensor)}
+    return {StorageWeakRef(each.untyped_storage()).cdata for each in tensors if isinstance(each, Tensor) and not is_wrapped(each)}
 
 
 def _written(node: fx.Node) -> set[int]:

@@ -68,7 +68,7 @@ def documents_written_out(q: Tensor, k: Tensor, v: Tensor, of: Tensor) -> Tensor
 
 
 PAIRS = [(scores, scores_written_out, 4), (grouped, grouped_written_out, 2), (documents, documents_written_out, 4)]
-QUICK = {(grouped, "tensor")}
+QUICK = {(documents, "tensor")}
 MODES: dict[str, dict[str, Any]] = {
     "pipeline": {"devices": 2, "mode": "pipeline", "n_microbatches": 2},
     "data": {"devices": 2, "mode": "data"},
