@@ -33,10 +33,14 @@ from torch import fx
 from partitioner.planner.solvers.stage_problem import Integers, Shared, Value
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.aliasing import aliasing, mutated_arguments
+from passes.graph.dependencies import parameter_values
+from passes.graph.schemas import packet
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 
 __all__ = ["CrossingValue", "CutPoints", "Expansion", "expansion_of", "find_cut_points"]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
     nodes = [node for node in graph.computing_nodes() if node.name not in replicable]
     position = {node.name: index for index, node in enumerate(nodes)}
     may_begin = [at is None or node.name in at for node in nodes]  # whether a unit may begin with the node
-    for first, last in (*_untransferable(graph, nodes, position), *_written_memory(graph, position), *_unread(graph, nodes)):
+    of_values = (*_untransferable(graph, nodes, position), *_written_memory(graph, position))
+    for first, last in (*of_values, *_unread(graph, nodes), *_of_parameters(graph, nodes)):
         may_begin[first + 1 : last + 1] = [False] * (last - first)
     units = _units(nodes, may_begin)
     unit_of = {name: index for index, unit in enumerate(units) for name in unit}
@@ -144,6 +149,23 @@ def _unread(graph: ModelGraph, nodes: Sequence[fx.Node]) -> Iterator[tuple[int, 
     for index, node in enumerate(nodes):
         if not (node.users or node.name in returned or mutated_arguments(node)) and len(nodes) > 1:
             yield (index, index + 1) if index + 1 < len(nodes) else (index - 1, index)
+
+
+def _of_parameters(graph: ModelGraph, nodes: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
+    """Yield the positions of each value of parameters alone, such as a cast, and of the call that follows, without other casts.
+
+    A stage would send the value in every microbatch, where the next stage can hold the parameter.
+    """
+    of_parameters = parameter_values(graph)
+    following = len(nodes) - 1  # the first call from here on that is neither a cast nor of parameters alone
+    for index in reversed(range(len(nodes))):
+        if nodes[index].name in of_parameters:
+            yield index, following
+        elif packet(nodes[index].target) not in _CASTS:
+            following = index
+
+
+_CASTS = frozenset({aten.to, aten._to_copy})  # noqa: SLF001  the operator's own name
 
 
 def _can_be_sent(node: fx.Node, batch: sympy.Symbol | None) -> bool:

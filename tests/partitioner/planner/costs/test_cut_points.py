@@ -19,7 +19,7 @@ from partitioner.planner.costs.cut_points import CutPoints, find_cut_points
 from partitioner.tracing.trace import trace
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.schemas import bound_arguments
-from passes.ir.graph import ModelGraph
+from passes.ir.graph import Autocast, ModelGraph
 from tests.support.models.zoo import case_named
 from tests.support.running.slow_values import slow
 
@@ -238,3 +238,11 @@ class Forgotten(nn.Module):
 def test_a_number_that_nobody_reads_is_no_unit_of_its_own() -> None:
     points = find_cut_points(trace(Forgotten().train(), (torch.zeros(2, 4),), {}))
     assert [[name.partition("_")[0] for name in unit] for unit in points.units] == [["rand", "linear"]] * 2 + [["rand", "linear", "rand"]]
+
+
+def test_casts_of_parameters_stay_with_the_calls_that_read_them() -> None:
+    """A stage would send the cast of a weight in every microbatch, where the next stage can hold the weight."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    points = find_cut_points(trace(model.train(), (torch.zeros(2, 4),), {}, autocast=Autocast("cpu", torch.bfloat16)))
+    units = [[name.partition("_")[0] for name in unit] for unit in points.units]
+    assert units == [["to", "to", "to", "linear"], ["relu"], ["to", "to", "linear"]]
