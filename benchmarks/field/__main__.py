@@ -7,6 +7,7 @@ python -m benchmarks.field --models Llama Qwen2   # parts of names
 tensor      bytes of tensor parallelism, parameters of a rank (``benchmarks.field.tensor``)
 data        bytes, messages and sums of data parallelism beside DistributedDataParallel and FSDP2 (``benchmarks.field.data``)
 memory      measured memory and time of recomputation (``benchmarks.field.memory``)
+published   plans of Llama 3.1 405B on 8,192 and 16,384 devices beside the published figures (``benchmarks.field.published``)
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.field import data, memory, tensor
+from benchmarks.field import data, memory, published, tensor
 
 __all__ = ["PARTS", "main"]
 
-PARTS: Mapping[str, Callable[[Sequence[str]], None]] = {"tensor": tensor.main, "data": data.main, "memory": memory.main}
+PARTS: Mapping[str, Callable[[Sequence[str]], None]] = {
+    "tensor": tensor.main,
+    "data": data.main,
+    "memory": memory.main,
+    "published": published.main,
+}
 """Name of a part -> the function that prints its tables, for models whose names contain one of the given words (none: all)."""
 
 
