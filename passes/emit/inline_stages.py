@@ -54,16 +54,23 @@ def _is_read_through(stage: StageCall) -> bool:
 
 
 def is_inlined(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> bool:
-    """Return whether a node calls a stage to inline: one that communicates or is tiled, or a backward whose gradients are reduced.
+    """Return whether a node calls a graph to inline: one that communicates or is tiled, or a backward whose gradients are reduced.
 
     Args:
-        all_stages: False: only backwards whose gradients are reduced.
+        all_stages: False: only backwards whose gradients are reduced, and what communicates once a step.
     """
     if node.op != "call_module":
         return False
     stage, section = module.get_submodule(str(node.target)), node.meta.get("section")
     is_backward = isinstance(section, Action) and section.kind is not ActionKind.FORWARD
-    return isinstance(stage, StageCall) and ((all_stages and _is_read_through(stage)) or (is_backward and _is_summed(node)))
+    if not isinstance(stage, StageCall):
+        return False
+    return (all_stages and _is_read_through(stage)) or _is_for_all(stage) or (is_backward and _is_summed(node))
+
+
+def _is_for_all(stage: StageCall) -> bool:
+    """Return whether a graph gathers or scatters for all microbatches: a call would wait where other stages compute."""
+    return any(node.meta.get(collectives.FOR_ALL) for node in stage.graph.graph.nodes)
 
 
 def _is_summed(node: fx.Node) -> bool:

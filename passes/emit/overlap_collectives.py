@@ -10,8 +10,9 @@
     ...                                     sums = wait(pending)             in front of its first reader
     store(sums)                             store(sums)
 
-At most two reductions are under way: what a third sends would be a third copy of gradients in memory, since a message is held until it is
-waited for. So the program waits for the first when the third has started.
+At most two reductions of a backward are under way: what a third sends would be a third copy of gradients in memory, since a message is held
+until it is waited for. So the program waits for the first when the third has started. Sums over all microbatches are sent from the memory
+in which they were added: the program waits for none of them before the end.
 
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
 activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
@@ -103,7 +104,7 @@ class _Order:
         if node in self._ahead:
             self.place(self._ahead[node])
         self.placed[node] = None
-        if node.target in _REDUCTIONS:
+        if node.target in _REDUCTIONS and not node.meta.get(FOR_ALL):
             self._wait_for_earlier(node)
         for start in self._starts.get(node, ()):
             self.place(start)

@@ -102,13 +102,13 @@ def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequen
 def seconds_once(problems: PipelineProblems, staged: StagedModel) -> float:
     """Return the seconds by which collectives before the first microbatch, and after the last, make a step longer.
 
-    A rank gathers the parameters of its stages from the start, in their order, and computes while it gathers; it scatters the gradients of
-    a stage after its last backward, while earlier stages compute theirs:
+    A rank gathers the parameters of its stages from the start, in their order; it scatters the gradients of a stage after its last
+    backward, while earlier stages compute theirs:
 
-        stage 0   gather ░░░░                              scatter ▒▒▒▒     both are waited for, but for the first forward
-                       forward ██████ ...     backward ██████
+        stage 0   gather ░░░░                              scatter ▒▒▒▒     both are waited for
+                         forward ████        backward ██████
         stage 1   gather ░░░░                      scatter ▒▒▒▒             hidden by the first forward and the last backward of stage 0
-                              forward ██████ backward ██████
+                              forward ████ backward ██████
     """
     times = problems.prices.times(problems.rows(staged.candidate))
     if not times.once.any():
@@ -121,7 +121,7 @@ def seconds_once(problems: PipelineProblems, staged: StagedModel) -> float:
     gathered, scattered = dict[tuple[int, ...], float](), dict[tuple[int, ...], float]()
     for stage, ranks in enumerate(staged.schedule.stage_ranks):
         gathered[ranks] = gathered.get(ranks, 0.0) + float(by_stage[0, stage])
-        late.append(gathered[ranks] - float(arrives[stage + 1]))
+        late.append(gathered[ranks] - float(arrives[stage]))
     for stage, ranks in reversed(tuple(enumerate(staged.schedule.stage_ranks))):
         scattered[ranks] = max(scattered.get(ranks, -math.inf), -float(returns[stage])) + float(by_stage[1, stage])
     return max(late) + max(0.0, *scattered.values())

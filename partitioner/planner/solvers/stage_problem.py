@@ -191,8 +191,11 @@ class TransientMemory:
         backward   backward(u) + gradients(u+1..j) - saved(u+1..j)
 
     and ``coalesced(i..j)``, at most ``coalesced_at_once``. Gradients reduced during the backward exist twice: ``gradients(u+1..j)`` is
-    added once more, at most ``summed`` bytes. That limit is applied to the maximum over u: an upper bound. A backward in two halves frees
-    nothing in the first: the second needs about as much. ``saved`` is then not subtracted.
+    added once more, at most ``summed`` bytes. That limit is applied to the maximum over u: an upper bound. Of a backward in two halves, the
+    first frees nothing, and has no gradients of parameters; the second frees what was saved while it computes these:
+
+        input half     backward(u) - gradients(u)
+        weight half    gradients(u..j) - saved(u+1..j)
 
     Attributes:
         forward, backward: (N,) bytes that a unit computes with, beyond the saved activations of it and of the units before it.
@@ -237,9 +240,14 @@ class TransientMemory:
 
     @cached_property
     def _peaks(self) -> Floats:
-        """(3, N) the terms in u of forward, backward, and backward with gradients twice; sums over ``u+1..j`` begin as ``-_sums`` at u."""
+        """(3, N) the terms in u of forward, backward, and backward with gradients twice; sums over ``u+1..j`` begin as ``-_sums`` at u.
+
+        Of a backward in two halves: of forward, input half and weight half.
+        """
         saved, gradients, _ = self._sums[:, 1:]
-        backward = self.backward - gradients + (0.0 if self.is_split else saved)
+        if self.is_split:
+            return np.stack([self.forward + saved, self.backward - self.gradients, self.gradients - gradients + saved])
+        backward = self.backward - gradients + saved
         return np.stack([self.forward + saved, backward, backward - gradients])
 
     def of_block(self, start: int, stop: int, width: int) -> Floats:
@@ -255,10 +263,13 @@ class TransientMemory:
 
     def _of_runs(self, highest: Floats, start: Integers, end: Integers) -> Floats:
         """Return the bytes of the runs ``start .. end - 1``: the terms in i and j, added to the maxima of ``_peaks`` over the run."""
-        forward, once, twice = highest
+        forward, first, second = highest
         saved, gradients, coalesced = self._sums
-        freed = 0.0 if self.is_split else saved[end]
-        backward = np.minimum(once + gradients[end] + self.summed, twice + 2 * gradients[end]) - freed
+        if self.is_split:
+            twice = np.minimum(gradients[end] - gradients[start], self.summed)
+            backward = np.maximum(first, second + gradients[end] + twice - saved[end])
+        else:
+            backward = np.minimum(first + gradients[end] + self.summed, second + 2 * gradients[end]) - saved[end]
         computing: Floats = np.maximum(np.maximum(forward - saved[end], backward), 0.0)
         weights: Floats = np.minimum(coalesced[end] - coalesced[start], self.coalesced_at_once)
         return computing + weights

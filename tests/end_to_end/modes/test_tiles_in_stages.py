@@ -49,6 +49,7 @@ def test_auto_where_memory_forces_it(limit: float) -> None:
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:train_step.. fits into the memory limit")
 @pytest.mark.parametrize("limit", [*slow(13.5, 13.0, 12.0, 11.0), 10.0])
 def test_what_fits_a_limit_is_simulated_within_it(limit: float) -> None:
     """Tiles with all weights, whose gradients are summed while the backward goes on, tiles that end at some depth, tiles in stages."""

@@ -265,7 +265,11 @@ def needed(working: TransientMemory, run: range) -> float:
     for unit in run:
         made, trained = (sum(column[unit + 1 : run.stop].tolist()) for column in (working.saved, working.gradients))
         moments.append(float(working.forward[unit]) - made)
-        moments.append(float(working.backward[unit]) + trained - (0.0 if working.is_split else made))
+        if working.is_split:
+            moments.append(float(working.backward[unit] - working.gradients[unit]))
+            moments.append(float(working.gradients[unit]) + trained - made)
+        else:
+            moments.append(float(working.backward[unit]) + trained - made)
     return max(moments) + min(float(working.coalesced[run.start : run.stop].sum()), working.coalesced_at_once)
 
 

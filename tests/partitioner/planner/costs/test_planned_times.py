@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, tuple[Mode, int, Mapping[str, Any]]] = {
     "cut state, pipeline, bfloat16 and float32": (
         {"zero1": 2, "pipeline": 4},
         8,
-        {"schedule": "Interleaved1F1B", "n_microbatches": 8, "precision": "bf16-mixed"},
+        {"schedule": "1F1B", "n_microbatches": 8, "precision": "bf16-mixed"},
     ),
 }
 

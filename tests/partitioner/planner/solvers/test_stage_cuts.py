@@ -183,11 +183,15 @@ def working_memory(working: TransientMemory | None, run: range) -> float:
     moments, once, twice = [0.0], list[float](), list[float]()
     for unit in run:
         behind = slice(unit + 1, run.stop)
-        given_back = 0.0 if working.is_split else working.saved[behind].sum()
-        moments.append(working.forward[unit] - working.saved[behind].sum())
-        trained = working.gradients[behind].sum()
-        once.append(working.backward[unit] + trained - given_back)
-        twice.append(once[-1] + trained)
+        given_back, trained = working.saved[behind].sum(), working.gradients[behind].sum()
+        moments.append(working.forward[unit] - given_back)
+        if working.is_split:
+            moments.append(working.backward[unit] - working.gradients[unit])
+            once.append(working.gradients[unit] + trained - given_back)
+            twice.append(once[-1] + working.gradients[run.start : run.stop].sum())
+        else:
+            once.append(working.backward[unit] + trained - given_back)
+            twice.append(once[-1] + trained)
     moments.append(min(max(once) + working.summed, max(twice)))
     return float(max(moments) + min(working.coalesced[run.start : run.stop].sum(), working.coalesced_at_once))
 
