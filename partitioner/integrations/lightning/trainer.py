@@ -319,7 +319,7 @@ class TrainerPartition(Processes):
                 callback.on_fit_start = functools.partial(self._summarize, callback)
 
     def _summarize(self, callback: Any, trainer: Any, module: Any) -> None:
-        """Run a summary of the model in one piece."""
+        """Run a summary of the unpartitioned model."""
         del callback.on_fit_start
         if not self._is_in:
             callback.on_fit_start(trainer, module)

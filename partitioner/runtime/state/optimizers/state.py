@@ -4,7 +4,7 @@
                                                     ├─>   {"state": {"up.weight": {"exp_avg": all 64 rows, ...}}, "param_groups": [...]}
     rank 1   exp_avg of rows 32 to 63              ─┘
 
-The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` of the model in one piece.
+The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` of the unpartitioned model.
 """
 
 from __future__ import annotations
