@@ -98,9 +98,10 @@ def test_parameters_that_a_recomputed_forward_needs_are_gathered_once_more() -> 
 
 @pytest.mark.slow
 def test_every_message_of_gradients_begins_anew() -> None:
-    """Four of them, where processors that move messages compute nothing meanwhile."""
+    """Four of them, where processors that move messages compute nothing meanwhile; a plan counts no overlap of two beginnings."""
     pm = over_a_slow_link(768, 4, "data", 1.0)
-    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE / 2)
+    simulated = pm.simulate().step_time
+    assert simulated <= pm.plan.step_time <= 1.09 * simulated
 
 
 def test_gradients_that_are_larger_than_a_message_go_alone_and_whole() -> None:

@@ -75,19 +75,20 @@ def test_a_mode_that_is_kept_states_what_other_axes_would_take() -> None:
     assert kept.axes == (("sequence", "sequence"),)
     assert kept.gap is not None
     assert kept.step_time * (1 - kept.gap) <= other.step_time * (1 + 1e-9) < kept.step_time
-    assert kept.prediction.axes_gap == pytest.approx(kept.gap)
+    assert kept.prediction.axes_gap is not None
+    assert 0 < kept.prediction.axes_gap <= kept.gap
     assert "vocab" in kept.prediction.searched
     assert "other axes than the mode means take less time" in kept.prediction.searched
 
 
 @pytest.mark.slow
 def test_tiles_state_what_other_axes_would_take() -> None:
-    """``"tile"`` cuts space; with channels over the same ranks a step of this model takes less, which is said; or rows of space alone."""
+    """``"tile"`` cuts space; with channels over the same ranks a step of this model takes less, which the gap covers; or rows alone."""
     kept = plan_of("U-Net", "tile", "cpu:1x4")
     other = plan_of("U-Net", "tile", "cpu:1x4", constraints=Constraints(axes={"channels": "tile"}))
     assert kept.gap is not None
     assert kept.step_time * (1 - kept.gap) <= other.step_time * (1 + 1e-9) < kept.step_time
-    assert "channels over tile" in kept.prediction.searched
+    assert "another could take" in kept.prediction.searched
     rows = plan_of("AlexNet", "tile", "cpu:1x4", constraints=Constraints(axes={"height": "tile"}))
     assert plan_of("AlexNet", "tile", "cpu:1x4").step_time <= rows.step_time
 
