@@ -29,6 +29,7 @@ def form_of(stage: StageGraph, differentiable: Collection[str], given: Collectio
         given: outputs whose gradients are there.
     """
     places = {node: index for index, node in enumerate(stage.module.graph.nodes)}
+    regions: dict[int, int] = {}  # numbered from the stage's first
     nodes = tuple(
         (
             node.op,
@@ -36,6 +37,8 @@ def form_of(stage: StageGraph, differentiable: Collection[str], given: Collectio
             argument_form((node.args, node.kwargs), places.__getitem__),
             _described(node.meta.get("val")),
             node.op == "placeholder" and node.name in differentiable,
+            stage.policies.get(node.name),
+            regions.setdefault(stage.regions[node.name], len(regions)) if node.name in stage.regions else None,
         )
         for node in stage.module.graph.nodes
     )
