@@ -225,6 +225,7 @@ class PartGraph:
         whole: the graph of the whole model.
         unfolding: how the units repeat; None if nothing is folded.
         reduce_dtype: type in which ranks sum gradients of parameters, by name; None: that of the parameters.
+        named: the nodes that a plan may name, where ``whole`` is rewritten; empty: all.
         known_seconds: cache of operations' seconds by kind of device and microbatch size, shared by all shards, meshes and policies.
         known_facts: axes, of which there are few, by identity -> what is known of them.
         known_parts: cache of ``cut_part``.
@@ -235,6 +236,7 @@ class PartGraph:
     whole: ModelGraph
     unfolding: Expansion | None = None
     reduce_dtype: str | None = None
+    named: frozenset[str] = frozenset()
     known_seconds: dict[Hashable, Triple] = field(default_factory=dict)
     known_facts: dict[int, LayoutFacts] = field(default_factory=dict)
     known_parts: dict[Hashable, ModelPart] = field(default_factory=dict)
@@ -274,8 +276,16 @@ class PartGraph:
     def regions(self, policy: Recompute, patterns: Patterns) -> tuple[Region, ...]:
         """Return the regions of recomputation of the whole model under a policy; ``patterns``: those of modules that the caller gave."""
         if policy == BY_REGION:
-            return named_regions(self.whole, patterns)
+            return tuple(map(self._in_names_of_plans, named_regions(self.whole, patterns)))
         return self._checkpoint_regions if policy == "full" else ()
+
+    def _in_names_of_plans(self, region: Region) -> Region:
+        """Return a region that begins with a node of the model: a dropout whose mask is drawn before it begins with itself."""
+        if not self.named or region.first_node in self.named:
+            return region
+        names = [node.name for node in self.whole.graph.nodes]
+        following = names[names.index(region.first_node) :]
+        return dataclasses.replace(region, first_node=next(name for name in following if name in self.named))
 
     @cached_property
     def _checkpoint_regions(self) -> tuple[Region, ...]:
@@ -302,8 +312,8 @@ def part_graph(
         if unfolding is not None:
             return PartGraph(graph, points, whole, unfolding, reduce_dtype)
     graph = prepare(whole)
-    points = find_cut_points(graph, frozenset(node.name for node in whole.graph.nodes))
-    return PartGraph(graph, points, graph, reduce_dtype=reduce_dtype)
+    named = frozenset(node.name for node in whole.graph.nodes)
+    return PartGraph(graph, find_cut_points(graph, named), graph, reduce_dtype=reduce_dtype, named=named)
 
 
 def _copies_of_rewritten(folded: Folded, graph: ModelGraph) -> dict[str, tuple[str, ...]]:

@@ -162,3 +162,10 @@ def test_a_policy_without_effect_is_noted() -> None:
     pm = partition(model, 1, "model", example_inputs=(X,), training=True, recompute={"embedding": "full", "layers.*": "full"})
     notes = [note for note in pm.plan.notes if "has no effect" in note]
     assert notes == ['recompute={"embedding": ...} has no effect: nothing there needs a gradient']
+
+
+def test_a_region_may_begin_with_a_dropout_whose_mask_ranks_share() -> None:
+    """Beside axes, the mask is a value of its own, drawn before the dropout; the plan names the dropout."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)).train()
+    pm = partition(model, 2, "tensor", example_inputs=(torch.randn(4, 8),), recompute={"1": "none"}, progress=False)
+    assert "dropout" in {region.first_node for region in pm.plan.regions}
