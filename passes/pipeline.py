@@ -9,7 +9,7 @@
       shard                each rank's graph, with its collectives
       split                each pipeline's stages
       differentiate        their training graphs
-      once_a_step          what does not depend on the microbatch is gathered and scattered once, if there are several
+      once_a_step          ZeRO gathers parameters, and scatters gradients, once for all microbatches
       emit                 the programs of one pipeline, by its schedule
       place                the programs of all ranks on the mesh
       verify               the proof that these fit together

@@ -16,7 +16,8 @@ in which they were added: the program waits for none of them before the end.
 
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
 activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
-What all microbatches read is whole for the whole step in any case: its gathers start at once, and stages gather while they wait for others.
+Parameters that all microbatches read are whole for the whole step in any case: their gathers start at once, so that a stage gathers while
+it waits for earlier stages.
 
 All ranks of a group must start collectives in one order. If early starts would order two ranks differently (their kernels may differ, for
 a shard of one sample), all ranks keep the written order, which they share. A start never moves up past a call that writes in place, since

@@ -138,3 +138,21 @@ def _summed_gradients(model: nn.Module, x: Tensor, target: Tensor) -> dict[str, 
             assert parameter.grad is not None
             sums[name] += parameter.grad
     return sums
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices"), [("zero1", 2), pytest.param({"data": 2, "zero1": 2, "pipeline": 2}, 8, marks=pytest.mark.slow)]
+)
+def test_steps_that_accumulate_and_smaller_batches(mode: Mode, devices: int) -> None:
+    """Gradients of ``no_sync`` are added to those of the next step; a batch of other rows has fewer microbatches, or smaller ones."""
+    model, loss_fn = perceptron(), nn.functional.mse_loss
+    pm, x = partitioned(model, mode, devices)
+    target = torch.randn_like(x)
+    with pm.no_sync():
+        pm.train_step(x, target=target, loss_fn=loss_fn)
+    loss_fn(model(x), target).backward()
+    for rows in (ROWS - 4, 4):
+        pm.train_step(x[:rows], target=target[:rows], loss_fn=loss_fn)
+        loss_fn(model(x[:rows]), target[:rows]).backward()
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
