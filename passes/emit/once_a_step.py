@@ -255,7 +255,7 @@ def _scattering(module: fx.GraphModule, moved: Mapping[int, _Scattered]) -> fx.G
         value = _cast(gradients[place], added, whole.dtype)
         for node in found.steps:
             value = graph.node_copy(node, dict.fromkeys(node.all_input_nodes, value).__getitem__)
-            value.meta[FOR_ALL] = node.target in _SUMS
+            value.meta[FOR_ALL] = True
         gradients[place] = value
     graph.output((tuple(gradients),))
     return _module(graph, module, "Scatters")

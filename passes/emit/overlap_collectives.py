@@ -11,8 +11,10 @@
     store(sums)                             store(sums)
 
 At most two reductions of a backward are under way: what a third sends would be a third copy of gradients in memory, since a message is held
-until it is waited for. So the program waits for the first when the third has started. Sums over all microbatches are sent from the memory
-in which they were added: the program waits for none of them before the end.
+until it is waited for. So the program waits for the first when the third has started.
+
+Sums over all microbatches are sent from the memory in which they were added: the program waits for none of them before the end. They start
+after the gradients that earlier stages wait for are sent. Views of such sums, and sums of them over other ranks, come at the end too.
 
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
 activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
@@ -119,13 +121,14 @@ class _Order:
 
 
 def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the waits for collectives, and the getitems of their results."""
+    """Return the waits for collectives, the getitems of their results, and what is computed from these once for all microbatches."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             continue
-        if (node.target is wait and source.target in COLLECTIVES) or (node.target is operator.getitem and source in late):
+        is_result = (node.target is wait and source.target in COLLECTIVES) or (node.target is operator.getitem and source in late)
+        if is_result or (node.meta.get(FOR_ALL) and all(each in late for each in node.all_input_nodes)):
             late.add(node)
     return late
 
@@ -182,7 +185,8 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
     for node in graph.nodes:
         if node.op == "call_function" and written_arguments(node):
             barrier = node
-        if node.target not in COLLECTIVES or any(source in late for source in node.all_input_nodes) or _is_gather(node):
+        is_for_all = node.target in _REDUCTIONS and node.meta.get(FOR_ALL)  # written after the gradients that are sent
+        if node.target not in COLLECTIVES or any(source in late for source in node.all_input_nodes) or _is_gather(node) or is_for_all:
             continue
         candidates = [*node.all_input_nodes, *([barrier] if barrier is not None else [])]
         if candidates:

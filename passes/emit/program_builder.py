@@ -465,10 +465,7 @@ class StageEmitter(Emitter):
     # -- gradients of parameters and inputs ----------------------------------------------------------------------------------------
 
     def _accumulate(self, action: Action, gradients: fx.Node) -> None:
-        """Add a microbatch's gradients to the stage's sum, in place; the first addition takes new memory for ``stage.received``.
-
-        The last one is followed by the scatters of the sums.
-        """
+        """Add a microbatch's gradients to the stage's sum, in place; the first addition takes new memory for ``stage.received``."""
         stage = action.stage
         count = self._n_added.get(stage, 0)
         self._n_added[stage] = count + 1
@@ -476,12 +473,17 @@ class StageEmitter(Emitter):
             name, pair = f"accumulate_gradients_stage{stage}_mb{action.microbatch}", (self.gradients[stage], gradients)
             new = self.lowered.training[stage].received if count == 1 else ()
             gradients = self.call(add_gradients, (*pair, new), name) if new else self.call(add_gradients_in_place, pair, name)
-        scatters = self.lowered.training[stage].scatters
-        if scatters is not None and count + 1 == self._n_forwards(stage):
-            name = f"stage{stage}_scatter_gradients"
-            call = self.call_module(name, lambda: StageCall(scatters, (), takes_tuple=True), (gradients,), name)
-            gradients = self.item(call, 0, f"stage{stage}_scattered_gradients")
         self.gradients[stage] = gradients
+
+    def scatter_gradients(self, action: Action) -> None:
+        """Scatter the sum of a stage's gradients if the action was the last that adds to it."""
+        stage = action.stage
+        scatters = None if action.kind is ActionKind.FORWARD else self.lowered.training[stage].scatters
+        if scatters is None or self._n_added.get(stage) != self._n_forwards(stage):
+            return
+        name = f"stage{stage}_scatter_gradients"
+        call = self.call_module(name, lambda: StageCall(scatters, (), takes_tuple=True), (self.gradients[stage],), name)
+        self.gradients[stage] = self.item(call, 0, f"stage{stage}_scattered_gradients")
 
     def store_gradients(self) -> None:
         """Sum the gradients of parameters that several ranks hold, and add everything to ``.grad``."""

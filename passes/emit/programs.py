@@ -92,6 +92,8 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
             if item.takes_loss:
                 _loss_of_all_rows(emitter, loss, [_over_batch(emitter, name) for name in lowered.returned])
             _send_all(emitter, item)
+            if item.action is not None:
+                emitter.scatter_gradients(item.action)
         emitter.store_gradients()
         emitter.section = "results"
         written = (_outputs(emitter, script[-1], lowered.writes),) if lowered.writes else ()
@@ -183,6 +185,8 @@ def _run_backwards(emitter: StageEmitter, script: Script) -> None:
         if item.action is not None:
             emitter.backward(item.action)
         _send_all(emitter, item)
+        if item.action is not None:
+            emitter.scatter_gradients(item.action)
     emitter.section = "gradients of parameters"
     emitter.store_gradients()
     emitter.section = "gradients of inputs"

@@ -55,7 +55,7 @@ AGAIN = "again"
 """The key in ``meta`` of nodes of a backward that recompute or gather again a value of the forward."""
 
 FOR_ALL = "for_all"
-"""The key in ``meta`` of collectives once a step, for all microbatches: gathers of parameters, and sums of their gradients."""
+"""The key in ``meta`` of what is computed once a step, for all microbatches: gathers of parameters, and sums of their gradients."""
 
 
 def _cannot_run(*_: object) -> Any:

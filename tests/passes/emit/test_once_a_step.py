@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from partitioner import PartitionedModel, partition
-from passes.ir.comm.primitives import all_gather, reduce_scatter
+from passes.emit.overlap_collectives import overlap_communication
+from passes.ir.comm.functional import FOR_ALL
+from passes.ir.comm.primitives import all_gather, receive, reduce_scatter, send, wait
 from tests.support.running.slow_values import all_but, slow
 from tests.support.running.transparency import assert_step_equals
 
@@ -156,3 +159,32 @@ def test_steps_that_accumulate_and_smaller_batches(mode: Mode, devices: int) -> 
         loss_fn(model(x[:rows]), target[:rows]).backward()
     for name, gradient in pm.full_gradients().items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def test_a_gradient_that_an_earlier_stage_waits_for_is_sent_first() -> None:
+    model = perceptron()
+    pm, x = partitioned(model, {"zero1": 2, "pipeline": 2}, 4, schedule="Interleaved1F1B", stages_per_device=2)
+    assert_step_equals(pm, model, x, target=torch.randn_like(x))
+    for rank in range(4):
+        nodes = list(pm.graph(rank).graph.nodes)
+        scatters = [node for node in nodes if node.target is reduce_scatter]
+        assert {node.meta["section"].microbatch for node in scatters} == {MICROBATCHES - 1}
+        for scatter in scatters:
+            later = nodes[nodes.index(scatter) :]
+            assert scatter.meta["section"] not in {node.meta["section"] for node in later if node.target is send}
+            first_wait = min(later.index(user) for user in scatter.users)
+            assert not any(node.target in (send, receive) for node in later[first_wait:])
+
+
+def test_what_is_computed_from_the_sum_of_all_microbatches_comes_at_the_end() -> None:
+    graph = fx.Graph()
+    gradient, x = graph.placeholder("gradient"), graph.placeholder("x")
+    scatter = graph.call_function(reduce_scatter, ([gradient],))
+    part = graph.call_function(operator.getitem, (graph.call_function(wait, (scatter,)), 0))
+    view = graph.call_function(torch.ops.aten.view.default, (part, [-1]))
+    scatter.meta[FOR_ALL] = view.meta[FOR_ALL] = True
+    result = graph.call_function(torch.ops.aten.relu.default, (x,))
+    graph.output((view, result))
+    overlap_communication([graph])
+    order = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert order == [reduce_scatter, torch.ops.aten.relu.default, wait, operator.getitem, torch.ops.aten.view.default]
