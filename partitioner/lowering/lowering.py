@@ -75,8 +75,8 @@ class Lowering:
 
     @property
     def whole(self) -> ModelGraph:
-        """The model in front of sharding."""
-        return self._sharded.graph
+        """The model before it is tiled or sharded."""
+        return self._lowerer.after("mean_to_sum", self._target).graph
 
     def part(self, rank: int) -> ModelGraph:
         """Return the sharded graph that a rank's stages are split from."""

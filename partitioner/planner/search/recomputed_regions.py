@@ -70,7 +70,7 @@ class _Choice:
         tables = [problem.problems(policy) for policy in _POLICIES]
         self._problems, self._tables = tables[0], [each.prices for each in tables]
         self._units = [each.units(staged.candidate) for each in tables]
-        self._first_nodes = [unit[0] for unit in self._problems.points.units]
+        self._first_nodes = self._problems.points.starts
         place = {name: unit for unit, name in enumerate(self._first_nodes)}
         regions = problem.part.source.regions("full", ())
         self._in_regions = sorted({place[region.first_node] for region in regions if region.first_node in place})

@@ -276,20 +276,22 @@ class PartGraph:
     def regions(self, policy: Recompute, patterns: Patterns) -> tuple[Region, ...]:
         """Return the regions of recomputation of the whole model under a policy; ``patterns``: those of modules that the caller gave."""
         if policy == BY_REGION:
-            return tuple(map(self._in_names_of_plans, named_regions(self.whole, patterns)))
+            return self._in_names_of_plans(named_regions(self.whole, patterns))
         return self._checkpoint_regions if policy == "full" else ()
 
-    def _in_names_of_plans(self, region: Region) -> Region:
-        """Return a region that begins with a node of the model: a dropout whose mask is drawn before it begins with itself."""
-        if not self.named or region.first_node in self.named:
-            return region
+    def _in_names_of_plans(self, regions: Sequence[Region]) -> tuple[Region, ...]:
+        """Return regions that begin with nodes of the model: with a dropout, where its mask is drawn before it."""
+        if not self.named:
+            return tuple(regions)
         names = [node.name for node in self.whole.graph.nodes]
-        following = names[names.index(region.first_node) :]
-        return dataclasses.replace(region, first_node=next(name for name in following if name in self.named))
+        following = {region.first_node: names[names.index(region.first_node) :] for region in regions}
+        firsts = {first: next(name for name in later if name in self.named) for first, later in following.items()}
+        return tuple(dataclasses.replace(region, first_node=firsts[region.first_node]) for region in regions)
 
     @cached_property
     def _checkpoint_regions(self) -> tuple[Region, ...]:
-        return checkpoint_regions(self.whole, self.points if self.whole is self.graph else find_cut_points(self.whole))
+        points = self.points if self.whole is self.graph else find_cut_points(self.whole)
+        return self._in_names_of_plans(checkpoint_regions(self.whole, points))
 
     def copies(self, name: str) -> tuple[str, ...]:
         """Return the nodes of the whole model that a node of the folded graph stands for."""

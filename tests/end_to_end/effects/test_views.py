@@ -64,6 +64,31 @@ def test_an_input_that_is_returned_has_the_memory_of_the_caller() -> None:
         assert _partition("input", mode)(x)[1].data_ptr() == x.data_ptr()
 
 
+class Stacked(nn.Module):
+    """An image, twice, and one of the two as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 4, dilation=2, padding=1, padding_mode="circular", bias=False).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x)
+        both = torch.stack((y, y), 3)
+        return both[..., -1], both
+
+
+def test_views_of_tiled_values() -> None:
+    torch.manual_seed(0)
+    model, x = Stacked(), torch.randn(8, 2, 10, 5, dtype=torch.float64)
+    pm = partition(model, 1, {"tile": 3}, example_inputs=(x,), progress=False)
+    results = []
+    for each in (pm, model):
+        view, both = each(x)
+        view.mul_(0.5)
+        results.append(both)
+    torch.testing.assert_close(*results)
+
+
 class Counts(nn.Module):
     scale: Tensor
     calls: Tensor

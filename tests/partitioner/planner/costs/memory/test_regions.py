@@ -164,8 +164,9 @@ def test_a_policy_without_effect_is_noted() -> None:
     assert notes == ['recompute={"embedding": ...} has no effect: nothing there needs a gradient']
 
 
-def test_a_region_may_begin_with_a_dropout_whose_mask_ranks_share() -> None:
+@pytest.mark.parametrize(("first_layer", "recompute"), [(nn.Linear(8, 8), {"1": "none"}), (nn.Identity(), "full")])
+def test_a_region_may_begin_with_a_dropout_whose_mask_ranks_share(first_layer: nn.Module, recompute: Any) -> None:
     """Beside axes, the mask is a value of its own, drawn before the dropout; the plan names the dropout."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8)).train()
-    pm = partition(model, 2, "tensor", example_inputs=(torch.randn(4, 8),), recompute={"1": "none"}, progress=False)
+    model = nn.Sequential(first_layer, nn.Dropout(0.5), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).train()
+    pm = partition(model, 2, "tensor", example_inputs=(torch.randn(4, 8),), recompute=recompute, progress=False)
     assert "dropout" in {region.first_node for region in pm.plan.regions}
