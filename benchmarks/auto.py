@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.published import SEQUENCE, Gpt, Row, predict, rows, simulated, update_seconds
 from cost_models.hardware.clusters import Cluster
+from partitioner.experiments.models.subject import trace_subject
 from partitioner.experiments.run.lower_for_timing import lower_for_timing
-from partitioner.experiments.run.subject import trace_subject
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.describe import words_of

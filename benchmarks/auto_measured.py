@@ -34,7 +34,7 @@ from benchmarks.transformer import VOCABULARY, gpt, loss_of
 from cost_models.hardware.clusters import Cluster, Link
 from cost_models.profiling.op_times import MeasuredCosts
 from partitioner import partition
-from partitioner.experiments.run.subject import trace_subject
+from partitioner.experiments.models.subject import trace_subject
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.describe import words_of

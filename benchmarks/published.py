@@ -41,8 +41,8 @@ from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import simulate_programs
 from partitioner import Constraints
+from partitioner.experiments.models.subject import trace_subject
 from partitioner.experiments.run.lower_for_timing import Timed, lower_for_timing
-from partitioner.experiments.run.subject import trace_subject
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import plan_mesh
 from passes.ir.mesh import Mesh

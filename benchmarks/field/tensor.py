@@ -50,9 +50,9 @@ from benchmarks.field.models import LAYERS, MODELS, ROWS, FieldModel
 from benchmarks.rounds import table
 from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, PartitionError
-from partitioner.experiments.run.factory import FactoryResult
+from partitioner.experiments.models.factory import FactoryResult
+from partitioner.experiments.models.subject import Subject
 from partitioner.experiments.run.lower_for_timing import lower_for_timing
-from partitioner.experiments.run.subject import Subject
 from partitioner.options.precision import autocast_of, true_dtype
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import plan_mesh

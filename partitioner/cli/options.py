@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["CODES", "FORMATS", "SHELLS", "STANDARD_OUTPUT", "Commands", "add_command", "add_json", "numbers"]
+__all__ = ["CODES", "FORMATS", "STANDARD_OUTPUT", "Commands", "add_command", "add_json", "numbers"]
 
 Commands = Any
 """The private type of the result of ``argparse.ArgumentParser.add_subparsers``."""
@@ -15,9 +15,6 @@ CODES = "exit code: 0 it worked, 2 the request was wrong or cannot be met"
 
 FORMATS = ("text", "dot", "svg", "html")
 """Output formats of ``inspect``."""
-
-SHELLS = ("bash", "zsh", "fish")
-"""Supported shells of ``completion``."""
 
 STANDARD_OUTPUT = "-"
 """The file name that stands for it."""
@@ -39,7 +36,7 @@ def add_command(commands: Commands, name: str, run: str, text: str, example: str
         epilog=f"example: partitioner {name} {example}\n{codes}",
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, help_text=command.format_help)
     command.add_argument("--debug", action="store_true", help="show where in the code an error came from")
     return command
 

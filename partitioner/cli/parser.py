@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 
-from partitioner.cli.options import CODES, FORMATS, SHELLS, Commands, add_command, add_json, numbers
+from partitioner.cli.options import CODES, FORMATS, Commands, add_command, add_json, numbers
+from partitioner.cli.partition_options import add_partition_options
 
-__all__ = ["command_parser"]
+__all__ = ["command_parser", "option_flags"]
+
+
+def option_flags(help_text: str) -> list[str]:
+    """Return the options that the help of a command lists."""
+    lines = re.findall(r"^  (-.*?)(?:   .*)?$", help_text, re.MULTILINE)
+    return [flag for line in lines for flag in re.findall(r"--[\w-]+", line)]
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -19,10 +27,6 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_partition_commands(commands)
     _add_sweep_commands(commands)
-    text = "print what makes a shell complete commands and options"
-    codes = f"use: source <(partitioner completion bash)\n{CODES}"
-    completion = add_command(commands, "completion", "completion:print_completion", text, "bash", codes)
-    completion.add_argument("shell", choices=SHELLS, help="which shell")
     return parser
 
 
@@ -58,25 +62,20 @@ def _add_partition_commands(commands: Commands) -> None:
     add_json(check, "the result")
 
 
+_FACTORY = """net.py:factory, or package.module:factory: a function that returns
+(model, args) or (model, args, kwargs); with arguments:
+"net.py:factory(depth=8)"; or transformers:CONFIG.json, a model
+of transformers from its configuration, on the meta device"""
+
+
 def _add_model_command(commands: Commands, name: str, run: str, text: str, example: str, codes: str = CODES) -> argparse.ArgumentParser:
     """Add a command on a model, with the options that say how the model is partitioned."""
     command = add_command(commands, name, run, text, example, codes)
-    factory = "a file and a function in it that returns (model, args)\nor (model, args, kwargs)"
-    command.add_argument("factory", metavar="FILE.py:FACTORY", help=factory)
-    command.add_argument("--devices", type=int, required=True, metavar="N", help="how many devices")
-    modes = (
-        "auto (default): the best that the planner finds; pipeline,\nmodel, data, fsdp, zero1, zero2, tensor, sequence or tile over all\n"
-        "devices; or a mesh, outermost first: data=2,tensor=2"
-    )
-    command.add_argument("--mode", metavar="MODE", help=modes)
-    schedules = "GPipe, 1F1B, Interleaved1F1B, ZB1P, ZBV or DualPipeV\n(default: planned)"
-    command.add_argument("--schedule", metavar="NAME", help=schedules)
-    command.add_argument("--microbatches", type=int, metavar="N", help="microbatches a step (default: planned)")
-    command.add_argument("--recompute", metavar="POLICY", help="none, selective or full (default: the cheapest that fits in memory)")
-    cluster = "hardware to plan for: kind, nodes and devices in each,\nas h100:1x4 (default: what is here)"
-    command.add_argument("--cluster", metavar="CLUSTER", help=cluster)
-    command.add_argument("--memory-limit", metavar="SIZE", help="per device, as 16GiB (default: what the device has)")
-    command.add_argument("--plan", metavar="FILE", help="lower this plan, which plan --json wrote, instead of\nmaking one")
+    command.add_argument("factory", metavar="FACTORY", help=_FACTORY)
+    group = command.add_argument_group("arguments of the factory")
+    group.add_argument("--batch", type=int, metavar="N", help="batch=N, for transformers:CONFIG.json and factories that take it")
+    group.add_argument("--sequence", type=int, metavar="N", help="sequence=N, likewise")
+    add_partition_options(command)
     return command
 
 

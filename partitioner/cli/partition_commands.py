@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,21 @@ from cost_models.text_files import read_text, write_text
 from partitioner.api import partition
 from partitioner.cli.options import FORMATS
 from partitioner.cli.output import say, write_json
-from partitioner.experiments.run.factory import FactoryResult, call_factory
+from partitioner.cli.partition_options import flags_of, given_constraints, given_options
+from partitioner.experiments.models.factory import FactoryResult, call_factory
 from partitioner.model.draw import draw
 from partitioner.model.partitioned_model import PartitionedModel
-from partitioner.options.mode import parse_mode
+from partitioner.options.arguments import read_cluster
+from partitioner.options.constraints import Constraints
+from partitioner.options.mode import ranks_of_mesh
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 
 __all__ = ["check", "inspect", "plan", "simulate"]
 
-_DECIDED_BY_PLAN = ("mode", "schedule", "microbatches", "cluster", "memory_limit", "recompute")
-"""Options whose values ``--plan`` gives."""
+_BESIDE_PLAN = ("devices", "training", "optimizer", "precision", "inputs", "batch_dims", "progress")
+"""Options that may be given beside ``--plan``; all others decide something that the plan decides already."""
 
 _OF_INFERENCE = ("batches", "prompt", "new_tokens", "requests")
 """Options of ``--inference``."""
@@ -29,7 +33,7 @@ _OF_INFERENCE = ("batches", "prompt", "new_tokens", "requests")
 
 def plan(arguments: argparse.Namespace) -> int:
     """Plan a model, and explain the plan."""
-    pm = _partition(call_factory(arguments.factory), arguments)
+    pm = _partition(_made(arguments), arguments)
     say(arguments, pm.explain())
     write_json(arguments, "plan", pm.plan.to_json())
     return 0
@@ -38,7 +42,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     """Print the programs of the ranks, or a drawing or page of them, or write it to a file."""
     output_format = _output_format(arguments)
-    pm = _partition(call_factory(arguments.factory), arguments)
+    pm = _partition(_made(arguments), arguments)
     if output_format == "html":
         pm.save_report(arguments.output)
     elif arguments.output is None:
@@ -90,7 +94,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     needless = [name for name in _OF_INFERENCE if getattr(arguments, name) is not None]
     if needless:
         raise ConfigError(f"--{needless[0].replace('_', '-')} is for inference", remedy="add --inference")
-    pm = _partition(call_factory(arguments.factory), arguments)
+    pm = _partition(_made(arguments), arguments)
     simulation = pm.simulate()
     say(arguments, str(simulation))
     if arguments.timeline is not None:
@@ -116,7 +120,9 @@ def _simulate_inference(arguments: argparse.Namespace) -> int:
     """Simulate batches of several sizes in evaluation mode."""
     if arguments.timeline is not None:
         raise ConfigError("--timeline is of a step", remedy="leave out --inference, or --timeline")
-    made = call_factory(arguments.factory)
+    if arguments.training:
+        raise ConfigError("--training does not fit --inference, which is in evaluation mode", remedy="leave out one of them")
+    made = _made(arguments)
     made.model.eval()
     pm = _partition(made, arguments)
     given = {name: value for name in _OF_INFERENCE if (value := getattr(arguments, name)) is not None}
@@ -140,38 +146,51 @@ def _simulate_inference(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Compare the partitioned model with the original."""
-    made = call_factory(arguments.factory)
+    made = _made(arguments)
     report = _partition(made, arguments).check(*(made.args or ()), **made.kwargs)
     say(arguments, str(report))
     write_json(arguments, "result", {"equal": bool(report), "report": str(report).splitlines()})
     return 0 if report else 1
 
 
+def _made(arguments: argparse.Namespace) -> FactoryResult:
+    """Call the factory, with the arguments that options give."""
+    given = {name: value for name in ("batch", "sequence") if (value := getattr(arguments, name)) is not None}
+    return call_factory(arguments.factory, given)
+
+
 def _partition(made: FactoryResult, arguments: argparse.Namespace) -> PartitionedModel:
     """Partition the model of a factory as the options say."""
-    plan = _given_plan(arguments)
+    options, constraints = given_options(arguments), given_constraints(arguments)
+    plan = _given_plan(arguments, [*options, *constraints])
+    options.setdefault("devices", _implied_devices(options, plan))
     return partition(
         made.model,
-        devices=arguments.devices,
-        mode=parse_mode(arguments.mode or "auto"),
         example_inputs=made.args,
         example_kwargs=made.kwargs,
-        schedule=arguments.schedule,
-        n_microbatches=arguments.microbatches,
-        recompute=arguments.recompute,
-        cluster=arguments.cluster,
-        memory_limit=arguments.memory_limit,
+        constraints=Constraints(**constraints) if constraints else None,
         plan=plan,
+        **options,
     )
 
 
-def _given_plan(arguments: argparse.Namespace) -> Plan | None:
+def _implied_devices(options: Mapping[str, Any], plan: Plan | None) -> int | None:
+    """Return the number of ranks where ``--devices`` is left out: that of the plan, the cluster or the mesh."""
+    if plan is not None:
+        return plan.n_ranks
+    cluster, mode = read_cluster(options.get("cluster")), options.get("mode")
+    if cluster is not None:
+        return len(cluster.devices)
+    return ranks_of_mesh(mode) if isinstance(mode, Mapping) else None
+
+
+def _given_plan(arguments: argparse.Namespace, given: Sequence[str]) -> Plan | None:
     """Read the plan of ``--plan``; raises ConfigError if options contradict it."""
     if arguments.plan is None:
         return None
-    conflicts = [name for name in _DECIDED_BY_PLAN if getattr(arguments, name) is not None]
+    conflicts = [name for name in given if name not in _BESIDE_PLAN]
     # A plan may be simulated on another machine than it was made for.
     if conflicts and (conflicts != ["cluster"] or arguments.command != "simulate"):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in conflicts)
+        options = ", ".join(flags_of(name)[0] for name in conflicts)
         raise ConfigError(f"--plan gives a whole plan, which leaves nothing for {options} to decide", remedy=f"leave out {options}")
     return Plan.from_json(read_text(arguments.plan, "the plan file", "partitioner plan ... --json FILE writes one"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -12,8 +13,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from partitioner.cli.parser import command_parser
-from passes.ir.errors import PartitionError, PartitionWarning
+from partitioner.cli.parser import command_parser, option_flags
+from passes.ir.errors import ConfigError, PartitionError, PartitionWarning
 
 __all__ = ["EXIT_CODES", "main"]
 
@@ -30,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = command_parser().parse_args(argv)
+    arguments, unknown = command_parser().parse_known_args(argv)
     try:
+        _check_known(arguments, unknown)
         with _plain_warnings():
             module, _, function = arguments.run.partition(":")
             code: int = getattr(importlib.import_module(f"partitioner.cli.{module}"), function)(arguments)
@@ -50,6 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(arguments, f"{type(error).__name__}: {error}\n  This is a defect of partitioner.\n  remedy: --debug shows where it is")
         return EXIT_CODES["defect"]
     return code
+
+
+def _check_known(arguments: argparse.Namespace, unknown: Sequence[str]) -> None:
+    """Raise ConfigError for the first word that the command does not take; suggest an option with a similar name."""
+    if not unknown:
+        return
+    word = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
+    near = difflib.get_close_matches(word, option_flags(arguments.help_text()), n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    kind = "option" if word.startswith("-") else "argument"
+    raise ConfigError(
+        f"partitioner {arguments.command} has no {kind} {word}", remedy=f"{meant}partitioner {arguments.command} --help lists the options"
+    )
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.simulate import simulate_programs
+from partitioner.experiments.models.subject import Subject
 from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.run.lower_for_timing import Timed, is_uniform, lower_for_timing
-from partitioner.experiments.run.subject import Subject
 from partitioner.options.constraints import Constraints
 from partitioner.options.mode import ranks_of_stages, resolve_mode
 from partitioner.planner.plan import PlanProblem

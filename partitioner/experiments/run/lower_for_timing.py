@@ -19,7 +19,7 @@ import torch
 
 from cost_models.hardware.clusters import Cluster, Level, Link
 from cost_models.simulator.simulate import Representatives
-from partitioner.experiments.run.subject import Subject
+from partitioner.experiments.models.subject import Subject
 from partitioner.lowering.lowering import representatives_of
 from partitioner.lowering.variants import results_in_training
 from partitioner.model.simulate import is_inlined

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from partitioner.experiments.models.subject import ModelSource
 from partitioner.experiments.results.row import Row
-from partitioner.experiments.run.subject import ModelSource
 from passes.ir.errors import ConfigError
 
 __all__ = ["check_measurable", "last_error", "measure_row"]

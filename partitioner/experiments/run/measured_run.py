@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partitioner.api import partition
-from partitioner.experiments.run.subject import make_model
+from partitioner.experiments.models.subject import make_model
 from passes.ir.plan import Plan
 from passes.ir.torch_private import pytree
 

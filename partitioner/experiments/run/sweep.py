@@ -16,6 +16,7 @@ from typing import Any
 
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.devices import check_count
+from partitioner.experiments.models.subject import Models, ModelSource, Subject, name_models, trace_subject
 from partitioner.experiments.results.placement import Placement, placements
 from partitioner.experiments.results.results import Results
 from partitioner.experiments.results.row import Row
@@ -23,7 +24,6 @@ from partitioner.experiments.results.store import Store
 from partitioner.experiments.run.evaluate import Assumptions, Bench, Evaluator
 from partitioner.experiments.run.measure import check_measurable, measure_row
 from partitioner.experiments.run.sampler import GridSampler, RandomSampler, Sampler
-from partitioner.experiments.run.subject import Models, ModelSource, Subject, name_models, trace_subject
 from partitioner.experiments.run.workers import InProcess, WorkerProcesses, can_fork
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.devices import hardware_of, resolve_devices

@@ -18,6 +18,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from partitioner.experiments.models.factory import relative_to
 from partitioner.experiments.run.sweep import sweep
 from passes.ir.errors import ConfigError
 
@@ -53,7 +54,7 @@ def read_sweep(path: str | Path) -> dict[str, Any]:
     if not isinstance(arguments["models"], dict):
         raise ConfigError(f"the models of the sweep file {path} have no names", remedy='write them below [models]: net = "net.py:factory"')
     folder = Path(path).parent
-    arguments["models"] = {name: str(folder / text) for name, text in arguments["models"].items()}
+    arguments["models"] = {name: relative_to(text, folder) for name, text in arguments["models"].items()}
     if "clusters" in arguments:
         arguments["clusters"] = _resolve_clusters(arguments["clusters"], folder)
     return arguments

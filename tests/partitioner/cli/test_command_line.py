@@ -326,6 +326,7 @@ def test_check_tells_what_differs_by_definition(capsys: pytest.CaptureFixture[st
 ERRORS = [
     ("missing.py:factory --devices 2", "there is no file missing.py"),
     ("net.py --devices 2", "'net.py' names no factory"),
+    ("net.py:factory --devices two", "two"),
     ("net.txt:factory --devices 2", "net.txt is no Python file"),
     ("broken.py:factory --devices 2", "broken.py failed: ModuleNotFoundError: No module named 'nowhere'\n  where: at broken.py:2"),
     ("misspelt.py:factory --devices 2", "misspelt.py failed: SyntaxError"),
@@ -378,7 +379,7 @@ def test_a_plan_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> No
     assert "error: the plan cannot be written to nowhere/plan.json: No such file or directory\n  remedy: " in ran.complaint
 
 
-@pytest.mark.parametrize("line", ["", "plan", "plan net.py:factory", "plan net.py:factory --devices two", "draw net.py:factory"])
+@pytest.mark.parametrize("line", ["", "plan", "plan net.py:factory --n-microbatches two", "draw net.py:factory"])
 def test_words_that_do_not_fit_end_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran(line, capsys)
     assert (ran.code, ran.printed) == (2, "")

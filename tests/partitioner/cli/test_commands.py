@@ -1,4 +1,4 @@
-"""The commands beyond planning: what they write for machines, pictures, sweeps, completion; golden texts of three of them."""
+"""The commands beyond planning: what they write for machines, pictures, sweeps; golden texts of three of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import csv
 import json
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,6 @@ from torch import nn
 
 from partitioner import partition
 from partitioner.cli import main
-from partitioner.cli.completion import completion_script
-from partitioner.cli.options import SHELLS
-from partitioner.cli.parser import command_parser
 from partitioner.cli.run import EXIT_CODES
 from partitioner.experiments.results.store import Store
 from passes.ir.plan import Plan
@@ -238,37 +233,14 @@ def test_whatever_happens_is_told_in_words(
     assert complaint.startswith("interrupted" if code == 130 else "error: RuntimeError: a gear is loose\n")
 
 
-# -- completion ------------------------------------------------------------------------------------------------------------------------
+# -- configurations of transformers ----------------------------------------------------------------------------------------------------
 
 
-def completed(shell: str, words: str) -> set[str]:
-    """What a shell offers for the last of some words."""
-    script = completion_script(command_parser(), shell)
-    ask = f'COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _partitioner; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    return set(done.stdout.split())
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_words() -> None:
-    assert completed("bash", "partitioner ''") == {"plan", "inspect", "simulate", "check", "sweep", "report", "completion"}
-    assert completed("bash", "partitioner si") == {"simulate"}
-    assert completed("bash", "partitioner plan net.py:factory --sch") == {"--schedule"}
-    assert completed("bash", "partitioner plan net.py:factory --schedule Z") == {"ZB1P", "ZBV"}
-    assert completed("bash", "partitioner inspect net.py:factory --format d") == {"dot"}
-    assert completed("bash", "partitioner completion f") == {"fish"}
-    # Nothing of ours where a file or a number is meant: the shell offers files.
-    assert completed("bash", "partitioner report ''") == set()
-    assert completed("bash", "partitioner sweep x --store ''") == set()
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_scripts_name_every_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    script = printed(f"completion {shell}", capsys)
-    for option in ("devices", "timeline", "resume", "html"):
-        assert f"--{option}" in script or f"-l {option}" in script
-    interpreter = shutil.which(shell)
-    if interpreter is not None:
-        flag = "--no-execute" if shell == "fish" else "-n"
-        assert subprocess.run([interpreter, flag], input=script, text=True, capture_output=True, check=False).returncode == 0
+def test_a_configuration_of_transformers_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, **sizes}
+    (folder / "llama.json").write_text(json.dumps(config))
+    options = "--cluster h100:1x2 --mode fsdp --precision bf16-mixed --batch 4 --sequence 32"
+    plan = Plan.from_json(printed(f"plan transformers:llama.json {options} --json", capsys))
+    assert (plan.n_ranks, plan.batch_size) == (2, 4)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.field.models import MODELS
 from benchmarks.field.tensor import PRECISIONS, RANKS, counted, formula_bytes, traced
-from partitioner.experiments.run.subject import Subject
+from partitioner.experiments.models.subject import Subject
 
 MODEL = {model.name: model for model in MODELS}
 QUICK = ("Llama 8B by hand", "bf16-mixed", 8)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from partitioner.experiments.run.factory import FactoryResult, call_factory, check_factory_result
+from partitioner.experiments.models.factory import FactoryResult, call_factory, check_factory_result, source_name
 from partitioner.tracing.trace import trace
 from passes.graph.fingerprint import target_name
 from passes.ir.errors import ConfigError
@@ -20,8 +19,8 @@ from passes.ir.torch_private import pytree
 __all__ = ["ModelSource", "Models", "Subject", "make_model", "name_models", "trace_subject"]
 
 ModelSource = str | nn.Module | Callable[[], Any] | tuple[Any, ...]
-"""A model of a sweep: ``"net.py:factory"``, a function that returns ``(model, args)`` or ``(model, args, kwargs)``, such a tuple itself, or
-a module whose example inputs can be inferred."""
+"""A model of a sweep: a text that ``call_factory`` takes, a function that returns ``(model, args)`` or ``(model, args, kwargs)``, such a
+tuple itself, or a module whose example inputs can be inferred."""
 
 Models = Mapping[str, ModelSource] | Sequence[ModelSource] | ModelSource
 """Models by name, a list of models that are named after their functions, files or classes, or one model."""
@@ -69,8 +68,7 @@ def name_models(models: Models) -> dict[str, ModelSource]:
 def _default_name(source: ModelSource) -> str:
     """Return ``"gpt"`` for ``"net.py:gpt"`` or a function ``gpt``, ``"net"`` for ``"net.py:factory"``, else the class of the model."""
     if isinstance(source, str):
-        path, _, function = source.rpartition(":")
-        return Path(path).stem if function in ("factory", "main") else function or source
+        return source_name(source)
     if isinstance(source, tuple):
         return type(source[0]).__name__ if source else "()"
     return type(source).__name__ if isinstance(source, nn.Module) else getattr(source, "__name__", type(source).__name__)

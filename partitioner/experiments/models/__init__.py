@@ -1,0 +1,1 @@
+"""The models of a sweep or command: factories, configurations of transformers, traced subjects."""
