@@ -76,6 +76,8 @@ def partition(
     constraints: Constraints | None = None,
     plan: Plan | None = None,
     cost_model: CostModel | None = None,
+    objective: str = "step_time",
+    time_limit: float | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     reduce_dtype: torch.dtype | str | None = None,
     progress: bool | None = None,
@@ -104,7 +106,8 @@ def partition(
             of modules, ``{"layers.*": "full", "layers.*.attention": "selective"}``: nothing outside of them is recomputed. None: regions
             that the model marks (``torch.utils.checkpoint``); without any, the planner chooses.
         cluster: hardware to plan for when it is not the hardware that runs, ``"h100:8x8"`` or a ``Cluster``.
-        memory_limit: per device, bytes or ``"16GiB"``.
+        memory_limit: per device, bytes or ``"16GiB"``; None: 92 % of the device's memory, as a CUDA context, buffers of NCCL and
+            fragmentation take the rest.
         optimizer: the memory model counts its state.
         precision: None: as the model is. ``"bf16-true"``, ``"16-true"``, ``"32-true"``: a copy of the model and all inputs are converted.
             ``"bf16-mixed"``, ``"16-mixed"``: model and loss compute as inside ``torch.autocast``, and parameters stay as they are.
@@ -119,6 +122,11 @@ def partition(
         constraints: decisions that the plan must keep to: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
         plan: lower this plan instead of making one.
         cost_model: prices for the planner; None: an analytic roofline.
+        objective: what the best plan is: ``"step_time"``, the shortest step; ``"memory"``, the least memory of the fullest device;
+            ``"tokens_per_second_per_device"`` and ``"cost"`` (``Device.price_per_hour``) have the plan of the shortest step, as the number
+            of devices is given, and report themselves in ``plan.notes``.
+        time_limit: seconds of the search for a plan; what has begun is finished. None: the search ends by limits of work, which are the
+            same on every machine. ``plan.searched`` says how much faster a plan that was left out could be.
         batch_dims: the dimension of the batch of inputs by name, ``{"x": 1, "batch['pos']": None}``, and of the target of ``train_step``,
             ``{"target": 1}``; None: it has no batch. Of all others the batch is found when the model is traced, by its size, and of the
             target from the model's results.
@@ -152,6 +160,8 @@ def partition(
             modules=frozenset(name for name, _ in model.named_modules()),
             batchnorm=batchnorm,
             reduce_dtype=read_reduce_dtype(reduce_dtype),
+            objective=objective,
+            time_limit=time_limit,
         ).checked()
     cost_model, steps = checked_costs(cost_model), Progress("partition", 2 if request is None else 3, progress)
     source = _convert_source(model, positional(example_inputs), example_kwargs, precision)
@@ -159,12 +169,9 @@ def partition(
     graph = _trace_source(source, training, batch_dims, autocast_of(precision, source.model, target.hardware), steps)
     runtime = _start_runtime(source, graph, target)
     problem = None if request is None else PlanProblem(graph, target.hardware, request, cost_model, target.mesh, target.sequential_tiles)
-    plan = _make_plan(problem, runtime, steps) if problem is not None else target.plan
-    plan = _agree_on_plan(plan, graph, runtime)
-    _check_numbers(graph, plan, runtime, precision)
+    plan = _agree_on_plan(_make_plan(problem, runtime, steps) if problem is not None else target.plan, graph, runtime, precision)
     with steps.step("lowering"):
-        traced = (source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, Structure(source.model))
-        tracing = Tracing(*traced, batch_dims=batch_dims or {})
+        tracing = _tracing(source, modes, graph, target, batch_dims)
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
         warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else ())
         return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
@@ -283,6 +290,12 @@ def _trace_source(
     return dataclasses.replace(graph, notes=(*graph.notes, note))
 
 
+def _tracing(source: _Source, modes: tuple[bool, ...], graph: ModelGraph, target: _Target, batch_dims: BatchDims | None) -> Tracing:
+    """Return how the model was traced, for traces of other batches and modes."""
+    traced = (source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, Structure(source.model))
+    return Tracing(*traced, batch_dims=batch_dims or {})
+
+
 def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runtime:
     """Start the runtime of the target; raise ConfigError in all processes if their models or batches differ."""
     runtime: Runtime
@@ -296,23 +309,24 @@ def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runti
 
 
 def _make_plan(problem: PlanProblem, runtime: Runtime, steps: Progress) -> Plan:
-    """Solve the planning problem. With measured times the plans of processes would differ: all take the plan of the first rank."""
+    """Solve the planning problem. By measured times, or by the clock, processes would plan differently: all take the first rank's plan."""
     is_alone = len(runtime.local_ranks) == runtime.n_ranks
     with steps.step("planning"):
         # Only a search that reports progress can be interrupted, and after an interruption the plans of processes would differ.
         plan = problem.solve(steps.tell if steps.is_shown and is_alone else None)
-    if not isinstance(problem.cost_model, MeasuredCosts):
+    if is_alone or not (isinstance(problem.cost_model, MeasuredCosts) or problem.request.time_limit is not None):
         return plan
     is_first = 0 in runtime.local_ranks
-    text = runtime.agree("plan by measured times", plan.to_json() if is_first else None)
+    text = runtime.agree("plan of the first rank", plan.to_json() if is_first else None)
     return plan if is_first or text is None else Plan.from_json(text)
 
 
-def _agree_on_plan(plan: Plan | None, graph: ModelGraph, runtime: Runtime) -> Plan:
-    """Return the plan; raise ConfigError in all processes if their plans differ, or if it is not one of this model."""
+def _agree_on_plan(plan: Plan | None, graph: ModelGraph, runtime: Runtime, precision: str | None) -> Plan:
+    """Return the plan; raise ConfigError in all processes if their plans differ, or if it does not fit this model and precision."""
     assert plan is not None
     runtime.agree("plan", plan.hash)
     check_fits(plan, graph)
+    _check_numbers(graph, plan, runtime, precision)
     return plan
 
 

@@ -81,6 +81,7 @@ class Device:
         tiles: rows and columns of the result that one processor computes at once, for each kernel there is; none: any size is even.
         cache_bandwidth: B/s at which all processors together read what they multiply; infinite where it limits nothing.
         store_bandwidth: B/s at which all processors together write results.
+        price_per_hour: price of the device for an hour, in any currency; None: not known.
 
     Raises:
         ConfigError: a number is not positive, or an efficiency is over 1.
@@ -99,6 +100,7 @@ class Device:
     tiles: Sequence[tuple[int, int]] = ()
     cache_bandwidth: float = math.inf
     store_bandwidth: float = math.inf
+    price_per_hour: float | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the arguments that make an equal device: a read-only mapping cannot be pickled."""
@@ -114,6 +116,8 @@ class Device:
         for name, number in positive.items():
             check(number > 0, f"device {self.name!r}: {name} must be positive, got {number}")
         check(bool(self.peak_flops), f"device {self.name!r}: peak_flops names no dtype")
+        price = self.price_per_hour
+        check(price is None or 0 <= price < math.inf, f"device {self.name!r}: price_per_hour must be finite and not negative, got {price}")
         for name in ("launch_overhead", "kernel_latency"):
             number = getattr(self, name)
             check(0 <= number < math.inf, f"device {self.name!r}: {name} must be finite and not negative, got {number}")

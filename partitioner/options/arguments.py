@@ -17,7 +17,7 @@ from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.precision import read_reduce_dtype, true_dtype
 from partitioner.schedules.catalog import find_schedule
 from passes.ir.checked_arguments import Rule, at_least, each_of, one_of, read_by
-from passes.ir.plan import BATCHNORM, RECOMPUTE
+from passes.ir.plan import BATCHNORM, OBJECTIVES, RECOMPUTE
 
 __all__ = ["EXAMPLES", "VALUES", "positional", "read_cluster"]
 
@@ -40,6 +40,7 @@ VALUES: Mapping[str, Rule] = MappingProxyType(
         "reduce_dtype": read_by(read_reduce_dtype),
         "batchnorm": one_of(BATCHNORM),
         "inputs": one_of(("global", "local")),
+        "objective": one_of(OBJECTIVES),
     }
 )
 """Option -> check of its value."""
@@ -66,6 +67,8 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "constraints": 'Constraints(axes={"heads": "tensor"}), or leave it out',
         "plan": "Plan.from_json(text), or leave it out",
         "cost_model": "MeasuredCosts(), or leave it out",
+        "objective": '"step_time" or "memory"',
+        "time_limit": "60, or leave it out",
         "batch_dims": '{"x": 1, "positions": None}, or leave it out',
         "progress": "True or False, or leave it out",
     }

@@ -13,11 +13,13 @@ from cost_models.hardware.units import format_bytes
 from partitioner.planner.constraints.halos import check_halos
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.least_memory import least_memory
 from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.planner.sequential_tiling import plan_stream
 from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.schedules.catalog import interleaves
 from passes.graph.symbolic_sizes import bytes_of
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.plan import Plan
@@ -28,7 +30,7 @@ __all__ = ["PlanProblem"]
 
 @dataclass(frozen=True, eq=False)
 class PlanProblem:
-    """A model to be planned.
+    """A model to be planned, for the objective of its request.
 
     Attributes:
         cluster: the hardware, at least as many devices as the request names.
@@ -57,13 +59,43 @@ class PlanProblem:
             InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
         """
         check_halos(self.request.constraints, self.mesh if self.sequential_tiles is None else None)
+        objective = self.request.objective
+        if objective == "memory":
+            return least_memory(lambda request: self._fastest(request, tell), self.request)
+        price = _price_per_hour(self.cluster.first(len(self.request.devices))) if objective == "cost" else 0.0
+        plan = self._fastest(self.request, tell)
+        reported = () if objective == "step_time" else (_objective_words(plan, price),)
+        return plan.predicted(notes=(*plan.notes, *reported))
+
+    def _fastest(self, request: PlanRequest, tell: Callable[[str], None] | None) -> Plan:
+        """Return the plan with the shortest step."""
         graph = self.models.graph_of_step(self.graph)
-        problem = (graph, self.cluster, self.request, self.cost_model)
+        problem = (graph, self.cluster, request, self.cost_model)
         if self.sequential_tiles is not None:
             plan = plan_stream(graph, self.sequential_tiles, *problem[1:])
         else:
             plan = plan_auto(*problem, tell, self.models) if self.mesh is None else plan_mesh(*problem, self.mesh, self.models)
         return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))
+
+
+def _price_per_hour(cluster: Cluster) -> float:
+    """Return the price of all devices for an hour; raise ConfigError if that of one is not known."""
+    for device in cluster.devices:
+        if device.price_per_hour is None:
+            raise ConfigError(
+                f'objective="cost" needs the price of a device for an hour, and {device.name} has none',
+                remedy=f"write price_per_hour = 2.5 under [devices.{device.name}] in the TOML file of a cluster, or pass a Cluster of such "
+                "Devices",
+            )
+    return sum(device.price_per_hour or 0.0 for device in cluster.devices)
+
+
+def _objective_words(plan: Plan, price_per_hour: float) -> str:
+    """Say what a step costs, or without a price how many rows a device computes in a second."""
+    if price_per_hour:
+        step, rows = price_per_hour * plan.step_time / 3600, plan.batch_size
+        return f"A step costs {step:.3g}, at {price_per_hour:,.2f} an hour for all devices: {1000 * step / rows:.3g} for 1,000 rows."
+    return f"{plan.batch_size / plan.step_time / plan.n_ranks:.3g} rows a second on each device."
 
 
 def _with_calls(plan: Plan, graph: ModelGraph) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from partitioner.schedules.gpipe import GPIPE
 from partitioner.tracing.inputs.batch_dims import accidental_batch
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.plan import RECOMPUTE
+from passes.ir.plan import OBJECTIVES, RECOMPUTE
 
 __all__ = ["PlanRequest", "recompute_fields"]
 
@@ -37,13 +38,17 @@ class PlanRequest:
         recompute: what the backward computes again: ``"none"``, ``"selective"``, ``"full"``; None: regions that the model
             marks, or the cheapest policy that fits in memory.
         patterns: instead of ``recompute``, pairs of a pattern of modules and its policy.
-        memory_limit: of each device: bytes, or ``"16GiB"``; None: what the device has.
+        memory_limit: of each device: bytes, or ``"16GiB"``; None: 92 % of what the device has.
         optimizer: whose state the memory counts. A graph in evaluation mode is planned for its forward alone and has none.
         constraints: what is decided already.
         modules: names of the model's modules, so that constraints may name one that computes nothing.
         batchnorm: statistics of batch normalisation where the batch is cut: ``"sync"`` or ``"local"``. With ``"sync"`` the planner does
             not cut a batch that batch normalisation takes statistics of into microbatches.
         reduce_dtype: type in which gradients of parameters are summed over ranks; None: that of the parameters.
+        objective: what the best plan has least or most of: one of ``passes.ir.plan.OBJECTIVES``.
+        time_limit: seconds of the search; None: it ends by its limits of work.
+        most_bytes: of any device, beside ``memory_limit``.
+        is_trial: whether a failure is no error of the user: it needs no remedy, which takes long to find.
     """
 
     mode: str
@@ -60,6 +65,10 @@ class PlanRequest:
     modules: frozenset[str] = frozenset()
     batchnorm: str = "sync"
     reduce_dtype: str | None = None
+    objective: str = OBJECTIVES[0]
+    time_limit: float | None = None
+    most_bytes: float = math.inf
+    is_trial: bool = False
 
     @property
     def graph_options(self) -> Hashable:
@@ -86,6 +95,10 @@ class PlanRequest:
         for policy in (self.recompute, *(policy for _, policy in self.patterns)):
             if policy is not None and policy not in RECOMPUTE:
                 raise ConfigError(f"there is no recompute {policy!r}", remedy=f"choose one of {', '.join(RECOMPUTE)}")
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"there is no objective {self.objective!r}", remedy=f"choose one of {', '.join(OBJECTIVES)}")
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise ConfigError(f"a search cannot take {self.time_limit} seconds", remedy="pass a time_limit above 0, or leave it out")
         optimizer_states(self.optimizer)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)

@@ -16,7 +16,19 @@ from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, SEQUENCE, STAGES, TILES, WIDTH, Mesh
 
-__all__ = ["ATTENTION", "BATCHNORM", "BY_REGION", "RECOMPUTE", "REDUCE_DTYPES", "Contender", "Plan", "Prediction", "Region", "Stage"]
+__all__ = [
+    "ATTENTION",
+    "BATCHNORM",
+    "BY_REGION",
+    "OBJECTIVES",
+    "RECOMPUTE",
+    "REDUCE_DTYPES",
+    "Contender",
+    "Plan",
+    "Prediction",
+    "Region",
+    "Stage",
+]
 
 _FORMAT = 3
 
@@ -31,6 +43,9 @@ BATCHNORM = ("sync", "local")
 
 REDUCE_DTYPES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
 """Type in which gradients of parameters may be summed over ranks, beside their own -> bytes of an element."""
+
+OBJECTIVES = ("step_time", "memory", "tokens_per_second_per_device", "cost")
+"""The shortest step; the least memory of the fullest device; of a given number of devices, the other two have the shortest step, too."""
 
 ATTENTION = ("gather", "ulysses", "ring", "zigzag")
 """How ranks of a sequence dimension share attention: each gathers all keys and values; they exchange the sequence for heads and back; keys

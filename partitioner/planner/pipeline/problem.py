@@ -191,4 +191,9 @@ class PipelineProblems:
 def memory_limits(cluster: Cluster, request: PlanRequest) -> tuple[float, ...]:
     """Return the memory limit of each device in bytes."""
     limit = request.memory_limit
-    return tuple(float(device.memory_bytes if limit is None else parse_bytes(limit)) for device in cluster.devices)
+    limits = (_USABLE * device.memory_bytes if limit is None else float(parse_bytes(limit)) for device in cluster.devices)
+    return tuple(min(each, request.most_bytes) for each in limits)
+
+
+_USABLE = 0.92
+"""The fraction of a device's memory that plans use: a CUDA context, buffers of NCCL and fragmentation take the rest."""

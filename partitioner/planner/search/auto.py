@@ -24,8 +24,9 @@ from partitioner.planner.pipeline.candidates import microbatch_choices
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.best_first import ClosedMesh, Opened, PlanSearch
+from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import searched_words
-from partitioner.planner.search.infeasible import nothing_fits
+from partitioner.planner.search.infeasible import nothing_fits, nothing_of_trial
 from partitioner.planner.search.make_plan import describe_best
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.search.plan_mesh import with_sharding
@@ -137,7 +138,8 @@ class _Auto:
         if not self._model.whole.points.units:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)
-        self._search = PlanSearch(tell, self._opener, breadth=min(1.0, math.log2(max(2, len(cluster.devices))) / _DOUBLINGS))
+        breadth = min(1.0, math.log2(max(2, len(cluster.devices))) / _DOUBLINGS)
+        self._search = PlanSearch(tell, self._opener, breadth=breadth, deadline=Deadline.after(request.time_limit))
         self._n_cuts = 0
         self._refusals: list[ConfigError] = []
         self._too_large: list[ClosedMesh] = []
@@ -208,6 +210,8 @@ class _Auto:
 
     def _failure(self) -> PartitionError:
         """Return the error of a search without a plan: the least missing memory over all meshes, or the reasons of their refusal."""
+        if self._request.is_trial:
+            return nothing_of_trial()
         for item in self._too_large:
             self._search.open(item)
         return nothing_fits(self._search.meshes, [*self._refusals, *self._search.refusals])

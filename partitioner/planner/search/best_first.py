@@ -7,7 +7,8 @@ After Land, Doig, "An automatic method of solving discrete programming problems"
     solution        seconds of a step
 
 The search ends when no lower bound is below the best solution, which is then optimal. If it ends earlier, the lowest bound left gives the
-gap. The order depends on the inputs alone, never on wall time. With a progress display, Ctrl-C ends the search and keeps the best plan.
+gap. The order depends on the inputs alone, and so does the end, unless the caller limits the time. With a progress display, Ctrl-C ends the
+search and keeps the best plan.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from cost_models.hardware.units import format_seconds
 from partitioner.planner.costs.links import stages_length
 from partitioner.planner.pipeline.candidates import Candidate
+from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import plan_words
 from partitioner.planner.search.mesh_problem import LowerBounds, MeshProblem, Solution
 from partitioner.planner.sharding.model import MeshCut
@@ -145,6 +147,7 @@ class PlanSearch:
         open_mesh: opens a closed mesh: returns it with its sharding and candidates, or None if an equal one is known. It must not refer to
             the search, so that the solutions are freed with the search.
         breadth: the share of the limits of units and runs that this search has.
+        deadline: ends the search, in the place of limits of work; None: these do.
 
     Attributes:
         best: the fastest solution.
@@ -160,8 +163,10 @@ class PlanSearch:
         tell: Callable[[str], None] | None = None,
         open_mesh: Callable[[ClosedMesh], Opened | None] | None = None,
         breadth: float = 1.0,
+        deadline: Deadline | None = None,
     ) -> None:
         self._tell, self._open_mesh, self._breadth = tell, open_mesh, breadth
+        self._deadline = deadline or Deadline.after(None)
         self.best: tuple[Option, Solution] | None = None
         self.solutions: list[tuple[Option, Solution]] = []
         self.meshes: list[MeshProblem] = []
@@ -264,11 +269,21 @@ class PlanSearch:
         return bound >= self._best_seconds
 
     def _has_searched_enough(self) -> bool:
-        return self.interrupted or (self.best is not None and (self._is_too_long or self._n_actions >= _MOST_ACTIONS))
+        """Return whether the search ends with the best solution so far; raise ConfigError if its time is over, and it has none."""
+        if self.best is None and self._deadline.is_over:
+            n_meshes = f"{len(self.meshes)} mesh{'es' if len(self.meshes) != 1 else ''}"
+            raise ConfigError(
+                f"no plan was found within time_limit={self._deadline.seconds:g} seconds, in which {n_meshes} could be looked at",
+                remedy='allow more seconds, or name the mesh, as in mode={"pipeline": 2, "tensor": 8}',
+            )
+        is_much = self._deadline.seconds is None and self._n_actions >= _MOST_ACTIONS
+        return self.interrupted or (self.best is not None and (self._is_too_long or is_much))
 
     @property
     def _is_too_long(self) -> bool:
-        """Whether so much was opened and bounded that the search ends with the best solution so far."""
+        """Whether so much was opened and bounded, or so much time is over, that the search ends with the best solution so far."""
+        if self._deadline.seconds is not None:
+            return self._deadline.is_over
         is_too_much = self._n_units >= _MOST_UNITS * self._breadth or self._n_runs >= _MOST_RUNS * self._breadth**2
         return is_too_much or len(self.meshes) >= _MOST_MESHES
 
@@ -314,10 +329,12 @@ class PlanSearch:
         n_stages = candidate.n_stages(problem.n_places)
         n_actions = n_stages * candidate.n_microbatches
         self._n_actions += n_actions if self.best is not None else 0
-        is_sampled = math.comb(len(problem.part.points.units) - 1, n_stages - 1) > _MANY_CUTS
+        is_one_of_several = problem.request.most_bytes < math.inf  # searches for the least memory
+        is_sampled = is_one_of_several or math.comb(len(problem.part.points.units) - 1, n_stages - 1) > _MANY_CUTS
         most = min(_FEW_CUTS if is_sampled else _MOST_CUTS, _MOST_CUT_ACTIONS // n_actions)
         within = self._best_seconds * _NEAR if is_sampled else math.inf
-        solution, bound = problem.solve(option.policy, candidate, bounded.bounds, most, within, thorough=self.best is None)
+        thorough = self.best is None and not is_one_of_several
+        solution, bound = problem.solve(option.policy, candidate, bounded.bounds, most, within, thorough=thorough)
         if solution is None or bound < solution.step_time:
             self._unproved.append(bound)
         if solution is None:

@@ -18,7 +18,7 @@ from partitioner.planner.solvers.min_max_dp import fits, shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
 from passes.ir.mesh import STAGES, Mesh, mesh_words
 
-__all__ = ["nothing_fits", "too_many_stages", "why_infeasible"]
+__all__ = ["nothing_fits", "nothing_of_trial", "too_many_stages", "why_infeasible"]
 
 _MOST_PLACES = 4096
 
@@ -47,6 +47,11 @@ def why_infeasible(by_policy: Sequence[PipelineProblems], candidate: Candidate) 
         f"the model does not fit {_count(n_ranks, 'device')} of {format_bytes(limit)}: {_lack_words(missing)} with {count}",
         remedy=_remedy(problems, n_ranks, min(suffice, default=None), missing),
     )
+
+
+def nothing_of_trial() -> InfeasiblePlanError:
+    """Return the error of a search that only asks whether there is a plan: its caller catches it."""
+    return InfeasiblePlanError("no plan fits the memory", remedy="allow more memory")
 
 
 def too_many_stages(problems: PipelineProblems, candidate: Candidate) -> ConfigError | None:

@@ -22,8 +22,9 @@ from partitioner.planner.pipeline.candidate import StagedModel, describe_stages
 from partitioner.planner.pipeline.candidates import Candidate, may_cut_batch, microbatch_choices, schedules
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.best_first import Option, PlanSearch
+from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import bound_by, compared, contender, searched_words
-from partitioner.planner.search.infeasible import nothing_fits, too_many_stages, why_infeasible
+from partitioner.planner.search.infeasible import nothing_fits, nothing_of_trial, too_many_stages, why_infeasible
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.search.recomputed_regions import keep_what_fits
 from partitioner.planner.search.space import candidates_of
@@ -93,16 +94,17 @@ def plan_shardings(
         bound_left_out: lower bound of their step seconds.
     """
     every = [*shardings, *contenders]
-    search = taken = _search(every)
+    deadline = Deadline.after(shardings[0].problem.request.time_limit)
+    search = taken = _search(every, deadline)
     if search.best is None:
         refusals = (sharding.problem.refusal for sharding in shardings)
         raise next((refusal for refusal in refusals if refusal is not None), None) or _nothing_fits(shardings[0].problem)
     fastest, solution = search.best
     of_mode = [sharding for sharding in every if sharding.is_of_mode]
     if all(sharding.problem is not fastest.problem for sharding in of_mode):
-        taken = _search(of_mode)
+        taken = _search(of_mode, deadline)
     if taken.best is not None and taken.best[0].axes and not may_take(taken.best[1].step_time):
-        taken = _search(shardings)
+        taken = _search(shardings, deadline)
     taken = taken if taken.best is not None else search
     assert taken.best is not None
 
@@ -119,9 +121,9 @@ def plan_shardings(
     return plan.predicted(searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), taken.best[0].cut
 
 
-def _search(shardings: Sequence[Sharding]) -> PlanSearch:
+def _search(shardings: Sequence[Sharding], deadline: Deadline) -> PlanSearch:
     """Search all plans of some shardings of a mesh."""
-    search = PlanSearch()
+    search = PlanSearch(deadline=deadline)
     for sharding in shardings:
         problem = sharding.problem
         problem.request.check(problem.part.graph)
@@ -156,6 +158,8 @@ def _check_constraints(problem: MeshProblem, count: int) -> None:
 
 def _nothing_fits(problem: MeshProblem) -> PartitionError:
     """Return the error of a mesh without a plan, for the default schedule and the most microbatches."""
+    if problem.request.is_trial:
+        return nothing_of_trial()
     if problem.mesh.cutting.size > 1:  # several devices have one pipeline position
         return nothing_fits([problem], [])
     name, stages_per_rank = schedules(problem.request)[0]

@@ -170,7 +170,7 @@ def _seconds_without(
     if TENSOR not in mesh.names:
         return math.inf
     smaller = Mesh(tuple(dimension for dimension in mesh.dimensions if dimension[0] != TENSOR) or (("pipeline", 1),))
-    request = dataclasses.replace(request, devices=request.devices[: smaller.size])
+    request = dataclasses.replace(request, devices=request.devices[: smaller.size], is_trial=True)
     try:
         return plan_mesh(graph, cluster.first(smaller.size), request, cost_model, smaller, models).step_time
     except PartitionError:

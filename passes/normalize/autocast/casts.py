@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,20 +50,21 @@ def write_casts(module: fx.GraphModule, autocast: Autocast | None) -> None:
         TraceError: an operation changes its precision inside, where no cast of arguments can say it.
     """
     with fake_mode(module.graph), operations_of(autocast), _unreported_failures():
-        _write_casts_of(module, autocast)
+        _write_casts_of(module, autocast, {})
 
 
-def _write_casts_of(module: fx.GraphModule, autocast: Autocast | None) -> None:
+def _write_casts_of(module: fx.GraphModule, autocast: Autocast | None, known: dict[Hashable, dict[int, torch.dtype]]) -> None:
+    """Write the casts of one graph; ``known``: the casts of calls that were run already, as repeated blocks make equal calls."""
     for node in list(module.graph.nodes):
         if node.op != "call_function":
             continue
         if isinstance(node.target, HigherOrderOperator):
             for inner in called_graphs(module, node):
-                _write_casts_of(inner, autocast_in(node, autocast))
+                _write_casts_of(inner, autocast_in(node, autocast), known)
             if node.target is _AUTOCAST:
                 node.args = (*node.args[:2], False, *node.args[3:])
         elif autocast is not None and isinstance(node.target, OpOverload) and not is_autograd_function(node.target):
-            _cast_arguments(node, autocast)
+            _cast_arguments(node, autocast, known)
     module.recompile()
 
 
@@ -124,13 +125,26 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _cast_arguments(node: fx.Node, autocast: Autocast) -> None:
+def _cast_arguments(node: fx.Node, autocast: Autocast, known: dict[Hashable, dict[int, torch.dtype]]) -> None:
     leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
     values = [leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    key = node.target, autocast, str(tree), tuple(map(_described, values)), tuple(_dtypes(node.meta.get("val")))
+    if key not in known:
+        known[key] = _casts(node, autocast, leaves, tree, values)
+    _insert_casts(node, leaves, tree, known[key])
+
+
+def _described(value: Any) -> str:
+    """Describe an argument of a call: equal calls with arguments of one description are cast alike."""
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}" if isinstance(value, Tensor) else repr(value)
+
+
+def _casts(node: fx.Node, autocast: Autocast, leaves: Sequence[Any], tree: TreeSpec, values: Sequence[Any]) -> dict[int, torch.dtype]:
+    """Return the casts of arguments of a call, by index among its leaves; raise TraceError if these do not say what it computes."""
     # Each argument is a tensor of its own here, also where one value is given twice.
     fresh = [value.detach() if isinstance(value, Tensor) else value for value in values]
     if not any(may_be_cast(value) for value in fresh):
-        return
+        return {}
     if any(isinstance(value, Tensor) and value.is_meta for value in fresh):
         raise TraceError(
             "the model enables torch.autocast inside its forward, which knows nothing of the meta device, where the model is",
@@ -156,7 +170,7 @@ def _cast_arguments(node: fx.Node, autocast: Autocast) -> None:
             place=place_of(node),
             remedy=f'let the model turn autocast off around it, torch.autocast("{device_type}", enabled=False), or choose another one',
         )
-    _insert_casts(node, leaves, tree, casts)
+    return casts
 
 
 def _cast(values: Sequence[Any], casts: Mapping[int, torch.dtype]) -> list[Any]:
