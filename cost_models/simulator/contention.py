@@ -18,7 +18,7 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.tasks import Transfer
 
-__all__ = ["Passage", "Passages"]
+__all__ = ["Passage", "Passages", "bytes_sent"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Passages:
             link = self._cluster.link(*group)
             latency = self._cost_model.transfer_time(0, link)
             seconds = self._cost_model.transfer_time(size, link) - latency
-            return Passage(latency, seconds, tuple(_ports(self._cluster, *group)), {(group[0], group[1]): size}, link.host_share)
+            return Passage(latency, seconds, tuple(_ports(self._cluster, *group)), dict(_traffic(transfer)), link.host_share)
         if len(group) == 1:
             return Passage(0.0, 0.0, (), {})
         kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
@@ -84,12 +84,20 @@ class Passages:
         return self._groups[group]
 
 
+def bytes_sent(transfer: Transfer, rank: int) -> float:
+    """Return the bytes that a rank sends in a transfer."""
+    return sum(size for (source, _), size in _traffic(transfer) if source == rank)
+
+
 def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:
     """Yield (source, destination) and the bytes that a collective sends between them.
 
     Reductions and gathers run as a ring: (n - 1) / n of the bytes cross each of its links, twice for an all_reduce.
     """
     group, n_ranks = transfer.group, len(transfer.group)
+    if transfer.kind == "message":
+        yield (group[0], group[1]), transfer.bytes
+        return
     if transfer.kind == "all_to_all":
         yield from (((one, other), transfer.bytes / n_ranks) for one in group for other in group if one != other)
         return

@@ -42,6 +42,10 @@ class InspectedPrograms:
     @property
     def programs(self) -> tuple[Program, ...]:
         """One program for each rank."""
+        return self.read_programs()
+
+    def read_programs(self) -> tuple[Program, ...]:
+        """Return one program for each rank."""
         if self.differentiation is None:
             return self.lowering.forward(self.n_microbatches).programs
         if self.loss is None:

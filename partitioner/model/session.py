@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -124,7 +124,7 @@ class Session:
     cuts: PlanCuts
     tracing: Tracing
     left: LeftAttributes
-    last_reports: dict[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict, init=False)
+    last_reports: dict[Hashable, tuple[tuple[Any, ...], Any]] = field(default_factory=dict, init=False)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -180,13 +180,16 @@ class Session:
     def explained(self, inspected: InspectedPrograms) -> Explained:
         """Return the model, its plan and these programs as reports read them."""
         lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
-        lowered, programs = inspected.stages, inspected.programs
+        lowered = inspected.stages
         schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss or LossForm()) if lowered.training else None
-        parts = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks, programs, schedule)
-        make = functools.partial(Explained, *parts, self.assumed.limits, self.assumed.planned_for(self.plan))
-        return self.reported("explained", (lowering.cut, lowered, programs), make)
+        parts = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks)
+        limits, planned_for = self.assumed.limits, self.assumed.planned_for(self.plan)
+        make = functools.partial(Explained, *parts, inspected.read_programs, schedule, limits, planned_for)
+        return self.reported(
+            ("explained", inspected.n_microbatches, inspected.differentiation, inspected.loss), (lowering.cut, lowered), make
+        )
 
-    def reported(self, kind: str, of: tuple[Any, ...], make: Callable[[], _Report]) -> _Report:
+    def reported(self, kind: Hashable, of: tuple[Any, ...], make: Callable[[], _Report]) -> _Report:
         """Return a report; the last one of its kind, if that was made of the same objects."""
         last, report = self.last_reports.get(kind, ((), None))
         if len(last) != len(of) or any(one is not other for one, other in zip(last, of, strict=True)):
@@ -195,9 +198,9 @@ class Session:
         made: _Report = report
         return made
 
-    def device_table(self, inspected: InspectedPrograms) -> DeviceTable:
-        """Return the table that ``print`` shows: a line for each rank."""
+    def device_table(self, inspected: InspectedPrograms, sent: Sequence[Mapping[str, int]]) -> DeviceTable:
+        """Return the table that ``print`` shows: a line for each rank; ``sent``: as for ``mesh_table``."""
         lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
         if len(lowering.pipelines) == 1:
             return device_table(self.name, self.plan, lowering.stages, self.assumed.planned_for(self.plan))
-        return mesh_table(self.explained(inspected))
+        return mesh_table(self.explained(inspected), sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from cost_models.cost_model import Roofline
@@ -11,11 +12,12 @@ from cost_models.simulator.simulate import Representatives, simulate_programs
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.session import Session
 from partitioner.options.arguments import read_cluster
+from partitioner.reports.tables.mesh_devices import MANY_RANKS
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
-__all__ = ["Step", "is_inlined", "machine_of", "simulate"]
+__all__ = ["Step", "is_inlined", "machine_of", "simulate", "simulated_sends"]
 
 Step = Literal["train_step", "forward_backward"]
 """How a step is called: ``pm.train_step(...)``, or ``pm(...)`` and ``backward()``, which runs all forwards first."""
@@ -42,13 +44,13 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
     plan, assumed = session.plan, session.assumed
     machine = machine_of(session, cluster)
     lowering, count, mesh = inspected.lowering, inspected.n_microbatches, plan.grid
-    n_nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
-    if is_inlined(plan, n_nodes, count):
-        programs, representative_of = inspected.programs, {rank: rank for rank in range(mesh.size)}
-    else:
-        programs, representative_of = lowering.representatives(inspected.differentiation, count, inspected.loss)
 
     def run() -> Simulation:
+        n_nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
+        if is_inlined(plan, n_nodes, count):
+            programs, representative_of = inspected.programs, {rank: rank for rank in range(mesh.size)}
+        else:
+            programs, representative_of = lowering.representatives(inspected.differentiation, count, inspected.loss)
         return simulate_programs(
             programs,
             machine,
@@ -59,7 +61,13 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
             representatives=Representatives(mesh, representative_of),
         )
 
-    return session.reported(f"simulation of {step}", (programs, machine), run)
+    return session.reported(("simulation", step, count, inspected.differentiation, inspected.loss), (lowering, machine), run)
+
+
+def simulated_sends(session: Session, inspected: InspectedPrograms) -> Sequence[Mapping[str, int]]:
+    """Return for each of many ranks name of a function -> bytes that it sends in a step; empty for few ranks, whose programs are read."""
+    is_step = inspected.loss is not None and inspected.differentiation is not None
+    return simulate(session, inspected, None).sent if is_step and session.plan.n_ranks > MANY_RANKS else ()
 
 
 def machine_of(session: Session, cluster: Cluster | str | None) -> Cluster:

@@ -38,7 +38,7 @@ class Explained:
         lowered: the stages of the first pipeline, with their training graphs when the model trains.
         pipelines: the stages of every pipeline, without autograd.
         blocks: the blocks of parameters that ranks hold.
-        programs: the programs of all ranks.
+        programs_of_ranks: returns the programs of all ranks.
         schedule: the schedule of a training step; None in evaluation.
         limits: the memory limit of each rank in bytes; empty: not known.
         planned_for: the hardware that the plan is for; empty if the programs run on it.
@@ -51,10 +51,15 @@ class Explained:
     lowered: LoweredStages
     pipelines: Sequence[LoweredStages]
     blocks: Blocks
-    programs: Sequence[Program]
+    programs_of_ranks: Callable[[], Sequence[Program]]
     schedule: Schedule | None
     limits: Sequence[float] = ()
     planned_for: str = ""
+
+    @functools.cached_property
+    def programs(self) -> Sequence[Program]:
+        """The programs of all ranks, written when they are first read: those of many ranks take long."""
+        return self.programs_of_ranks()
 
     @property
     def mesh(self) -> Mesh:

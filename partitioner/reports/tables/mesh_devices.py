@@ -21,23 +21,27 @@ from passes.ir.plan import Plan
 from passes.ir.tensor_spec import total
 from passes.spmd.shard_stages import StagedCut
 
-__all__ = ["mesh_table"]
+__all__ = ["MANY_RANKS", "mesh_table"]
+
+MANY_RANKS = 16
+"""Above so many ranks, a row stands for all ranks that do the same, and what they send is simulated: programs of all take long."""
 
 _HEADING = ("rank", "place", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory")
 _COLUMNS = "><<<<>>>>"
 _FOOTNOTE = "parameters: held by the rank; work: of all forwards of a step; memory: predicted; last columns: bytes that it sends in a step"
 
 
-def mesh_table(explained: Explained) -> DeviceTable:
-    """Return the table of devices of a model on a mesh; its last columns are the functions that communicate, with bytes sent."""
+def mesh_table(explained: Explained, sent_by_ranks: Sequence[Mapping[str, int]] = ()) -> DeviceTable:
+    """Return the table of devices of a model on a mesh; its last columns are the functions that communicate, with bytes sent.
+
+    Args:
+        sent_by_ranks: of each rank, name of a function -> bytes that it sends, as simulated; empty: they are read from the programs.
+    """
     plan, mesh = explained.plan, explained.mesh
     parameters = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)  # (count, bytes)
     work = _work_of_ranks(plan, explained.pipelines, explained.staged)
     places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
-    sent = []
-    for program, collectives in zip(explained.programs, collectives_of_ranks(explained), strict=True):
-        messages = sum(node.meta["bytes"] for node in program.module.graph.nodes if node.target is send)
-        sent.append({**sent_by_kind(collectives), "send": messages})
+    sent = sent_by_ranks or _sent_by_programs(explained)
     kinds = tuple(dict.fromkeys(kind for sizes in sent for kind, size in sizes.items() if size))
     rows: list[tuple[str, ...]] = [(*_HEADING, *kinds)]
     for rank, device in enumerate(plan.devices):
@@ -58,12 +62,54 @@ def mesh_table(explained: Explained) -> DeviceTable:
                 *(format_bytes(sent[rank].get(kind, 0)) for kind in kinds),
             )
         )
+    if mesh.size > MANY_RANKS:
+        rows = [rows[0], *_by_class(rows[1:])]
     totals = (format_bytes(sum(size for _, size in parameters)), format_flops(sum(work)), "")
     sums = (format_bytes(sum(sizes.get(kind, 0) for sizes in sent)) for kind in kinds)
     rows.append(("", "", "", "", "all ranks", f"{sum(count for count, _ in parameters):,}", *totals, *sums))
     notes = table_notes(explained.graph, plan, explained.planned_for)
     title = headline(explained.name, plan, training=explained.graph.training)
     return DeviceTable(title, rows, _COLUMNS + ">" * len(kinds), _FOOTNOTE, notes)
+
+
+def _sent_by_programs(explained: Explained) -> list[dict[str, int]]:
+    """Return for each rank name of a function -> bytes that it sends, from the programs of all."""
+    sent = []
+    for program, collectives in zip(explained.programs, collectives_of_ranks(explained), strict=True):
+        messages = sum(node.meta["bytes"] for node in program.module.graph.nodes if node.target is send)
+        sent.append({**sent_by_kind(collectives), "send": messages})
+    return sent
+
+
+def _by_class(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return one row for all ranks whose cells after rank and place are equal; of many such classes, the first and the last.
+
+    0  tensor 0  cuda:0  0  layers.0-9          0 to 7  8 ranks  cuda:0 ...  0  layers.0-9
+    ...                                   ->
+    7  tensor 7  cuda:7  0  layers.0-9
+    """
+    classes: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        classes.setdefault(row[3:], []).append(row)
+    found = []
+    for cells, members in classes.items():
+        ranks, devices = [int(row[0]) for row in members], list(dict.fromkeys(row[2] for row in members))
+        place = members[0][1] if len(members) == 1 else f"{len(members)} ranks"
+        found.append((_ranks_words(ranks), place, devices[0] + (" ..." if len(devices) > 1 else ""), *cells))
+    if len(found) <= _MOST_CLASSES:
+        return found
+    half = _MOST_CLASSES // 2
+    return [*found[:half], ("...", *[""] * (len(found[0]) - 1)), *found[-half:]]
+
+
+_MOST_CLASSES = 14
+
+
+def _ranks_words(ranks: Sequence[int]) -> str:
+    """Return ``"0 to 7"``, ``"0, 8 ... 56"`` or ``"3"``."""
+    if len(ranks) <= 2:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]} to {ranks[-1]}" if ranks[-1] - ranks[0] == len(ranks) - 1 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
 
 
 def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> list[tuple[int, int]]:
