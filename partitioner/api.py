@@ -126,7 +126,7 @@ def partition(
             ``"tokens_per_second_per_device"`` and ``"cost"`` (``Device.price_per_hour``) have the plan of the shortest step, as the number
             of devices is given, and report themselves in ``plan.notes``.
         time_limit: seconds of the search for a plan; what has begun is finished. None: the search ends by limits of work, which are the
-            same on every machine. ``plan.searched`` says how much faster a plan that was left out could be.
+            same on every machine. ``plan.prediction.searched`` says how much faster a plan that was left out could be.
         batch_dims: the dimension of the batch of inputs by name, ``{"x": 1, "batch['pos']": None}``, and of the target of ``train_step``,
             ``{"target": 1}``; None: it has no batch. Of all others the batch is found when the model is traced, by its size, and of the
             target from the model's results.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from cost_models.hardware.units import format_bytes
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.deadline import Deadline
-from passes.ir.errors import InfeasiblePlanError
+from passes.ir.errors import ConfigError, InfeasiblePlanError
 from passes.ir.plan import Plan
 
 __all__ = ["least_memory"]
@@ -37,5 +37,8 @@ def least_memory(solve: Callable[[PlanRequest], Plan], request: PlanRequest) -> 
             best = solve(dataclasses.replace(request, most_bytes=limit, is_trial=True, time_limit=deadline.left))
         except InfeasiblePlanError:
             infeasible = limit
+        except ConfigError:  # the time was over before this search had a plan: an earlier one has
+            if not deadline.is_over:
+                raise
     closeness = f"none was found that needs less than {format_bytes(int(infeasible))}" if infeasible else "less was not tried"
     return best.predicted(searched=f"{tried} limits of memory were tried, and {closeness}; of the last: {best.prediction.searched}")

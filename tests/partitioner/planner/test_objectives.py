@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import nn
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.units import format_bytes
 from partitioner import PartitionedModel, partition
+from partitioner.planner.request import PlanRequest
 from partitioner.planner.search import best_first
 from partitioner.planner.search.deadline import Deadline
+from partitioner.planner.search.least_memory import least_memory
 from passes.ir.errors import ConfigError, InfeasiblePlanError
+from passes.ir.plan import Plan
 
 WIDTH, ROWS = 64, 32
 
@@ -69,6 +73,22 @@ def test_a_limit_of_time_ends_a_search_with_its_best_plan(monkeypatch: pytest.Mo
     monkeypatch.setattr(Deadline, "is_over", is_over)
     plan = planned({"pipeline": 4}, time_limit=1.0).plan
     assert plan.prediction.searched.startswith("1 plan of this mesh was worked out")
+
+
+def test_the_plan_of_least_memory_so_far_is_kept_when_time_is_over() -> None:
+    """The second search has no time left to find a plan."""
+    plan, requests = planned({"data": 2}, 2).plan, list[PlanRequest]()
+
+    def solve(request: PlanRequest) -> Plan:
+        requests.append(request)
+        if len(requests) == 1:
+            return plan
+        time.sleep(0.06)
+        raise ConfigError("no plan was found within the time limit", remedy="allow more")
+
+    kept = least_memory(solve, PlanRequest("pipeline", ("cpu", "cpu"), time_limit=0.05))
+    assert len(requests) == 2
+    assert kept.memory == plan.memory
 
 
 @pytest.mark.parametrize(
