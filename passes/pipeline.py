@@ -35,7 +35,7 @@ from passes.autograd.precision.own_casts import with_own_casts, with_shared_cast
 from passes.autograd.precision.wide_sums import with_wide_sums
 from passes.autograd.recompute import Recompute
 from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
-from passes.emit.inline_stages import inline_stages
+from passes.emit.inline_stages import Inline, inline_stages
 from passes.emit.once_a_step import communicating_once
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
 from passes.emit.programs import LossForm, emit_backward, emit_call, emit_forward, emit_train_step
@@ -88,7 +88,7 @@ class Target:
         given: for a backward, the outputs that are given a gradient other than zero, by their names in the first pipeline.
         gradients: whether gradients of parameters are summed over ranks.
         inputs: ``"global"`` gathers results that are sharded by rows; ``"local"`` leaves them on the ranks that have the rows.
-        inline: whether all stages that communicate are inlined in programs of a mesh.
+        inline: which calls of stages that communicate are inlined in programs of a mesh.
     """
 
     kept: tuple[int, ...] | None = None
@@ -107,7 +107,7 @@ class Target:
     given: frozenset[str] = frozenset()
     gradients: Gradients = "sum"
     inputs: Literal["global", "local"] = "global"
-    inline: bool = True
+    inline: Inline = "all"
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def _place_program(lowered: Lowered, target: Target, pipeline: int, program: Pro
         return replace(program, module=inline_stages(program.module, mesh, program.rank))
     if len(parts) == 1:
         return program
-    return place_on_mesh(program, parts[pipeline][program.rank], mesh, ranks, target.gradients, target.inputs, inlined=target.inline)
+    return place_on_mesh(program, parts[pipeline][program.rank], mesh, ranks, target.gradients, target.inputs, inline=target.inline)
 
 
 def prove(lowered: Lowered, target: Target) -> Lowered:

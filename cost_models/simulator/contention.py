@@ -18,7 +18,7 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.tasks import Transfer
 
-__all__ = ["Passage", "Passages", "bytes_sent"]
+__all__ = ["Passage", "Passages"]
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,6 @@ class Passages:
             ports = tuple(dict.fromkeys(each for pair in pairs for each in _ports(self._cluster, *pair)))
             self._groups[group] = group_links(group, self._cluster), ports
         return self._groups[group]
-
-
-def bytes_sent(transfer: Transfer, rank: int) -> float:
-    """Return the bytes that a rank sends in a transfer."""
-    return sum(size for (source, _), size in _traffic(transfer) if source == rank)
 
 
 def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:

@@ -25,7 +25,6 @@ class Simulation:
         timeline: when everything was; ``timeline.save("step.json")`` for Perfetto, ``timeline.svg()`` as a picture.
         rows: of the batch.
         latency: seconds until the first microbatch is through the model: its outputs, or its loss, are there.
-        sent: for each device, name of the function that communicates -> bytes that it sends by it.
     """
 
     step_time: float
@@ -35,7 +34,6 @@ class Simulation:
     timeline: Timeline
     rows: int
     latency: float
-    sent: tuple[Mapping[str, int], ...] = ()
 
     @property
     def peak_memory(self) -> tuple[int, ...]:

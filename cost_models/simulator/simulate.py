@@ -16,7 +16,7 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster, Device
 from cost_models.memory.optimizer_state import training_bytes
 from cost_models.ops.fusion import Fusion
-from cost_models.simulator.contention import Passages, bytes_sent
+from cost_models.simulator.contention import Passages
 from cost_models.simulator.events import RankRun, Slice, run_ranks
 from cost_models.simulator.memory import memory_of
 from cost_models.simulator.pricing import NodePrices
@@ -90,7 +90,6 @@ def simulate_programs(
     runs, traffic = run_ranks(work, Passages(cluster, cost_model).of)
     step_time = max(max(run.finish, *(each.end for each in run.transferred), 0.0) for run in runs.values())
     memory = {each.rank: memory_of(runs[each.rank], each.stays, _optimizer_bytes(each, optimizer, mixed=mixed_precision)) for each in work}
-    sent = {each.rank: _sent(each) for each in work}
     busy = sum(runs[rank].busy for rank in representatives.of.values())
     return Simulation(
         step_time=step_time,
@@ -106,34 +105,18 @@ def simulate_programs(
         ),
         rows=batch,
         latency=_latency(runs),
-        sent=tuple(sent[representatives.of[rank]] for rank in sorted(representatives.of)),
     )
-
-
-def _sent(work: RankWork) -> dict[str, int]:
-    """Return the bytes that a rank sends in a step, by the function that sends them."""
-    sent: dict[str, float] = {}
-    for step in work.steps:
-        if step.kind == "start" and step.transfer is not None:
-            kind = "send" if step.transfer.kind == "message" else step.transfer.kind
-            sent[kind] = sent.get(kind, 0.0) + bytes_sent(step.transfer, work.rank)
-    return {kind: round(size) for kind, size in sent.items()}
 
 
 def _traffic(traffic: Mapping[Group, Mapping[Pair, float]], everybody: Representatives) -> dict[Pair, int]:
     """Return the bytes between all pairs of ranks: those of each representative's group, shifted to the groups that it stands for."""
     mesh = everybody.mesh
-    coordinates = {rank: mesh.coordinate(rank) for rank in everybody.of}
     totals: dict[Pair, float] = {}
     for group, sizes in traffic.items():
         anchor = next(member for member in group if everybody.of[member] == member)
         seen: set[frozenset[int]] = set()
         for rank in (rank for rank, other in everybody.of.items() if other == anchor):
-            shift = {name: coordinates[rank][name] - coordinates[anchor][name] for name in mesh.names}
-            place = {
-                member: mesh.rank({name: (coordinates[member][name] + shift[name]) % size for name, size in mesh.dimensions})
-                for member in group
-            }
+            place = {member: mesh.shifted(member, anchor, rank) for member in group}
             if frozenset(place.values()) not in seen:
                 seen.add(frozenset(place.values()))
                 for (source, destination), size in sizes.items():

@@ -13,6 +13,7 @@ from partitioner.runtime.executor import Executable, ProgramSet
 from partitioner.schedules.catalog import schedule_of
 from partitioner.schedules.forwards_first import forwards_first
 from passes.autograd.staged_model import Differentiation, LoweredStages
+from passes.emit.inline_stages import Inline
 from passes.emit.place_on_mesh import Gradients
 from passes.emit.programs import LossForm
 from passes.ir.comm.unsummed import GradientSlot
@@ -146,16 +147,17 @@ class Lowering:
         return self._step_target(differentiation, n_microbatches, loss)
 
     def representatives(
-        self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm | None
+        self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm | None, inline: Inline = "none"
     ) -> tuple[tuple[Program, ...], dict[int, int]]:
         """Return programs to inspect, not to run: those of ``target``, of one pipeline for each kind of pipeline.
 
-        Stages stay calls in them, also those that communicate, so that a program is no longer than its schedule.
+        Args:
+            inline: which calls of stages that communicate are inlined; a program with none is no longer than its schedule.
 
         Returns:
             The programs, and rank -> the rank whose program represents it.
         """
-        target = replace(self.target(differentiation, n_microbatches, loss), pipelines="kinds", share=True, inline=False)
+        target = replace(self.target(differentiation, n_microbatches, loss), pipelines="kinds", share=inline == "none", inline=inline)
         return representatives_of(self._lowerer, target)
 
     def forward(self, n_microbatches: int) -> ProgramSet:

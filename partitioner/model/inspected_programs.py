@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from partitioner.lowering.lowering import Lowering
+from partitioner.reports.sources import MANY_RANKS, RankClass
 from passes.autograd.staged_model import Differentiation, LoweredStages
 from passes.emit.programs import LossForm
 from passes.ir.graph import Results
@@ -51,3 +52,14 @@ class InspectedPrograms:
         if self.loss is None:
             return self.lowering.call(self.differentiation, self.n_microbatches).programs
         return self.lowering.train_step(self.differentiation, self.n_microbatches, self.loss).programs
+
+    def classes(self) -> tuple[RankClass, ...]:
+        """Return the programs by classes of equal ranks; of few ranks, each is a class, and its program the one that runs."""
+        size = self.lowering.plan.n_ranks
+        if size <= MANY_RANKS:
+            return RankClass.of_each(self.programs)
+        programs, representative_of = self.lowering.representatives(self.differentiation, self.n_microbatches, self.loss, "first")
+        members: dict[int, list[int]] = {}
+        for rank in range(size):
+            members.setdefault(representative_of[rank], []).append(rank)
+        return tuple(RankClass(program, tuple(members[program.rank])) for program in sorted(programs, key=lambda program: program.rank))

@@ -35,7 +35,7 @@ from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, RegisteredTensors, build_structure
 from partitioner.model.replan import Replanned, replan
 from partitioner.model.session import Session
-from partitioner.model.simulate import Step, simulate, simulated_sends
+from partitioner.model.simulate import Step, simulate
 from partitioner.model.steps.autograd import backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
 from partitioner.model.steps.gradient_accumulation import Accumulation
 from partitioner.model.steps.loss_in_step import LossInStep
@@ -452,8 +452,7 @@ class PartitionedModel(ModuleInPlan):
 
     def device_table(self) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank, of many ranks for each class of equal ones."""
-        inspected = self.inspected()
-        return self._session.device_table(inspected, simulated_sends(self._session, inspected))
+        return self._session.device_table(self.inspected())
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module, else an attribute of the model; see ``attributes.read_attribute``."""

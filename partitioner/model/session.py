@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -184,7 +184,7 @@ class Session:
         schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss or LossForm()) if lowered.training else None
         parts = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks)
         limits, planned_for = self.assumed.limits, self.assumed.planned_for(self.plan)
-        make = functools.partial(Explained, *parts, inspected.read_programs, schedule, limits, planned_for)
+        make = functools.partial(Explained, *parts, inspected.read_programs, inspected.classes, schedule, limits, planned_for)
         return self.reported(
             ("explained", inspected.n_microbatches, inspected.differentiation, inspected.loss), (lowering.cut, lowered), make
         )
@@ -198,9 +198,9 @@ class Session:
         made: _Report = report
         return made
 
-    def device_table(self, inspected: InspectedPrograms, sent: Sequence[Mapping[str, int]]) -> DeviceTable:
-        """Return the table that ``print`` shows: a line for each rank; ``sent``: as for ``mesh_table``."""
+    def device_table(self, inspected: InspectedPrograms) -> DeviceTable:
+        """Return the table that ``print`` shows: a line for each rank, or of many ranks for each class of equal ones."""
         lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
         if len(lowering.pipelines) == 1:
             return device_table(self.name, self.plan, lowering.stages, self.assumed.planned_for(self.plan))
-        return mesh_table(self.explained(inspected), sent)
+        return mesh_table(self.explained(inspected))

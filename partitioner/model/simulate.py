@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from cost_models.cost_model import Roofline
@@ -12,12 +11,11 @@ from cost_models.simulator.simulate import Representatives, simulate_programs
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.session import Session
 from partitioner.options.arguments import read_cluster
-from partitioner.reports.tables.mesh_devices import MANY_RANKS
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
-__all__ = ["Step", "is_inlined", "machine_of", "simulate", "simulated_sends"]
+__all__ = ["Step", "is_inlined", "machine_of", "simulate"]
 
 Step = Literal["train_step", "forward_backward"]
 """How a step is called: ``pm.train_step(...)``, or ``pm(...)`` and ``backward()``, which runs all forwards first."""
@@ -62,12 +60,6 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
         )
 
     return session.reported(("simulation", step, count, inspected.differentiation, inspected.loss), (lowering, machine), run)
-
-
-def simulated_sends(session: Session, inspected: InspectedPrograms) -> Sequence[Mapping[str, int]]:
-    """Return for each of many ranks name of a function -> bytes that it sends in a step; empty for few ranks, whose programs are read."""
-    is_step = inspected.loss is not None and inspected.differentiation is not None
-    return simulate(session, inspected, None).sent if is_step and session.plan.n_ranks > MANY_RANKS else ()
 
 
 def machine_of(session: Session, cluster: Cluster | str | None) -> Cluster:

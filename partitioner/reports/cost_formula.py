@@ -44,8 +44,9 @@ def cost_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepForm
     batch_dimensions = {name for name in mesh.names if name in ROWS}
     n_replicas = math.prod(mesh.length(name) for name in batch_dimensions)
     rows = microbatch_sizes(plan.batch_size // n_replicas, plan.n_microbatches)[0]
-    works = [program_work(model.values(rank), rows, _trained(model)) for rank in range(mesh.size)]
-    groups = {tuple(sorted(mesh.group(rank, names))): "_".join(names) for names in _subsets(mesh) for rank in range(mesh.size)}
+    works = [program_work(model.values(each.program), rows, _trained(model)) for each in model.classes]
+    ranks = [of_class.program.rank for of_class in model.classes]
+    groups = {tuple(sorted(mesh.group(rank, names))): "_".join(names) for names in _subsets(mesh) for rank in ranks}
     schedule = model.schedule
     shape = StepShape(
         bubble=_bubble(schedule),

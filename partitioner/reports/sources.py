@@ -19,12 +19,33 @@ from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import Block
 from passes.verify.value_specs import ValueSpecs, describe_values
 
-__all__ = ["Blocks", "Explained"]
+__all__ = ["MANY_RANKS", "Blocks", "Explained", "RankClass"]
+
+MANY_RANKS = 16
+"""Above so many ranks, reports read one program for each class of equal ranks: programs of all take long."""
 
 Blocks = Mapping[str, Mapping[int, Block]]
 """Placeholder -> rank -> the block that the rank holds."""
 
 _Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks whose programs are equal but for their peers.
+
+    Attributes:
+        program: of the first rank. With many ranks, only the first of equal calls of a stage is inlined (``TIMES``).
+        ranks: all of them, ascending.
+    """
+
+    program: Program
+    ranks: tuple[int, ...]
+
+    @staticmethod
+    def of_each(programs: Iterable[Program]) -> tuple[RankClass, ...]:
+        """Return a class for each program, of its rank alone."""
+        return tuple(RankClass(program, (program.rank,)) for program in programs)
 
 
 @dataclass(frozen=True)
@@ -39,6 +60,7 @@ class Explained:
         pipelines: the stages of every pipeline, without autograd.
         blocks: the blocks of parameters that ranks hold.
         programs_of_ranks: returns the programs of all ranks.
+        classes_of_ranks: returns the programs by classes of equal ranks.
         schedule: the schedule of a training step; None in evaluation.
         limits: the memory limit of each rank in bytes; empty: not known.
         planned_for: the hardware that the plan is for; empty if the programs run on it.
@@ -52,6 +74,7 @@ class Explained:
     pipelines: Sequence[LoweredStages]
     blocks: Blocks
     programs_of_ranks: Callable[[], Sequence[Program]]
+    classes_of_ranks: Callable[[], Sequence[RankClass]]
     schedule: Schedule | None
     limits: Sequence[float] = ()
     planned_for: str = ""
@@ -60,6 +83,11 @@ class Explained:
     def programs(self) -> Sequence[Program]:
         """The programs of all ranks, written when they are first read: those of many ranks take long."""
         return self.programs_of_ranks()
+
+    @functools.cached_property
+    def classes(self) -> Sequence[RankClass]:
+        """The programs by classes of equal ranks, written when they are first read."""
+        return self.classes_of_ranks()
 
     @property
     def mesh(self) -> Mesh:
@@ -91,9 +119,9 @@ class Explained:
         found: _Found = self._read[key]
         return found
 
-    def values(self, rank: int) -> ValueSpecs:
-        """Return the values of a rank's program."""
-        return self.once(("values", rank), lambda: describe_values(self.programs[rank]))
+    def values(self, program: Program) -> ValueSpecs:
+        """Return the values of a program of ``classes``."""
+        return self.once(("values", program.rank), lambda: describe_values(program))
 
     @functools.cached_property
     def axis_names(self) -> tuple[str, ...]:

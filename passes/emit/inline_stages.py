@@ -20,7 +20,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -39,7 +39,14 @@ from passes.ir.program import StageCall
 from passes.ir.schedule import Action, ActionKind
 from passes.tiling.steps import is_streamed
 
-__all__ = ["communicates", "inline_stages", "inlined"]
+__all__ = ["TIMES", "Inline", "communicates", "inline_stages", "inlined"]
+
+Inline: TypeAlias = Literal["all", "first", "none"]
+"""Which calls of stages that communicate are inlined: all; of equal calls, which differ in the microbatch alone, the first; or none. Calls
+that communicate once a step are inlined in any case."""
+
+TIMES = "times"
+"""Metadata of a collective: how many equal calls of its stage the inlined one stands for."""
 
 
 def communicates(module: nn.Module) -> bool:
@@ -53,19 +60,37 @@ def _is_read_through(stage: StageCall) -> bool:
     return communicates(stage) or is_streamed(stage.graph.graph)
 
 
-def is_inlined(node: fx.Node, module: nn.Module, *, all_stages: bool = True) -> bool:
-    """Return whether a node calls a graph to inline: one that communicates or is tiled, or a backward whose gradients are reduced.
+def inlined_calls(module: ProgramModule, rows: Sequence[int], inline: Inline = "all") -> dict[fx.Node, int]:
+    """Return the calls of stages to inline, each with the number of calls that it stands for.
+
+    These are calls of stages that communicate or are tiled, by ``inline``, and in any case backwards whose gradients are reduced.
 
     Args:
-        all_stages: False: only backwards whose gradients are reduced, and what communicates once a step.
+        rows: of each microbatch.
     """
-    if node.op != "call_module":
-        return False
-    stage, section = module.get_submodule(str(node.target)), node.meta.get("section")
+    calls = [node for node in module.graph.nodes if node.op == "call_module" and isinstance(_stage(module, node), StageCall)]
+    found = dict.fromkeys((node for node in calls if _communicates_once(module, node)), 1)
+    first: dict[tuple[Any, int], fx.Node] = {}
+    for node in calls:
+        if inline == "none" or node in found or not _is_read_through(_stage(module, node)):
+            continue
+        section = node.meta.get("section")
+        key = (node.target, rows[section.microbatch]) if isinstance(section, Action) else (node, 0)
+        standing = first.setdefault(key, node) if inline == "first" else node
+        found[standing] = found.get(standing, 0) + 1
+    return found
+
+
+def _stage(module: nn.Module, call: fx.Node) -> Any:
+    """Return the module that a node calls."""
+    return module.get_submodule(str(call.target))
+
+
+def _communicates_once(module: nn.Module, call: fx.Node) -> bool:
+    """Return whether a call communicates once a step: for all microbatches, or as a backward whose gradients are reduced."""
+    section = call.meta.get("section")
     is_backward = isinstance(section, Action) and section.kind is not ActionKind.FORWARD
-    if not isinstance(stage, StageCall):
-        return False
-    return (all_stages and _is_read_through(stage)) or _is_for_all(stage) or (is_backward and _is_summed(node))
+    return _is_for_all(_stage(module, call)) or (is_backward and _is_summed(call))
 
 
 def _is_for_all(stage: StageCall) -> bool:
@@ -78,18 +103,17 @@ def _is_summed(node: fx.Node) -> bool:
     return any(user.target is communication.all_reduce or (user.target is operator.getitem and _is_summed(user)) for user in node.users)
 
 
-def inline_stages(module: ProgramModule, mesh: Mesh, rank: int, *, all_stages: bool = True) -> ProgramModule:
+def inline_stages(module: ProgramModule, mesh: Mesh, rank: int, inline: Inline = "all") -> ProgramModule:
     """Return a program with its communicating stages inlined, and its sends named by their destinations in the mesh.
 
     Args:
         mesh: whose dimensions the stages' collectives name.
         rank: whose program it is.
-        all_stages: False: inline only backwards whose gradients are reduced.
+        inline: which calls of stages; others than ``"all"`` are for programs that are read, and do not run.
     """
+    inliner = _Inliner(module, mesh, rank, inline)
     sends = any(node.target is communication.send for node in module.graph.nodes)
-    if not sends and not any(is_inlined(node, module, all_stages=all_stages) for node in module.graph.nodes):
-        return module
-    return _Inliner(module, mesh, rank, all_stages).run()
+    return inliner.run() if sends or inliner.inlined else module
 
 
 def inlined(stage: StageCall, section: Action, like: ProgramModule, mesh: Mesh, rank: int, n_saved: int) -> ProgramModule:
@@ -119,9 +143,8 @@ def inlined(stage: StageCall, section: Action, like: ProgramModule, mesh: Mesh, 
 class _Inliner:
     """Copies a program node by node."""
 
-    def __init__(self, module: ProgramModule, mesh: Mesh, rank: int, all_stages: bool) -> None:
+    def __init__(self, module: ProgramModule, mesh: Mesh, rank: int, inline: Inline) -> None:
         self.module = module
-        self.all_stages = all_stages
         self.mesh = mesh
         self.rank = rank
         self.graph = fx.Graph()
@@ -136,13 +159,14 @@ class _Inliner:
         sizes = next((node for node in module.graph.nodes if node.target is microbatch_sizes), None)
         n_microbatches = 1 + max((section.microbatch for section in sections), default=0) if sizes is None else sizes.args[1]
         self.rows = microbatch_sizes(int(module.meta["batch_size"]), n_microbatches)
+        self.inlined = inlined_calls(module, self.rows, inline)
 
     def run(self) -> ProgramModule:
         kept: dict[str, nn.Module] = {}
         for node in self.module.graph.nodes:
             self.like = node
             child = self.module.get_submodule(node.target) if node.op == "call_module" else None
-            if isinstance(child, StageCall) and is_inlined(node, self.module, all_stages=self.all_stages):
+            if isinstance(child, StageCall) and node in self.inlined:
                 self.values[node] = self._inline(child, node)
                 continue
             arguments, keywords = fx.map_arg(node.args, self.values.__getitem__), fx.map_arg(node.kwargs, self.values.__getitem__)
@@ -252,7 +276,7 @@ class _Inliner:
         section = self.like.meta.get("section")
         rows = self.rows[section.microbatch if isinstance(section, Action) else 0]
         started.meta["bytes"] = int(bytes_of(value, self.symbol, rows) * share)
-        started.meta["reason"] = node.name
+        started.meta.update({"reason": node.name, TIMES: self.inlined[self.like]})
         started.meta.update({key: node.meta.get(key, False) for key in (collectives.AGAIN, collectives.FOR_ALL)})
         finished = self._call(communication.wait, (started,), f"wait_{name}")
         result = self._call(operator.getitem, (finished, 0), name)

@@ -30,7 +30,7 @@ from torch import fx
 
 from passes.emit.coalesce_collectives import coalesce_collectives
 from passes.emit.gradient_buckets import gradient_buckets
-from passes.emit.inline_stages import inline_stages
+from passes.emit.inline_stages import Inline, inline_stages
 from passes.emit.overlap_collectives import overlap_communication
 from passes.graph.program_printer import ProgramModule
 from passes.graph.symbolic_sizes import bytes_of
@@ -55,7 +55,7 @@ def place_on_mesh(
     gradients: Gradients = "sum",
     results: Literal["global", "local"] = "global",
     *,
-    inlined: bool = True,
+    inline: Inline = "all",
 ) -> Program:
     """One rank's program among all of the mesh; ``arrange_collectives`` follows.
 
@@ -66,8 +66,7 @@ def place_on_mesh(
         pipeline: for each rank of the pipeline, the rank of the mesh.
         gradients: whether those of parameters are summed.
         results: whether those that lie by rows are put together, or stay with the ranks that have the rows.
-        inlined: write out all stages that communicate; else those alone whose gradients are summed as soon as each is there, for a
-            program that is looked at and does not run.
+        inline: which calls of stages that communicate are inlined.
     """
     writer = _Writer(program, graph, mesh, pipeline)
     writer.address()
@@ -79,7 +78,7 @@ def place_on_mesh(
     program.module.graph.lint()
     assert isinstance(program.module, ProgramModule)
     rank = pipeline[program.rank]
-    module = inline_stages(program.module, mesh, rank, all_stages=inlined)
+    module = inline_stages(program.module, mesh, rank, inline)
     # Every graph module has a class of its own, which its text is named after: until here, after the rank of the pipeline.
     type(module).__name__ = re.sub(r"^Rank\d+", f"Rank{rank}", type(module).__name__)
     return replace(program, rank=rank, module=module)

@@ -134,6 +134,11 @@ class Mesh:
                 self._groups[fixed] = tuple(self.rank(dict(zip(self.names, each, strict=True))) for each in coordinates)
         return self._groups[fixed]
 
+    def shifted(self, rank: int, source: int, target: int) -> int:
+        """Return the rank that is to ``target`` as ``rank`` is to ``source``: as far from it along every dimension, around the end."""
+        at, start, end = (self.coordinate(each) for each in (rank, source, target))
+        return self.rank({name: (at[name] + end[name] - start[name]) % size for name, size in self.dimensions})
+
     @property
     def cutting(self) -> Mesh:
         """Return the dimensions that shard axes; for per-stage submeshes, those of the largest."""

@@ -83,7 +83,7 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
     split = lowerer.after("split", target)
     stages = split.stages[0, 0]
     n_nodes = sum(len(stage.module.graph.nodes) for stage in stages.stages)
-    target = replace(target, inline=is_inlined(plan, n_nodes, count))
+    target = replace(target, inline="all" if is_inlined(plan, n_nodes, count) else "none")
     differentiation = _differentiation(subject, stages)
     if differentiation is not None:
         schedule = schedule_of(plan, count)

@@ -7,11 +7,10 @@ all_gather); for any other collective the parts that go to other ranks.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 from torch import fx
@@ -19,8 +18,9 @@ from torch import fx
 from partitioner.reports.communication.purpose import Purpose, Purposes, dimensions_of
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.module_names import rank_list
-from partitioner.reports.sources import Explained
+from partitioner.reports.sources import Explained, RankClass
 from passes.autograd.staged_model import LoweredStages
+from passes.emit.inline_stages import TIMES
 from passes.graph.symbolic_sizes import expected_size
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import COLLECTIVES, all_reduce
@@ -31,7 +31,7 @@ from passes.ir.program import Program
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.verify.value_specs import ValueSpecs
 
-__all__ = ["Collective", "collective_transfers", "collectives_of", "collectives_of_ranks", "has_collectives", "sent_by_kind"]
+__all__ = ["Collective", "collective_transfers", "collectives_of", "collectives_of_classes", "has_collectives", "sent_by_kind"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Collective:
         purpose: the values it moves, and why.
         result: dtype and shape of the first result, in the first microbatch.
         sent: bytes that the rank sends.
+        times: how many equal collectives of a step this one stands for.
     """
 
     node: fx.Node
@@ -51,26 +52,33 @@ class Collective:
     purpose: Purpose
     result: str
     sent: Fraction
+    times: int
 
 
-def collective_transfers(collectives: Iterable[Sequence[Collective]], mesh: Mesh | None = None) -> list[Transfer]:
+_OfClass: TypeAlias = tuple[RankClass, Collective]
+"""A collective of each rank of a class."""
+
+
+def collective_transfers(
+    classes: Sequence[RankClass], collectives: Iterable[Sequence[Collective]], mesh: Mesh | None = None
+) -> list[Transfer]:
     """Return one transfer for all collectives with the same function, purpose, shape and mesh dimensions, in the order of the programs.
 
     All-reduces that the emitter wrote, of gradients and the loss, are grouped by their values and groups instead.
 
     Args:
-        collectives: of each rank.
+        collectives: of each class of ranks.
         mesh: the mesh of the ranks: transfers then name mesh dimensions; None: they name the ranks of groups.
     """
-    groups: dict[tuple[Any, ...], list[Collective]] = {}
-    for call in itertools.chain(*collectives):
+    groups: dict[tuple[Any, ...], list[_OfClass]] = {}
+    for of_class, call in ((one, call) for one, calls in zip(classes, collectives, strict=True) for call in calls):
         over = call.spec.group if mesh is None else dimensions_of(call.spec.group, mesh)
         purpose = call.purpose
         if call.node.meta.get("reduces") is not None:
             key: tuple[Any, ...] = (over, purpose.names)
         else:
             key = (purpose.subject, purpose.why, purpose.operation, purpose.operation or call.result, () if mesh is None else over)
-        groups.setdefault((call.node.target, *key), []).append(call)
+        groups.setdefault((call.node.target, *key), []).append((of_class, call))
     return [_transfer(calls, mesh) for calls in groups.values()]
 
 
@@ -79,16 +87,16 @@ def sent_by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
     sent: dict[str, Fraction] = {}
     for call in collectives:
         kind = call.node.target.__name__  # type: ignore[union-attr]
-        sent[kind] = sent.get(kind, Fraction(0)) + call.sent
+        sent[kind] = sent.get(kind, Fraction(0)) + call.sent * call.times
     return {kind: int(size) for kind, size in sent.items()}
 
 
-def collectives_of_ranks(explained: Explained) -> tuple[tuple[Collective, ...], ...]:
-    """Return the collectives of each rank's program; they are read once."""
+def collectives_of_classes(explained: Explained) -> tuple[tuple[Collective, ...], ...]:
+    """Return the collectives of a rank of each class; the programs are read once."""
 
     def read() -> tuple[tuple[Collective, ...], ...]:
-        communicating = [has_collectives(program) for program in explained.programs]
-        return tuple(collectives_of(explained.lowered, explained.values(rank)) if each else () for rank, each in enumerate(communicating))
+        programs = [of_class.program for of_class in explained.classes]
+        return tuple(collectives_of(explained.lowered, explained.values(each)) if has_collectives(each) else () for each in programs)
 
     return explained.once("collectives", read)
 
@@ -117,7 +125,8 @@ def collectives_of(lowered: LoweredStages, specs: ValueSpecs) -> tuple[Collectiv
         if node.target in COLLECTIVES and len(specs.of[node].collective.group) > 1:
             spec: CollectiveSpec = specs.of[node].collective
             result = str(_with_numbers(spec.results[0], at_first)) if spec.results else "nothing"
-            calls.append(Collective(node, spec, purposes.of(node), result, _sent_bytes(node, spec, program.rank, at_run)))
+            sent = _sent_bytes(node, spec, program.rank, at_run)
+            calls.append(Collective(node, spec, purposes.of(node), result, sent, node.meta.get(TIMES, 1)))
     return tuple(calls)
 
 
@@ -150,16 +159,28 @@ def _bytes(node: fx.Node, tensor: TensorSpec, values: Mapping[Any, int]) -> int:
     return int(_with_numbers(tensor, values).bytes)
 
 
-def _transfer(calls: Sequence[Collective], mesh: Mesh | None) -> Transfer:
+def _transfer(calls: Sequence[_OfClass], mesh: Mesh | None) -> Transfer:
     """Sum up collectives of one purpose, of all ranks and microbatches."""
-    groups = list(dict.fromkeys(call.spec.group for call in calls))
-    sending = tuple(sorted({rank for group in groups for rank in group}))
-    purpose = calls[0].purpose
-    names = dict.fromkeys(name for call in calls for name in call.purpose.names)
+    groups = _groups(calls, mesh)
+    ranks = {rank for of_class, call in calls for rank in (of_class.ranks if mesh is not None else call.spec.group)}
+    purpose = calls[0][1].purpose
+    names = dict.fromkeys(name for _, call in calls for name in call.purpose.names)
     source, destination = _ends(groups, mesh)
-    sent = int(sum(call.sent for call in calls))
-    shape = purpose.operation or calls[0].result
-    return Transfer(purpose.subject + first_few(list(names), 1), shape, sent, len(calls), source, destination, purpose.why, sending)
+    sent = int(sum(call.sent * call.times * len(of_class.ranks) for of_class, call in calls))
+    shape = purpose.operation or calls[0][1].result
+    times = sum(call.times * len(of_class.ranks) for of_class, call in calls)
+    return Transfer(purpose.subject + first_few(list(names), 1), shape, sent, times, source, destination, purpose.why, tuple(sorted(ranks)))
+
+
+def _groups(calls: Sequence[_OfClass], mesh: Mesh | None) -> list[tuple[int, ...]]:
+    """Return the groups of collectives: of a rank of each class, and of the others the same, shifted along the mesh."""
+    found: dict[tuple[int, ...], None] = {}
+    for group, ranks in dict.fromkeys((call.spec.group, of_class.ranks) for of_class, call in calls):
+        found[group] = None
+        for rank in ranks[1:]:
+            assert mesh is not None
+            found[tuple(mesh.shifted(member, ranks[0], rank) for member in group)] = None
+    return list({frozenset(group): group for group in reversed(found)}.values())[::-1]
 
 
 def _ends(groups: Sequence[tuple[int, ...]], mesh: Mesh | None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from partitioner.reports.communication.collectives import Collective, collective_transfers, collectives_of, has_collectives
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.module_names import rank_list, short_name
+from partitioner.reports.sources import RankClass
 from passes.autograd.staged_model import LoweredStages
 from passes.emit.communication_plan import Message
 from passes.graph.provenance import module_path
@@ -16,7 +17,6 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import send
 from passes.ir.mesh import Mesh, ranks_at_places
-from passes.ir.program import Program
 from passes.verify.value_specs import describe_values
 
 __all__ = ["route", "transfers"]
@@ -24,7 +24,7 @@ __all__ = ["route", "transfers"]
 
 def transfers(
     lowered: LoweredStages,
-    programs: Sequence[Program],
+    classes: Sequence[RankClass],
     mesh: Mesh | None = None,
     collectives: Sequence[Sequence[Collective]] | None = None,
 ) -> tuple[Transfer, ...]:
@@ -32,24 +32,25 @@ def transfers(
 
     Args:
         lowered: the stages of the first pipeline.
-        programs: the programs of all ranks.
+        classes: the programs, by classes of equal ranks.
         mesh: the mesh, if it has several pipelines; the same message of all of them is one transfer. None: one pipeline.
-        collectives: of each program; None: they are read here.
+        collectives: of each class; None: they are read here.
     """
+    programs = [of_class.program for of_class in classes]
     if collectives is None:
-        collectives = [collectives_of(lowered, describe_values(program)) for program in programs if has_collectives(program)]
+        collectives = [collectives_of(lowered, describe_values(program)) if has_collectives(program) else () for program in programs]
     ranks_at = ranks_at_places(mesh) if mesh is not None else tuple((rank,) for rank in range(len(programs)))
-    sends = [node for program in programs for node in program.module.graph.nodes if node.target is send]
-    groups: dict[Message, list[fx.Node]] = {}
-    for node in sends:
-        groups.setdefault(_message_of_step(lowered, node.meta["message"]), []).append(node)
-    n_microbatches = 1 + max((node.meta["message"].microbatch or 0 for node in sends), default=0)
+    sends = [(node, len(of_class.ranks)) for of_class in classes for node in of_class.program.module.graph.nodes if node.target is send]
+    groups: dict[Message, list[tuple[fx.Node, int]]] = {}
+    for node, n_ranks in sends:
+        groups.setdefault(_message_of_step(lowered, node.meta["message"]), []).append((node, n_ranks))
+    n_microbatches = 1 + max((node.meta["message"].microbatch or 0 for node, _ in sends), default=0)
     position = {node.name: index for index, node in enumerate(lowered.graph.graph.nodes)}
     ordered = sorted(groups.items(), key=lambda item: _order(item[0], position.get(item[0].value, 0)))
     batch = programs[0].module.meta["batch_size"]
     return (
         *(_transfer(lowered, message, nodes, microbatch_sizes(batch, n_microbatches), ranks_at) for message, nodes in ordered),
-        *collective_transfers(collectives, mesh),
+        *collective_transfers(classes, collectives, mesh),
     )
 
 
@@ -72,30 +73,34 @@ def _replicas(lowered: LoweredStages, place: int) -> tuple[int, ...]:
 
 
 def _transfer(
-    lowered: LoweredStages, message: Message, nodes: Sequence[fx.Node], rows: Sequence[int], ranks_at: Sequence[tuple[int, ...]]
+    lowered: LoweredStages,
+    message: Message,
+    nodes: Sequence[tuple[fx.Node, int]],
+    rows: Sequence[int],
+    ranks_at: Sequence[tuple[int, ...]],
 ) -> Transfer:
     """Sum up the messages of a step with the same value and route. Messages name pipeline positions, transfers ranks.
 
     Args:
         message: see ``_message_of_step``.
-        nodes: the sends.
+        nodes: the sends, each with the number of ranks that it is the send of.
         rows: rows of each microbatch.
         ranks_at: the ranks at each pipeline position.
     """
-    sent = sum(node.meta["bytes"] for node in nodes)
-    first: Message = nodes[0].meta["message"]
+    sent, times = sum(node.meta["bytes"] * n_ranks for node, n_ranks in nodes), sum(n_ranks for _, n_ranks in nodes)
+    first: Message = nodes[0][0].meta["message"]
     sending = _ranks(lowered, message.source, ranks_at)
     receivers = ""
     if message.destination == -1:
-        places = {node.meta["message"].destination for node in nodes}
+        places = {node.meta["message"].destination for node, _ in nodes}
         receivers = rank_list(tuple(sorted(rank for place in places for rank in ranks_at[place])))
     if message.kind == "loss":
-        return Transfer("loss", "one number", sent, len(nodes), rank_list(sending), receivers, "all ranks return it", sending)
+        return Transfer("loss", "one number", sent, times, rank_list(sending), receivers, "all ranks return it", sending)
     node = next(node for node in lowered.graph.graph.nodes if node.name == message.value)
     size = sum(rows) if first.microbatch is None else rows[first.microbatch]
     source, destination, reason = route(lowered, message, node, ranks_at)
     name = f"gradient of {message.value}" if message.kind == "gradient" else message.value
-    return Transfer(name, _shape(lowered, node, size), sent, len(nodes), source, receivers or destination, reason, sending)
+    return Transfer(name, _shape(lowered, node, size), sent, times, source, receivers or destination, reason, sending)
 
 
 def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:

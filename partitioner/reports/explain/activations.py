@@ -21,8 +21,8 @@ def activations_section(explained: Explained) -> Table | None:
     layouts = ValueLayouts(explained)
     stored = {*explained.graph.parameters, *explained.graph.buffers, *explained.graph.constants}
     names: dict[tuple[str, str, bool], dict[str, None]] = {}  # (layout, becomes, is a gradient) -> names of values
-    for program in explained.programs:
-        for node in program.module.graph.nodes:
+    for of_class in explained.classes:
+        for node in of_class.program.module.graph.nodes:
             if node.target is send and node.meta["message"].kind in ("activation", "gradient"):
                 message = node.meta["message"]
                 is_gradient = message.kind == "gradient"

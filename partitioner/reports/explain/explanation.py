@@ -11,7 +11,7 @@ from cost_models.simulator.result import Simulation
 from partitioner.options.batch_statistics import microbatch_effects
 from partitioner.planner.price_of_pins import Pinned
 from partitioner.planner.search.describe import recomputed_regions
-from partitioner.reports.communication.collectives import collectives_of_ranks
+from partitioner.reports.communication.collectives import collectives_of_classes
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.explain.activations import activations_section
 from partitioner.reports.explain.choices import axes_proof, contenders_section, fullest_rank, pinned_section
@@ -242,7 +242,7 @@ def _memory(explained: Explained) -> Table:
 
 def _communication(explained: Explained) -> Table | Sequence[str]:
     mesh = explained.mesh if explained.is_cut else None
-    every = transfers(explained.lowered, explained.programs, mesh, collectives_of_ranks(explained))
+    every = transfers(explained.lowered, explained.classes, mesh, collectives_of_classes(explained))
     if not every:
         return ["none: everything runs on one rank"]
     heading = ("value", "one message", "bytes", "messages", "from", "to", "why")

@@ -8,9 +8,9 @@ import sympy
 
 from cost_models.graph_cost import graph_cost
 from cost_models.hardware.units import format_bytes, format_flops
-from partitioner.reports.communication.collectives import collectives_of_ranks, sent_by_kind
+from partitioner.reports.communication.collectives import collectives_of_classes, sent_by_kind
 from partitioner.reports.module_names import module_range
-from partitioner.reports.sources import Blocks, Explained
+from partitioner.reports.sources import MANY_RANKS, Blocks, Explained
 from partitioner.reports.tables.devices import DeviceTable, headline, table_notes
 from passes.autograd.staged_model import LoweredStages
 from passes.ir.comm.microbatch import microbatch_sizes
@@ -21,27 +21,20 @@ from passes.ir.plan import Plan
 from passes.ir.tensor_spec import total
 from passes.spmd.shard_stages import StagedCut
 
-__all__ = ["MANY_RANKS", "mesh_table"]
-
-MANY_RANKS = 16
-"""Above so many ranks, a row stands for all ranks that do the same, and what they send is simulated: programs of all take long."""
+__all__ = ["mesh_table"]
 
 _HEADING = ("rank", "place", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory")
 _COLUMNS = "><<<<>>>>"
 _FOOTNOTE = "parameters: held by the rank; work: of all forwards of a step; memory: predicted; last columns: bytes that it sends in a step"
 
 
-def mesh_table(explained: Explained, sent_by_ranks: Sequence[Mapping[str, int]] = ()) -> DeviceTable:
-    """Return the table of devices of a model on a mesh; its last columns are the functions that communicate, with bytes sent.
-
-    Args:
-        sent_by_ranks: of each rank, name of a function -> bytes that it sends, as simulated; empty: they are read from the programs.
-    """
+def mesh_table(explained: Explained) -> DeviceTable:
+    """Return the table of devices of a model on a mesh; its last columns are the functions that communicate, with bytes sent."""
     plan, mesh = explained.plan, explained.mesh
     parameters = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)  # (count, bytes)
     work = _work_of_ranks(plan, explained.pipelines, explained.staged)
     places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
-    sent = sent_by_ranks or _sent_by_programs(explained)
+    sent = _sent_by_programs(explained)
     kinds = tuple(dict.fromkeys(kind for sizes in sent for kind, size in sizes.items() if size))
     rows: list[tuple[str, ...]] = [(*_HEADING, *kinds)]
     for rank, device in enumerate(plan.devices):
@@ -73,12 +66,12 @@ def mesh_table(explained: Explained, sent_by_ranks: Sequence[Mapping[str, int]] 
 
 
 def _sent_by_programs(explained: Explained) -> list[dict[str, int]]:
-    """Return for each rank name of a function -> bytes that it sends, from the programs of all."""
-    sent = []
-    for program, collectives in zip(explained.programs, collectives_of_ranks(explained), strict=True):
-        messages = sum(node.meta["bytes"] for node in program.module.graph.nodes if node.target is send)
-        sent.append({**sent_by_kind(collectives), "send": messages})
-    return sent
+    """Return for each rank name of a function -> bytes that it sends, from the programs of all classes."""
+    sent: dict[int, dict[str, int]] = {}
+    for of_class, collectives in zip(explained.classes, collectives_of_classes(explained), strict=True):
+        messages = sum(node.meta["bytes"] for node in of_class.program.module.graph.nodes if node.target is send)
+        sent |= {rank: {**sent_by_kind(collectives), "send": messages} for rank in of_class.ranks}
+    return [sent[rank] for rank in range(explained.plan.n_ranks)]
 
 
 def _by_class(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from partitioner import ConfigError, Constraints, PartitionedModel
-from partitioner.reports.communication.collectives import collectives_of_ranks, sent_by_kind
+from partitioner.reports.communication.collectives import collectives_of_classes, sent_by_kind
 from passes.ir.comm.primitives import COLLECTIVES, all_reduce, all_to_all
 from tests.passes.emit.test_communication_counts import collectives_of
 from tests.support.models.attention.experts import CAPACITY, DROPLESS, EXPERTS, ROUTED, WIDTH
@@ -126,7 +126,7 @@ def test_what_leaves_a_rank_is_said() -> None:
     assert "experts/data" in text
     assert "what reads it is cut over another axis" in text
     places = BATCH_SIZE // 2 * EXPERTS * CAPACITY * WIDTH * ELEMENT
-    for of_rank in collectives_of_ranks(pm.explained()):
+    for of_rank in collectives_of_classes(pm.explained()):
         assert sent_by_kind(of_rank)["all_to_all"] == 8 * places // 2
 
 

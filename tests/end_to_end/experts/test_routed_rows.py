@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner import Constraints, PartitionedModel, PartitionError
-from partitioner.reports.communication.collectives import collectives_of_ranks, sent_by_kind
+from partitioner.reports.communication.collectives import collectives_of_classes, sent_by_kind
 from passes.ir.comm.expert_rows import route_rows, row_counts
 from passes.ir.comm.primitives import all_reduce, all_to_all
 from passes.ir.errors import VerificationError
@@ -244,7 +244,7 @@ def test_each_token_goes_once_for_each_of_its_experts(devices: int) -> None:
     tokens, numbers, counts = rows * WIDTH * ELEMENT, rows * NUMBER, devices * NUMBER
     assert sorted(each.n_bytes for each in found if not each.backward) == sorted([tokens, tokens, numbers, counts] * 2)
     assert [each.n_bytes for each in found if each.backward] == [tokens] * 4
-    for of_rank in collectives_of_ranks(pm.explained()):
+    for of_rank in collectives_of_classes(pm.explained()):
         sent = sent_by_kind(of_rank)["all_to_all"]
         assert sent == 2 * (4 * tokens + numbers + counts) * (devices - 1) // devices
 

@@ -18,7 +18,7 @@ from partitioner import ConfigError, Constraints, Plan, partition
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.plan_mesh import plan_mesh
-from partitioner.reports.communication.collectives import collectives_of_ranks, sent_by_kind
+from partitioner.reports.communication.collectives import collectives_of_classes, sent_by_kind
 from partitioner.tracing.trace import trace
 from passes.analysis.axes import find_axes
 from passes.analysis.axis_names import axis_names, batch_axes, space_axes
@@ -182,7 +182,7 @@ def test_bytes_are_those_of_the_parts_that_change_hands() -> None:
     pm = partition(copy.deepcopy(model), 2, plan=planned(model, x, 2, FIRST_BY_HEIGHT), example_inputs=(x,), progress=False)
     pm.train_step(x, target=torch.zeros(rows, 2, height, width, dtype=torch.float64), loss_fn=nn.functional.mse_loss)
     row = channels * (height // 2) * width * element
-    for of_rank, own, others in zip(collectives_of_ranks(pm.explained()), (2, 1), (1, 2), strict=True):
+    for of_rank, own, others in zip(collectives_of_classes(pm.explained()), (2, 1), (1, 2), strict=True):
         # its tile of their images; their tiles of its images, back
         assert sent_by_kind(of_rank)["all_to_all"] == (others + own) * row
     nodes = [node for rank in range(2) for node in pm.graph(rank).graph.nodes]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from partitioner.reports.communication.summary import transfers
+from partitioner.reports.sources import RankClass
 from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.embedded import EmbeddedRuntime, _EmbeddedTransport
 from partitioner.runtime.executor import Executable, ProgramSet
@@ -76,7 +77,7 @@ def test_bytes_are_those_of_the_pieces(case: CollectiveCase, n_ranks: int, lower
     monkeypatch.setattr(_EmbeddedTransport, "start", counted)
     runtime = EmbeddedRuntime([torch.device("cpu")] * n_ranks)
     runtime.start(ProgramSet(tuple(programs), {rank: Executable(programs[rank]) for rank in group}), {rank: {} for rank in group})()
-    found = transfers(lowered, programs)
+    found = transfers(lowered, RankClass.of_each(programs))
     assert n_ranks * sum(transfer.bytes for transfer in found) == handed_over
     assert sum(transfer.times for transfer in found) == (n_ranks if n_ranks > 1 else 0)
 
@@ -97,7 +98,7 @@ def test_alike_in_all_layers_and_microbatches_is_one_line(lowered: LoweredStages
         return results
 
     programs = [program(rank, lambda graph, rank=rank: write(graph, rank)) for rank in range(4)]  # type: ignore[misc]
-    (line,) = transfers(lowered, programs)
+    (line,) = transfers(lowered, RankClass.of_each(programs))
     assert (line.value, line.shape) == ("result of h.0.mlp and 1 more", "float32 (5, 16)")
     assert line.bytes == 2 * 2 * 2 * (5 + 4) * 16 * 4  # groups, layers; there and back between two ranks: once for each
     assert line.times == 2 * 2 * 4
@@ -116,7 +117,7 @@ def test_parameters_have_their_names(lowered: LoweredStages) -> None:
         return [whole, started(graph, reduce_scatter, [zeros(graph, 6, 2)], (0,), group=(0, 1), meta={"reduces": names})]
 
     programs = [program(rank, write, {first: torch.zeros(3, 2)}) for rank in range(2)]
-    gathered, scattered = transfers(lowered, programs)
+    gathered, scattered = transfers(lowered, RankClass.of_each(programs))
     assert (gathered.value, gathered.bytes, gathered.times) == (original, 2 * 3 * 2 * 4, 2)
     assert (scattered.value, scattered.shape, scattered.bytes) == (f"gradient of {original}", "summed and cut", 2 * 3 * 2 * 4)
     assert scattered.reason == "a parameter that these ranks share"
@@ -127,6 +128,6 @@ def test_a_sum_that_is_no_gradient(lowered: LoweredStages) -> None:
         return started(graph, all_reduce, [zeros(graph)], group=(0, 1), meta={"reduces": ("loss",)})
 
     programs = [program(rank, write) for rank in range(2)]
-    (line,) = transfers(lowered, programs)
+    (line,) = transfers(lowered, RankClass.of_each(programs))
     assert (line.value, line.shape, line.bytes) == ("loss", "summed", 2 * 4)
     assert line.reason == "each rank has a part of it"

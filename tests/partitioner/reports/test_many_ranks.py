@@ -1,34 +1,57 @@
-"""Tables of many ranks have a row for each class of equal ones, with what is simulated that they send."""
+"""Reports of many ranks read one program for each class of equal ranks, and say what those of all ranks say."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from partitioner import PartitionedModel, partition
+from partitioner.reports.communication.summary import transfers
+from partitioner.reports.communication.transfer import Transfer
+from partitioner.reports.explain.activations import activations_section
+from partitioner.reports.sources import Explained, RankClass
 from partitioner.reports.tables.mesh_devices import mesh_table
 
 
-def planned(mesh: dict[str, int], devices: int) -> PartitionedModel:
+def planned(mesh: dict[str, int], devices: int, rows: int = 32, **options: Any) -> PartitionedModel:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
-    return partition(model, devices, mesh, example_inputs=(torch.randn(32, 64),), cluster="h100:4x8", progress=False)
+    return partition(model, devices, mesh, example_inputs=(torch.randn(rows, 64),), cluster="h100:4x8", progress=False, **options)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "classes"),
-    [({"data": 16, "tensor": 2}, ["0 to 31"]), ({"pipeline": 2, "zero1": 8, "tensor": 2}, ["0 to 15", "16 to 31"])],
-)
-def test_equal_ranks_share_a_row(mesh: dict[str, int], classes: list[str]) -> None:
-    pm = planned(mesh, 32)
-    rows = pm.device_table().rows
-    assert [row[0] for row in rows[1:-1]] == classes
-    by_programs = mesh_table(pm.explained())  # reads the programs of all ranks
-    assert sorted(by_programs.rows[0]) == sorted(rows[0])
-    kinds = rows[0][9:]
-    columns = {kind: [row[by_programs.rows[0].index(kind)] for row in by_programs.rows[1:]] for kind in kinds}
-    for place, kind in enumerate(kinds, start=9):
-        assert [row[place] for row in rows[1:]] == columns[kind]
+def with_all_programs(pm: PartitionedModel) -> Explained:
+    """Return what reports read, with the program of every rank, in which every call is inlined."""
+    explained = pm.explained()
+    return dataclasses.replace(explained, classes_of_ranks=lambda: RankClass.of_each(explained.programs))
+
+
+def communicated(explained: Explained) -> list[Transfer]:
+    return sorted(transfers(explained.lowered, explained.classes, explained.mesh), key=repr)
+
+
+MESHES = {
+    "data 16 x tensor 2": ({"data": 16, "tensor": 2}, {}, ["0 to 31"]),
+    "pipeline 2 x zero1 8 x tensor 2": ({"pipeline": 2, "zero1": 8, "tensor": 2}, {}, ["0 to 15", "16 to 31"]),
+    "pipeline 2 x fsdp 4 x tensor 4": ({"pipeline": 2, "fsdp": 4, "tensor": 4}, {"n_microbatches": 4}, ["0 to 15", "16 to 31"]),
+    "fsdp 32, recomputed": ({"fsdp": 32}, {"recompute": "full"}, ["0 to 31"]),
+    "microbatches of 3 or 2 rows": ({"pipeline": 4, "data": 2, "tensor": 4}, {"n_microbatches": 3, "rows": 14}, None),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_classes_say_what_all_programs_say(name: str) -> None:
+    mesh, options, classes = MESHES[name]
+    pm = planned(mesh, 32, **options)  # type: ignore[arg-type]
+    explained, of_all = pm.explained(), with_all_programs(pm)
+    assert len(explained.classes) < 32
+    assert communicated(explained) == communicated(of_all)
+    assert str(activations_section(explained)) == str(activations_section(of_all))
+    assert mesh_table(explained).rows == mesh_table(of_all).rows
+    if classes is not None:
+        assert [row[0] for row in pm.device_table().rows[1:-1]] == classes
     assert len(repr(pm).splitlines()) < 20
 
 

@@ -87,7 +87,7 @@ def test_a_data_mesh_sends_the_gradients_of_all_parameters_and_the_loss() -> Non
     size = 4 * (NARROW * WIDE + WIDE + WIDE * CLASSES + CLASSES + 1)
     assert [row[heading.index("all_reduce")] for row in rows] == [format_bytes(size * 2 * 3 // 4)] * 4
     inspected = pm.inspected()
-    lines = {transfer.value: transfer for transfer in transfers(inspected.stages, inspected.programs, pm.explained().mesh)}
+    lines = {transfer.value: transfer for transfer in transfers(inspected.stages, inspected.classes(), pm.explained().mesh)}
     assert lines["loss"].reason == "each rank has that of its rows"
     assert (lines["loss"].bytes, lines["loss"].source, lines["loss"].destination) == (4 * 4 * 2 * 3 // 4, "over data", "ranks 0 to 3")
     assert lines["gradient of 2.bias and 3 more"].reason == "parameters that these ranks share"

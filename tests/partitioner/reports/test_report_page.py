@@ -100,7 +100,7 @@ def test_the_numbers_are_the_models(model: PartitionedModel, text: str) -> None:
     ):
         assert told in top
     communication = "".join(page.words["communication"])
-    moved = sum(transfer.bytes for transfer in transfers(explained.lowered, explained.programs, explained.mesh))
+    moved = sum(transfer.bytes for transfer in transfers(explained.lowered, explained.classes, explained.mesh))
     assert format_bytes(moved) in communication
     for (source, destination), size in simulation.communication.items():
         assert f"rank {source} to rank {destination}: {format_bytes(size)}" in text

@@ -19,6 +19,7 @@ from partitioner import PartitionedModel, partition
 from partitioner.reports import module_names as module_range
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.explain.timetable import timetable
+from partitioner.reports.sources import RankClass
 from partitioner.reports.tables import table
 from partitioner.runtime import embedded
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
@@ -142,7 +143,7 @@ def test_communication_is_what_a_step_sends(name: str, schedule: str, monkeypatc
     pm.train_step(*instance.args, target=instance.target, loss_fn=case.loss_fn, **instance.kwargs)
     inspected = pm.inspected()
     lowered, programs = inspected.stages, inspected.programs
-    assert sum(transfer.bytes for transfer in transfers(lowered, programs)) == counter.bytes
+    assert sum(transfer.bytes for transfer in transfers(lowered, RankClass.of_each(programs))) == counter.bytes
     total = next(line for line in pm.explain().splitlines() if line.startswith("  total"))
     assert format_bytes(counter.bytes) in total
 
@@ -185,7 +186,7 @@ def test_the_explanation_says_why() -> None:
     assert re.search(r"blocks\.\d\S* -> blocks\.\d", line)
     assert any("token.weight  also head.weight  held by ranks 0 and 1" in line for line in text.splitlines())
     assert any(line.startswith("  rank 1 |...|1F0|1B0    |") for line in text.splitlines())
-    assert len({transfer.value for transfer in transfers(lowered, programs)}) >= 4
+    assert len({transfer.value for transfer in transfers(lowered, RankClass.of_each(programs))}) >= 4
 
 
 @pytest.mark.slow
