@@ -99,5 +99,7 @@ def _add_sweep_commands(commands: Commands) -> None:
     report.add_argument("--html", metavar="FILE", help="write a page: best placements, pictures, all rows")
     report.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
     report.add_argument("--parquet", metavar="FILE", help="write the rows as Parquet (needs pyarrow)")
+    text = "one row, by its key; with --json its plan, for the --plan\nof other commands"
+    report.add_argument("--plan", metavar="KEY", help=text)
     report.add_argument("--title", metavar="TEXT", help="of the page (default: the name of the store)")
     add_json(report, "the rows")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from partitioner.cli.output import say, write_json
 from partitioner.experiments.results.report import write_report
-from partitioner.experiments.results.results import Results
+from partitioner.experiments.results.results import Results, cell, heading
 from partitioner.experiments.results.store import Store
 from partitioner.experiments.run.sweep import sweep
 from partitioner.experiments.run.sweep_file import read_sweep
+from passes.ir.errors import ConfigError
 
 __all__ = ["report", "run_sweep"]
 
@@ -29,10 +30,25 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     return 0 if any(row.ok for row in results.table) else 1
 
 
+def _report_plan(results: Results, arguments: argparse.Namespace) -> int:
+    """Write the plan of a row, or show the row without ``--json``."""
+    plan = results.plan(arguments.plan)
+    others = [f"--{name}" for name in ("html", "csv", "parquet") if getattr(arguments, name) is not None]
+    if others:
+        raise ConfigError(f"--plan is of one row, {others[0]} of all", remedy=f"leave out {others[0]}, or --plan")
+    row = next(row for row in results.table if row.key == arguments.plan)
+    facts = {name: value for name, value in row.facts().items() if value not in (None, "")}
+    say(arguments, "\n".join(f"{heading(name):<20}  {cell(row, name)}" for name in facts))
+    write_json(arguments, "plan", plan.to_json())
+    return 0
+
+
 def report(arguments: argparse.Namespace) -> int:
     """Show what a sweep found, or write it to files."""
     with closing(Store(arguments.store, create=False)) as store:
         results = Results(tuple(store.rows()))
+    if arguments.plan is not None:
+        return _report_plan(results, arguments)
     written = {"html": arguments.html, "csv": arguments.csv, "parquet": arguments.parquet}
     if arguments.html is not None:
         write_report(results, arguments.html, arguments.title or Path(arguments.store).stem)

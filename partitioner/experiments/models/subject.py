@@ -9,7 +9,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from cost_models.hardware.clusters import Cluster
 from partitioner.experiments.models.factory import FactoryResult, call_factory, check_factory_result, source_name
+from partitioner.options.precision import autocast_of, converted_inputs, converted_model, true_dtype
+from partitioner.tracing.inputs.batch_dims import BatchDims
+from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.trace import trace
 from passes.graph.fingerprint import target_name
 from passes.ir.errors import ConfigError
@@ -36,6 +40,7 @@ class Subject:
         graph: the traced graph.
         fingerprint: a digest of the graph, its sizes and its mode; different models have different digests.
         modules: the paths of its modules.
+        batch_dims: the batch dimension of inputs by name, as ``partition`` takes them.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Subject:
     graph: ModelGraph
     fingerprint: str
     modules: frozenset[str]
+    batch_dims: BatchDims | None = None
 
 
 def name_models(models: Models) -> dict[str, ModelSource]:
@@ -74,16 +80,40 @@ def _default_name(source: ModelSource) -> str:
     return type(source).__name__ if isinstance(source, nn.Module) else getattr(source, "__name__", type(source).__name__)
 
 
-def trace_subject(name: str, source: ModelSource, training: bool | None) -> Subject:
+def trace_subject(
+    name: str,
+    source: ModelSource,
+    training: bool | None,
+    *,
+    precision: str | None = None,
+    batch_dims: BatchDims | None = None,
+    hardware: Cluster | None = None,
+) -> Subject:
     """Build a model and trace it, in training or evaluation mode; ``training=None`` keeps the model's mode.
+
+    Args:
+        precision, batch_dims: as ``partition`` takes them.
+        hardware: to plan for; mixed precision of a model on the meta device depends on its kind.
 
     Raises:
         TraceError: the model cannot be traced.
         ConfigError: the source yields no model, or its inputs cannot be inferred.
     """
-    made = make_model(name, source)
-    graph = trace(made.model, made.args, made.kwargs if made.args is not None else None, training)
-    return Subject(name, made, graph, _fingerprint(graph), frozenset(path for path, _ in made.model.named_modules()))
+    made = _converted(make_model(name, source), precision)
+    autocast = None if hardware is None else autocast_of(precision, made.model, hardware)
+    kwargs = made.kwargs if made.args is not None else None
+    graph = trace(made.model, made.args, kwargs, training, autocast=autocast, batch_dims=batch_dims)
+    return Subject(name, made, graph, _fingerprint(graph), frozenset(path for path, _ in made.model.named_modules()), batch_dims)
+
+
+def _converted(made: FactoryResult, precision: str | None) -> FactoryResult:
+    """Return a model and its inputs in the dtype of a precision, if it converts them."""
+    dtype = true_dtype(precision)
+    if dtype is None:
+        return made
+    model = converted_model(made.model, dtype)
+    example = find_example_inputs(model) if made.args is None else (made.args, dict(made.kwargs))
+    return FactoryResult(model, *converted_inputs(example, dtype))
 
 
 def make_model(name: str, source: ModelSource) -> FactoryResult:
@@ -97,7 +127,7 @@ def make_model(name: str, source: ModelSource) -> FactoryResult:
 
 def _fingerprint(graph: ModelGraph) -> str:
     """Return a digest of all calls with their sizes. The name of the batch symbol is left out, because it varies between runs."""
-    lines = [f"{graph.batch is None} {graph.batch_size} {graph.training} {graph.outputs}"]
+    lines = [f"{graph.batch is None} {graph.batch_size} {graph.training} {graph.outputs} {graph.autocast or ''}"]
     lines += [f"{node.op} {node.name} {target_name(node)} {node.args} {node.kwargs} {_result_specs(node)}" for node in graph.graph.nodes]
     text = "\n".join(lines)
     if graph.batch is not None:

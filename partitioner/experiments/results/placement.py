@@ -1,6 +1,6 @@
 """One placement of a model, and the grid of all placements of a sweep.
 
-models x devices x modes x clusters x schedules x microbatches x recompute
+models x devices x modes x clusters x schedules x microbatches x recompute x options
 
 Combinations that do not fit are left out, such as a mesh of another number of devices. Options that a mode ignores, such as the schedule
 without a pipeline, are dropped, and of equal placements one remains.
@@ -31,7 +31,8 @@ class Placement:
         devices: the number of ranks.
         mode: the mode as text, ``"tensor"`` or ``"data=2,tensor=2"``.
         cluster: the name of the machine in the sweep.
-        schedule, n_microbatches, recompute: None: the planner chooses.
+        schedule, n_microbatches, recompute: None: the planner chooses. Policies by pattern are text, ``"layers.*=full"``.
+        options: other keywords of ``partition`` as JSON, see ``option_grid``; empty: their defaults.
     """
 
     model: str
@@ -41,6 +42,14 @@ class Placement:
     schedule: str | None = None
     n_microbatches: int | None = None
     recompute: str | None = None
+    options: str = ""
+
+    @property
+    def policies(self) -> str | dict[str, str] | None:
+        """The recomputation as an argument of ``partition``."""
+        if self.recompute is None or "=" not in self.recompute:
+            return self.recompute
+        return dict(entry.split("=") for entry in self.recompute.split(","))
 
     @property
     def mesh(self) -> str | dict[str, Any]:
@@ -57,6 +66,7 @@ class Placement:
             self.schedule,
             self.n_microbatches and f"{self.n_microbatches} microbatches",
             self.recompute and f"recompute {self.recompute}",
+            self.options,
         )
         return " ".join([self.model, f"{self.mode} on {self.devices} x {self.cluster}", *(word for word in chosen if word)])
 
@@ -68,7 +78,8 @@ def placements(
     clusters: Sequence[str],
     schedules: Sequence[str | None] = (None,),
     microbatches: Sequence[int | None] = (None,),
-    recompute: Sequence[str | None] = (None,),
+    recompute: Sequence[str | Mapping[str, str] | None] = (None,),
+    options: Sequence[str] = ("",),
 ) -> list[Placement]:
     """Return every placement of a grid; those that share a model and a mesh are neighbours.
 
@@ -77,6 +88,7 @@ def placements(
         devices: numbers of ranks.
         modes: as for ``partition``; one size of a mesh may be -1, which takes the remaining devices.
         schedules, microbatches, recompute: None stands for the planner's choice.
+        options: other keywords of ``partition``, each as JSON.
 
     Raises:
         ConfigError: a dimension is empty, a mode is unknown, or a mesh fits none of the numbers of devices.
@@ -89,9 +101,14 @@ def placements(
     grid = (
         _canonical_placement(model, count, mesh, *rest)
         for model, (count, mesh) in itertools.product(models, meshes)
-        for rest in itertools.product(clusters, schedules, microbatches, recompute)
+        for rest in itertools.product(clusters, schedules, microbatches, map(_policy_text, recompute), options)
     )
     return list(dict.fromkeys(grid))
+
+
+def _policy_text(recompute: str | Mapping[str, str] | None) -> str | None:
+    """Return a policy, or policies by pattern as text: ``"layers.*=full,head=none"``."""
+    return ",".join(f"{pattern}={policy}" for pattern, policy in recompute.items()) if isinstance(recompute, Mapping) else recompute
 
 
 def _meshes(mode: str | Mapping[str, Any], devices: Sequence[int]) -> Iterator[tuple[int, str | dict[str, Any]]]:
@@ -114,6 +131,7 @@ def _canonical_placement(
     schedule: str | None,
     n_microbatches: int | None,
     recompute: str | None,
+    options: str,
 ) -> Placement:
     """Return a placement in canonical form: without mesh dimensions of size 1, and without options that its mode ignores."""
     if isinstance(mesh, dict):
@@ -124,5 +142,12 @@ def _canonical_placement(
     names = list(mesh) if isinstance(mesh, dict) else [mesh]
     in_stages = "auto" in names or "pipeline" in names or "pp" in names
     keeps_batch_whole = STAGES[1] in names
-    schedule = schedule if in_stages else None
-    return Placement(model, devices, mode_text(mesh), cluster, schedule, None if keeps_batch_whole else n_microbatches, recompute)
+    if not in_stages:
+        schedule, options = None, _without_stages(options)
+    return Placement(model, devices, mode_text(mesh), cluster, schedule, None if keeps_batch_whole else n_microbatches, recompute, options)
+
+
+def _without_stages(options: str) -> str:
+    """Return options without those of a pipeline."""
+    others = {name: value for name, value in json.loads(options or "{}").items() if name != "stages_per_device"}
+    return json.dumps(others, sort_keys=True) if others else ""

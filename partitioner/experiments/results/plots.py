@@ -44,7 +44,9 @@ def best_at_each(rows: Iterable[Row], x: Callable[[Row], float], cost: Callable[
 
 
 def _tooltip(row: Row) -> str:
-    facts = [f"{row.model}, {row.mode} on {row.devices} x {row.cluster}", f"{row.schedule}, {row.n_microbatches} microbatches"]
+    schedule = f"{row.schedule}, " if row.schedule != "none" else ""
+    count = f"{row.n_microbatches} microbatch{'es' if row.n_microbatches != 1 else ''}"
+    facts = [f"{row.model}, {row.mesh or row.mode} on {row.devices} x {row.cluster}", f"{schedule}{count}"]
     return "; ".join([*facts, f"{format_seconds(_time(row))} a step", f"{format_bytes(_memory(row))} at the peak"])
 
 

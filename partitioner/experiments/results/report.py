@@ -112,7 +112,8 @@ def _html(rows: Sequence[Row], name: str, *, sortable: bool = False) -> str:
             f'<td class="{kind}" data-value="{escape(str(getattr(row, column)))}">{escape(cell(row, column))}</td>'
             for column, kind in columns.items()
         )
-        lines.append(f'<tr title="{escape(row.bound_by)}">{cells}</tr>')
+        title = "; runner-up: ".join(text for text in (row.bound_by, row.runner_up) if text)
+        lines.append(f'<tr title="{escape(title)}">{cells}</tr>')
     return f'<div class="wide"><table id="{name}"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 

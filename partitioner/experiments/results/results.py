@@ -8,13 +8,14 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.text_files import write_text
 from partitioner.experiments.results.plots import PLOTS
-from partitioner.experiments.results.row import FACTS, NUMBERS, Row
+from partitioner.experiments.results.row import FACTS, NUMBERS, RATES, Row
 from partitioner.reports.pictures.chart import Picture
 from partitioner.reports.tables.table import align, html_table
 from passes.ir.checked_arguments import checked_arguments
@@ -22,6 +23,18 @@ from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
 __all__ = ["FORMATS", "TEXTS", "Results", "cell", "columns_of", "heading"]
+
+
+def _rate(value: float) -> str:
+    """Format a number a second: ``"12,300"``."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _options_text(options: str) -> str:
+    """Format options of JSON: ``"optimizer=sgd, precision=bf16-mixed"``."""
+    given = json.loads(options) if options else {}
+    return ", ".join(f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items())
+
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "step_time": format_seconds,
@@ -32,30 +45,40 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "peak_memory": format_bytes,
     "measured_memory": format_bytes,
     "communication": format_bytes,
+    "rows_per_second": _rate,
+    "tokens_per_second": _rate,
+    "mfu": lambda part: f"{part:.1%}",
+    "options": _options_text,
 }
-"""Column -> function that formats its numbers with units."""
+"""Column -> function that formats its values, numbers with units."""
 
-_PLACEMENT_AND_TIME = ("model", "devices", "mode", "cluster", "schedule", "n_microbatches", "step_time")
+_REQUEST = ("model", "devices", "mode")
+_PLAN_AND_TIME = ("cluster", "schedule", "n_microbatches", "recompute", "step_time")
+_RATES = ("tokens_per_second", "rows_per_second")
+_HEADINGS = {"rows_per_second": "rows/s", "tokens_per_second": "tokens/s", "mfu": "MFU"}
 _OTHER_NUMBERS = ("bubble_fraction", "peak_memory", "communication")
-TEXTS = frozenset({"model", "mode", "cluster", "schedule"})
+TEXTS = frozenset({"model", "mode", "mesh", "cluster", "schedule", "recompute", "options"})
 """The columns that hold no numbers."""
 
 
 def cell(row: Row, name: str) -> str:
-    """Format a value of a row for a table; missing values are empty, and so is the schedule of a single microbatch."""
-    value = None if name == "schedule" and row.n_microbatches == 1 else getattr(row, name)
+    """Format a value of a row for a table; missing values are empty."""
+    value = getattr(row, name)
     return "" if value is None else FORMATS.get(name, str)(value)
 
 
 def heading(name: str) -> str:
     """Return the heading of a column: ``"step time"`` for ``"step_time"``."""
-    return name.removeprefix("n_").replace("_", " ")
+    return _HEADINGS.get(name) or name.removeprefix("n_").replace("_", " ")
 
 
 def columns_of(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return the columns of a table of these rows; measured times are a column if any row has one."""
+    """Return the columns of a table of these rows; some only if any row has a value."""
+    mesh = ("mesh",) if any(row.mesh and row.mode == "auto" for row in rows) else ()
+    options = ("options",) if any(row.options for row in rows) else ()
     measured = ("measured_step_time",) if any(row.measured_step_time is not None for row in rows) else ()
-    return (*_PLACEMENT_AND_TIME, *measured, *_OTHER_NUMBERS)
+    rates = next(((name, "mfu") for name in _RATES if any(getattr(row, name) is not None for row in rows)), ())
+    return (*_REQUEST, *mesh, *options, *_PLAN_AND_TIME, *measured, *rates, *_OTHER_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -95,24 +118,25 @@ class Results:
 
     @checked_arguments()
     def best(self, by: str = "step_time", **facts: Any) -> dict[str, Any]:
-        """Return the row with the smallest number, among those that did not fail.
+        """Return the row with the best number, among those that did not fail: the smallest, of a rate the largest.
 
         Args:
-            by: the name of the number: ``"step_time"``, ``"peak_memory"``, ...
+            by: the name of the number: ``"step_time"``, ``"peak_memory"``, ``"tokens_per_second"``, ...
             facts: compare only rows with these values: ``best(by="step_time", model="gpt", devices=8)``.
 
         Raises:
             ConfigError: there is no such number, or no row has one.
         """
-        if by not in NUMBERS:
-            raise ConfigError(f"placements cannot be compared by {by!r}", remedy=f"choose one of {', '.join(NUMBERS)}")
+        if by not in (*NUMBERS, *RATES):
+            raise ConfigError(f"placements cannot be compared by {by!r}", remedy=f"choose one of {', '.join((*NUMBERS, *RATES))}")
+        sign = -1 if by in RATES else 1
         selected = self.where(**facts)
         rows = [row for row in selected.table if row.ok and getattr(row, by) is not None]
         if not rows:
             reasons = {row.reason.splitlines()[0] for row in selected.failures}
             why = f": {'; '.join(sorted(reasons)[:3])}" if reasons else ""
             raise ConfigError(f"no placement has a {by}{why}", remedy="look at .failures, or ask for other placements")
-        return min(rows, key=lambda row: (getattr(row, by), row.key)).facts()
+        return min(rows, key=lambda row: (sign * getattr(row, by), row.key)).facts()
 
     @checked_arguments()
     def plan(self, key: str) -> Plan:
@@ -122,8 +146,14 @@ class Results:
             ConfigError: no row has this key, or it failed.
         """
         row = next((row for row in self.table if row.key == key), None)
-        if row is None or not row.plan:
-            raise ConfigError(f"no plan has the key {key!r}", remedy='pass row["key"] of a row whose status is "ok"')
+        if row is None:
+            near = get_close_matches(key, [row.key for row in self.table], n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"no row has the key {key!r}", remedy=f'{meant}pass row["key"] of a row whose status is "ok"')
+        if not row.plan:
+            raise ConfigError(
+                f"the row {key} has no plan: {row.reason.splitlines()[0]}", remedy='pass the key of a row whose status is "ok"'
+            )
         return Plan.from_json(row.plan)
 
     @checked_arguments()

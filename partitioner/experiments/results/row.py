@@ -8,7 +8,7 @@ from typing import Any
 
 from partitioner.experiments.results.placement import Placement
 
-__all__ = ["FACTS", "NUMBERS", "Row", "failed_row"]
+__all__ = ["FACTS", "NUMBERS", "RATES", "Row", "failed_row"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,14 @@ class Row:
         devices: the number of ranks.
         mode: ``"tensor"``, ``"data=2,tensor=2"``.
         cluster: the name of the machine in the sweep.
-        schedule, n_microbatches, recompute: those of the plan; of a failed placement, those of the request.
+        schedule, n_microbatches, recompute: those of the plan; of a failed placement, those of the request. A plan of one stage has the
+            schedule ``"none"``.
         batch_size: rows of a step, over all devices.
+        options: other keywords of ``partition`` as JSON; empty: their defaults.
+        mesh: the mesh of the plan, as ``--mode`` takes it: ``"pipeline=2,tensor=4"``.
+        rows_per_second: samples of the batch.
+        tokens_per_second: of a model of token sequences.
+        mfu: model FLOPs utilization: the time of the model's matrix products at the devices' peak, relative to that of a step.
         status: ``"ok"`` or ``"failed"``.
         reason: why it failed, or why it could not be measured.
         step_time: simulated seconds of a step.
@@ -33,6 +39,7 @@ class Row:
         bound_by: the bottleneck of the step, in words.
         measured_step_time: measured seconds of a step; None if not measured.
         measured_memory: measured bytes on the fullest accelerator; None if not measured.
+        runner_up: the next best plan and its cost, in words; empty if there was none.
         plan_hash: digest of the plan.
         plan: the plan as JSON.
         seconds: the time that the evaluation took.
@@ -55,6 +62,12 @@ class Row:
     communication: int | None = None
     planned_step_time: float | None = None
     bound_by: str = ""
+    runner_up: str = ""
+    options: str = ""
+    mesh: str = ""
+    rows_per_second: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
     measured_step_time: float | None = None
     measured_memory: int | None = None
     plan_hash: str = ""
@@ -80,6 +93,9 @@ FACTS = tuple(field.name for field in dataclasses.fields(Row) if field.name != "
 
 NUMBERS = ("step_time", "peak_memory", "communication", "bubble_fraction", "planned_step_time", "measured_step_time", "measured_memory")
 """The fields by which placements are compared; smaller is better."""
+
+RATES = ("rows_per_second", "tokens_per_second", "mfu")
+"""The same where larger is better."""
 
 
 def failed_row(key: str, placement: Placement, reason: str, seconds: float = 0.0) -> Row:

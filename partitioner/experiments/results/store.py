@@ -16,13 +16,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from partitioner.experiments.results.row import NUMBERS, Row
+from partitioner.experiments.results.row import NUMBERS, RATES, Row
 from passes.ir.checked_arguments import conform
 from passes.ir.errors import ConfigError
 
 __all__ = ["Store"]
 
-_FORMAT = 1
+_FORMAT = 2
 _APPLICATION = 0x70617274
 """SQLite's application id in the file header; files with another id are rejected."""
 
@@ -110,7 +110,7 @@ class Store:
         """Return the values of a row of the file as a ``Row``; raise ConfigError if another program wrote invalid ones."""
         where = f"row {values[0]!r} of the store {self.path}"
         row: Row = conform(dict(zip(_COLUMNS, values, strict=True)), Row, where, plain=True)
-        for name in NUMBERS:
+        for name in (*NUMBERS, *RATES):
             number = getattr(row, name)
             missing = number is None and name in _REQUIRED and row.ok
             if missing or (number is not None and not 0 <= number < math.inf):

@@ -2,67 +2,116 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
 
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.simulate import simulate_programs
-from partitioner.experiments.models.subject import Subject
+from partitioner.experiments.models.rates import model_flops, tokens_of_sample, utilization
+from partitioner.experiments.models.subject import ModelSource, Subject, trace_subject
 from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.run.lower_for_timing import Timed, is_uniform, lower_for_timing
+from partitioner.experiments.run.sweep_options import OF_TRACE, option_names, read_options
 from partitioner.options.constraints import Constraints
-from partitioner.options.mode import ranks_of_stages, resolve_mode
+from partitioner.options.mode import dimensions_of_one, mode_text, ranks_of_stages, resolve_mode
+from partitioner.options.precision import MIXED, read_reduce_dtype
 from partitioner.planner.plan import PlanProblem
-from partitioner.planner.request import PlanRequest
+from partitioner.planner.request import PlanRequest, recompute_fields
 from partitioner.planner.sharding.shared_models import SharedModels
 from passes.ir.errors import PartitionError
-from passes.ir.mesh import STAGES
+from passes.ir.mesh import STAGES, TILE, TILES, WIDTH
 from passes.ir.plan import Plan
 
-__all__ = ["Assumptions", "Bench", "Evaluator"]
+__all__ = ["READ_BY_REQUEST", "SAME_IN_REQUEST", "Bench", "Evaluator", "TraceKey", "trace_key", "trace_models"]
+
+READ_BY_REQUEST = ("stages_per_device", "constraints", "reduce_dtype")
+"""Options of a plan whose values a request has in another form."""
+
+SAME_IN_REQUEST = tuple({field.name for field in dataclasses.fields(PlanRequest)}.intersection(option_names()).difference(READ_BY_REQUEST))
+"""Options of a plan that are fields of a request."""
 
 _CACHE_SIZE = 8
 """How many plans' programs are cached; the oldest is dropped first."""
 
 
 @dataclass(frozen=True)
-class Assumptions:
-    """Assumptions that all placements of a sweep share.
+class TraceKey:
+    """Everything that the graph of a placement depends on.
 
     Attributes:
-        memory_limit: the memory limit of each device, bytes or ``"16GiB"``; None: the memory of the device.
-        optimizer: the optimizer whose state counts as memory.
+        model: the name of the model in the sweep.
+        options: of the trace, as JSON: precision, training, batch dimensions.
+        planned_for: ``"cuda"`` or ``"cpu"``: the casts of mixed precision on the meta device; empty: without mixed precision.
     """
 
-    memory_limit: int | str | None = None
-    optimizer: str = "adamw"
+    model: str
+    options: str = "{}"
+    planned_for: str = ""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The models, machines and assumptions of a sweep.
+    """The models and machines of a sweep.
 
     Attributes:
-        subjects: name -> traced model.
-        broken: name of a model that cannot be traced -> reason.
+        subjects: traced model by everything that its graph depends on.
+        broken: of a model that cannot be traced -> reason.
         clusters: name -> machine.
-        assumptions: the assumptions of all placements.
     """
 
-    subjects: Mapping[str, Subject]
-    broken: Mapping[str, str]
+    subjects: Mapping[TraceKey, Subject]
+    broken: Mapping[TraceKey, str]
     clusters: Mapping[str, Cluster]
-    assumptions: Assumptions
 
     def key(self, placement: Placement) -> str:
-        """Return the key of a placement: a digest that also depends on its model, machine and assumptions, not only on their names."""
-        name, cluster = placement.model, self.clusters[placement.cluster]
-        model = self.broken[name] if name in self.broken else self.subjects[name].fingerprint
+        """Return the key of a placement: a digest that also depends on its model and machine, not only on their names."""
+        trace, cluster = trace_key(placement, self.clusters), self.clusters[placement.cluster]
+        model = self.broken[trace] if trace in self.broken else self.subjects[trace].fingerprint
         links = cluster.links if not isinstance(cluster.links, Mapping) else sorted(cluster.links.items())
-        return placement.key(model, [str(device) for device in cluster.devices], str(links), str(self.assumptions))
+        return placement.key(model, [str(device) for device in cluster.devices], str(links))
+
+
+def trace_key(placement: Placement, clusters: Mapping[str, Cluster]) -> TraceKey:
+    """Return what the graph of a placement depends on."""
+    options = {name: value for name, value in json.loads(placement.options or "{}").items() if name in OF_TRACE}
+    has_gpu = any(device.asynchronous for device in clusters[placement.cluster].devices)
+    planned_for = ("cuda" if has_gpu else "cpu") if options.get("precision") in MIXED else ""
+    return TraceKey(placement.model, json.dumps(options, sort_keys=True), planned_for)
+
+
+def trace_models(
+    sources: Mapping[str, ModelSource], grid: Sequence[Placement], machines: Mapping[str, Cluster], say: Callable[[str], object] = str
+) -> Bench:
+    """Trace every model, once for each precision, mode and batch dimensions.
+
+    The placements of a model that cannot be traced fail; if no model can be traced, raise its error.
+
+    Args:
+        say: is called with the name of each model that is traced.
+    """
+    subjects: dict[TraceKey, Subject] = {}
+    broken: dict[TraceKey, PartitionError] = {}
+    for placement in grid:
+        key = trace_key(placement, machines)
+        if key in subjects or key in broken:
+            continue
+        say(key.model)
+        options = {"training": None, **json.loads(key.options)}
+        try:
+            subjects[key] = trace_subject(key.model, sources[key.model], **options, hardware=machines[placement.cluster])
+        except PartitionError as error:
+            broken[key] = error
+    if not subjects:
+        raise next(iter(broken.values()))
+    return Bench(subjects, {key: str(error) for key, error in broken.items()}, machines)
 
 
 class Evaluator:
@@ -72,37 +121,44 @@ class Evaluator:
         self.bench = bench
         self._lowered: dict[Hashable, Timed] = {}
         self._models = SharedModels()
+        self._flops: dict[TraceKey, Mapping[torch.dtype, float]] = {}
 
     def __call__(self, placement: Placement) -> Row:
         """Return the row of a placement; if it fails, a row with the reason."""
         started = time.perf_counter()
         key = self.bench.key(placement)
-        if placement.model in self.bench.broken:
-            return failed_row(key, placement, self.bench.broken[placement.model])
+        trace = trace_key(placement, self.bench.clusters)
+        if trace in self.bench.broken:
+            return failed_row(key, placement, self.bench.broken[trace])
         try:
-            row = self._plan_and_simulate(placement, key)
+            row = self._plan_and_simulate(placement, key, trace)
         except PartitionError as error:
             row = failed_row(key, placement, str(error))
         except Exception as error:  # noqa: BLE001  one placement that breaks the compiler must not end the sweep: it is a row that says so
             row = failed_row(key, placement, f"{type(error).__name__}: {error}")
         return replace(row, seconds=time.perf_counter() - started)
 
-    def _plan_and_simulate(self, placement: Placement, key: str) -> Row:
+    def _plan_and_simulate(self, placement: Placement, key: str, trace: TraceKey) -> Row:
         """Return the row of a placement; raise PartitionError if it cannot be planned or lowered."""
-        bench = self.bench
-        subject, cluster = bench.subjects[placement.model], bench.clusters[placement.cluster]
-        plan = _make_plan(subject, cluster, placement, bench.assumptions, self._models)
-        timed = self._lower(subject, plan, cluster)
+        subject, cluster = self.bench.subjects[trace], self.bench.clusters[placement.cluster]
+        options = read_options(placement.options)
+        plan = _make_plan(subject, cluster, placement, options, self._models)
+        timed = self._lower(trace, plan, cluster)
         simulation = simulate_programs(
             timed.programs,
             cluster,
             Roofline(),
             plan.batch_size,
-            optimizer=bench.assumptions.optimizer,
+            optimizer=options.get("optimizer", PlanRequest.optimizer),
             n_row_parts=timed.n_row_parts,
             representatives=timed.representatives,
         )
-        planned = replace(placement, schedule=plan.schedule, n_microbatches=plan.n_microbatches, recompute=plan.recompute)
+        recompute = placement.recompute if isinstance(placement.policies, Mapping) else plan.recompute
+        schedule = plan.schedule if len(plan.stages) > 1 else "none"
+        planned = replace(placement, schedule=schedule, n_microbatches=plan.n_microbatches, recompute=recompute)
+        if trace not in self._flops:
+            self._flops[trace] = model_flops(subject.graph)
+        rows_per_second, tokens = plan.batch_size / simulation.step_time, tokens_of_sample(subject.made)
         return Row(
             key,
             **asdict(planned),
@@ -113,25 +169,27 @@ class Evaluator:
             communication=sum(simulation.communication.values()),
             planned_step_time=plan.step_time,
             bound_by=plan.prediction.bound_by,
+            runner_up=plan.prediction.runner_up,
+            mesh=_mesh_text(plan),
+            rows_per_second=rows_per_second,
+            tokens_per_second=None if tokens is None else tokens * rows_per_second,
+            mfu=utilization(self._flops[trace], cluster, placement.devices, simulation.step_time),
             plan_hash=plan.hash,
             plan=plan.to_json(),
         )
 
-    def _lower(self, subject: Subject, plan: Plan, cluster: Cluster) -> Timed:
+    def _lower(self, trace: TraceKey, plan: Plan, cluster: Cluster) -> Timed:
         """Return the programs of a plan, from the cache if a plan with the same decisions was lowered before."""
         uniform = is_uniform(plan.grid, cluster)
-        stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
-        in_space = (plan.grid, plan.axes, plan.halos, plan.attention, stages, plan.batchnorm)
-        in_time = (plan.schedule, plan.n_microbatches, plan.recompute)
-        key = (subject.name, uniform, in_space, in_time, plan.batch_size)
+        key = (trace, uniform, plan.hash)
         if key not in self._lowered:
             while len(self._lowered) >= _CACHE_SIZE:
                 del self._lowered[next(iter(self._lowered))]
-            self._lowered[key] = lower_for_timing(subject, plan, each_rank=not uniform)
+            self._lowered[key] = lower_for_timing(self.bench.subjects[trace], plan, each_rank=not uniform)
         return self._lowered[key]
 
 
-def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, assumptions: Assumptions, models: SharedModels) -> Plan:
+def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, options: Mapping[str, Any], models: SharedModels) -> Plan:
     """Return the plan that ``partition`` makes for a placement.
 
     Raises:
@@ -144,10 +202,22 @@ def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, assumpt
         replicas=ranks_of_stages(placement.mesh),
         n_microbatches=placement.n_microbatches,
         schedule=placement.schedule,
-        recompute=placement.recompute,
-        memory_limit=assumptions.memory_limit,
-        optimizer=assumptions.optimizer,
-        constraints=Constraints(),
+        **recompute_fields(placement.policies),
+        stages_per_rank=options.get("stages_per_device"),
+        constraints=options.get("constraints", Constraints()).without_dimensions(dimensions_of_one(placement.mesh)),
+        reduce_dtype=read_reduce_dtype(options.get("reduce_dtype")),
+        **{name: value for name, value in options.items() if name in SAME_IN_REQUEST},
         modules=subject.modules,
-    )
+    ).checked()
     return PlanProblem(subject.graph, cluster, request, None, mesh, models=models).solve()
+
+
+def _mesh_text(plan: Plan) -> str:
+    """Return the mesh of a plan as text that ``parse_mode`` reads: ``"data=2,tile=2x2"``."""
+    sizes: dict[str, Any] = {}
+    for name, size in plan.mesh:
+        if name in TILES:
+            sizes[TILE] = (*sizes.get(TILE, ()), size)
+        else:
+            sizes[name] = plan.widths if name == WIDTH and plan.widths else size
+    return mode_text(sizes)

@@ -100,7 +100,8 @@ def _graph_for_microbatch(subject: Subject, plan: Plan) -> ModelGraph:
         return fix_batch(graph, size)
     if graph.batch is None and size != graph.batch_size:
         made = subject.made
-        return trace(made.model, made.args, made.kwargs if made.args is not None else None, graph.training, size)
+        kwargs = made.kwargs if made.args is not None else None
+        return trace(made.model, made.args, kwargs, graph.training, size, graph.autocast, batch_dims=subject.batch_dims)
     return graph
 
 

@@ -33,14 +33,15 @@ def check_measurable(sources: Mapping[str, ModelSource]) -> None:
             raise ConfigError(f"the model {name} is defined in the script itself, where other processes do not find it", remedy=_HOW)
 
 
-def measure_row(row: Row, source: ModelSource, training: bool | None) -> Row:
+def measure_row(row: Row, source: ModelSource) -> Row:
     """Run the plan of a row under torchrun; return the row with the measured time and memory, or with the reason why there are none."""
     with tempfile.TemporaryDirectory(prefix="partitioner-") as name:
         folder = Path(name)
         (folder / "model").write_bytes(pickle.dumps(source))
         (folder / "plan.json").write_text(row.plan, encoding="utf-8")
+        (folder / "options.json").write_text(row.options, encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.devices)]
-        command += ["-m", "partitioner.experiments.run.measured_run", str(folder), "as it is" if training is None else str(training)]
+        command += ["-m", "partitioner.experiments.run.measured_run", str(folder)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
         except subprocess.TimeoutExpired:

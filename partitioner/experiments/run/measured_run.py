@@ -17,6 +17,7 @@ from torch import Tensor
 
 from partitioner.api import partition
 from partitioner.experiments.models.subject import make_model
+from partitioner.experiments.run.sweep_options import OF_TRACE, read_options
 from passes.ir.plan import Plan
 from passes.ir.torch_private import pytree
 
@@ -26,18 +27,19 @@ _WARM_UP = 2
 _STEPS = 5
 
 
-def main(folder: Path, training: bool | None) -> None:
+def main(folder: Path) -> None:
     """Measure a placement; rank 0 writes the largest time and memory of all ranks to ``measured.json``.
 
     Args:
-        folder: the folder with the files ``model`` (pickled source) and ``plan.json``.
-        training: trace in training or evaluation mode; None keeps the model's.
+        folder: the folder with the files ``model`` (pickled source), ``plan.json`` and ``options.json``.
     """
     torch.manual_seed(0)
     made = make_model("model", pickle.loads((folder / "model").read_bytes()))  # noqa: S301  the sweep wrote it
     plan = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
     devices = plan.n_ranks
-    pm = partition(made.model, devices, example_inputs=made.args, example_kwargs=made.kwargs, training=training, plan=plan)
+    options = read_options((folder / "options.json").read_text(encoding="utf-8"))
+    beside = {name: value for name, value in options.items() if name in OF_TRACE}
+    pm = partition(made.model, devices, example_inputs=made.args, example_kwargs=made.kwargs, plan=plan, **beside)
     step = _step(pm, made.args or (), dict(made.kwargs))
     for _ in range(_WARM_UP):
         step()
@@ -81,4 +83,4 @@ def _time(step: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), {"True": True, "False": False}.get(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -8,34 +8,40 @@ devices, modes, ...  ───┴─> placements ── sampler ──> workers 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.devices import check_count
-from partitioner.experiments.models.subject import Models, ModelSource, Subject, name_models, trace_subject
+from partitioner.experiments.models.subject import Models, ModelSource, name_models
 from partitioner.experiments.results.placement import Placement, placements
 from partitioner.experiments.results.results import Results
 from partitioner.experiments.results.row import Row
 from partitioner.experiments.results.store import Store
-from partitioner.experiments.run.evaluate import Assumptions, Bench, Evaluator
+from partitioner.experiments.run.evaluate import Bench, Evaluator, trace_models
+from partitioner.experiments.run.executor_pool import ExecutorPool
 from partitioner.experiments.run.measure import check_measurable, measure_row
 from partitioner.experiments.run.sampler import GridSampler, RandomSampler, Sampler
+from partitioner.experiments.run.sweep_options import GRID, option_grid
 from partitioner.experiments.run.workers import InProcess, WorkerProcesses, can_fork
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.devices import hardware_of, resolve_devices
 from partitioner.options.progress import ProgressBar
 from passes.ir.checked_arguments import at_least, checked_arguments, each_of, more_than
-from passes.ir.errors import ConfigError, PartitionError
+from passes.ir.errors import ConfigError
 
 __all__ = ["Clusters", "Modes", "sweep"]
 
 Mode = str | Mapping[str, Any]
 Modes = Mode | Sequence[Mode]
 """Modes as for ``partition``; one size of a mesh may be -1, which takes the remaining devices."""
+
+_Pool = InProcess | WorkerProcesses | ExecutorPool
 
 ClusterSource = Cluster | str
 Clusters = Mapping[str, ClusterSource] | Sequence[ClusterSource] | ClusterSource | None
@@ -49,8 +55,6 @@ _VALUES = {
     "n_samples": at_least(1),
     "workers": at_least(0),
     "timeout": more_than(0),
-    "memory_limit": VALUES["memory_limit"],
-    "optimizer": VALUES["optimizer"],
 }
 
 _EXAMPLES = {
@@ -74,7 +78,7 @@ def sweep(
     *,
     schedules: str | Sequence[str | None] | None = None,
     microbatches: int | Sequence[int | None] | None = None,
-    recompute: str | Sequence[str | None] | None = None,
+    recompute: str | Mapping[str, str] | Sequence[str | Mapping[str, str] | None] | None = None,
     store: str | Path | None = None,
     resume: bool = True,
     retry_failures: bool = False,
@@ -84,10 +88,9 @@ def sweep(
     measure: bool = False,
     workers: int | None = None,
     timeout: float | None = None,
-    training: bool | None = None,
-    memory_limit: int | str | None = None,
-    optimizer: str = "adamw",
+    executor: Executor | None = None,
     progress: bool | None = None,
+    **options: Any,
 ) -> Results:
     """Plan and simulate every placement of a grid, each once, and store each result as soon as it is known.
 
@@ -102,7 +105,7 @@ def sweep(
         clusters: machines to plan for, ``"h100:8x8"``; the first ranks' devices are used. None: the hardware of this machine.
         schedules: for modes with a pipeline; None lets the planner choose.
         microbatches: numbers of microbatches; None lets the planner choose.
-        recompute: recomputation policies; None lets the planner choose.
+        recompute: recomputation policies, or mappings of patterns to them; None lets the planner choose.
         store: the file of the store; None keeps the rows in memory.
         resume: take the rows of this sweep that the store has; False raises an error if it has any.
         retry_failures: evaluate placements again that failed before.
@@ -112,10 +115,14 @@ def sweep(
         measure: also run every placement on this machine under torchrun, one at a time, after all are planned.
         workers: the number of worker processes; None: one for each core, 0: evaluate in this process.
         timeout: seconds that planning one placement may take; then it fails. Needs worker processes.
-        training: trace in training or evaluation mode; None keeps the model's.
-        memory_limit: memory limit of each device, bytes or ``"16GiB"``.
-        optimizer: the optimizer whose state counts as memory.
+        executor: evaluates the placements instead of worker processes: a ``ProcessPoolExecutor``, or one of Dask, Ray or SLURM with
+            this interface. Its processes import the models by name and trace them; ``workers`` is how many placements are submitted at
+            once.
         progress: show progress; None: on a terminal.
+        options: other keywords of ``partition``, each a value or a list of values to try: ``precision=["bf16-mixed", "32-true"]``,
+            ``memory_limit="16GiB"``, ``constraints=Constraints(axes={"sequence": "tensor"})``, or fields of ``Constraints`` by
+            themselves, ``axes={"sequence": "tensor"}``. ``mode``, ``cluster``, ``schedule`` and ``n_microbatches`` are other names of
+            ``modes``, ``clusters``, ``schedules`` and ``microbatches``.
 
     Returns:
         The rows of all placements of the sweep, see ``Results``.
@@ -123,27 +130,35 @@ def sweep(
     Raises:
         ConfigError: an argument does not fit, or no model can be traced.
     """
+    named = {"modes": modes, "clusters": clusters, "schedules": schedules, "microbatches": microbatches}
+    modes, clusters, schedules, microbatches = _by_either_name(named, options)
     sources = name_models(models)
     counts = _as_tuple(devices)
     for count in counts:
         check_count(count)
     machines = _resolve_clusters(clusters, counts)
-    options = (_as_tuple(schedules), _as_tuple(microbatches), _as_tuple(recompute))
-    grid = placements(tuple(sources), counts, _as_tuple(modes), tuple(machines), *options)
-    if measure:
+    choices = (_as_tuple(schedules), _as_tuple(microbatches), _as_tuple(recompute), option_grid(options, _ARGUMENTS))
+    grid = placements(tuple(sources), counts, _as_tuple(modes), tuple(machines), *choices)
+    if measure or executor is not None:
         check_measurable(sources)
+    if executor is not None and timeout is not None:
+        raise ConfigError("timeout= is of this sweep's worker processes", remedy="leave it out, or leave out executor=")
     sampler = sampler or (GridSampler() if n_samples is None else RandomSampler(n_samples, seed))
     total = sampler.start(grid)
     bar = ProgressBar("sweep", total, progress)
     with closing(Store(":memory:" if store is None else store)) as stored, closing(bar):
-        bench = _trace_models(sources, training, machines, Assumptions(memory_limit, optimizer), bar)
+        bench = trace_models(sources, grid, machines, lambda name: bar.say(f"tracing {name}"))
         keys = {bench.key(placement) for placement in grid}
         _prepare_store(stored, keys, resume=resume, retry_failures=retry_failures)
-        with closing(_start_workers(bench, workers, timeout)) as pool:
+        with closing(_start_workers(bench, sources, workers, timeout, executor)) as pool:
             evaluated = _run(bench, sampler, pool, stored, bar)
         if measure:
-            _measure(sources, [row for row in stored.rows(evaluated) if row.awaits_measurement], stored, training, progress)
+            _measure(sources, [row for row in stored.rows(evaluated) if row.awaits_measurement], stored, progress)
         return Results(tuple(stored.rows(evaluated)), left=max(0, total - len(evaluated)))
+
+
+_ARGUMENTS = tuple(name for name in inspect.signature(sweep).parameters if name != "options")
+"""Names of the arguments of ``sweep``."""
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -167,21 +182,15 @@ def _cluster(source: ClusterSource) -> Cluster:
     return Cluster.from_toml(source) if source.endswith(".toml") else Cluster.parse(source)
 
 
-def _trace_models(
-    sources: Mapping[str, ModelSource], training: bool | None, machines: Mapping[str, Cluster], assumptions: Assumptions, bar: ProgressBar
-) -> Bench:
-    """Trace every model. The placements of a model that cannot be traced fail; if no model can be traced, raise its error."""
-    subjects: dict[str, Subject] = {}
-    broken: dict[str, PartitionError] = {}
-    for name, source in sources.items():
-        bar.say(f"tracing {name}")
-        try:
-            subjects[name] = trace_subject(name, source, training)
-        except PartitionError as error:
-            broken[name] = error
-    if not subjects:
-        raise next(iter(broken.values()))
-    return Bench(subjects, {name: str(error) for name, error in broken.items()}, machines, assumptions)
+def _by_either_name(named: Mapping[str, Any], options: dict[str, Any]) -> list[Any]:
+    """Return the arguments, each from its name in ``partition`` where the call gives that; take them out of the options."""
+    values = dict(named)
+    for of_partition, of_sweep in GRID.items():
+        if of_partition != of_sweep and of_partition in options:
+            if values[of_sweep] != inspect.signature(sweep).parameters[of_sweep].default:
+                raise ConfigError(f"{of_sweep}= and {of_partition}= are both given", remedy=f"leave out {of_partition}=")
+            values[of_sweep] = options.pop(of_partition)
+    return list(values.values())
 
 
 def _prepare_store(store: Store, keys: Iterable[str], *, resume: bool, retry_failures: bool) -> None:
@@ -195,15 +204,19 @@ def _prepare_store(store: Store, keys: Iterable[str], *, resume: bool, retry_fai
         store.remove(row.key for row in rows if not row.ok)
 
 
-def _start_workers(bench: Bench, workers: int | None, timeout: float | None) -> InProcess | WorkerProcesses:
-    """Start worker processes; evaluate in this process if ``workers`` is 0 or the system cannot fork."""
+def _start_workers(
+    bench: Bench, sources: Mapping[str, ModelSource], workers: int | None, timeout: float | None, executor: Executor | None
+) -> _Pool:
+    """Start worker processes; evaluate in this process if ``workers`` is 0 or the system cannot fork, and on an executor if given."""
+    if executor is not None:
+        return ExecutorPool(executor, sources, bench.clusters, bench.key, workers)
     count = os.cpu_count() or 1 if workers is None else workers
     if count == 0 or not can_fork():
         return InProcess(Evaluator(bench))
     return WorkerProcesses(Evaluator(bench), bench.key, count, timeout)
 
 
-def _run(bench: Bench, sampler: Sampler, pool: InProcess | WorkerProcesses, store: Store, bar: ProgressBar) -> set[str]:
+def _run(bench: Bench, sampler: Sampler, pool: _Pool, store: Store, bar: ProgressBar) -> set[str]:
     """Evaluate the placements that the sampler chooses, add their rows to the store, and return the keys of all of them.
 
     A placement whose row is stored already is not evaluated again: the sampler gets that row.
@@ -235,11 +248,11 @@ def _run(bench: Bench, sampler: Sampler, pool: InProcess | WorkerProcesses, stor
             sampler.tell(placement, row)
 
 
-def _measure(sources: Mapping[str, ModelSource], rows: Sequence[Row], store: Store, training: bool | None, progress: bool | None) -> None:
+def _measure(sources: Mapping[str, ModelSource], rows: Sequence[Row], store: Store, progress: bool | None) -> None:
     """Measure the placements of rows one at a time, while nothing else uses the machine, and store the measured rows."""
     with closing(ProgressBar("measure", len(rows), progress)) as bar:
         for row in rows:
             bar.say(f"{row.model} {row.mode} on {row.devices}")
-            measured = measure_row(row, sources[row.model], training)
+            measured = measure_row(row, sources[row.model])
             store.replace(measured)
             bar.advance(f"{row.model} {row.mode} on {row.devices}", failed=measured.measured_step_time is None)

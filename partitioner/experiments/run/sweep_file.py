@@ -20,11 +20,12 @@ from typing import Any
 
 from partitioner.experiments.models.factory import relative_to
 from partitioner.experiments.run.sweep import sweep
+from partitioner.experiments.run.sweep_options import GRID, option_names
 from passes.ir.errors import ConfigError
 
 __all__ = ["read_sweep"]
 
-_BY_CALLER = ("store", "resume", "retry_failures", "sampler", "progress")
+_BY_CALLER = ("store", "resume", "retry_failures", "sampler", "progress", "executor", "options")
 """Arguments of ``sweep`` that a file cannot set."""
 
 _NEEDED = ("models", "devices")
@@ -42,7 +43,7 @@ def read_sweep(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"the sweep file {path} cannot be read: {reason}", remedy=f"write TOML: {example}") from error
-    known = [name for name in inspect.signature(sweep).parameters if name not in _BY_CALLER]
+    known = list(dict.fromkeys(name for name in (*inspect.signature(sweep).parameters, *GRID, *option_names()) if name not in _BY_CALLER))
     for name in arguments:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -55,8 +56,9 @@ def read_sweep(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"the models of the sweep file {path} have no names", remedy='write them below [models]: net = "net.py:factory"')
     folder = Path(path).parent
     arguments["models"] = {name: relative_to(text, folder) for name, text in arguments["models"].items()}
-    if "clusters" in arguments:
-        arguments["clusters"] = _resolve_clusters(arguments["clusters"], folder)
+    for name in ("clusters", "cluster"):
+        if name in arguments:
+            arguments[name] = _resolve_clusters(arguments[name], folder)
     return arguments
 
 

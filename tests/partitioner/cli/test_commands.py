@@ -244,3 +244,45 @@ def test_a_configuration_of_transformers_is_planned(folder: Path, capsys: pytest
     options = "--cluster h100:1x2 --mode fsdp --precision bf16-mixed --batch 4 --sequence 32"
     plan = Plan.from_json(printed(f"plan transformers:llama.json {options} --json", capsys))
     assert (plan.n_ranks, plan.batch_size) == (2, 4)
+
+
+# -- options of placements -------------------------------------------------------------------------------------------------------------
+
+OPTIONS = """
+devices = 2
+mode = ["fsdp"]
+cluster = "h100:1x2"
+precision = ["bf16-mixed", "32-true"]
+optimizer = "sgd"
+recompute = [{ "0.*" = "full" }, "none"]
+axes = { batch = "fsdp" }
+workers = 0
+
+[models]
+net = "net.py:factory"
+"""
+
+
+def test_a_sweep_file_has_the_options_of_partition(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sweep.toml").write_text(OPTIONS)
+    rows = json.loads(printed("sweep sweep.toml --store runs.db --json", capsys))
+    assert [row["reason"] for row in rows] == [""] * 4
+    assert {(json.loads(row["options"]).get("precision"), row["recompute"]) for row in rows} == {
+        (precision, recompute) for precision in ("bf16-mixed", "32-true") for recompute in ("0.*=full", "none")
+    }
+    assert all(json.loads(row["options"])["constraints"] == {"axes": {"batch": "fsdp"}} for row in rows)
+    for name, near in {"precison": "precision", "axis": "axes", "stage_per_device": "stages_per_device"}.items():
+        (folder / "wrong.toml").write_text(f'{name} = "x"\n{OPTIONS}')
+        assert f"has an unknown '{name}'\n  remedy: did you mean {near}?" in printed("sweep wrong.toml --store runs.db", capsys, code=2)
+
+
+def test_the_plan_of_a_row_is_lowered_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sweep.toml").write_text(SWEEP.replace("[2, 4, 64]", "[2]"))
+    rows = json.loads(printed("sweep sweep.toml --store runs.db --json", capsys))
+    key = rows[1]["key"]
+    assert printed(f"report runs.db --plan {key} --json plan.json", capsys).endswith("\nplan written to plan.json\n")
+    assert Plan.from_json((folder / "plan.json").read_text()).hash == rows[1]["plan_hash"]
+    found = json.loads(printed("simulate net.py:factory --plan plan.json --cluster h100:1x2 --json", capsys))
+    assert found["step_time"] == pytest.approx(rows[1]["step_time"])
+    assert f"did you mean {key}?" in printed(f"report runs.db --plan {key[:-1]}", capsys, code=2)
+    assert "leave out --html" in printed(f"report runs.db --plan {key} --html out.html", capsys, code=2)

@@ -84,7 +84,7 @@ def test_efficiency_is_against_the_best_on_the_fewest() -> None:
 
 def test_memory_is_that_where_most_microbatches_were_tried() -> None:
     told = marks(PLOTS["memory"]((*ROWS, row(16, "data", 0.2, 700))))
-    assert [re.findall(r"(\d+) microbatches", text)[0] for text in told] == ["1", "4", "8"]
+    assert [re.findall(r"(\d+) microbatch", text)[0] for text in told] == ["1", "4", "8"]
     assert all(" on 8 x " in text for text in told)
 
 

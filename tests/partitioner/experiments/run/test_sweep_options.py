@@ -1,0 +1,180 @@
+"""Options of the placements of a sweep: those of ``partition``, each a value or several."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from partitioner import Constraints, partition
+from partitioner.experiments import Results, sweep
+from partitioner.experiments.results.placement import placements
+from partitioner.experiments.run.evaluate import READ_BY_REQUEST, SAME_IN_REQUEST
+from partitioner.experiments.run.sweep_options import GRID, NOT_IN_SWEEPS, OF_TRACE, option_grid, option_names, read_options
+from passes.ir.errors import ConfigError
+from tests.support.planning.sweep_models import perceptron
+
+
+def small(**more: Any) -> Results:
+    """A sweep of one model in this process."""
+    return sweep(**{"models": {"net": perceptron}, "devices": 2, "modes": "data", "clusters": "h100:1x2", "workers": 0, **more})
+
+
+# -- against the signature of partition ------------------------------------------------------------------------------------------------
+
+
+def test_every_keyword_of_partition_is_an_option_or_has_a_reason() -> None:
+    parameters = set(inspect.signature(partition).parameters)
+    read = {*OF_TRACE, *READ_BY_REQUEST, *SAME_IN_REQUEST}
+    assert read | set(GRID) | set(NOT_IN_SWEEPS) == parameters
+    assert set(option_names()) - {"axes", "tp_plan", "split_spec", "pin", "device_map", "halo", "attention"} == read
+    assert {name for name in GRID.values() if name != "progress"} <= set(inspect.signature(sweep).parameters)
+
+
+# -- which combinations ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_combination_is_an_option() -> None:
+    found = option_grid({"precision": ["bf16-mixed", None], "optimizer": ["sgd", "adamw"], "memory_limit": "1GiB"})
+    assert [json.loads(each) for each in found] == [
+        {"memory_limit": "1GiB", "optimizer": "sgd", "precision": "bf16-mixed"},
+        {"memory_limit": "1GiB", "precision": "bf16-mixed"},
+        {"memory_limit": "1GiB", "optimizer": "sgd"},
+        {"memory_limit": "1GiB"},
+    ]
+    assert option_grid({"optimizer": "adamw", "batchnorm": "sync"}) == option_grid({}) == [""]
+
+
+def test_values_are_read_as_they_were_written() -> None:
+    constraints = Constraints(axes={"heads": "tensor"}, pin={"0": 1}, device_map={"1": torch.device("cuda:1")})
+    (text,) = option_grid({"constraints": constraints, "reduce_dtype": torch.bfloat16, "batch_dims": {"x": 1, "mask": "none"}})
+    assert read_options(text) == {
+        "constraints": Constraints(axes={"heads": "tensor"}, pin={"0": 1}, device_map={"1": "cuda:1"}),
+        "reduce_dtype": "bfloat16",
+        "batch_dims": {"x": 1, "mask": None},
+    }
+
+
+def test_fields_of_constraints_stand_by_themselves() -> None:
+    assert option_grid({"axes": {"heads": "tensor"}}) == option_grid({"constraints": {"axes": {"heads": "tensor"}}})
+    assert len(option_grid({"attention": ["ring", "gather"], "axes": [{"heads": "tensor"}, None]})) == 4
+    with pytest.raises(ConfigError, match="both given"):
+        option_grid({"axes": {"heads": "tensor"}, "constraints": Constraints()})
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"precison": "bf16-mixed"}, "sweep() has no 'precison'\n  remedy: did you mean precision?"),
+        ({"microbatchs": 2}, "did you mean microbatches?"),
+        ({"precision": "bf16"}, "there is no precision='bf16'"),
+        ({"optimizer": []}, "a sweep over no optimizer"),
+        ({"training": "yes"}, "training must be a bool"),
+        ({"constraints": {"axis": {}}}, "constraints have no 'axis'"),
+        ({"axes": {"heads": 3}}, "Constraints: axes"),
+        ({"plan": "plan.json"}, "a sweep takes no plan"),
+        ({"mode": "data"}, "modes= and mode= are both given"),
+        ({"recompute": {"0": "ful"}}, "did you mean 'full'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small(**options)
+    assert problem in str(caught.value)
+    assert "remedy: " in str(caught.value)
+
+
+def test_options_of_stages_are_dropped_without_stages() -> None:
+    found = placements(("a",), (2,), ("data", "pipeline"), ("x",), options=option_grid({"stages_per_device": [1, 2]}))
+    assert [(each.mode, each.options) for each in found] == [
+        ("data", ""),
+        ("pipeline", '{"stages_per_device": 1}'),
+        ("pipeline", '{"stages_per_device": 2}'),
+    ]
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------------------------
+
+SAME = [
+    {"precision": "bf16-mixed"},
+    {"precision": "bf16-true", "optimizer": "sgd"},
+    {"training": False},
+    {"recompute": {"0": "full"}},
+    {"mode": "pipeline", "stages_per_device": 2, "schedule": "Interleaved1F1B", "n_microbatches": 4},
+    {"mode": "pipeline", "constraints": Constraints(split_spec={"2": "beginning"})},
+    {"mode": "fsdp", "reduce_dtype": "bfloat16", "precision": "bf16-mixed"},
+]
+
+
+@pytest.mark.parametrize("options", SAME, ids=str)
+def test_a_row_is_what_partition_and_simulate_give(options: dict[str, Any]) -> None:
+    mode = options.get("mode", "data")
+    results = small(**{"modes": mode, **{name: value for name, value in options.items() if name != "mode"}})
+    (row,) = results.rows()
+    assert row["status"] == "ok", row["reason"]
+    model, inputs = perceptron()
+    pm = partition(model, ["cpu"] * 2, **{"mode": mode, **options}, example_inputs=inputs, cluster="h100:1x2")
+    assert row["plan_hash"] == pm.plan.hash
+    simulation = pm.simulate()
+    assert row["step_time"] == pytest.approx(simulation.step_time, rel=1e-9)
+    assert row["peak_memory"] == max(simulation.peak_memory)
+
+
+def test_policies_by_pattern_are_kept_apart() -> None:
+    results = small(recompute=[{"0": "full"}, {"2": "full"}, {"0": "full", "2": "full"}, None], modes="data")
+    assert [row["recompute"] for row in results.rows()][:3] == ["0=full", "2=full", "0=full,2=full"]
+    assert not results.failures
+    assert len({row["plan_hash"] for row in results.rows()}) == 4
+
+
+def test_a_row_tells_the_plan() -> None:
+    results = small(devices=4, modes=["auto", {"data": 2, "tensor": 2}], clusters="h100:1x4")
+    auto, given = results.rows()
+    assert auto["mode"] == "auto"
+    assert auto["mesh"] not in ("", "auto")
+    assert auto["runner_up"]
+    assert given["mesh"] == "data=2,tensor=2"
+    for row in (auto, given):
+        assert row["schedule"]
+        assert row["bound_by"]
+        assert row["rows_per_second"] == pytest.approx(row["batch_size"] / row["step_time"])
+        assert row["tokens_per_second"] is None
+    assert results.best(by="rows_per_second") == results.best(by="step_time")
+    heading = str(results).splitlines()[0]
+    assert "mesh" in heading
+    assert "rows/s" in heading
+    assert "MFU" in heading
+
+
+def tokens() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 48, bias=False)), (torch.zeros(8, 16, dtype=torch.long),)
+
+
+def test_tokens_and_utilization_by_hand() -> None:
+    (row,) = small(models={"net": tokens}, devices=1, clusters="h100:1x1").rows()
+    assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_time"])
+    flops = 2 * 8 * 16 * 32 * 48  # of each of the three products: forward, both gradients
+    assert row["mfu"] == pytest.approx(3 * flops / 67e12 / row["step_time"])
+    assert "tokens/s" in str(small(models={"net": tokens}, devices=1, clusters="h100:1x1"))
+
+
+def test_mixed_precision_is_measured_by_its_peak() -> None:
+    (row,) = small(models={"net": tokens}, devices=1, clusters="h100:1x1", precision="bf16-mixed").rows()
+    assert row["mfu"] == pytest.approx(3 * 2 * 8 * 16 * 32 * 48 / 989.4e12 / row["step_time"])
+    assert json.loads(row["options"]) == {"precision": "bf16-mixed"}
+
+
+def test_a_plan_of_one_stage_has_no_schedule() -> None:
+    results = small(modes=["fsdp", "tensor", "pipeline"])
+    assert not results.failures
+    assert {row["mode"] for row in results.rows() if row["schedule"] == "none"} == {"fsdp", "tensor"}
+    assert "none" in str(results)
+
+
+def test_options_are_shown_without_json() -> None:
+    shown = str(small(precision="bf16-mixed", optimizer="sgd", axes={"batch": "data"}))
+    assert 'constraints={"axes": {"batch": "data"}}, optimizer=sgd, precision=bf16-mixed' in shown
