@@ -4,7 +4,8 @@
     python examples/lightning_fabric.py --mode pipeline
     torchrun --standalone --nproc-per-node 2 examples/lightning_fabric.py                 # a process a rank
 
-    fabric.setup(pm, optimizer)        the partitioned model is one module of the loop; its programs add up gradients
+    Fabric(strategy=FabricPartitionStrategy())     every process is a rank; without a launcher all ranks are in this one
+    fabric.setup(pm, optimizer)                    the partitioned model is one module of the loop; its programs add up gradients
 
 The loop on one device runs in every process; rank 0 prints the losses of both.
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from partitioner import partition
+from partitioner.integrations.lightning import FabricPartitionStrategy
 
 
 def train(fabric: Fabric, model: nn.Module, x: Tensor, path: Path) -> list[float]:
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=16)
     options = parser.parse_args(argv)
 
-    fabric = Fabric(accelerator="cpu", strategy="partitioner")
+    fabric = Fabric(accelerator="cpu", strategy=FabricPartitionStrategy())
     fabric.launch()
     torch.manual_seed(0)
     x = torch.randn(32 * options.steps, 16)

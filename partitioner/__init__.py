@@ -12,9 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from partitioner.integrations.asked import await_trainer, prepare_libraries
-from partitioner.integrations.entry_point import declare_backend
-from partitioner.integrations.lightning_registry import declare_strategies
-from partitioner.integrations.shadowed_packages import check_at_import, check_shadowed_packages
+from partitioner.integrations.shadowed_packages import check_shadowed_packages
 from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP, WHEN_MADE
 
 if TYPE_CHECKING:
@@ -89,7 +87,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name (PEP 562)."""
     for module, names in _NAMES.items():
         if name in names:
-            check_shadowed_packages()
             return globals().setdefault(name, getattr(importlib.import_module(module), name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -98,8 +95,6 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-check_at_import()
-declare_backend()
+check_shadowed_packages()
 WHEN_ASKED_FOR_DEVICE_MAP.append(prepare_libraries)
 WHEN_MADE.append(await_trainer)
-declare_strategies()

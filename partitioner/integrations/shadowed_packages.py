@@ -11,7 +11,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-__all__ = ["check_at_import", "check_shadowed_packages"]
+__all__ = ["check_shadowed_packages"]
 
 _FOLDER = Path(__file__).resolve().parents[2]
 """Has the three packages beside each other, installed or in a checkout."""
@@ -29,16 +29,6 @@ def check_shadowed_packages() -> None:
                 name=name,
                 path=str(found),
             )
-
-
-def check_at_import() -> None:
-    """Raise ImportError as ``check_shadowed_packages`` does, unless ``import torch`` loads this package by its entry point.
-
-    An error would then end the import of torch; the check is made again when a name of the package is used.
-    """
-    spec = getattr(sys.modules.get("torch"), "__spec__", None)
-    if not getattr(spec, "_initializing", False):
-        check_shadowed_packages()
 
 
 def _location(name: str) -> Path | None:

@@ -1,7 +1,7 @@
 """Strategies of Lightning Fabric for partitioned models.
 
-fabric = Fabric(strategy="partitioner")            every process of a launcher is a rank; without one, all ranks are in this process
-fabric = Fabric(devices=2)                         "ddp" under a launcher: passes partitioned models through, wraps all others
+fabric = Fabric(strategy=FabricPartitionStrategy())      every process of a launcher is a rank; without one, all ranks are in this process
+fabric = Fabric(strategy=FabricDDPStrategy())            passes partitioned models through, wraps all others in DistributedDataParallel
 pm, optimizer = fabric.setup(pm, optimizer)
 """
 
@@ -22,7 +22,7 @@ from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError
 
-__all__ = ["FabricPartition", "PassThrough"]
+__all__ = ["FabricDDP", "FabricPartition"]
 
 
 class _WithPartitionedModels:
@@ -139,10 +139,8 @@ class FabricPartition(Processes, _WithPartitionedModels):
         return reduced(tensor, reduce_op) if isinstance(tensor, Tensor) and torchrun.is_launched() else tensor
 
 
-class PassThrough(_WithPartitionedModels):
+class FabricDDP(_WithPartitionedModels):
     """Fabric's DistributedDataParallel for modules, and partitioned models as they are: their programs add up gradients themselves."""
-
-    local_rank: int
 
 
 class _SyncControl:

@@ -9,51 +9,41 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import Any, Literal
+from typing import Any
 
-from partitioner.integrations.lightning.fabric import FabricPartition, PassThrough
+from partitioner.integrations.lightning.fabric import FabricDDP, FabricPartition
 from partitioner.integrations.lightning.trainer import TrainerPartition
 from passes.ir.errors import ConfigError
 
 __all__ = ["strategy_class"]
 
-Part = Literal["trainer", "fabric", "ddp"]
+_TRAINER = ("lightning.pytorch", "pytorch_lightning")
+_FABRIC = ("lightning.fabric", "lightning_fabric")
 
-PACKAGES: dict[str, tuple[str, str]] = {
-    "trainer": ("lightning.pytorch", "pytorch_lightning"),
-    "fabric": ("lightning.fabric", "lightning_fabric"),
-    "ddp": ("lightning.fabric", "lightning_fabric"),
+_MADE: dict[str, tuple[type, tuple[str, str], str]] = {
+    "PartitionStrategy": (TrainerPartition, _TRAINER, "ParallelStrategy"),
+    "FabricPartitionStrategy": (FabricPartition, _FABRIC, "ParallelStrategy"),
+    "FabricDDPStrategy": (FabricDDP, _FABRIC, "DDPStrategy"),
 }
-
-_MADE: dict[Part, tuple[str, type, str]] = {
-    "trainer": ("PartitionStrategy", TrainerPartition, "ParallelStrategy"),
-    "fabric": ("FabricPartitionStrategy", FabricPartition, "ParallelStrategy"),
-    "ddp": ("PassThroughStrategy", PassThrough, "DDPStrategy"),
-}
-"""Part of Lightning -> name of the strategy, the class that has its methods, and its base in Lightning."""
+"""Name of a strategy -> the class that has its methods, the packages of Lightning that have a base for it, and that base."""
 
 
-def strategy_class(part: Part, package: str | None = None) -> Any:
-    """Return the class of a strategy.
-
-    Args:
-        package: of Lightning; None: the one that the script has imported, ``lightning`` if it has imported none or both.
+def strategy_class(name: str) -> Any:
+    """Return the class of a strategy, for the package that the script has imported: ``lightning`` if it has imported none or both.
 
     Raises:
         ConfigError: Lightning is not installed.
     """
-    new, old = PACKAGES[part]
-    if package is None:
-        package = old if old in sys.modules and new not in sys.modules else new
-    return _made(part, package)
+    new, old = _MADE[name][1]
+    return _made(name, old if old in sys.modules and new not in sys.modules else new)
 
 
 @functools.cache
-def _made(part: Part, package: str) -> Any:
+def _made(name: str, package: str) -> Any:
+    methods, _, base = _MADE[name]
     try:
         strategies: Any = importlib.import_module(f"{package}.strategies")
     except ModuleNotFoundError as error:
         raise ConfigError(f"{package} is not installed", remedy='pip install "partitioner[lightning]"') from error
-    name, methods, base = _MADE[part]
     attributes = {"__module__": "partitioner.integrations.lightning", "__doc__": methods.__doc__, "package": package}
     return type(name, (methods, getattr(strategies, base)), attributes)

@@ -70,7 +70,7 @@ def _refuse_wrapping(_session: Session) -> NoReturn:
     raise ConfigError(
         "DistributedDataParallel around a partitioned model gives every process the parameters of the first, and each has its own",
         remedy='leave it out: partition(model, mode="data") reduces gradients itself, and inputs="local" is for loaders that deal out '
-        'rows; with Lightning, Trainer(strategy="partitioner") in place of "ddp"',
+        'rows; with Lightning, the strategies of partitioner.integrations.lightning in place of "ddp"',
     )
 
 

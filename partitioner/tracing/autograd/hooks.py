@@ -111,6 +111,7 @@ class _Patches:
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
         self._thread = threading.get_ident()
+        self._imported = frozenset(sys.modules)
 
     def _is_of_model(self) -> bool:
         """Whether the caller of the patched function belongs to the model."""
@@ -128,8 +129,16 @@ class _Patches:
                 return replacement(*args, **kwargs)
             return original(*args, **kwargs)
 
+        is_inherited = name not in vars(owner)
         setattr(owner, name, call)
-        self._stack.callback(setattr, owner, name, original)
+        self._stack.callback(*((delattr, owner, name) if is_inherited else (setattr, owner, name, original)))
+        self._stack.callback(self._put_back, name, call, original)
+
+    def _put_back(self, name: str, call: Callable[..., Any], original: Any) -> None:
+        """Give a function to the modules that were imported meanwhile, and have its replacement by ``from ... import``."""
+        for module in [sys.modules[each] for each in sys.modules.keys() - self._imported]:
+            if vars(module).get(name) is call:
+                setattr(module, name, original)
 
     def watch(self, name: str, notice: Callable[[], Any]) -> None:
         """Call a function when an attribute of a tensor is read."""

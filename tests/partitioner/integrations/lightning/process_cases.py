@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from partitioner import ConfigError, partition
+from partitioner.integrations import lightning as strategies
 from tests.partitioner.integrations.lightning.modules import OfTeacher, Recording, fit, loader, partitioned
 from tests.partitioner.integrations.loops import ROWS, data_of, model_of, spoil
 
@@ -87,7 +88,8 @@ def fabric_losses(strategy: str | None, kind: str, mode: str, path: Path) -> lis
     """Return the losses of ten steps of a loop of Fabric, with a checkpoint in the middle that a spoiled model loads."""
     warnings.simplefilter("ignore")
     is_launched = "RANK" in os.environ
-    fabric = Fabric(accelerator="cpu", devices=2 if is_launched else 1, precision="64-true", **({"strategy": strategy} if strategy else {}))
+    chosen = "auto" if strategy is None else getattr(strategies, strategy)()
+    fabric = Fabric(accelerator="cpu", devices=2 if is_launched else 1, precision="64-true", strategy=chosen)
     fabric.launch()
     data = data_of(kind, 10)
     losses: list[float] = []

@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +18,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 lightning = pytest.importorskip("lightning")
 
+from partitioner.integrations.lightning import FabricPartitionStrategy  # noqa: E402
 from tests.partitioner.integrations.lightning.process_cases import fabric_losses  # noqa: E402
 
 MODES = ("pipeline", "fsdp", "tensor")
 
+STRATEGIES = [("FabricPartitionStrategy", "pipeline"), ("FabricPartitionStrategy", "tensor"), ("FabricDDPStrategy", "fsdp")]
+"""Name, and a mode."""
 
 RUNS = [
     pytest.param(*run, marks=() if run == ("gpt", "pipeline") else pytest.mark.slow) for run in itertools.product(("gpt", "resnet"), MODES)
@@ -47,25 +49,25 @@ def test_a_loop_is_that_of_one_device(kind: str, mode: str, expected: Callable[[
 
 
 @pytest.mark.slow
-def test_by_name_in_one_process(expected: Callable[[str], list[float]], tmp_path: Path) -> None:
-    losses = fabric_losses("partitioner", "gpt", "fsdp", tmp_path / "state.ckpt")
+def test_the_strategy_in_one_process(expected: Callable[[str], list[float]], tmp_path: Path) -> None:
+    losses = fabric_losses("FabricPartitionStrategy", "gpt", "fsdp", tmp_path / "state.ckpt")
     torch.testing.assert_close(losses, expected("gpt"), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("strategy", "mode"), [("partitioner", "pipeline"), ("partitioner", "tensor"), (None, "fsdp")])
+@pytest.mark.parametrize(("strategy", "mode"), STRATEGIES)
 @pytest.mark.parametrize("kind", ["gpt", "resnet"])
 def test_processes_train_as_one_device(
-    kind: str, strategy: Any, mode: str, expected: Callable[[str], list[float]], workers: Callable[[int], Workers], tmp_path: Path
+    kind: str, strategy: str, mode: str, expected: Callable[[str], list[float]], workers: Callable[[int], Workers], tmp_path: Path
 ) -> None:
     for losses in workers(2).values(fabric_losses, strategy, kind, mode, tmp_path / "state.ckpt", timeout=280):
         torch.testing.assert_close(losses, expected(kind), rtol=1e-9, atol=1e-12)
 
 
 def test_a_model_in_one_piece_is_refused() -> None:
-    fabric = lightning.Fabric(accelerator="cpu", strategy="partitioner")
+    fabric = lightning.Fabric(accelerator="cpu", strategy=FabricPartitionStrategy())
     fabric.launch()
     with pytest.raises(ConfigError, match=r"given a Linear that is not partitioned(.|\n)*fabric\.setup\(pm, optimizer\)"):
         fabric.setup(nn.Linear(2, 2))

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import csv
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ lightning = pytest.importorskip("lightning")
 from lightning import LightningModule  # noqa: E402
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
 
+from partitioner.integrations.lightning import PartitionStrategy  # noqa: E402
 from tests.partitioner.integrations.lightning.modules import Recording, fit, loader, partitioned  # noqa: E402
 from tests.partitioner.integrations.lightning.process_cases import (  # noqa: E402
     refused_teachers,
@@ -180,10 +183,22 @@ def test_mixed_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_name_in_the_registry_takes_the_devices_of_the_trainer(whole: Any, tmp_path: Path) -> None:
-    module, trainer = fit("two models", "partitioner", tmp_path, devices=2)
+def test_a_strategy_without_devices_takes_those_of_the_trainer(whole: Any, tmp_path: Path) -> None:
+    module, trainer = fit("two models", PartitionStrategy(), tmp_path, devices=2)
     assert {model.plan.n_ranks for model in trainer.strategy.partitioned_models} == {2}
     assert close(module.losses, whole("two models")[0].losses)
+
+
+@pytest.mark.slow
+def test_the_package_of_the_other_name() -> None:
+    code = """
+import pytorch_lightning as pl
+from partitioner.integrations.lightning import PartitionStrategy
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=PartitionStrategy(), logger=False)
+print(isinstance(trainer.strategy, pl.strategies.Strategy), type(trainer.strategy) is PartitionStrategy)
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True", "True"]
 
 
 class Adversaries(LightningModule):
