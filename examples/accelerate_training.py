@@ -1,4 +1,4 @@
-"""A training loop of accelerate, around a partitioned model: only the line with ``partition`` is new.
+"""A training loop of accelerate, around a partitioned model: only the line with ``partition``, and one import, are new.
 
     python examples/accelerate_training.py                                             # both ranks here
     torchrun --standalone --nproc-per-node 2 examples/accelerate_training.py           # a process a rank
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from partitioner import partition
+from partitioner.integrations.accelerate import Accelerator
 
 
 def main(argv: Sequence[str] | None = None) -> None:

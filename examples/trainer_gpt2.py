@@ -1,4 +1,4 @@
-"""transformers' Trainer with a partitioned GPT-2: only the line with ``partition`` is new.
+"""transformers' Trainer with a partitioned GPT-2: only the line with ``partition``, and one import, are new.
 
     python examples/trainer_gpt2.py                                             # both ranks here
     torchrun --standalone --nproc-per-node 2 examples/trainer_gpt2.py           # a process a rank
@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from partitioner import partition
+from partitioner.integrations.transformers import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:

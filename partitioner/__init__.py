@@ -11,9 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from partitioner.integrations.asked import await_trainer, prepare_libraries
 from partitioner.integrations.shadowed_packages import check_shadowed_packages
-from partitioner.model.module.questions import WHEN_ASKED_FOR_DEVICE_MAP, WHEN_MADE
 
 if TYPE_CHECKING:
     from cost_models.hardware.clusters import Cluster, Device, Link
@@ -96,5 +94,3 @@ def __dir__() -> list[str]:
 
 
 check_shadowed_packages()
-WHEN_ASKED_FOR_DEVICE_MAP.append(prepare_libraries)
-WHEN_MADE.append(await_trainer)

@@ -29,7 +29,7 @@ from partitioner.model.module.forms import Forms, at_sizes
 from partitioner.model.module.freezing import Freezing
 from partitioner.model.module.functional import call_with
 from partitioner.model.module.modes import Form, modes_of
-from partitioner.model.module.questions import ANSWERS, announce
+from partitioner.model.module.questions import ANSWERS
 from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, RegisteredTensors, build_structure
@@ -109,7 +109,6 @@ class PartitionedModel(ModuleInPlan):
         self._parts = tuple(self.modules())
         self._tensor_places = RegisteredTensors.of(self)
         self._initial = frozenset({*vars(self), "_initial"})
-        announce(session)
 
     # -- running -------------------------------------------------------------------------------------------------------------------
 

@@ -1,19 +1,19 @@
-"""accelerate: an Accelerator whose steps run by the plan's schedule; its processes are replicas of a partitioned model."""
+"""accelerate: ``from partitioner.integrations.accelerate import Accelerator`` in place of accelerate's class."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from partitioner.integrations.optional import import_optional
+
 __all__ = ["Accelerator"]
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from partitioner.integrations.accelerate.accelerator import Accelerator
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class; accelerate is imported when it is first asked for."""
+    """Return the class; accelerate is imported when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from partitioner.integrations.accelerate.accelerator import accelerator_class  # noqa: PLC0415  it imports accelerate
-
-    return accelerator_class()
+    return import_optional(f"{__name__}.accelerator").Accelerator

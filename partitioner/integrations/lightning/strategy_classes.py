@@ -7,13 +7,12 @@ lightning.fabric.strategies.ParallelStrategy         lightning_fabric.strategies
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from typing import Any
 
 from partitioner.integrations.lightning.fabric import FabricDDP, FabricPartition
 from partitioner.integrations.lightning.trainer import TrainerPartition
-from passes.ir.errors import ConfigError
+from partitioner.integrations.optional import import_optional
 
 __all__ = ["strategy_class"]
 
@@ -41,9 +40,6 @@ def strategy_class(name: str) -> Any:
 @functools.cache
 def _made(name: str, package: str) -> Any:
     methods, _, base = _MADE[name]
-    try:
-        strategies: Any = importlib.import_module(f"{package}.strategies")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{package} is not installed", remedy='pip install "partitioner[lightning]"') from error
+    strategies = import_optional(f"{package}.strategies")
     attributes = {"__module__": "partitioner.integrations.lightning", "__doc__": methods.__doc__, "package": package}
     return type(name, (methods, getattr(strategies, base)), attributes)

@@ -1,6 +1,6 @@
-"""What to do when a framework asks a partitioned model for an attribute that it asks every model for.
+"""Attributes that frameworks read of every model, and what a partitioned model answers.
 
-hf_device_map                          accelerate and Trainer, before they prepare anything; ``partitioner.integrations`` adds functions
+hf_device_map                          accelerate and Trainer, before they prepare a model
 _ddp_params_and_buffers_to_ignore      DistributedDataParallel, before it wraps a model
 
 A DistributedDataParallel around a module that contains a partitioned model asks the module alone: the first call inside of it is refused.
@@ -8,7 +8,10 @@ A DistributedDataParallel around a module that contains a partitioned model asks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,19 +20,20 @@ if TYPE_CHECKING:
 
     from partitioner.model.session import Session
 
-__all__ = ["ANSWERS", "WHEN_ASKED_FOR_DEVICE_MAP", "WHEN_MADE", "announce", "refuse_call_in_ddp"]
+__all__ = ["ANSWERS", "answering", "refuse_call_in_ddp"]
 
-WHEN_ASKED_FOR_DEVICE_MAP: list[Callable[[Session], None]] = []
-"""Functions that get the session of the model."""
-
-WHEN_MADE: list[Callable[[Session], None]] = []
-"""Functions that get the session of each new model, for frameworks that ask it nothing."""
+_IS_ANSWERED: ContextVar[bool] = ContextVar("_IS_ANSWERED", default=False)
+"""Whether a class of ``partitioner.integrations`` prepares a model, and its framework may read it."""
 
 
-def announce(session: Session) -> None:
-    """Call the functions of ``WHEN_MADE`` for a new model."""
-    for prepare in WHEN_MADE:
-        prepare(session)
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Let accelerate prepare models with ranks in several processes."""
+    token = _IS_ANSWERED.set(True)
+    try:
+        yield
+    finally:
+        _IS_ANSWERED.reset(token)
 
 
 def _device_map(session: Session) -> Mapping[str, torch.device]:
@@ -37,14 +41,32 @@ def _device_map(session: Session) -> Mapping[str, torch.device]:
 
     Raises:
         AttributeError: they are on one device.
+        ConfigError: accelerate's own class, or Trainer, prepares a model with one rank a process.
     """
-    for prepare in WHEN_ASKED_FOR_DEVICE_MAP:
-        prepare(session)
     runtime = session.runtime
+    if len(runtime.local_ranks) < runtime.n_ranks and not _IS_ANSWERED.get() and _accelerates_processes():
+        _refuse_replicas()
     devices = {f"rank {rank}": runtime.devices[rank] for rank in runtime.local_ranks}
     if len(set(devices.values())) == 1:
         raise AttributeError("a partitioned model on one device of this process has no 'hf_device_map'")
     return devices
+
+
+def _accelerates_processes() -> bool:
+    """Whether accelerate is set up for several processes."""
+    state: Any = sys.modules.get("accelerate.state")
+    return state is not None and state.is_initialized() and state.PartialState().num_processes > 1
+
+
+def _refuse_replicas() -> NoReturn:
+    """Raise ConfigError: accelerate would give each process rows of its own, and wrap the model in DistributedDataParallel."""
+    from passes.ir.errors import ConfigError  # noqa: PLC0415  importing partitioner imports little
+
+    raise ConfigError(
+        "accelerate takes the processes for replicas of the model, and each of them has one rank of a partitioned model",
+        remedy="from partitioner.integrations.accelerate import Accelerator; with Trainer, from partitioner.integrations.transformers "
+        "import Trainer",
+    )
 
 
 def refuse_call_in_ddp(session: Session) -> None:

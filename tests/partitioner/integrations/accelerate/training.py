@@ -11,15 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import accelerate
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from partitioner import ConfigError, partition
+from partitioner.integrations.accelerate import Accelerator
 from tests.partitioner.integrations.loops import ROWS, data_of, model_of, spoil
 
 __all__ = ["Trained", "local_rows", "refusals", "shared_values", "stream", "trained"]
@@ -55,7 +56,8 @@ def forget() -> None:
 def prepared(kind: str, mode: str | None, model: nn.Module | None = None, inputs: str = "global", **options: Any) -> Any:
     """The accelerator, and all that it prepares; a model that was partitioned before may be given."""
     forget()
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True), **options)
+    of_process = accelerate.Accelerator if "WORLD_SIZE" not in os.environ else Accelerator  # in one process either serves
+    accelerator = of_process(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True), **options)
     data = data_of(kind, STEPS)
     if model is None:
         model = model_of(kind)
@@ -134,15 +136,26 @@ def stream(mode: str | None) -> list[float]:
 
 
 def refusals() -> list[str]:
-    """What is said of an Accelerator that shards by itself, or would deal rows to ranks of one replica."""
+    """What is said of an Accelerator that would give rows of their own to ranks of one replica."""
     said = []
     example = (data_of("gpt", 1)[:][0],)
-    for inputs, options in (("local", {}), ("global", {"dispatch_batches": True})):
+    cases: list[tuple[Any, str, dict[str, Any], bool]] = [
+        (Accelerator, "local", {}, False),
+        (Accelerator, "global", {"dispatch_batches": True}, False),
+        (Accelerator, "global", {}, True),
+        (accelerate.Accelerator, "global", {}, False),
+        (accelerate.Accelerator, "local", {}, False),
+    ]
+    for of_process, inputs, options, is_loader_first in cases:
         forget()
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
-        pm = partition(model_of("gpt"), int(os.environ["WORLD_SIZE"]), "tensor", example_inputs=example, inputs=inputs, progress=False)
+        accelerator = of_process(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+        mode = "data" if of_process is accelerate.Accelerator else "tensor"
+        pm = partition(model_of("gpt"), int(os.environ["WORLD_SIZE"]), mode, example_inputs=example, inputs=inputs, progress=False)
+        loader = DataLoader(data_of("gpt", 2), ROWS)
+        if is_loader_first:
+            loader = accelerator.prepare(loader)
         try:
-            accelerator.prepare(pm, DataLoader(data_of("gpt", 2), ROWS))
+            accelerator.prepare(pm, loader)
         except ConfigError as error:
             said.append(str(error))
     return said
@@ -166,6 +179,8 @@ def shared_values() -> dict[str, Any]:
         "name": name,
         "from the second": broadcast_object_list([rank], from_process=1),
         "tensors": [tensor.tolist() for tensor in broadcast({"a": torch.tensor([rank])}).values()],
-        "gathered": gather_object([rank]),
+        "of processes": gather_object([rank]),
+        "of replicas": accelerator.gather_for_metrics([rank], use_gather_object=True),
+        "split": accelerator.split_between_processes([0, 1]).__enter__(),
         "triggers": [accelerator.check_trigger(), accelerator.check_trigger()],
     }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.partitioner.integrations.loops import problems
-from tests.partitioner.integrations.transformers.training import Trained, few_steps, local_rows, smoothed_mean, trained
+from tests.partitioner.integrations.transformers.training import Trained, few_steps, local_rows, refusals, smoothed_mean, trained
 from tests.support.processes.processes import Workers
 
 KINDS = ("gpt", "resnet")
@@ -96,6 +96,13 @@ def test_few_steps_in_processes(kind: str, mode: str, inputs: str, tmp_path: Pat
     wanted = few_steps(kind, None, "global", str(tmp_path), {})
     for found in workers(2).values(few_steps, kind, mode, inputs, str(tmp_path), {}, timeout=580):
         assert not problems(found, wanted, "log", 1e-7)
+
+
+@pytest.mark.gloo
+def test_the_class_of_transformers_is_refused_in_processes(tmp_path: Path, workers: Callable[[int], Workers]) -> None:
+    for said in workers(2).values(refusals, str(tmp_path)):
+        assert len(said) == 3
+        assert all("from partitioner.integrations.transformers import Trainer" in each for each in said)
 
 
 @pytest.mark.gloo

@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
-from partitioner import partition
+from partitioner import ConfigError, partition
+from partitioner.integrations.transformers import Trainer
 from tests.partitioner.integrations.loops import ROWS, Residual, data_of, spoil
 
-__all__ = ["Trained", "few_steps", "local_rows", "smoothed_mean", "trained"]
+__all__ = ["Trained", "few_steps", "local_rows", "refusals", "smoothed_mean", "trained"]
 
 STEPS = 10
 
@@ -145,7 +148,23 @@ def trainer(
         disable_tqdm=True,
         **{"max_steps": STEPS, "save_steps": STEPS // 2, "max_grad_norm": 0.5, **options},
     )
-    return Trainer(model=model, args=arguments, train_dataset=Rows(kind, STEPS), eval_dataset=Rows(kind, 2), compute_loss_func=function)
+    of_process = transformers.Trainer if "WORLD_SIZE" not in os.environ else Trainer  # in one process either serves
+    return of_process(model=model, args=arguments, train_dataset=Rows(kind, STEPS), eval_dataset=Rows(kind, 2), compute_loss_func=function)
+
+
+def refusals(folder: str) -> list[str]:
+    """What is said of transformers' Trainer around a model with one rank a process: when it is made, and when it evaluates."""
+    said = []
+    for kind, inputs in (("counted", "global"), ("counted", "local"), ("model inside", "global")):
+        for state in (AcceleratorState, PartialState, GradientState):
+            state._reset_state()
+        arguments = TrainingArguments(folder, report_to=[], use_cpu=True, disable_tqdm=True)
+        model = partitioned(kind, model_of(kind), "data", inputs)
+        try:
+            transformers.Trainer(model=model, args=arguments, eval_dataset=Rows(kind, 2)).evaluate()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
