@@ -1,4 +1,4 @@
-"""The one call: ``partition(model, devices=4, mode="pipeline")``."""
+"""Partition a model: read the arguments, trace, plan, lower."""
 
 from __future__ import annotations
 
@@ -82,66 +82,7 @@ def partition(
     reduce_dtype: torch.dtype | str | None = None,
     progress: bool | None = None,
 ) -> PartitionedModel:
-    """Partition a model over devices: trace, plan, lower. The model is not changed.
-
-    Args:
-        model: any module that ``torch.export`` traces.
-        devices: the number of ranks, or the device of each; None takes all visible accelerators. A ``DeviceMesh`` says which process has
-            which rank, and the names of its dimensions (those of modes, or ``"dp"``, ``"pp"``, ``"tp"``, ``"cp"``) are the mode.
-        mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
-            ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``, ``"tile"`` (height, width, depth); a mesh of
-            several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``, a
-            pipeline as a number of ranks or, for each stage, how many share its microbatches round-robin, ``{"pipeline": (2, 1)}``;
-            with ``devices=1`` the tiles are computed one after the other, for less memory; or ``"auto"``: the fastest of all, by
-            predicted step time.
-        example_inputs: positional inputs of one call, the whole batch; a single input needs no tuple. None: the model's own example
-            (``example_input_array``, ``dummy_inputs``), or one that its first layer implies.
-        example_kwargs: keyword inputs of one call.
-        training: trace in training or evaluation mode; None keeps the model's.
-        n_microbatches: microbatches a step; None lets the planner choose.
-        schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"ZB1P"``, ``"ZBV"``, ``"DualPipeV"``; None lets the planner choose.
-        stages_per_device: stages that each device runs; None: the schedule's default.
-        recompute: activations that the backward recomputes, to save memory: ``"none"``; ``"selective"``, those that are cheap for their
-            bytes; ``"full"``, all but the inputs of each repeated block, or of segments between narrow cuts; or a policy for each pattern
-            of modules, ``{"layers.*": "full", "layers.*.attention": "selective"}``: nothing outside of them is recomputed. None: regions
-            that the model marks (``torch.utils.checkpoint``); without any, the planner chooses.
-        cluster: hardware to plan for when it is not the hardware that runs, ``"h100:8x8"`` or a ``Cluster``.
-        memory_limit: per device, bytes or ``"16GiB"``; None: 92 % of the device's memory, as a CUDA context, buffers of NCCL and
-            fragmentation take the rest.
-        optimizer: the memory model counts its state.
-        precision: None: as the model is. ``"bf16-true"``, ``"16-true"``, ``"32-true"``: a copy of the model and all inputs are converted.
-            ``"bf16-mixed"``, ``"16-mixed"``: model and loss compute as inside ``torch.autocast``, and parameters stay as they are.
-        batchnorm: where a mode cuts the batch, ``"sync"``: statistics of the whole batch, the numbers of one device; ``"local"``: of each
-            rank's own rows, as DistributedDataParallel does. Stored statistics then differ by rank, and the first rank's are those of
-            ``state_dict()``. Microbatches of a pipeline have statistics of their own: with ``"sync"`` the planner chooses one microbatch;
-            ``"local"``, or ``n_microbatches`` above 1, accepts them, with a ``PartitionWarning``.
-        inputs: under torchrun, ``"global"``: every rank passes the whole batch; ``"local"``: each data-parallel rank its own rows, as many
-            as the others (``DistributedSampler(data, pm.data_parallel_size, pm.data_parallel_rank)``), and gets the results of these.
-            Ranks of one replica (tensor, pipeline) pass the same rows. Either way a rank may leave out inputs that its stages do not read.
-            A single process passes the rows of all ranks, which is the same for both.
-        constraints: decisions that the plan must keep to: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
-        plan: lower this plan instead of making one.
-        cost_model: prices for the planner; None: an analytic roofline.
-        objective: what the best plan is: ``"step_time"``, the shortest step; ``"memory"``, the least memory of the fullest device;
-            ``"tokens_per_second_per_device"`` and ``"cost"`` (``Device.price_per_hour``) have the plan of the shortest step, as the number
-            of devices is given, and report themselves in ``plan.notes``.
-        time_limit: seconds of the search for a plan; what has begun is finished. None: the search ends by limits of work, which are the
-            same on every machine. ``plan.prediction.searched`` says how much faster a plan that was left out could be.
-        batch_dims: the dimension of the batch of inputs by name, ``{"x": 1, "batch['pos']": None}``, and of the target of ``train_step``,
-            ``{"target": 1}``; None: it has no batch. Of all others the batch is found when the model is traced, by its size, and of the
-            target from the model's results.
-        reduce_dtype: type in which gradients of parameters are summed over ranks, ``"bfloat16"``, ``"float16"`` or ``"float32"``, as in
-            FSDP2's ``MixedPrecisionPolicy``; None: that of the parameters, which is float32 in mixed precision.
-        progress: show progress; None: on a terminal. While it is shown, Ctrl-C stops the search and keeps the best plan.
-
-    Returns:
-        The partitioned model; see ``PartitionedModel``.
-
-    Raises:
-        TraceError: the model cannot be made one graph.
-        ConfigError: an argument, or a combination, does not fit.
-        InfeasiblePlanError: nothing fits the memory; says what would.
-    """
+    """Partition a model: ``partitioner.partition``, which imports this module when it is first called."""
     mode = mode_on(devices, mode) if isinstance(devices, DeviceMesh) and plan is None else mode
     target = _resolve_target(devices, mode, cluster, inputs, plan)
     request = None

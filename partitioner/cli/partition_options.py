@@ -98,7 +98,7 @@ def _members(node: ast.expr) -> list[str]:
 @cache
 def keywords() -> tuple[Keyword, ...]:
     """Return the parameters of ``partition``."""
-    function = _definition("partitioner.api", "partition")
+    function = _definition("partitioner", "partition")
     assert isinstance(function, ast.FunctionDef)
     texts = _described(ast.get_docstring(function) or "")
     parameters = function.args

@@ -32,6 +32,7 @@ from partitioner import (
     draw_weight,
     partition,
 )
+from partitioner.api import partition as implemented
 from partitioner.experiments import sweep
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.schedules.catalog import make_schedule
@@ -157,7 +158,7 @@ def test_every_parameter_refuses_what_it_cannot_take(pm: PartitionedModel, tmp_p
 def test_every_parameter_of_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same of ``partition``; a value of a type that the signature does not name is refused before the model is traced."""
     parameters = inspect.signature(partition).parameters
-    hints = typing.get_type_hints(partition)
+    hints = typing.get_type_hints(implemented)
     monkeypatch.setattr("partitioner.api.trace_model", stop)
     raw = []
     for parameter, (kind, value) in itertools.product(parameters, WRONG.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import partitioner
+from partitioner.api import partition as implemented
 
 HEAVY = ("torch", "sympy", "numpy")
 
@@ -20,8 +22,13 @@ def loaded_by(code: str) -> list[str]:
     return run.stdout.splitlines()[-1].split()
 
 
-def test_names_are_imported_when_they_are_used() -> None:
-    assert not set(HEAVY).intersection(loaded_by("import partitioner"))
+@pytest.mark.parametrize("code", ["import partitioner", "from partitioner import partition", "import partitioner.cli"])
+def test_names_are_imported_when_they_are_used(code: str) -> None:
+    assert not set(HEAVY).intersection(loaded_by(code))
+
+
+def test_partition_has_the_signature_of_what_it_imports() -> None:
+    assert inspect.signature(partitioner.partition) == inspect.signature(implemented)
 
 
 def test_help_needs_no_torch() -> None:
@@ -31,7 +38,7 @@ def test_help_needs_no_torch() -> None:
 
 @pytest.mark.slow
 def test_partition_imports_nothing_of_checkpoints() -> None:
-    code = "import torch\nbefore = set(sys.modules)\nfrom partitioner import partition"
+    code = "import torch\nimport partitioner.api"
     assert not [name for name in loaded_by(code) if name.startswith("torch.distributed.checkpoint")]
 
 
@@ -39,9 +46,9 @@ def test_a_name_is_imported_from_where_the_types_say() -> None:
     modules = {name: module for module, names in partitioner._NAMES.items() for name in names}
     tree = ast.parse(Path(partitioner.__file__).read_text())
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
-    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
-    assert modules == {name.name: node.module for node in imports for name in node.names}
-    assert sorted(modules) == sorted(partitioner.__all__) == sorted(dir(partitioner))
+    imports = {name.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert modules.items() <= imports.items()
+    assert sorted([*modules, "partition"]) == sorted(partitioner.__all__) == sorted(dir(partitioner))
     for name in modules:
         assert getattr(partitioner, name) is getattr(sys.modules[modules[name]], name)
 
