@@ -281,7 +281,8 @@ class PartitionedModel(ModuleInPlan):
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
         """The program of each rank: the training step if the model trains, else the forward."""
-        return comment_programs(self.explained())
+        explained = self.explained()
+        return comment_programs(explained, explained.programs)
 
     @checked_arguments()
     def graph(self, rank: int) -> fx.GraphModule:

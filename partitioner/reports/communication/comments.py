@@ -31,15 +31,15 @@ from passes.ir.program import Program
 __all__ = ["comment_programs"]
 
 
-def comment_programs(explained: Explained) -> tuple[fx.GraphModule, ...]:
-    """Comment the graphs of all ranks that are not commented yet; return all of them."""
+def comment_programs(explained: Explained, programs: Sequence[Program]) -> tuple[fx.GraphModule, ...]:
+    """Comment the graphs of these programs that are not commented yet; return all of them."""
     commenter: _Commenter | None = None
-    for program in explained.programs:
+    for program in programs:
         if not program.module.meta.get("is_commented"):
             commenter = commenter or _Commenter(explained)
             commenter.comment(program)
             program.module.meta["is_commented"] = True
-    return tuple(program.module for program in explained.programs)
+    return tuple(program.module for program in programs)
 
 
 class _Commenter:

@@ -12,6 +12,7 @@ from cost_models.simulator.result import Simulation
 from partitioner.planner.price_of_pins import Pinned
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import notes_of, sections, summary
+from partitioner.reports.module_names import rank_list
 from partitioner.reports.page.frame import framed, page_file, tiles_html
 from partitioner.reports.page.mathml import formulas_html
 from partitioner.reports.page.program_html import program_html
@@ -22,15 +23,15 @@ from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.held import cut_weights
 from partitioner.reports.pictures.memory_bars import bars_html
 from partitioner.reports.pictures.partition_diagram import partition_diagram
-from partitioner.reports.sources import Explained
+from partitioner.reports.sources import Explained, RankClass
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.reports.tables.table import Table
 from passes.ir.errors import ConfigError
 
 __all__ = ["page_html"]
 
-_PROGRAMS = 16
-"""Largest number of programs on a page."""
+_PROGRAMS, _PROGRAM_BYTES = 16, 2_000_000
+"""Largest number of programs on a page, and of letters in all but the last of them."""
 
 _FOOTER = "times and memory are predicted: those of plans, stages and devices by the planner, the others by simulating the programs."
 
@@ -47,14 +48,14 @@ def page_html(
         choices: the options that the user fixed, with their cost.
         formula: returns the formulas of a step. If it raises, the page gives the reason in their place.
     """
-    bodies = dict(sections(explained, choices))
+    bodies, classes = dict(sections(explained, choices)), [of_class.ranks for of_class in explained.classes]
     parts = (
         ("Plan", _plan(explained, bodies, simulation)),
         ("Devices", f'<div class="wide">{devices.html()}</div>'),
         ("Drawing", f'<div class="wide">{diagram_svg(partition_diagram(explained))}</div>'),
         ("Weights", _weights(explained)),
         ("Timeline", f'<div class="wide">{simulation.timeline.svg()}</div>'),
-        ("Memory", bars_html(simulation.memory)),
+        ("Memory", bars_html([simulation.memory[ranks[0]] for ranks in classes], [_ranks_words(ranks) for ranks in classes])),
         ("Communication", _communication(explained, bodies, simulation)),
         ("Formulas", _formulas(explained, formula)),
         ("Programs", _programs(explained)),
@@ -102,7 +103,19 @@ def _weights(explained: Explained) -> str:
 
 
 def _communication(explained: Explained, bodies: _Bodies, simulation: Simulation) -> str:
-    return f'<div class="wide">{matrix_html(simulation.communication, explained.mesh.size)}</div>' + _tables(bodies, ("COMMUNICATION",))
+    n_ranks = explained.mesh.size
+    classes = [of_class.ranks for of_class in explained.classes] if n_ranks > _CELLS else [(rank,) for rank in range(n_ranks)]
+    return f'<div class="wide">{matrix_html(simulation.communication, classes)}</div>' + _tables(bodies, ("COMMUNICATION",))
+
+
+_CELLS = 64
+"""Ranks up to which each has a row of what it sends to each other one; of more, each class of equal ones has."""
+
+
+def _ranks_words(ranks: Sequence[int]) -> str:
+    """``"rank 3"``, ``"ranks 0 to 7"`` or ``"8 ranks like 0"``."""
+    is_run = ranks[-1] - ranks[0] == len(ranks) - 1
+    return rank_list(ranks) if is_run else f"{len(ranks)} ranks like {ranks[0]}"
 
 
 def _formulas(explained: Explained, formula: Callable[[], StepFormula]) -> str:
@@ -129,17 +142,32 @@ def _step_formulas(formula: StepFormula) -> str:
 
 
 def _programs(explained: Explained) -> str:
-    """Return a search field and the commented programs of the first ranks."""
-    graphs = comment_programs(explained)
+    """Return a search field and the commented programs of the first classes of equal ranks."""
+    shown, letters = list[str](), 0
+    for of_class in explained.classes[:_PROGRAMS]:
+        (graph,) = comment_programs(explained, [of_class.program])
+        if letters < _PROGRAM_BYTES:
+            shown.append(program_html(_ranks_on(explained, of_class), graph.print_readable(print_output=False), is_open=not shown))
+            letters += len(shown[-1])
     search = '<div class="search"><input id="search" type="search" placeholder="all_reduce blocks.0 ..." aria-label="search the programs">'
     search += '<span id="count" class="lead"></span></div>'
-    programs = "".join(
-        program_html(f"rank {rank} on {explained.plan.devices[rank]}", graph.print_readable(print_output=False), is_open=rank == 0)
-        for rank, graph in enumerate(graphs[:_PROGRAMS])
-    )
-    left_out = len(graphs) - _PROGRAMS
-    more = f'<p class="footnote">{left_out} more ranks run programs like these: pm.graph(rank) prints them.</p>' if left_out > 0 else ""
-    return f"{search}{programs}{more}"
+    return f"{search}{''.join(shown)}{_left_out(explained, len(shown))}"
+
+
+def _ranks_on(explained: Explained, of_class: RankClass) -> str:
+    """``"rank 3 on cuda:3"``; ``"rank 0 on cuda:0, and 7 ranks like it"``."""
+    rank, count = of_class.ranks[0], len(of_class.ranks) - 1
+    alike = f", and {count} rank{'s' if count > 1 else ''} like it" if count else ""
+    return f"rank {rank} on {explained.plan.devices[rank]}{alike}"
+
+
+def _left_out(explained: Explained, n_shown: int) -> str:
+    """Say which programs are not on the page, and what those of many ranks leave out."""
+    n_ranks = sum(len(of_class.ranks) for of_class in explained.classes[n_shown:])
+    notes = [f"{n_ranks} more ranks run programs like these: pm.graph(rank) prints them."] if n_ranks else []
+    if len(explained.classes) < explained.mesh.size:
+        notes.append("Of the calls of one stage, the first is written out; pm.graph(rank) prints all.")
+    return "".join(f'<p class="footnote">{note}</p>' for note in notes)
 
 
 def _notes(explained: Explained) -> str:

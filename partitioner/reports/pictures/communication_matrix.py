@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from cost_models.hardware.units import format_bytes
 
@@ -12,20 +13,32 @@ _READABLE = 16
 """Largest number of ranks with numbers in the cells; with more ranks, numbers are tooltips only."""
 
 
-def matrix_html(sent: Mapping[tuple[int, int], int], n_ranks: int) -> str:
-    """Return the table of all ranks; ``sent`` maps (source, destination) to the bytes of a step."""
-    most = max(sent.values(), default=0)
-    dense = n_ranks > _READABLE
-    marks = ["" if dense and rank % 8 else str(rank) for rank in range(n_ranks)]
+def matrix_html(sent: Mapping[tuple[int, int], int], classes: Sequence[Sequence[int]]) -> str:
+    """Return the table of classes of ranks; of few ranks, each is one.
+
+    Args:
+        sent: (source, destination) -> the bytes of a step.
+    """
+    class_of = {rank: index for index, ranks in enumerate(classes) for rank in ranks}
+    totals: Counter[tuple[int, int]] = Counter()
+    for (source, destination), size in sent.items():
+        totals[class_of[source], class_of[destination]] += size
+    most = max(totals.values(), default=0)
+    dense = len(classes) > _READABLE
+    words = [f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks like {ranks[0]}" for ranks in classes]
+    marks = ["" if dense and index % 8 else str(ranks[0]) for index, ranks in enumerate(classes)]
     head = "".join(f"<th>{mark}</th>" for mark in marks)
     rows = []
-    for source in range(n_ranks):
+    for source, mark in enumerate(marks):
         cells = []
-        for destination in range(n_ranks):
-            size = sent.get((source, destination), 0)
+        for destination in range(len(classes)):
+            size = totals[source, destination]
             style = f' style="--share: {0.08 + 0.6 * size / most:.2f}"' if size else ""
-            words = f"rank {source} to rank {destination}: {format_bytes(size)}"
-            cells.append(f'<td title="{words}"{style}>{format_bytes(size) if size and not dense else ""}</td>')
-        rows.append(f"<tr><th>{marks[source]}</th>{''.join(cells)}</tr>")
+            title = f"{words[source]} to {words[destination]}: {format_bytes(size)}"
+            cells.append(f'<td title="{title}"{style}>{format_bytes(size) if size and not dense else ""}</td>')
+        rows.append(f"<tr><th>{mark}</th>{''.join(cells)}</tr>")
     kind = "matrix dense" if dense else "matrix"
-    return f'<table class="{kind}"><caption>from rank (down) to rank (across)</caption><tr><th></th>{head}</tr>{"".join(rows)}</table>'
+    alike = "" if len(classes) == len(class_of) else ", each with those like it"
+    return (
+        f'<table class="{kind}"><caption>from rank (down) to rank (across){alike}</caption><tr><th></th>{head}</tr>{"".join(rows)}</table>'
+    )

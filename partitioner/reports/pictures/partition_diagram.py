@@ -20,6 +20,7 @@ from partitioner.reports.pictures.modules import ModuleRun, module_runs, suitabl
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import headline
 from passes.emit.communication_plan import Message
+from passes.emit.inline_stages import TIMES
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.primitives import COLLECTIVES, send
 from passes.ir.mesh import owning_pipelines, pipelines
@@ -27,7 +28,7 @@ from passes.ir.mesh import owning_pipelines, pipelines
 __all__ = ["partition_diagram"]
 
 _LANES = 8
-"""Ranks that are drawn by default."""
+"""Ranks that are drawn by default: the first ones, or of many ranks the first of each class of equal ones."""
 
 _SIGNS = {"activation": "\u2193", "gradient": "\u2191"}
 """Kinds of messages that are drawn, and the signs of their bytes."""
@@ -38,11 +39,11 @@ def partition_diagram(explained: Explained, depth: int | None = None, ranks: Seq
 
     Args:
         depth: module depth of the boxes, as in ``named_modules``; None: the deepest that fits a page.
-        ranks: the ranks to draw; None: the first eight.
+        ranks: the ranks to draw; None: the first eight, of many ranks those of different classes.
     """
     mesh = explained.mesh
     depth = depth or suitable_depth(explained.lowered)
-    shown = tuple(range(min(mesh.size, _LANES))) if ranks is None else tuple(ranks)
+    shown = tuple(of_class.program.rank for of_class in explained.classes[:_LANES]) if ranks is None else tuple(ranks)
     builder = _Builder(explained, depth, shown)
     for rank in shown:
         builder.add_boxes(rank)
@@ -74,6 +75,7 @@ class _Builder:
         self.shown = {rank: lane for lane, rank in enumerate(shown)}
         self.boxes: list[Box] = []
         ranks = pipelines(self.mesh)
+        self.programs = {of_class.program.rank: of_class.program for of_class in explained.classes}
         self.place = {rank: (number, ranks[number].index(rank)) for rank, number in owning_pipelines(self.mesh).items()}
         self.producer: dict[tuple[int, str], str] = {}
         self.reader: dict[tuple[int, str], list[str]] = defaultdict(list)
@@ -123,7 +125,7 @@ class _Builder:
 
     def add_communication(self, rank: int) -> None:
         """Add the messages that a rank sends and its collectives."""
-        program = self.explained.programs[rank]
+        program = self.programs.get(rank) or self.explained.programs[rank]
         for node in program.module.graph.nodes:
             if node.target is send:
                 self._add_message(rank, int(node.kwargs["destination"]), node.meta["message"], int(node.meta["bytes"]))
@@ -152,7 +154,7 @@ class _Builder:
         over = " and ".join(dimensions_of(node.kwargs["group"], self.mesh))  # type: ignore[arg-type]
         next_rank = group[group.index(rank) + 1]
         target = f"{next_rank}:{source.partition(':')[2]}"  # the same box on the next rank
-        self.collectives[source, target][f"{function.__name__} over {over}"].append(int(node.meta.get("bytes", 0)))
+        self.collectives[source, target][f"{function.__name__} over {over}"] += [int(node.meta.get("bytes", 0))] * node.meta.get(TIMES, 1)
 
     def _collective_box(self, rank: int, node: fx.Node) -> str | None:
         """Return the box of the communicated value: that of its module, or the gradient box of the rank; None if neither is drawn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,3 +59,16 @@ def test_classes_say_what_all_programs_say(name: str) -> None:
 def test_few_ranks_have_a_row_each() -> None:
     rows = planned({"data": 2, "tensor": 2}, 4).device_table().rows
     assert [row[0] for row in rows[1:-1]] == ["0", "1", "2", "3"]
+
+
+def test_a_page_of_many_ranks_has_a_program_and_a_bar_a_class(tmp_path: Path) -> None:
+    pm = planned({"pipeline": 2, "fsdp": 4, "tensor": 4}, 32, n_microbatches=4)
+    pm.save_report(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "rank 0 on cpu, and 15 ranks like it" in text
+    assert "rank 16 on cpu, and 15 ranks like it" in text
+    assert text.count('<span class="bar">') == 2
+    assert "Of the calls of one stage, the first is written out" in text
+    assert "more ranks run programs like these" not in text
+    assert text.count('<td title="rank ') == 32 * 32
+    assert len(text) < 1_000_000
