@@ -172,7 +172,8 @@ def describe_best(search: PlanSearch, group: Callable[[Option], Hashable]) -> Pl
     (option, solution), *others = search.fastest(group)
     contenders = [contender(other.words, found) for other, found in ((option, solution), *others)]
     alternatives = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
-    runner_up = compared(alternatives[0][0].words, alternatives[0][1].step_time, solution.step_time) if alternatives else ""
+    nearest = [contender(other.words, found) for other, found in alternatives[:1]]
+    runner_up = "".join(compared(each.words, each.step_time, solution.step_time, each.spent_on) for each in nearest)
     chosen = keep_what_fits(option.problem, solution)
     if chosen is None:
         return _plan_of(option.problem, solution, runner_up, contenders).predicted(gap=search.gap)

@@ -7,6 +7,7 @@ all_gather); for any other collective the parts that go to other ranks.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -55,6 +56,8 @@ class Collective:
     times: int
 
 
+_NUMBER = re.compile(r"\d+")
+
 _OfClass: TypeAlias = tuple[RankClass, Collective]
 """A collective of each rank of a class."""
 
@@ -64,7 +67,8 @@ def collective_transfers(
 ) -> list[Transfer]:
     """Return one transfer for all collectives with the same function, purpose, shape and mesh dimensions, in the order of the programs.
 
-    All-reduces that the emitter wrote, of gradients and the loss, are grouped by their values and groups instead.
+    All-reduces that the emitter wrote, of gradients and the loss, are grouped by their values and groups instead; values of equal layers,
+    whose names differ in numbers alone, are one.
 
     Args:
         collectives: of each class of ranks.
@@ -75,7 +79,7 @@ def collective_transfers(
         over = call.spec.group if mesh is None else dimensions_of(call.spec.group, mesh)
         purpose = call.purpose
         if call.node.meta.get("reduces") is not None:
-            key: tuple[Any, ...] = (over, purpose.names)
+            key: tuple[Any, ...] = (over, tuple(_NUMBER.sub("*", name) for name in purpose.names))
         else:
             key = (purpose.subject, purpose.why, purpose.operation, purpose.operation or call.result, () if mesh is None else over)
         groups.setdefault((call.node.target, *key), []).append((of_class, call))
@@ -169,7 +173,9 @@ def _transfer(calls: Sequence[_OfClass], mesh: Mesh | None) -> Transfer:
     sent = int(sum(call.sent * call.times * len(of_class.ranks) for of_class, call in calls))
     shape = purpose.operation or calls[0][1].result
     times = sum(call.times * len(of_class.ranks) for of_class, call in calls)
-    return Transfer(purpose.subject + first_few(list(names), 1), shape, sent, times, source, destination, purpose.why, tuple(sorted(ranks)))
+    function: Any = calls[0][1].node.target
+    why = f"{function.__name__.replace('_', '-')}: {purpose.why}"
+    return Transfer(purpose.subject + first_few(list(names), 1), shape, sent, times, source, destination, why, tuple(sorted(ranks)))
 
 
 def _groups(calls: Sequence[_OfClass], mesh: Mesh | None) -> list[tuple[int, ...]]:

@@ -48,10 +48,31 @@ def transfers(
     position = {node.name: index for index, node in enumerate(lowered.graph.graph.nodes)}
     ordered = sorted(groups.items(), key=lambda item: _order(item[0], position.get(item[0].value, 0)))
     batch = programs[0].module.meta["batch_size"]
-    return (
-        *(_transfer(lowered, message, nodes, microbatch_sizes(batch, n_microbatches), ranks_at) for message, nodes in ordered),
-        *collective_transfers(classes, collectives, mesh),
-    )
+    messages = [
+        (message.kind, _transfer(lowered, message, nodes, microbatch_sizes(batch, n_microbatches), ranks_at)) for message, nodes in ordered
+    ]
+    return (*_summed_up(messages), *collective_transfers(classes, collectives, mesh))
+
+
+_FEW = 3
+"""Messages of one kind and shape up to which each has a row."""
+
+
+def _summed_up(messages: Sequence[tuple[str, Transfer]]) -> list[Transfer]:
+    """Return one transfer for many messages of one kind and shape: those between equal stages."""
+    alike: dict[tuple[str, str], list[Transfer]] = {}
+    for kind, transfer in messages:
+        alike.setdefault((kind, transfer.shape), []).append(transfer)
+    return [transfer for transfers in alike.values() for transfer in (transfers if len(transfers) <= _FEW else [_sum(transfers)])]
+
+
+def _sum(transfers: Sequence[Transfer]) -> Transfer:
+    """Return transfers as one: ``"add_3 and 6 more"``, from ``"stage 0 and 6 more"``."""
+    first, more = transfers[0], f" and {len(transfers) - 1} more"
+    source, destination = (end.partition(",")[0] + more if end else "" for end in (first.source, first.destination))
+    sent, times = sum(each.bytes for each in transfers), sum(each.times for each in transfers)
+    ranks = tuple(sorted({rank for each in transfers for rank in each.ranks}))
+    return Transfer(first.value + more, first.shape, sent, times, source, destination, first.reason + more, ranks)
 
 
 def _order(message: Message, position: int) -> tuple[int, int, int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Sequence
+from typing import TypeVar
 
 from cost_models.hardware.units import format_bytes, format_flops, format_seconds
 from cost_models.simulator.result import Simulation
@@ -35,6 +37,11 @@ __all__ = ["explanation", "notes_of", "sections", "summary"]
 
 _WIDTH = 132
 _TERMINAL = 140
+
+_Row = TypeVar("_Row")
+
+_WIDE_GAP = 0.1
+"""Relative time that another plan could save above which the explanation begins with it."""
 
 
 def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
@@ -70,24 +77,31 @@ def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple
 def summary(explained: Explained, simulation: Simulation | None = None) -> list[tuple[str, str]]:
     """Return the plan in a few words, as (name, text): ``("mesh", "data 2 x tensor 2, on cuda:0, ...")``.
 
+    First comes what decides: the mesh, the time, the memory, the bottleneck, the runner-up; before them, how far a search is from a proof.
+
     If a simulated step is given, its time stands beside the planner's, with the reasons for a difference.
     """
     plan = explained.plan
+    gap = plan.prediction.gap or 0.0
     pairs = [
+        (
+            "gap",
+            f"not proved: another plan could take up to {100 * gap:.2g} % less time; time_limit= lets the search go on" * (gap > _WIDE_GAP),
+        ),
         ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices, explained.planned_for)}"),
-        ("schedule", _schedule_words(explained)),
+        ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
+        ("memory", fullest_rank(plan.memory, explained.limits)),
+        ("bound by", _bound_by(explained)),
+        ("runner-up", plan.prediction.runner_up or "there was no other choice"),
+        ("schedule", _schedule_words(explained) if len(plan.stages) > 1 else ""),
         ("batch", _batch_words(plan)),
         ("sizes", _size_words(plan)),
         ("tiles", f"{' x '.join(map(str, plan.tiles))}, sequential" if plan.tiles else ""),
         ("attention", _ATTENTION[plan.attention] if any(name == SEQUENCE for name, _ in plan.mesh) else ""),
         ("recompute", _recompute_words(plan) if explained.schedule is not None else ""),
         ("sums", f"of parameters' gradients over ranks: in {plan.reduce_dtype}, by reduce_dtype=" if plan.reduce_dtype else ""),
-        ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("idle", _idle(plan, simulation)),
-        ("memory", fullest_rank(plan.memory, explained.limits)),
         ("calls", _memory_of_calls(explained)),
-        ("bound by", _bound_by(explained)),
-        ("runner-up", plan.prediction.runner_up or "there was no other choice"),
         ("searched", plan.prediction.searched),
         ("axes", axes_proof(plan)),
     ]
@@ -186,21 +200,41 @@ def _paragraphs(pairs: Sequence[tuple[str, str]]) -> list[str]:
 
 def _stages(explained: Explained) -> Table:
     heading = ("stage", _rank_heading(explained), "modules", "parameters", "size", "work forward", "time forward", "time backward")
-    rows = [
+    every = [
         (
-            str(index),
-            _ranks(explained, stage.ranks),
-            module_range(stage.modules),
             f"{stage.parameter_count:,}",
             format_bytes(stage.parameter_bytes),
             format_flops(stage.flops),
             format_seconds(stage.forward_time),
             format_seconds(stage.backward_time),
         )
-        for index, stage in enumerate(explained.plan.stages)
+        for stage in explained.plan.stages
     ]
+    is_long = len(every) > _MOST_ROWS
+    rows = []
+    for cells, run in itertools.groupby(range(len(every)), lambda index: every[index] if is_long else index):
+        indices = list(run)
+        stages = [explained.plan.stages[index] for index in indices]
+        ranks = sorted({rank for stage in stages for rank in stage.ranks})
+        modules = module_range([module for stage in stages for module in stage.modules])
+        rows.append((_from_to(indices), _ranks(explained, ranks), modules, *(cells if isinstance(cells, tuple) else every[cells])))
     parts = "; on a mesh all numbers are of the part of the first rank" if explained.is_cut else ""
     return Table([heading, *rows], ">><>>>>>", f"work and times are of one microbatch; times are predicted{parts}")
+
+
+_MOST_ROWS = 12
+"""Rows of stages or ranks above which equal ones share a row, or those in the middle are left out."""
+
+
+def _from_to(indices: Sequence[int]) -> str:
+    """``"3"`` or ``"1 to 14"``."""
+    return str(indices[0]) if len(indices) == 1 else f"{indices[0]} to {indices[-1]}"
+
+
+def _ends(rows: Sequence[_Row], left_out: _Row) -> list[_Row]:
+    """Return the first and the last of many rows."""
+    half = _MOST_ROWS // 2
+    return [*rows[:half], left_out, *rows[-half:]] if len(rows) > _MOST_ROWS else list(rows)
 
 
 def _rank_heading(explained: Explained) -> str:
@@ -216,7 +250,8 @@ def _schedule(explained: Explained) -> list[str]:
     """Draw the schedule of one pipeline; its lines are "places" if several ranks share a stage, else ranks."""
     if explained.schedule is None:
         return []
-    lines = timetable(explained.schedule, _WIDTH - 2)
+    *lines, words = timetable(explained.schedule, _WIDTH - 2)
+    lines = [*_ends(lines, "..."), words]
     return [re.sub(r"^rank", "place", line) for line in lines] if explained.is_cut else lines
 
 
@@ -225,10 +260,11 @@ def _memory(explained: Explained) -> Table:
     lowered, plan = explained.lowered, explained.plan
     if explained.schedule is None or not lowered.training:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
-        return Table([("rank", "predicted peak"), *peaks], ">>")
+        return Table([("rank", "predicted peak"), *_ends(peaks, ("...", ""))], ">>")
     in_flight = peak_in_flight(explained.schedule)
     peaks_of_ranks = peaks_of_step(plan, explained.schedule)
-    rows = [("stage", _rank_heading(explained), "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")]
+    heading = ("stage", _rank_heading(explained), "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")
+    rows: list[tuple[str, ...]] = []
     for stage, training, count in zip(lowered.stages, lowered.training, in_flight, strict=True):
         saved = saved_bytes(lowered, training, plan)
         places = lowered.stage_ranks[stage.index]
@@ -237,7 +273,7 @@ def _memory(explained: Explained) -> Table:
     footnote = "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states"
     if peaks_of_ranks != plan.memory:
         footnote += "; the last step took a loss of all rows, for which every stage holds all microbatches"
-    return Table(rows, ">>>>>>", footnote)
+    return Table([heading, *_ends(rows, ("...",) + ("",) * 5)], ">>>>>>", footnote)
 
 
 def _communication(explained: Explained) -> Table | Sequence[str]:

@@ -77,10 +77,12 @@ def table_notes(graph: ModelGraph, plan: Plan, planned_for: str) -> list[str]:
 
 
 def headline(name: str, plan: Plan, *, training: bool) -> str:
-    """Return a plan in one line: ``"gpt: pipeline 2, 1F1B, batch of 8 in 4 microbatches, training"``."""
-    mesh = mesh_words(plan.grid, plan.replicas)
-    cut = f"batch of {plan.batch_size} in {plan.n_microbatches} microbatch{'es' if plan.n_microbatches > 1 else ''}"
-    return f"{name}: {mesh}, {plan.schedule}, {cut}, {'training' if training else 'evaluation'}"
+    """Return a plan in one line: ``"gpt: pipeline 2, 1F1B, batch of 8 in 4 microbatches, training"``; without a pipeline, no schedule."""
+    mesh = mesh_words(plan.grid, plan.replicas) if plan.n_ranks > 1 else "1 device"
+    tiles = f", {' x '.join(map(str, plan.tiles))} sequential tiles" if plan.tiles else ""
+    schedule = f", {plan.schedule}" if len(plan.stages) > 1 else ""
+    cut = f"batch of {plan.batch_size}" + (f" in {plan.n_microbatches} microbatches" if plan.n_microbatches > 1 else "")
+    return f"{name}: {mesh}{tiles}{schedule}, {cut}, {'training' if training else 'evaluation'}"
 
 
 def _rows(plan: Plan, lowered: LoweredStages) -> list[tuple[str, ...]]:

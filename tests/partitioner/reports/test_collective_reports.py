@@ -103,7 +103,7 @@ def test_alike_in_all_layers_and_microbatches_is_one_line(lowered: LoweredStages
     assert line.bytes == 2 * 2 * 2 * (5 + 4) * 16 * 4  # groups, layers; there and back between two ranks: once for each
     assert line.times == 2 * 2 * 4
     assert line.source == "ranks 0 and 1; ranks 2 and 3"
-    assert line.reason == "each rank has a part of the sum"
+    assert line.reason == "all-reduce: each rank has a part of the sum"
     assert line.ranks == (0, 1, 2, 3)
 
 
@@ -120,7 +120,7 @@ def test_parameters_have_their_names(lowered: LoweredStages) -> None:
     gathered, scattered = transfers(lowered, RankClass.of_each(programs))
     assert (gathered.value, gathered.bytes, gathered.times) == (original, 2 * 3 * 2 * 4, 2)
     assert (scattered.value, scattered.shape, scattered.bytes) == (f"gradient of {original}", "summed and cut", 2 * 3 * 2 * 4)
-    assert scattered.reason == "a parameter that these ranks share"
+    assert scattered.reason == "reduce-scatter: a parameter that these ranks share"
 
 
 def test_a_sum_that_is_no_gradient(lowered: LoweredStages) -> None:
@@ -130,4 +130,4 @@ def test_a_sum_that_is_no_gradient(lowered: LoweredStages) -> None:
     programs = [program(rank, write) for rank in range(2)]
     (line,) = transfers(lowered, RankClass.of_each(programs))
     assert (line.value, line.shape, line.bytes) == ("loss", "summed", 2 * 4)
-    assert line.reason == "each rank has a part of it"
+    assert line.reason == "all-reduce: each rank has a part of it"

@@ -88,9 +88,9 @@ def test_a_data_mesh_sends_the_gradients_of_all_parameters_and_the_loss() -> Non
     assert [row[heading.index("all_reduce")] for row in rows] == [format_bytes(size * 2 * 3 // 4)] * 4
     inspected = pm.inspected()
     lines = {transfer.value: transfer for transfer in transfers(inspected.stages, inspected.classes(), pm.explained().mesh)}
-    assert lines["loss"].reason == "each rank has that of its rows"
+    assert lines["loss"].reason == "all-reduce: each rank has that of its rows"
     assert (lines["loss"].bytes, lines["loss"].source, lines["loss"].destination) == (4 * 4 * 2 * 3 // 4, "over data", "ranks 0 to 3")
-    assert lines["gradient of 2.bias and 3 more"].reason == "parameters that these ranks share"
+    assert lines["gradient of 2.bias and 3 more"].reason == "all-reduce: parameters that these ranks share"
 
 
 def lines_of(text: str, section: str) -> list[list[str]]:
@@ -128,7 +128,7 @@ def communication_of(text: str) -> dict[str, list[str]]:
 def test_explain_tells_every_kind_of_communication_and_why() -> None:
     text = gpt({"data": 2, "pipeline": 2, "tensor": 2}, 8, "1F1B").explain()
     found = communication_of(text)
-    assert found["result of token and 4 more"][3:] == ["over tensor", "4 groups of 2 ranks", "each rank has a part of the sum"]
+    assert found["result of token and 4 more"][3:] == ["over tensor", "4 groups of 2 ranks", "all-reduce: each rank has a part of the sum"]
     assert found["input gradient of blocks.1.query_key_value and 4 more"][3] == "over tensor"
     assert found["gradient of token.weight"][3:5] == ["over data and pipeline", "2 groups of 4 ranks"]
     (sent,) = [row for row in found.values() if row[3:5] == ["stage 0, ranks 0, 1, 4 and 5", "stage 1, ranks 2, 3, 6 and 7"]]
@@ -143,10 +143,10 @@ def test_explain_tells_what_fsdp_gathers_and_scatters() -> None:
     text = perceptron("fsdp", 2).explain()
     found = {tuple(line[1:2] + line[-1:]): line for line in lines_of(text, "COMMUNICATION")}
     whole = 4 * (NARROW * WIDE + WIDE + WIDE * CLASSES + CLASSES)
-    gathered = found["put together", "held in parts, needed whole"]
+    gathered = found["put together", "all-gather: held in parts, needed whole"]
     assert gathered[0] == "0.weight and 3 more"
     assert gathered[2] == format_bytes(whole)  # of two ranks, each sends its half
-    scattered = found["summed and cut", "each rank keeps its part"]
+    scattered = found["summed and cut", "reduce-scatter: each rank keeps its part"]
     assert scattered[0].startswith("gradient of ")
     assert scattered[0].endswith(" and 3 more")
     assert scattered[2] == format_bytes(whole)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import html
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +19,11 @@ from cost_models.hardware.units import format_bytes
 from partitioner import PartitionedModel, partition
 from partitioner.reports import module_names as module_range
 from partitioner.reports.communication.summary import transfers
+from partitioner.reports.explain.explanation import explanation, sections
 from partitioner.reports.explain.timetable import timetable
 from partitioner.reports.sources import RankClass
 from partitioner.reports.tables import table
+from partitioner.reports.tables.table import Table
 from partitioner.runtime import embedded
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from passes.autograd.staged_model import LoweredStages
@@ -266,3 +269,37 @@ def test_reports_are_kept_while_the_programs_are_the_same(tmp_path: Path) -> Non
     fresh.train_step(x, target=target, loss_fn=loss, loss_reduction="batch")
     assert pm.explained() is not explained
     assert pm.simulate().step_time == fresh.simulate().step_time != before.step_time
+
+
+def names_of_summary(text: str) -> list[str]:
+    """Return the names on the left of the first lines of ``explain()``."""
+    block = text.split("\n\n")[1]
+    return [line.split("  ")[1].strip() for line in block.splitlines() if line[2] != " "]
+
+
+def test_an_explanation_begins_with_what_decides() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    pm = partition(model, 2, "data", example_inputs=(torch.rand(8, 16),), progress=False)
+    text = pm.explain()
+    assert text.startswith("Sequential: data 2, batch of 8, training\n")  # one microbatch, and no schedule without stages
+    assert names_of_summary(text)[:5] == ["mesh", "step", "memory", "bound by", "runner-up"]
+    assert "schedule" not in names_of_summary(text)
+    explained = pm.explained()
+    far = replace(explained, plan=pm.plan.predicted(gap=0.4))
+    assert explanation(far).split("\n\n")[1].startswith("  gap        not proved: another plan could take up to 40 % less time")
+    near = replace(explained, plan=pm.plan.predicted(gap=0.08))
+    assert names_of_summary(explanation(near))[0] == "mesh"
+
+
+def test_equal_stages_and_their_messages_share_a_row() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(16)))
+    pm = partition(model, 16, "pipeline", example_inputs=(torch.rand(16, 16),), n_microbatches=16, progress=False)
+    bodies = dict(sections(pm.explained()))
+    stages, communication = bodies["STAGES"], bodies["COMMUNICATION"]
+    assert isinstance(stages, Table)
+    assert isinstance(communication, Table)
+    assert len(stages.rows) < 8
+    sent = [row for row in communication.rows if row[4].startswith("stage")]
+    assert [row[3] for row in sent] == [str(15 * 16)] * 2  # activations, and their gradients
+    assert sent[0][4:6] == ("stage 0 and 14 more", "stage 1 and 14 more")
+    assert len(bodies["SCHEDULE"]) == 14  # of 16 ranks, the first and the last
