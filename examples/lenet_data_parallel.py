@@ -3,8 +3,8 @@
     python examples/lenet_data_parallel.py                       # four devices, 97 % of unseen digits in half a minute
     python examples/lenet_data_parallel.py --devices 2 --mode fsdp
 
-The digits come with scikit-learn: pip install 'partitioner[examples]'. Every device has a part of the batch; the gradients are summed,
-so the weights stay equal, and they stay those of one device: both accuracies stand side by side.
+The digits come with scikit-learn: pip install 'torch-partitioner[examples]'. Every device has a part of the batch; the gradients are
+summed, so the weights stay equal, and they stay those of one device: both accuracies stand side by side.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ __all__ = [
     "register_rule",
 ]
 
+__version__ = "0.1.0"
+
 _NAMES = {
     "cost_models.hardware.clusters": ["Cluster", "Device", "Link"],
     "partitioner.model.draw": ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+import partitioner
 from partitioner.cli.options import CODES, FORMATS, Commands, add_command, add_json, numbers
 from partitioner.cli.partition_options import add_partition_options
 
@@ -24,6 +25,7 @@ def command_parser() -> argparse.ArgumentParser:
         description="Partition a PyTorch model over devices, and see what comes out.",
         epilog="partitioner COMMAND --help shows the options of a command, and an example.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {partitioner.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_partition_commands(commands)
     _add_sweep_commands(commands)

@@ -17,4 +17,4 @@ def import_optional(module: str) -> Any:
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
         extra = "lightning" if "lightning" in library else library
-        raise ConfigError(f"{library} is not installed", remedy=f'pip install "partitioner[{extra}]"') from error
+        raise ConfigError(f"{library} is not installed", remedy=f'pip install "torch-partitioner[{extra}]"') from error

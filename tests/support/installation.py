@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from partitioner import __version__
 from tests import ROOT
 
 __all__ = ["install", "run_installed"]
@@ -19,14 +20,14 @@ OURS = ("partitioner", "passes", "cost_models")
 def install(folder: Path) -> Path:
     """Fill a folder of packages; return it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    metadata = f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    metadata = f"{project['name'].replace('-', '_')}-{__version__}.dist-info"
     for entry in Path(torch.__file__).parents[1].iterdir():
         if entry.suffix != ".pth" and entry.name not in OURS and not _is_metadata_of_ours(entry):
             (folder / entry.name).symlink_to(entry)
     for name in OURS:
         (folder / name).symlink_to(ROOT / name)
     (folder / metadata).mkdir()
-    (folder / metadata / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n")
+    (folder / metadata / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {__version__}\n")
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     lines = [line for group, entries in groups.items() for line in (f"[{group}]", *(f"{name} = {to}" for name, to in entries.items()))]
     (folder / metadata / "entry_points.txt").write_text("\n".join(lines))

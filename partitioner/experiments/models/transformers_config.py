@@ -56,7 +56,7 @@ def _transformers(path: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            f"transformers:{path} needs transformers, which is not installed", remedy="pip install 'partitioner[transformers]'"
+            f"transformers:{path} needs transformers, which is not installed", remedy="pip install 'torch-partitioner[transformers]'"
         ) from error
 
 

@@ -172,7 +172,7 @@ class Results:
 
     @checked_arguments()
     def to_parquet(self, path: str | Path) -> None:
-        """Write the rows as Parquet; needs ``pip install partitioner[parquet]``.
+        """Write the rows as Parquet; needs ``pip install torch-partitioner[parquet]``.
 
         Raises:
             ConfigError: pyarrow is not installed.
@@ -180,7 +180,7 @@ class Results:
         try:
             arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         except ImportError as error:
-            raise ConfigError("Parquet needs pyarrow, which is not installed", remedy="pip install 'partitioner[parquet]'") from error
+            raise ConfigError("Parquet needs pyarrow, which is not installed", remedy="pip install 'torch-partitioner[parquet]'") from error
         columns = {name: [row[name] for row in self.rows()] for name in FACTS}
         parquet.write_table(arrow.table(columns), str(path))
 

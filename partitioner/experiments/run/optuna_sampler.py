@@ -19,7 +19,7 @@ _TRIES = 20
 
 
 class OptunaSampler:
-    """Gives placements of the grid that a study of Optuna proposes; needs ``pip install 'partitioner[optuna]'``.
+    """Gives placements of the grid that a study of Optuna proposes; needs ``pip install 'torch-partitioner[optuna]'``.
 
     Several processes, also on several machines, share one study if they name the same storage; each keeps its own rows.
 
@@ -44,7 +44,9 @@ class OptunaSampler:
         try:
             self._optuna: Any = importlib.import_module("optuna")
         except ImportError as error:
-            raise ConfigError("this sampler needs Optuna, which is not installed", remedy="pip install 'partitioner[optuna]'") from error
+            raise ConfigError(
+                "this sampler needs Optuna, which is not installed", remedy="pip install 'torch-partitioner[optuna]'"
+            ) from error
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         sampler = self._optuna.samplers.TPESampler(seed=seed)
         self._study: Any = self._optuna.create_study(study_name=study, storage=storage, sampler=sampler, load_if_exists=True)

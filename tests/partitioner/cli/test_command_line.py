@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import partitioner
 from partitioner.cli import main
 from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
@@ -149,6 +150,10 @@ def example_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     examples = re.findall(r"^example: partitioner (.*)$", ran.printed, re.MULTILINE)
     assert len(examples) == 1
     return str(examples[0])
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Ran("--version", capsys).printed == f"partitioner {partitioner.__version__}\n"
 
 
 def test_the_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

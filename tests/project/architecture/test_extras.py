@@ -38,7 +38,7 @@ for name in sys.argv[1:]:
         try:
             getattr(module, public)
         except Exception as error:
-            assert type(error).__name__ == "ConfigError" and f"partitioner[{name}]" in str(error), error
+            assert type(error).__name__ == "ConfigError" and f"torch-partitioner[{name}]" in str(error), error
         else:
             raise AssertionError(f"{name}.{public} was imported")
 
@@ -46,7 +46,7 @@ from partitioner.experiments import OptunaSampler
 try:
     OptunaSampler(1)
 except Exception as error:
-    assert "partitioner[optuna]" in str(error), error
+    assert "torch-partitioner[optuna]" in str(error), error
 print("all refused")
 """
 

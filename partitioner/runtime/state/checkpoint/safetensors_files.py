@@ -164,7 +164,7 @@ def _tensors_of(path: Path, opened: contextlib.ExitStack) -> dict[str, _SavedTen
     try:
         safetensors = importlib.import_module("safetensors")
     except ModuleNotFoundError as error:
-        raise ConfigError("the package safetensors is not installed", remedy="pip install 'partitioner[safetensors]'") from error
+        raise ConfigError("the package safetensors is not installed", remedy="pip install 'torch-partitioner[safetensors]'") from error
     with _errors_of(path):
         file = opened.enter_context(safetensors.safe_open(path, framework="pt"))
         return {name: _saved(path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118  it has no other way

@@ -203,4 +203,4 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError) as caught:
         call_factory("transformers:llama.json")
-    assert "needs transformers, which is not installed\n  remedy: pip install 'partitioner[transformers]'" in str(caught.value)
+    assert "needs transformers, which is not installed\n  remedy: pip install 'torch-partitioner[transformers]'" in str(caught.value)
