@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from partitioner.integrations.accelerate.replicas import AcceleratorOfReplicas
-from partitioner.model.partitioned_model import PartitionedModel
+from partitioner.integrations.interface import partitioned_models
 
 __all__ = ["Accelerator"]
 
@@ -19,7 +19,6 @@ class Accelerator(AcceleratorOfReplicas):
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a model as Accelerator does."""
         prepared = super().prepare_model(model, *args, **kwargs)
-        for module in model.modules():
-            if isinstance(module, PartitionedModel):
-                module.loss_in_step.switch_on()
+        for each in partitioned_models(model):
+            each.loss_in_step.switch_on()
         return prepared

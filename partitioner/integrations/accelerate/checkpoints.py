@@ -10,19 +10,11 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from partitioner.model.partitioned_model import PartitionedModel
 
-__all__ = ["gathered_state", "loading_gathered_state", "model_in_processes", "optimizer_state"]
-
-
-def model_in_processes(module: Any) -> PartitionedModel | None:
-    """Return the partitioned model that a module is or contains, if its ranks are in several processes."""
-    parts = module.modules() if isinstance(module, nn.Module) else ()
-    found = next((part for part in parts if isinstance(part, PartitionedModel)), None)
-    return None if found is None or found.has_all_ranks else found
+__all__ = ["gathered_state", "loading_gathered_state", "optimizer_state"]
 
 
 def optimizer_state(pm: PartitionedModel, optimizer: Any) -> dict[str, Any]:

@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from partitioner.integrations.accelerate.checkpoints import gathered_state, loading_gathered_state, model_in_processes, optimizer_state
-from partitioner.integrations.random_states import share_random_states
-from partitioner.model.module.questions import answering
+from partitioner.integrations.accelerate.checkpoints import gathered_state, loading_gathered_state, optimizer_state
+from partitioner.integrations.interface import model_in_processes, passes_own_rows, preparing, share_random_states
 from partitioner.model.partitioned_model import PartitionedModel
 from passes.ir.errors import ConfigError
 
@@ -41,13 +40,13 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
     """Accelerator for models whose ranks are in several processes; for all others it does as accelerate's class."""
 
     flag_tensor: Any
-    _inputs: str | None = None
-    """Inputs of the partitioned models: ``"global"`` or ``"local"``; None: there is none."""
+    _has_own_rows: bool | None = None
+    """Whether processes pass their own rows to the partitioned models; None: there is none."""
 
     @property
     def counts_replicas(self) -> bool:
         """Whether all processes are one model."""
-        return self._inputs == "global"
+        return self._has_own_rows is False
 
     @property
     def num_processes(self) -> int:
@@ -64,32 +63,31 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
         if pm is None or self.state.num_processes == 1:
             return
         self._refuse_other_ways()
-        inputs = pm.session.tracing.inputs
-        if self._inputs is None:
-            self._start_counting(pm, inputs)
-        elif self._inputs != inputs:
+        if self._has_own_rows is None:
+            self._start_counting(pm)
+        elif self._has_own_rows != passes_own_rows(pm):
             raise ConfigError(
                 "one Accelerator prepares two partitioned models, whose processes are one model for one of them and replicas for the other",
                 remedy='partition both with inputs="global", or both with inputs="local"',
             )
 
-    def _start_counting(self, pm: PartitionedModel, inputs: str) -> None:
+    def _start_counting(self, pm: PartitionedModel) -> None:
         """Count replicas from here on: the processes share the random states of the first if they read the same batches."""
-        n_replicas = pm.session.lowerings.rows.count
-        if inputs == "local" and n_replicas != self.state.num_processes:
+        n_replicas, has_own_rows = pm.data_parallel_size, passes_own_rows(pm)
+        if has_own_rows and n_replicas != self.state.num_processes:
             raise ConfigError(
                 f'Accelerator.prepare(loader) gives batches to all {self.state.num_processes} processes, and with inputs="local" ranks of '
                 f"one replica need the same rows: there are {n_replicas} replicas",
                 remedy='partition(..., inputs="global"): then every process reads every batch',
             )
-        if inputs == "global":
+        if not has_own_rows:
             if self._dataloaders or self._schedulers:
                 raise ConfigError(
                     "a loader or scheduler was prepared before the partitioned model, for processes that read rows of their own",
                     remedy="accelerator.prepare(pm, optimizer, loader, scheduler), in one call, or the model first",
                 )
             share_random_states()
-        self._inputs = inputs
+        self._has_own_rows = has_own_rows
 
     def _refuse_other_ways(self) -> None:
         """Raise ConfigError if accelerate shards models itself."""
@@ -108,14 +106,14 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
         """Prepare models, optimizers, loaders and schedulers as Accelerator does."""
         for each in args:
             self.count_replicas(each)
-        with answering():
+        with preparing():
             return super().prepare(*args, **kwargs)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Prepare a model; no DistributedDataParallel around a partitioned one, whose programs reduce gradients."""
         self.count_replicas(model)
         is_partitioned = model_in_processes(model) is not None
-        with answering():
+        with preparing():
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode or is_partitioned)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,10 +14,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from partitioner.integrations.interface import partitioned_models, passes_own_rows, share_random_states
 from partitioner.integrations.lightning.clip_norm import clip_norm
 from partitioner.integrations.lightning.optimizer_states import has_other_stages, load_optimizer_state, optimizer_state
 from partitioner.integrations.lightning.processes import Processes, reduced
-from partitioner.integrations.random_states import share_random_states
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError
@@ -39,12 +39,12 @@ class _WithPartitionedModels:
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return a partitioned model, or a module around one, as it is: its gradients are those of all ranks already."""
-        models = [each for each in module.modules() if isinstance(each, PartitionedModel)]
+        models = partitioned_models(module)
         if not models:
             return cast(nn.Module, cast(Any, super()).setup_module(module))
         inside = {id(parameter) for model in models for parameter in model.parameters()}
         others = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in inside]
-        if others and any(model.session.tracing.inputs == "local" for model in models):
+        if others and any(map(passes_own_rows, models)):
             raise ConfigError(
                 f"{others[0]} is outside of the partitioned model, and would be trained on each process's own rows",
                 remedy='partition the whole module; or pass the whole batch everywhere: partition(..., inputs="global")',
@@ -65,7 +65,7 @@ class _WithPartitionedModels:
         if not models:
             return cast("dict[str, Any] | None", cast(Any, super()).distributed_sampler_kwargs)
         model = models[-1]
-        if model.session.tracing.inputs != "local":
+        if not passes_own_rows(model):
             return None
         return {"num_replicas": model.data_parallel_size, "rank": model.data_parallel_rank}
 
@@ -75,10 +75,7 @@ class _WithPartitionedModels:
         """Clip gradients by their norm over all processes."""
         self.precision.unscale_gradients(optimizer)
         parameters = self.precision.main_params(optimizer)
-        return clip_norm(self._models_of(module), parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
-
-    def _models_of(self, module: nn.Module) -> list[PartitionedModel]:
-        return [each for each in module.modules() if isinstance(each, PartitionedModel)]
+        return clip_norm(partitioned_models(module), parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimizer, as one process has it."""
@@ -117,7 +114,7 @@ class FabricPartition(Processes, _WithPartitionedModels):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Return a partitioned model as it is."""
-        if any(isinstance(each, PartitionedModel) for each in module.modules()) or next(module.parameters(), None) is None:
+        if partitioned_models(module) or next(module.parameters(), None) is None:
             return super().setup_module(module)
         raise ConfigError(
             f"fabric.setup() was given a {type(module).__name__} that is not partitioned",
@@ -152,7 +149,7 @@ class _SyncControl:
     @contextlib.contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
         """Let backwards inside add up no gradients over ranks."""
-        models = [each for each in module.modules() if isinstance(each, PartitionedModel)]
+        models = partitioned_models(module)
         with contextlib.ExitStack() as stack:
             if not models and self._others is not None:
                 stack.enter_context(self._others.no_backward_sync(module, enabled))

@@ -10,9 +10,9 @@ import functools
 import sys
 from typing import Any
 
+from partitioner.integrations.interface import import_optional
 from partitioner.integrations.lightning.fabric import FabricDDP, FabricPartition
 from partitioner.integrations.lightning.trainer import TrainerPartition
-from partitioner.integrations.optional import import_optional
 
 __all__ = ["strategy_class"]
 

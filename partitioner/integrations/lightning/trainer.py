@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.api import partition
+from partitioner.integrations.interface import checked_options, losses_in_steps, share_random_states
 from partitioner.integrations.lightning.averages import copy_average, refuse_reset_statistics
 from partitioner.integrations.lightning.called_modules import ModuleCall, called_modules
 from partitioner.integrations.lightning.clip_norm import clip_norm, has_whole_models
@@ -29,9 +30,6 @@ from partitioner.integrations.lightning.first_batch import STEPS, first_batch
 from partitioner.integrations.lightning.optimizer_states import has_other_stages, load_optimizer_state, optimizer_state
 from partitioner.integrations.lightning.partitioned_module import Replacement, refuse_shared, traceable
 from partitioner.integrations.lightning.processes import Processes, reduced
-from partitioner.integrations.losses_in_steps import losses_in_steps
-from partitioner.integrations.options import checked_options
-from partitioner.integrations.random_states import share_random_states
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError, first_few

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.api import partition
-from partitioner.integrations.options import checked_options
+from partitioner.integrations.interface import checked_options
 from partitioner.integrations.torch_compile.graph_model import GraphModel, number_of, read_arguments
 from partitioner.model.module.functional import FunctionalModel
 from passes.ir.errors import ConfigError, level_of_caller

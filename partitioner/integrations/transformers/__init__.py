@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from partitioner.integrations.optional import import_optional
+from partitioner.integrations.interface import import_optional
 
 __all__ = ["Trainer"]
 

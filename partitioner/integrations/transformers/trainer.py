@@ -21,10 +21,9 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from partitioner.integrations.accelerate.checkpoints import gathered_state, loading_gathered_state, model_in_processes, optimizer_state
+from partitioner.integrations.accelerate.checkpoints import gathered_state, loading_gathered_state, optimizer_state
 from partitioner.integrations.accelerate.replicas import AcceleratorOfReplicas
-from partitioner.integrations.losses_in_steps import losses_in_steps
-from partitioner.model.module.questions import answering
+from partitioner.integrations.interface import losses_in_steps, model_in_processes, partitioned_models, passes_own_rows, preparing
 from partitioner.model.partitioned_model import PartitionedModel
 from passes.ir.torch_private import pytree
 
@@ -42,7 +41,7 @@ class Trainer(transformers.Trainer):
     gather_function: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with answering():
+        with preparing():
             super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -69,7 +68,7 @@ class Trainer(transformers.Trainer):
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step as Trainer does."""
-        with losses_in_steps(model.modules(), reads_loss_alone=self._reads_loss_alone):
+        with losses_in_steps(partitioned_models(model), reads_loss_alone=self._reads_loss_alone):
             return super().training_step(model, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
@@ -99,7 +98,7 @@ class Trainer(transformers.Trainer):
     def _has_own_rows(self) -> bool:
         """Whether each process passes its own rows to a partitioned model."""
         pm = model_in_processes(self.model)
-        return pm is not None and pm.session.tracing.inputs == "local"
+        return pm is not None and passes_own_rows(pm)
 
     @property
     def _is_partitioned(self) -> bool:
@@ -137,9 +136,8 @@ class Trainer(transformers.Trainer):
             returned.extend(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.dim() == 0)
 
         with contextlib.ExitStack() as stack:
-            for part in () if self._is_partitioned else self.model.modules():
-                if isinstance(part, PartitionedModel):
-                    stack.callback(part.register_forward_hook(collect).remove)
+            for inner in () if self._is_partitioned else partitioned_models(self.model):
+                stack.callback(inner.register_forward_hook(collect).remove)
             yield returned
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------------------

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from partitioner.model.session import Session
 
-__all__ = ["ANSWERS", "answering", "refuse_call_in_ddp"]
+__all__ = ["ANSWERS", "preparing", "refuse_call_in_ddp"]
 
 _IS_ANSWERED: ContextVar[bool] = ContextVar("_IS_ANSWERED", default=False)
 """Whether a class of ``partitioner.integrations`` prepares a model, and its framework may read it."""
 
 
 @contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """Let accelerate prepare models with ranks in several processes."""
+def preparing() -> Iterator[None]:
+    """Let a framework prepare models with ranks in several processes: a class of ours serves them."""
     token = _IS_ANSWERED.set(True)
     try:
         yield

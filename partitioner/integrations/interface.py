@@ -1,0 +1,114 @@
+"""The interface between a framework's integration and partitioned models.
+
+A framework's loop prepares a model, gives each process batches, computes a loss and saves states. An integration is a subclass of the
+framework's class: it overrides the methods that must differ for a partitioned model, by the functions of this module.
+
+partitioned_models(module)        the partitioned models that a user's module is or contains
+model_in_processes(module)        the one with ranks in several processes; None: the framework's own way is right
+passes_own_rows(model)            whether loaders give each process rows of its own, or every process all rows
+share_random_states()             all processes shuffle as the first one
+losses_in_steps(models)           a pipeline trains by its schedule where the model returns its loss
+preparing()                       the framework may read hf_device_map, by which models in several processes refuse its own classes
+checked_options(options, ...)     arguments of ``partition`` that a class of the integration takes
+import_optional(module)           the part of an integration that imports its framework
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import inspect
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from partitioner.api import partition
+from partitioner.model.module.questions import preparing
+from partitioner.model.partitioned_model import PartitionedModel
+from passes.ir.errors import ConfigError
+
+__all__ = [
+    "checked_options",
+    "import_optional",
+    "losses_in_steps",
+    "model_in_processes",
+    "partitioned_models",
+    "passes_own_rows",
+    "preparing",
+    "share_random_states",
+]
+
+
+def partitioned_models(module: Any) -> list[PartitionedModel]:
+    """Return the partitioned models that a module is or contains; none of what is no module."""
+    return [part for part in module.modules() if isinstance(part, PartitionedModel)] if isinstance(module, nn.Module) else []
+
+
+def model_in_processes(module: Any) -> PartitionedModel | None:
+    """Return the first partitioned model that a module is or contains, if its ranks are in several processes."""
+    found = partitioned_models(module)
+    return None if not found or found[0].has_all_ranks else found[0]
+
+
+def passes_own_rows(model: PartitionedModel) -> bool:
+    """Return whether each process passes its own rows: ``partition(..., inputs="local")``."""
+    return model.session.tracing.inputs == "local"
+
+
+def share_random_states() -> None:
+    """Give all processes the random states of rank 0, of torch, Python and NumPy: loaders that shuffle then read the same rows."""
+    numpy = sys.modules.get("numpy")
+    states = [(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())]
+    dist.broadcast_object_list(states, 0)
+    torch_state, python_state, numpy_state = states[0]
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    if numpy is not None and numpy_state is not None:
+        numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def losses_in_steps(models: Iterable[PartitionedModel], *, reads_loss_alone: bool = False) -> Iterator[None]:
+    """Run steps inside of the calls of partitioned models; see ``partitioner.model.steps.loss_in_step``.
+
+    Args:
+        reads_loss_alone: whether the loop is known to read no result of them but the loss.
+    """
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.loss_in_step.on(reads_loss_alone=reads_loss_alone))
+        yield
+
+
+def checked_options(options: Mapping[str, Any], given: Mapping[str, str], taker: str) -> dict[str, Any]:
+    """Return the options; raise ConfigError for those that ``partition`` does not take, or that do not apply.
+
+    Args:
+        given: argument of ``partition`` that is no option -> what takes its place.
+        taker: of the options, for errors.
+    """
+    names = tuple(name for name in inspect.signature(partition).parameters if name not in given)
+    for name in options:
+        if name in given:
+            raise ConfigError(f"{name} is no option of {taker}: {given[name]}", remedy="leave it out")
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{taker} has no option {name!r}", remedy=f"{meant}its options are {', '.join(names)}")
+    return dict(options)
+
+
+def import_optional(module: str) -> Any:
+    """Import a module; raise ConfigError, with the extra to install, if a library that it needs is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        extra = "lightning" if "lightning" in library else library
+        raise ConfigError(f"{library} is not installed", remedy=f'pip install "torch-partitioner[{extra}]"') from error
