@@ -78,7 +78,7 @@ class Target:
         rows: whether the mesh shards the batch; False replicates it, for a batch that the mesh does not divide.
         stored: layouts of parameters, buffers and constants that ranks store already; ``shard`` chooses those that are missing.
         devices: of each rank: graphs name the device that they create tensors on.
-        pipelines: ``"all"``, or ``"kinds"``: one pipeline of each kind (``Lowered.first_of_kind``), for programs that are only inspected.
+        pipelines: ``"all"``, or ``"kinds"``: one pipeline of each kind (``Lowered.last_of_kind``), for programs that are only inspected.
         differentiation: the outputs (by their names in the first pipeline), inputs and parameters to differentiate; None: nothing.
         share: whether stages that compute the same share one training graph, with the names of one of them: enough to inspect costs.
         kind: what the programs do.
@@ -144,15 +144,17 @@ class Lowered:
         return pipelines(self.plan.grid)
 
     @cached_property
-    def first_of_kind(self) -> tuple[int, ...]:
-        """For each pipeline, the first pipeline with the same graphs, whose programs represent it.
+    def last_of_kind(self) -> tuple[int, ...]:
+        """For each pipeline, the last pipeline with the same graphs, whose programs represent it.
 
+        It takes as long as the slowest of its kind: where only the first rank of a group adds a value, the others fill zeros.
         With per-stage submeshes, equal graphs may communicate with different ranks, so that each pipeline represents itself.
         """
         if self.plan.grid.widths:
             return tuple(range(len(self.parts)))
-        first: dict[tuple[int, ...], int] = {}
-        return tuple(first.setdefault(tuple(map(id, graphs)), pipeline) for pipeline, graphs in enumerate(self.parts))
+        kinds = [tuple(map(id, graphs)) for graphs in self.parts]
+        last = {kind: pipeline for pipeline, kind in enumerate(kinds)}
+        return tuple(last[kind] for kind in kinds)
 
 
 def return_loss(lowered: Lowered, target: Target) -> Lowered:
@@ -194,7 +196,7 @@ def split(lowered: Lowered, target: Target) -> Lowered:
     """Split the graphs of each pipeline into stages, for the devices of each replica of round-robin stages."""
     stages: dict[tuple[int, int], LoweredStages] = {}
     n_replicas = max(map(len, lowered.plan.stage_ranks))
-    for pipeline in _pipelines_to_lower(lowered, target):
+    for pipeline in sorted({0, *_pipelines_to_lower(lowered, target)}):  # names of values are those in the first
         graphs = lowered.parts[pipeline]
         for replica in range(n_replicas):
             devices = _stage_devices(lowered, target, pipeline, replica)
@@ -206,9 +208,9 @@ def split(lowered: Lowered, target: Target) -> Lowered:
 
 
 def _pipelines_to_lower(lowered: Lowered, target: Target) -> list[int]:
-    """Return the indices of all pipelines, or of the first pipeline of each kind, as the target asks."""
+    """Return the indices of all pipelines, or of the last pipeline of each kind, as the target asks."""
     indices = range(len(lowered.pipelines))
-    return [index for index in indices if target.pipelines == "all" or lowered.first_of_kind[index] == index]
+    return [index for index in indices if target.pipelines == "all" or lowered.last_of_kind[index] == index]
 
 
 def _stage_devices(lowered: Lowered, target: Target, pipeline: int, replica: int) -> tuple[torch.device, ...]:

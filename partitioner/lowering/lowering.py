@@ -192,12 +192,12 @@ class Lowering:
 def representatives_of(lowerer: Lowerer, target: Target) -> tuple[tuple[Program, ...], dict[int, int]]:
     """Return the programs of a target, and rank -> the rank whose program represents it.
 
-    Pipelines of one kind have equal programs: the target may ask for those of the first alone (``Target.pipelines``). A rank is then
+    Pipelines of one kind have equal programs: the target may ask for those of the last alone (``Target.pipelines``). A rank is then
     represented by the rank at its position in that pipeline, otherwise by itself.
     """
     placed = lowerer.after("place", target)
     pipelines = placed.pipelines
-    represented_by = placed.first_of_kind if target.pipelines == "kinds" else range(len(pipelines))
+    represented_by = placed.last_of_kind if target.pipelines == "kinds" else range(len(pipelines))
     representative_of: dict[int, int] = {}
     for ranks, representative in zip(pipelines, represented_by, strict=True):
         representative_of.update(zip(ranks, pipelines[representative], strict=True))

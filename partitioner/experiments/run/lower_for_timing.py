@@ -93,10 +93,13 @@ def lower_for_timing(subject: Subject, plan: Plan, *, each_rank: bool = False) -
 
 
 def _graph_for_microbatch(subject: Subject, plan: Plan) -> ModelGraph:
-    """Return the graph with the batch size of one microbatch over all ranks; symbolic if microbatches differ in size."""
+    """Return the graph that ``partition`` lowers; with numbers for sizes, which are faster to lower, where the programs stay the same.
+
+    Layouts are chosen by the sizes of the whole batch. They would differ for those of one of several microbatches.
+    """
     graph = subject.graph
     size, rest = divmod(plan.batch_size, plan.n_microbatches)
-    if graph.batch is not None and not rest:
+    if graph.batch is not None and not rest and (plan.n_microbatches == 1 or plan.grid.cutting.size == 1):
         return fix_batch(graph, size)
     if graph.batch is None and size != graph.batch_size:
         made = subject.made

@@ -124,6 +124,24 @@ def test_a_row_is_what_partition_and_simulate_give(options: dict[str, Any]) -> N
     assert row["peak_memory"] == max(simulation.peak_memory)
 
 
+def two_blocks() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    layers = [layer for _ in range(2) for layer in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))]
+    return nn.Sequential(*layers), (torch.zeros(16, 64),)
+
+
+@pytest.mark.parametrize("mesh", [{"pipeline": 2, "tensor": 2}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow)], ids=str)
+def test_programs_of_many_ranks_have_the_time_of_each_rank(mesh: dict[str, int]) -> None:
+    """Only the first rank adds the bias of a layer whose rows are sharded, the others fill zeros; layouts are those of the whole batch."""
+    count = 4 if "pipeline" in mesh else None
+    results = small(models={"net": two_blocks}, devices=4, modes=mesh, microbatches=count, clusters="h100:1x4")
+    (row,) = results.rows()
+    model, inputs = two_blocks()
+    pm = partition(model, ["cpu"] * 4, mesh, example_inputs=inputs, n_microbatches=count, cluster="h100:1x4")
+    simulation = pm.simulate()
+    assert row["step_time"] == pytest.approx(simulation.step_time, rel=1e-9)
+    assert row["peak_memory"] == max(simulation.peak_memory)
+
+
 def test_policies_by_pattern_are_kept_apart() -> None:
     results = small(recompute=[{"0": "full"}, {"2": "full"}, {"0": "full", "2": "full"}, None], modes="data")
     assert [row["recompute"] for row in results.rows()][:3] == ["0=full", "2=full", "0=full,2=full"]
