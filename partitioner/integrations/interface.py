@@ -6,6 +6,7 @@ framework's class: it overrides the methods that must differ for a partitioned m
 partitioned_models(module)        the partitioned models that a user's module is or contains
 model_in_processes(module)        the one with ranks in several processes; None: the framework's own way is right
 passes_own_rows(model)            whether loaders give each process rows of its own, or every process all rows
+refuse_parameters_outside(...)    what no partitioned model has is not trained on each process's own rows
 share_random_states()             all processes shuffle as the first one
 losses_in_steps(models)           a pipeline trains by its schedule where the model returns its loss
 preparing()                       the framework may read hf_device_map, by which models in several processes refuse its own classes
@@ -41,6 +42,7 @@ __all__ = [
     "partitioned_models",
     "passes_own_rows",
     "preparing",
+    "refuse_parameters_outside",
     "share_random_states",
 ]
 
@@ -59,6 +61,18 @@ def model_in_processes(module: Any) -> PartitionedModel | None:
 def passes_own_rows(model: PartitionedModel) -> bool:
     """Return whether each process passes its own rows: ``partition(..., inputs="local")``."""
     return model.session.tracing.inputs == "local"
+
+
+def refuse_parameters_outside(module: nn.Module) -> None:
+    """Raise ConfigError for trainable parameters beside partitioned models of which each process passes its own rows."""
+    models = partitioned_models(module)
+    inside = {id(parameter) for model in models for parameter in model.parameters()}
+    others = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in inside]
+    if others and any(map(passes_own_rows, models)):
+        raise ConfigError(
+            f"{others[0]} is outside of the partitioned model, and would be trained on each process's own rows",
+            remedy='partition the whole module; or pass the whole batch everywhere: partition(..., inputs="global")',
+        )
 
 
 def share_random_states() -> None:

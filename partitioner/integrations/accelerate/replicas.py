@@ -26,7 +26,14 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from partitioner.integrations.accelerate.checkpoints import gathered_state, loading_gathered_state, optimizer_state
-from partitioner.integrations.interface import model_in_processes, passes_own_rows, preparing, share_random_states
+from partitioner.integrations.interface import (
+    model_in_processes,
+    partitioned_models,
+    passes_own_rows,
+    preparing,
+    refuse_parameters_outside,
+    share_random_states,
+)
 from partitioner.model.partitioned_model import PartitionedModel
 from passes.ir.errors import ConfigError
 
@@ -53,6 +60,11 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
         """The number of replicas."""
         return 1 if self.counts_replicas else int(super().num_processes)
 
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several replicas, on accelerators."""
+        return bool(super().multi_device) and not self.counts_replicas
+
     def count_replicas(self, module: Any) -> None:
         """Count the replicas of a partitioned model that a module is or contains.
 
@@ -63,6 +75,7 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
         if pm is None or self.state.num_processes == 1:
             return
         self._refuse_other_ways()
+        refuse_parameters_outside(module)
         if self._has_own_rows is None:
             self._start_counting(pm)
         elif self._has_own_rows != passes_own_rows(pm):
@@ -110,11 +123,21 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
             return super().prepare(*args, **kwargs)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Prepare a model; no DistributedDataParallel around a partitioned one, whose programs reduce gradients."""
+        """Prepare a model; no DistributedDataParallel around a partitioned one, whose programs reduce gradients.
+
+        Nor around any other where all processes are one replica: it has the same gradients in each, and gets the values of the first.
+        """
         self.count_replicas(model)
         is_partitioned = model_in_processes(model) is not None
+        without_ddp = evaluation_mode or is_partitioned or self.counts_replicas
         with preparing():
-            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode or is_partitioned)
+            prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=without_ddp)
+        if self.counts_replicas:
+            of_ranks = {id(tensor) for pm in partitioned_models(model) for tensor in (*pm.parameters(), *pm.buffers())}
+            for tensor in (*prepared.parameters(), *prepared.buffers()):
+                if id(tensor) not in of_ranks:
+                    dist.broadcast(tensor.detach(), 0)
+        return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader; where every rank reads every batch, also of an iterable data set."""

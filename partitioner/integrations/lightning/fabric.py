@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from partitioner.integrations.interface import partitioned_models, passes_own_rows, share_random_states
+from partitioner.integrations.interface import partitioned_models, passes_own_rows, refuse_parameters_outside, share_random_states
 from partitioner.integrations.lightning.clip_norm import clip_norm
 from partitioner.integrations.lightning.optimizer_states import has_other_stages, load_optimizer_state, optimizer_state
 from partitioner.integrations.lightning.processes import Processes, reduced
@@ -42,13 +42,7 @@ class _WithPartitionedModels:
         models = partitioned_models(module)
         if not models:
             return cast(nn.Module, cast(Any, super()).setup_module(module))
-        inside = {id(parameter) for model in models for parameter in model.parameters()}
-        others = [name for name, each in module.named_parameters() if each.requires_grad and id(each) not in inside]
-        if others and any(map(passes_own_rows, models)):
-            raise ConfigError(
-                f"{others[0]} is outside of the partitioned model, and would be trained on each process's own rows",
-                remedy='partition the whole module; or pass the whole batch everywhere: partition(..., inputs="global")',
-            )
+        refuse_parameters_outside(module)
         self.partitioned_models.extend(models)
         vars(self)["_backward_sync_control"] = _SyncControl(vars(self).get("_backward_sync_control"))
         return module

@@ -90,7 +90,8 @@ class Trainer(transformers.Trainer):
     @property
     def _reads_loss_alone(self) -> bool:
         """Whether the loss is that which the model returns, and no other result is read."""
-        is_own = type(self).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(self)
+        owners = [kind for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
+        is_own = owners == [Trainer, transformers.Trainer] and "compute_loss" not in vars(self)
         is_given = is_own and self.compute_loss_func is None and self.label_smoother is None
         return is_given and getattr(self.args, "past_index", -1) < 0
 

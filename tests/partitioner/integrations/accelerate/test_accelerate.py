@@ -98,13 +98,14 @@ def test_every_process_reads_a_stream(workers: Callable[[int], Workers]) -> None
 @pytest.mark.timeout(600)
 def test_what_cannot_be_is_refused_by_name(workers: Callable[[int], Workers]) -> None:
     for said in workers(2).values(refusals, timeout=580):
-        assert len(said) == 5
+        assert len(said) == 6
         assert "Accelerator.prepare(loader)" in said[0]
         assert 'inputs="global"' in said[0]
         assert "dispatch_batches" in said[1]
         assert "was prepared before the partitioned model" in said[2]
-        for of_accelerate in said[3:]:
+        for of_accelerate in said[3:5]:
             assert "from partitioner.integrations.accelerate import Accelerator" in of_accelerate
+        assert "1.weight is outside of the partitioned model" in said[5]
 
 
 @pytest.mark.gloo
@@ -114,6 +115,7 @@ def test_values_of_one_process_reach_all(workers: Callable[[int], Workers]) -> N
     assert first.pop("of replicas") == [0]
     assert second.pop("of replicas") == [1]
     assert first == second
+    assert first["beside"][:2] == [nn.Linear, nn.BatchNorm1d]
     assert first["of processes"] == first["split"] == [0, 1]
     assert first["name"] == ["run 0"]
     assert first["from the second"] == [1]

@@ -139,23 +139,25 @@ def refusals() -> list[str]:
     """What is said of an Accelerator that would give rows of their own to ranks of one replica."""
     said = []
     example = (data_of("gpt", 1)[:][0],)
-    cases: list[tuple[Any, str, dict[str, Any], bool]] = [
+    cases: list[tuple[Any, str, dict[str, Any], bool | None]] = [
         (Accelerator, "local", {}, False),
         (Accelerator, "global", {"dispatch_batches": True}, False),
         (Accelerator, "global", {}, True),
         (accelerate.Accelerator, "global", {}, False),
         (accelerate.Accelerator, "local", {}, False),
+        (Accelerator, "local", {}, None),
     ]
     for of_process, inputs, options, is_loader_first in cases:
         forget()
         accelerator = of_process(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
-        mode = "data" if of_process is accelerate.Accelerator else "tensor"
+        is_around = is_loader_first is None
+        mode = "data" if of_process is accelerate.Accelerator or is_around else "tensor"
         pm = partition(model_of("gpt"), int(os.environ["WORLD_SIZE"]), mode, example_inputs=example, inputs=inputs, progress=False)
         loader = DataLoader(data_of("gpt", 2), ROWS)
         if is_loader_first:
             loader = accelerator.prepare(loader)
         try:
-            accelerator.prepare(pm, loader)
+            accelerator.prepare(nn.Sequential(pm, nn.Linear(2, 2)) if is_around else pm, loader)
         except ConfigError as error:
             said.append(str(error))
     return said
@@ -169,8 +171,10 @@ def shared_values() -> dict[str, Any]:
     np.random.seed(rank)  # noqa: NPY002  the state that scripts share
     torch.manual_seed(rank)
     accelerator = Accelerator(cpu=True)
-    model = nn.Linear(2, 2)
-    accelerator.prepare(partition(model, 2, "data", example_inputs=(torch.ones(2, 2),), progress=False))
+    pm = partition(nn.Linear(2, 2), 2, "data", example_inputs=(torch.ones(2, 2),), progress=False)
+    around, beside, teacher = accelerator.prepare(
+        nn.Sequential(pm, nn.Linear(2, 2)), nn.Linear(2, 2), nn.BatchNorm1d(2).requires_grad_(False)
+    )
     if rank == 1:
         accelerator.set_trigger()
     name: list[str] = broadcast_object_list([f"run {rank}"])
@@ -182,5 +186,6 @@ def shared_values() -> dict[str, Any]:
         "of processes": gather_object([rank]),
         "of replicas": accelerator.gather_for_metrics([rank], use_gather_object=True),
         "split": accelerator.split_between_processes([0, 1]).__enter__(),
+        "beside": [type(beside), type(teacher), beside.weight.tolist(), around[1].weight.tolist()],
         "triggers": [accelerator.check_trigger(), accelerator.check_trigger()],
     }

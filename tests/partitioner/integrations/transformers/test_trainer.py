@@ -1,14 +1,20 @@
 """``Trainer(model=pm, ...)``: the log of Trainer's own run of the model in one piece, also after a checkpoint."""
 
+# transformers' class is Any.
+# mypy: allow-subclassing-any
+
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
+from partitioner.integrations.transformers import Trainer
 from tests.partitioner.integrations.loops import problems
 from tests.partitioner.integrations.transformers.training import Trained, few_steps, local_rows, refusals, smoothed_mean, trained
 from tests.support.processes.processes import Workers
@@ -96,6 +102,21 @@ def test_few_steps_in_processes(kind: str, mode: str, inputs: str, tmp_path: Pat
     wanted = few_steps(kind, None, "global", str(tmp_path), {})
     for found in workers(2).values(few_steps, kind, mode, inputs, str(tmp_path), {}, timeout=580):
         assert not problems(found, wanted, "log", 1e-7)
+
+
+class OfOwnLoss(transformers.Trainer):
+    """Reads more than the loss."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("bases", "is_alone"), [((), True), ((transformers.Seq2SeqTrainer,), True), ((OfOwnLoss,), False)])
+def test_beside_another_subclass(bases: tuple[type, ...], is_alone: bool) -> None:
+    kind: Any = type("Both", (Trainer, *bases), {})
+    run = kind.__new__(kind)
+    vars(run).update(compute_loss_func=None, label_smoother=None, args=SimpleNamespace())
+    assert run._reads_loss_alone is is_alone
 
 
 @pytest.mark.gloo
