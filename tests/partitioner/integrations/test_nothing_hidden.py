@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import ROOT
+from tests.partitioner.integrations.accelerate.training import shared_values
+from tests.partitioner.integrations.changes_of_others import CHANGING, changes, state
+from tests.partitioner.integrations.transformers.training import few_steps
 from tests.support.installation import install, run_installed
+from tests.support.processes.processes import Workers
 
 FRAMEWORKS = ("accelerate", "lightning", "lightning.fabric", "transformers", "transformers.trainer")
 SCRIPT = ROOT / "tests/partitioner/integrations/changes_of_others.py"
@@ -28,6 +35,25 @@ def test_torch_loads_nothing(packages: Path) -> None:
 def test_nothing_of_others_changes(packages: Path, frameworks: tuple[str, ...]) -> None:
     ended = run_installed(packages, "-P", str(SCRIPT), *frameworks)
     assert ended.stdout == "nothing changed\n", ended.stdout + ended.stderr
+
+
+def changed_by_frameworks(folder: str) -> list[str]:
+    """What changes while our classes train with accelerate and transformers."""
+    for name in CHANGING:
+        importlib.import_module(name)
+    torch.optim.AdamW([torch.zeros(1)])  # torch replaces the step of a class with its first instance
+    before = state()
+    shared_values()
+    few_steps("counted", "fsdp", "global", folder, {})
+    return changes(before, state())
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_nothing_of_frameworks_changes_in_processes(workers: Callable[[int], Workers], tmp_path: Path) -> None:
+    for changed in workers(2).values(changed_by_frameworks, str(tmp_path), timeout=180):
+        assert not changed
 
 
 @pytest.mark.slow
