@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from partitioner.options.mode import REST, mode_text, parse_mode, resolve_mode, without_rest
+from partitioner.options.mode import REST, mode_text, parse_mode, resolve_mode, sequential_tiles, without_rest
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import STAGES
 
@@ -113,14 +113,22 @@ def _policy_text(recompute: str | Mapping[str, str] | None) -> str | None:
 
 def _meshes(mode: str | Mapping[str, Any], devices: Sequence[int]) -> Iterator[tuple[int, str | dict[str, Any]]]:
     """Yield (number of devices, mesh or mode) for each of the numbers of devices that a mode fits."""
-    fitting = [(count, mesh) for count in devices if (mesh := without_rest(mode, count)) is not None]
+    fitting = [(count, mesh) for count in devices if (mesh := _mesh_on(mode, count)) is not None]
     if not fitting:
         numbers = ", ".join(map(str, devices))
         how = f"a size of {REST} takes what the others leave" if isinstance(mode, Mapping) else "pass other devices"
         raise ConfigError(f"the mesh {mode_text(mode)} has none of the numbers of devices {numbers}", remedy=how)
     for count, mesh in fitting:
-        resolve_mode(mesh, count)
+        if sequential_tiles(mesh, count) is None:
+            resolve_mode(mesh, count)
         yield count, mesh
+
+
+def _mesh_on(mode: str | Mapping[str, Any], n_devices: int) -> str | dict[str, Any] | None:
+    """Return a mode for a number of devices, None if it does not fit; tiles of one device are computed one after the other."""
+    if isinstance(mode, Mapping) and REST not in mode.values() and sequential_tiles(mode, n_devices) is not None:
+        return dict(mode)
+    return without_rest(mode, n_devices)
 
 
 def _canonical_placement(
@@ -135,9 +143,9 @@ def _canonical_placement(
 ) -> Placement:
     """Return a placement in canonical form: without mesh dimensions of size 1, and without options that its mode ignores."""
     if isinstance(mesh, dict):
-        mesh = {name: size for name, size in mesh.items() if size != 1} or {"pipeline": 1}
+        mesh = {name: size for name, size in mesh.items() if size != 1} or {"pipeline": 1}  # one device
         (name, size), *others = mesh.items()
-        if not others and not isinstance(size, tuple | list):  # {"tensor": 4} is "tensor" on 4 devices
+        if not others and size == devices:  # {"tensor": 4} is "tensor" on 4 devices
             mesh = name
     names = list(mesh) if isinstance(mesh, dict) else [mesh]
     in_stages = "auto" in names or "pipeline" in names or "pp" in names

@@ -74,7 +74,7 @@ def heading(name: str) -> str:
 
 def columns_of(rows: Sequence[Row]) -> tuple[str, ...]:
     """Return the columns of a table of these rows; some only if any row has a value."""
-    mesh = ("mesh",) if any(row.mesh and row.mode == "auto" for row in rows) else ()
+    mesh = ("mesh",) if any(row.mesh and row.mesh not in (row.mode, f"{row.mode}={row.devices}") for row in rows) else ()
     options = ("options",) if any(row.options for row in rows) else ()
     measured = ("measured_step_time",) if any(row.measured_step_time is not None for row in rows) else ()
     rates = next(((name, "mfu") for name in _RATES if any(getattr(row, name) is not None for row in rows)), ())

@@ -21,7 +21,7 @@ from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.run.lower_for_timing import Timed, is_uniform, lower_for_timing
 from partitioner.experiments.run.sweep_options import OF_TRACE, option_names, read_options
 from partitioner.options.constraints import Constraints
-from partitioner.options.mode import dimensions_of_one, mode_text, ranks_of_stages, resolve_mode
+from partitioner.options.mode import dimensions_of_one, mode_text, ranks_of_stages, resolve_mode, sequential_tiles
 from partitioner.options.precision import MIXED, read_reduce_dtype
 from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest, recompute_fields
@@ -195,7 +195,8 @@ def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, options
     Raises:
         PartitionError: there is no such plan.
     """
-    mesh = resolve_mode(placement.mesh, placement.devices)
+    tiles = sequential_tiles(placement.mesh, placement.devices)
+    mesh = resolve_mode("model" if tiles is not None else placement.mesh, placement.devices)
     request = PlanRequest(
         mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
         devices=("cpu",) * placement.devices,
@@ -209,13 +210,13 @@ def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, options
         **{name: value for name, value in options.items() if name in SAME_IN_REQUEST},
         modules=subject.modules,
     ).checked()
-    return PlanProblem(subject.graph, cluster, request, None, mesh, models=models).solve()
+    return PlanProblem(subject.graph, cluster, request, None, mesh, tiles, models).solve()
 
 
 def _mesh_text(plan: Plan) -> str:
     """Return the mesh of a plan as text that ``parse_mode`` reads: ``"data=2,tile=2x2"``."""
-    sizes: dict[str, Any] = {}
-    for name, size in plan.mesh:
+    sizes: dict[str, Any] = {TILE: plan.tiles} if plan.tiles else {}
+    for name, size in plan.mesh if not plan.tiles else ():
         if name in TILES:
             sizes[TILE] = (*sizes.get(TILE, ()), size)
         else:

@@ -15,6 +15,7 @@ from partitioner.experiments import Results, sweep
 from partitioner.experiments.results.placement import placements
 from partitioner.experiments.run.evaluate import READ_BY_REQUEST, SAME_IN_REQUEST
 from partitioner.experiments.run.sweep_options import GRID, NOT_IN_SWEEPS, OF_TRACE, option_grid, option_names, read_options
+from partitioner.options.mode import parse_mode
 from passes.ir.errors import ConfigError
 from tests.support.planning.sweep_models import perceptron
 
@@ -140,6 +141,29 @@ def test_programs_of_many_ranks_have_the_time_of_each_rank(mesh: dict[str, int])
     simulation = pm.simulate()
     assert row["step_time"] == pytest.approx(simulation.step_time, rel=1e-9)
     assert row["peak_memory"] == max(simulation.peak_memory)
+
+
+def convolutions() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1)), (torch.zeros(2, 1, 16, 16),)
+
+
+def test_tiles_are_of_devices_or_of_one_in_turn() -> None:
+    results = small(models={"net": convolutions}, devices=[1, 4], modes=[{"tile": 4}, {"data": 1, "tile": (4, 1)}], clusters="h100:1x4")
+    assert not results.failures
+    assert [(row["devices"], row["mode"], row["mesh"], row["schedule"]) for row in results.rows()] == [
+        (1, "tile=4", "tile=2x2", "none"),
+        (4, "tile", "tile=2x2", "none"),
+        (1, "tile=4x1", "tile=4x1", "none"),
+        (4, "tile=4x1", "tile=4", "none"),
+    ]
+    model, inputs = convolutions()
+    for row in results.rows():
+        pm = partition(model, ["cpu"] * row["devices"], parse_mode(row["mode"]), example_inputs=inputs, cluster="h100:1x4")
+        assert row["plan_hash"] == pm.plan.hash
+        simulation = pm.simulate()
+        assert (row["step_time"], row["peak_memory"]) == (pytest.approx(simulation.step_time, rel=1e-9), max(simulation.peak_memory))
+    with pytest.raises(ConfigError, match="has none of the numbers of devices 2"):
+        small(models={"net": convolutions}, modes={"tile": 4})
 
 
 def test_policies_by_pattern_are_kept_apart() -> None:
