@@ -10,11 +10,12 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cost_models.hardware.units import format_bytes, format_seconds
+from partitioner.experiments.results.pareto import pareto_front
 from partitioner.experiments.results.row import Row
 from partitioner.options.mode import parse_mode
 from partitioner.reports.pictures.chart import Axis, Series, chart_svg
 
-__all__ = ["PLOTS", "best_at_each", "efficiency_plot", "family", "memory_plot", "pareto_front", "pareto_plot", "time_plot"]
+__all__ = ["PLOTS", "best_at_each", "efficiency_plot", "family", "memory_plot", "pareto_plot", "time_plot"]
 
 
 def family(row: Row) -> str:
@@ -111,20 +112,11 @@ def memory_plot(rows: Sequence[Row]) -> str:
     )
 
 
-def pareto_front(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that no other row beats in both time and memory, fastest first."""
-    front: list[Row] = []
-    for row in sorted(rows, key=lambda row: (_time(row), _memory(row), row.key)):
-        if not front or _memory(row) < _memory(front[-1]):
-            front.append(row)
-    return front
-
-
 def pareto_plot(rows: Sequence[Row]) -> str:
     """Plot peak memory against step time of all placements, and their Pareto front."""
     points = {name: [(_time(row), _memory(row), _tooltip(row)) for row in members] for name, members in _families(rows).items()}
     series = [Series(name, members, colour, joined=False) for colour, (name, members) in enumerate(points.items())]
-    front = [(_time(row), _memory(row), "") for row in pareto_front(rows)]
+    front = [(_time(row), _memory(row), "") for row in pareto_front(rows, ("step_time", "peak_memory"))]
     return chart_svg(
         "Peak memory against step time",
         Axis("a step takes", format_seconds, logarithmic=True),

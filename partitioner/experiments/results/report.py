@@ -9,7 +9,8 @@ from pathlib import Path
 
 from cost_models.hardware.units import format_seconds
 from cost_models.text_files import write_text
-from partitioner.experiments.results.plots import PLOTS, best_at_each, pareto_front
+from partitioner.experiments.results.pareto import numbers_of_front
+from partitioner.experiments.results.plots import PLOTS, best_at_each
 from partitioner.experiments.results.results import TEXTS, Results, cell, columns_of, heading
 from partitioner.experiments.results.row import Row
 from partitioner.reports.page.frame import framed, page_file, tiles_html
@@ -39,7 +40,13 @@ def report_html(results: Results, title: str = "Placements") -> str:
         raise ConfigError("there is nothing to report: the sweep has no rows", remedy="run the sweep first")
     done = sorted((row for row in results.table if row.ok), key=lambda row: row.key)
     header = f"<h1>{escape(title)}</h1><p>{escape(_headline(results))}</p>{_tiles(results)}"
-    sections = [("Best", _best(done)), *_pictures(done), ("Placements", _table(done)), ("Failures", _failures(results.failures))]
+    sections = [
+        ("Best", _best(done)),
+        ("Pareto front", _front(results)),
+        *_pictures(done),
+        ("Placements", _table(done)),
+        ("Failures", _failures(results.failures)),
+    ]
     package = "partitioner.experiments.results"
     return framed(title, header, sections, _FOOTER, page_file("report.js", package), page_file("report.css", package))
 
@@ -81,14 +88,22 @@ def _best(rows: Sequence[Row]) -> str:
     return _html(fastest, "fastest") if fastest else ""
 
 
+def _front(results: Results) -> str:
+    """Return the table of the Pareto front of each model; empty if no placement worked."""
+    front = results.pareto()
+    if not front.table:
+        return ""
+    words = "as fast, as small and as cheap" if "step_cost" in numbers_of_front(front.table) else "as fast and as small"
+    note = f"{len(front)} of {len(results) - len(results.failures)} placements: for each other, one of them is {words}."
+    return f'{_html(front.table, "front")}<p class="footnote">{escape(note)}</p>'
+
+
 def _pictures(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return a section (title, HTML) with the plots of each model on each machine."""
     sections = []
     for (model, cluster), group in _groups(rows).items():
         pictures = "".join(f'<div class="picture">{picture}</div>' for plot in PLOTS.values() if (picture := plot(group)))
-        front = pareto_front(group)
-        note = f"{len(front)} of {len(group)} placements are on the front: for each other, one of them is as fast and as small."
-        sections.append((f"{model} on {cluster}", f'<div class="pictures">{pictures}</div><p class="footnote">{escape(note)}</p>'))
+        sections.append((f"{model} on {cluster}", f'<div class="pictures">{pictures}</div>'))
     return sections
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.text_files import write_text
+from partitioner.experiments.results.pareto import numbers_of_front, pareto_front
 from partitioner.experiments.results.plots import PLOTS
 from partitioner.experiments.results.row import FACTS, NUMBERS, RATES, Row
 from partitioner.reports.pictures.chart import Picture
@@ -48,6 +49,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "rows_per_second": _rate,
     "tokens_per_second": _rate,
     "mfu": lambda part: f"{part:.1%}",
+    "step_cost": "{:.3g}".format,
     "options": _options_text,
 }
 """Column -> function that formats its values, numbers with units."""
@@ -78,7 +80,8 @@ def columns_of(rows: Sequence[Row]) -> tuple[str, ...]:
     options = ("options",) if any(row.options for row in rows) else ()
     measured = ("measured_step_time",) if any(row.measured_step_time is not None for row in rows) else ()
     rates = next(((name, "mfu") for name in _RATES if any(getattr(row, name) is not None for row in rows)), ())
-    return (*_REQUEST, *mesh, *options, *_PLAN_AND_TIME, *measured, *rates, *_OTHER_NUMBERS)
+    cost = ("step_cost",) if any(row.step_cost is not None for row in rows) else ()
+    return (*_REQUEST, *mesh, *options, *_PLAN_AND_TIME, *measured, *rates, *cost, *_OTHER_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,21 @@ class Results:
             why = f": {'; '.join(sorted(reasons)[:3])}" if reasons else ""
             raise ConfigError(f"no placement has a {by}{why}", remedy="look at .failures, or ask for other placements")
         return min(rows, key=lambda row: (sign * getattr(row, by), row.key)).facts()
+
+    def pareto(self, **facts: Any) -> Results:
+        """Return the Pareto front of each model: the rows that no other row beats in step time and peak memory at once, fastest first.
+
+        The price of a step is a third number if it is known for every row of the model.
+
+        Args:
+            facts: compare only rows with these values: ``pareto(model="gpt", cluster="h100:8x8")``.
+
+        Raises:
+            ConfigError: rows have no such column.
+        """
+        done = [row for row in self.where(**facts).table if row.ok]
+        groups = [[row for row in done if row.model == model] for model in sorted({row.model for row in done})]
+        return Results(tuple(row for group in groups for row in pareto_front(group, numbers_of_front(group))))
 
     @checked_arguments()
     def plan(self, key: str) -> Plan:

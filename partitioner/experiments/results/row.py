@@ -29,6 +29,7 @@ class Row:
         rows_per_second: samples of the batch.
         tokens_per_second: of a model of token sequences.
         mfu: model FLOPs utilization: the time of the model's matrix products at the devices' peak, relative to that of a step.
+        step_cost: price of a step: the devices' prices an hour for its time; None if the price of a device is not known.
         status: ``"ok"`` or ``"failed"``.
         reason: why it failed, or why it could not be measured.
         step_time: simulated seconds of a step.
@@ -68,6 +69,7 @@ class Row:
     rows_per_second: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
+    step_cost: float | None = None
     measured_step_time: float | None = None
     measured_memory: int | None = None
     plan_hash: str = ""
@@ -91,7 +93,16 @@ class Row:
 FACTS = tuple(field.name for field in dataclasses.fields(Row) if field.name != "plan")
 """The columns of tables."""
 
-NUMBERS = ("step_time", "peak_memory", "communication", "bubble_fraction", "planned_step_time", "measured_step_time", "measured_memory")
+NUMBERS = (
+    "step_time",
+    "peak_memory",
+    "step_cost",
+    "communication",
+    "bubble_fraction",
+    "planned_step_time",
+    "measured_step_time",
+    "measured_memory",
+)
 """The fields by which placements are compared; smaller is better."""
 
 RATES = ("rows_per_second", "tokens_per_second", "mfu")

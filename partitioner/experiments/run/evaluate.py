@@ -173,6 +173,7 @@ class Evaluator:
             mesh=_mesh_text(plan),
             rows_per_second=rows_per_second,
             tokens_per_second=None if tokens is None else tokens * rows_per_second,
+            step_cost=_step_cost(cluster.first(placement.devices), simulation.step_time),
             mfu=utilization(self._flops[trace], cluster, placement.devices, simulation.step_time),
             plan_hash=plan.hash,
             plan=plan.to_json(),
@@ -211,6 +212,13 @@ def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, options
         modules=subject.modules,
     ).checked()
     return PlanProblem(subject.graph, cluster, request, None, mesh, tiles, models).solve()
+
+
+def _step_cost(cluster: Cluster, step_time: float) -> float | None:
+    """Return the price of a step on all devices; None if that of a device is not known."""
+    prices = [device.price_per_hour for device in cluster.devices]
+    known = [price for price in prices if price is not None]
+    return sum(known) * step_time / 3600 if len(known) == len(prices) else None
 
 
 def _mesh_text(plan: Plan) -> str:

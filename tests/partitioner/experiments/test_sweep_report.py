@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -13,8 +14,9 @@ import pytest
 
 from cost_models.hardware.units import format_seconds
 from partitioner.experiments import Results, write_report
+from partitioner.experiments.results.pareto import pareto_front
 from partitioner.experiments.results.placement import Placement
-from partitioner.experiments.results.plots import PLOTS, family, pareto_front
+from partitioner.experiments.results.plots import PLOTS, family
 from partitioner.experiments.results.report import report_html
 from partitioner.experiments.results.row import Row, failed_row
 from partitioner.reports.pictures.chart import Axis, Series, chart_svg
@@ -91,7 +93,7 @@ def test_memory_is_that_where_most_microbatches_were_tried() -> None:
 def test_the_front_is_what_nothing_beats() -> None:
     chance = random.Random(5)
     rows = [row(2, "data", chance.randrange(1, 12), chance.randrange(1, 12), number) for number in range(60)]
-    front = pareto_front(rows)
+    front = pareto_front(rows, ("step_time", "peak_memory"))
 
     def beats(one: Row, other: Row) -> bool:
         assert one.step_time is not None
@@ -105,6 +107,21 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert {(each.step_time, each.peak_memory) for each in front} == best
     assert len(front) == len(best)
     assert len(marks(PLOTS["pareto"](rows))) == len(rows)
+
+
+def test_the_front_of_results_has_the_price_where_it_is_known() -> None:
+    assert [each["key"] for each in RESULTS.pareto().rows()] == [ROWS[5].key, ROWS[6].key]
+    assert [each["key"] for each in RESULTS.pareto(devices=4).rows()] == [ROWS[2].key, ROWS[1].key, ROWS[4].key]
+    priced = tuple(replace(each, step_cost=cost) for each, cost in zip(ROWS, (0.1, 0.3, 0.3, 0.5, 0.3, 0.4, 0.4), strict=True))
+    assert [each["key"] for each in Results(priced).pareto().rows()] == [ROWS[index].key for index in (5, 6, 2, 1, 4, 0)]
+    assert Results((*priced, ROWS[1])).pareto().table == Results((*priced, ROWS[1])).pareto(model="net").table
+    assert len(Results((*priced[:6], ROWS[6])).pareto()) == 2, "one price is missing"
+    other = replace(ROWS[0], model="other", key="other")
+    assert [each["model"] for each in Results((*ROWS, other)).pareto().rows()] == ["net", "net", "other"]
+    assert len(Results((FAILED,)).pareto()) == 0
+    assert Results(priced).best(by="step_cost")["key"] == ROWS[0].key
+    with pytest.raises(ConfigError, match="rows have no 'color'"):
+        RESULTS.pareto(color="red")
 
 
 def test_results_draw_some_of_their_rows() -> None:
@@ -178,7 +195,7 @@ def test_the_page_holds_every_row_and_reason(tmp_path: Path) -> None:
     write_report(RESULTS, tmp_path / "out.html", title="A <small> sweep")
     text = (tmp_path / "out.html").read_text()
     page = Page(text)
-    assert page.headings == ["Best", "net on h100:1x8", "Placements", "Failures"]
+    assert page.headings == ["Best", "Pareto front", "net on h100:1x8", "Placements", "Failures"]
     assert "<h1>A &lt;small&gt; sweep</h1>" in text
     values = {cell["data-value"] for cell in page.cells}
     assert {str(each.step_time) for each in ROWS} <= values

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from partitioner import Constraints, partition
+from partitioner import Cluster, Constraints, Device, Link, partition
 from partitioner.experiments import Results, sweep
 from partitioner.experiments.results.placement import placements
 from partitioner.experiments.run.evaluate import READ_BY_REQUEST, SAME_IN_REQUEST
@@ -220,3 +220,15 @@ def test_a_plan_of_one_stage_has_no_schedule() -> None:
 def test_options_are_shown_without_json() -> None:
     shown = str(small(precision="bf16-mixed", optimizer="sgd", axes={"batch": "data"}))
     assert 'constraints={"axes": {"batch": "data"}}, optimizer=sgd, precision=bf16-mixed' in shown
+
+
+def test_the_price_of_a_step_is_that_of_its_devices() -> None:
+    cheap, free = (Device("a", {"float32": 1e12}, memory_bytes=10**9, memory_bandwidth=1e10, price_per_hour=price) for price in (2.5, 0.0))
+    clusters = {"cheap": Cluster([cheap] * 3, links=Link(1e-6, 1e9)), "free": Cluster([free] * 2, links=Link(1e-6, 1e9))}
+    results = small(modes="data", clusters=clusters)
+    costs = {row["cluster"]: (row["step_cost"], row["step_time"]) for row in results.rows()}
+    assert costs["cheap"][0] == pytest.approx(2 * 2.5 * costs["cheap"][1] / 3600)
+    assert costs["free"][0] == 0.0
+    assert [row["cluster"] for row in results.pareto().rows()] == ["free"]
+    assert "step cost" in str(results)
+    assert small().rows()[0]["step_cost"] is None
