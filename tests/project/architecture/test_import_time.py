@@ -27,6 +27,11 @@ def test_names_are_imported_when_they_are_used(code: str) -> None:
     assert not set(HEAVY).intersection(loaded_by(code))
 
 
+def test_descriptions_of_hardware_need_no_formulas() -> None:
+    loaded = loaded_by("from partitioner import Cluster, Constraints, Device, Link, Plan")
+    assert not {"sympy", "torch.fx.experimental.symbolic_shapes", "partitioner.api"}.intersection(loaded)
+
+
 def test_partition_has_the_signature_of_what_it_imports() -> None:
     assert inspect.signature(partitioner.partition) == inspect.signature(implemented)
 
