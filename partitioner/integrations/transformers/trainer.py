@@ -51,6 +51,10 @@ class Trainer(transformers.Trainer):
         self.gather_function = functools.partial(self.accelerator.gather_for_metrics, **getattr(self.gather_function, "keywords", {}))
         self._count_replicas(self.model)
 
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        with preparing():
+            super()._move_model_to_device(model, device)
+
     def call_model_init(self, trial: Any = None) -> Any:
         """Make a model as Trainer does."""
         model = super().call_model_init(trial)

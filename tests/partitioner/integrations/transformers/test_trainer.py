@@ -16,7 +16,15 @@ import transformers
 
 from partitioner.integrations.transformers import Trainer
 from tests.partitioner.integrations.loops import problems
-from tests.partitioner.integrations.transformers.training import Trained, few_steps, local_rows, refusals, smoothed_mean, trained
+from tests.partitioner.integrations.transformers.training import (
+    Trained,
+    best_of_new_model,
+    few_steps,
+    local_rows,
+    refusals,
+    smoothed_mean,
+    trained,
+)
 from tests.support.processes.processes import Workers
 
 KINDS = ("gpt", "resnet")
@@ -102,6 +110,15 @@ def test_few_steps_in_processes(kind: str, mode: str, inputs: str, tmp_path: Pat
     wanted = few_steps(kind, None, "global", str(tmp_path), {})
     for found in workers(2).values(few_steps, kind, mode, inputs, str(tmp_path), {}, timeout=580):
         assert not problems(found, wanted, "log", 1e-7)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_that_trainer_makes(tmp_path: Path, workers: Callable[[int], Workers]) -> None:
+    wanted = best_of_new_model(None, str(tmp_path / "whole"))
+    for found in workers(2).values(best_of_new_model, "tensor", str(tmp_path / "pm"), timeout=580):
+        assert not problems(found, wanted, "log", 1e-6)
 
 
 class OfOwnLoss(transformers.Trainer):

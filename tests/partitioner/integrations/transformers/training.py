@@ -20,7 +20,7 @@ from partitioner import ConfigError, partition
 from partitioner.integrations.transformers import Trainer
 from tests.partitioner.integrations.loops import ROWS, Residual, data_of, spoil
 
-__all__ = ["Trained", "few_steps", "local_rows", "refusals", "smoothed_mean", "trained"]
+__all__ = ["Trained", "best_of_new_model", "few_steps", "local_rows", "refusals", "smoothed_mean", "trained"]
 
 STEPS = 10
 
@@ -124,7 +124,14 @@ def model_of(kind: str) -> nn.Module:
 
 
 def trainer(
-    kind: str, mode: str | None, folder: str, options: dict[str, Any], model: nn.Module | None = None, inputs: str = "global"
+    kind: str,
+    mode: str | None,
+    folder: str,
+    options: dict[str, Any],
+    model: nn.Module | None = None,
+    inputs: str = "global",
+    *,
+    model_init: bool = False,
 ) -> Trainer:
     """A new Trainer; a model that was partitioned before may be given. Half of the rows are those of one of two processes."""
     rows = ROWS if inputs == "global" else ROWS // 2
@@ -132,9 +139,11 @@ def trainer(
     function = summed_loss if options.pop("summed_loss", False) else None
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
-    model, is_new = model or model_of(kind), model is None
-    if mode is not None and is_new:
-        model = partitioned(kind, model, mode, inputs)
+
+    def made() -> nn.Module:
+        return model_of(kind) if mode is None else partitioned(kind, model_of(kind), mode, inputs)
+
+    source: dict[str, Any] = {"model_init": made} if model_init else {"model": model or made()}
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=rows,
@@ -149,7 +158,7 @@ def trainer(
         **{"max_steps": STEPS, "save_steps": STEPS // 2, "max_grad_norm": 0.5, **options},
     )
     of_process = transformers.Trainer if "WORLD_SIZE" not in os.environ else Trainer  # in one process either serves
-    return of_process(model=model, args=arguments, train_dataset=Rows(kind, STEPS), eval_dataset=Rows(kind, 2), compute_loss_func=function)
+    return of_process(**source, args=arguments, train_dataset=Rows(kind, STEPS), eval_dataset=Rows(kind, 2), compute_loss_func=function)
 
 
 def refusals(folder: str) -> list[str]:
@@ -205,6 +214,14 @@ def few_steps(kind: str, mode: str | None, inputs: str, folder: str, options: di
     run = trainer(kind, mode, folder, {**options, "save_strategy": "no", "max_steps": 2}, inputs=inputs)
     run.train()
     return logged(run)
+
+
+def best_of_new_model(mode: str | None, folder: str) -> list[float]:
+    """What four steps of a model that Trainer makes itself log, and the loss of its best checkpoint."""
+    options = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "load_best_model_at_end": True}
+    run = trainer("gpt", mode, folder, options, model_init=True)
+    run.train()
+    return [*logged(run), run.evaluate()["eval_loss"]]
 
 
 def smoothed_mean(folder: str, options: dict[str, Any]) -> float:
