@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_models.cost_model import CostModel
+from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.profiling.op_times import MeasuredCosts
+from partitioner.lowering.simulate_plan import Traced, simulate_plan
 from partitioner.lowering.variants import variant_for
 from partitioner.model.module.modes import first_session, modes_of_trace
 from partitioner.model.partitioned_model import PartitionedModel
@@ -110,7 +111,9 @@ def partition(
     graph = _trace_source(source, training, batch_dims, autocast_of(precision, source.model, target.hardware), steps)
     runtime = _start_runtime(source, graph, target)
     problem = None if request is None else PlanProblem(graph, target.hardware, request, cost_model, target.mesh, target.sequential_tiles)
-    plan = _agree_on_plan(_make_plan(problem, runtime, steps) if problem is not None else target.plan, graph, runtime, precision)
+    plan = _agree_on_plan(
+        _make_plan(problem, source, batch_dims, runtime, steps) if problem is not None else target.plan, graph, runtime, precision
+    )
     with steps.step("lowering"):
         tracing = _tracing(source, modes, graph, target, batch_dims)
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
@@ -249,12 +252,15 @@ def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runti
     return runtime
 
 
-def _make_plan(problem: PlanProblem, runtime: Runtime, steps: Progress) -> Plan:
+def _make_plan(problem: PlanProblem, source: _Source, batch_dims: BatchDims | None, runtime: Runtime, steps: Progress) -> Plan:
     """Solve the planning problem. By measured times, or by the clock, processes would plan differently: all take the first rank's plan."""
+    traced = Traced(source.model, problem.graph, source.args, source.kwargs, batch_dims)
+    machine = (problem.cluster, problem.cost_model or Roofline(), problem.request.optimizer)
     is_alone = len(runtime.local_ranks) == runtime.n_ranks
     with steps.step("planning"):
         # Only a search that reports progress can be interrupted, and after an interruption the plans of processes would differ.
-        plan = problem.solve(steps.tell if steps.is_shown and is_alone else None)
+        tell = steps.tell if steps.is_shown and is_alone else None
+        plan = problem.solve(tell, lambda plan: simulate_plan(traced, plan, *machine))
     if is_alone or not (isinstance(problem.cost_model, MeasuredCosts) or problem.request.time_limit is not None):
         return plan
     is_first = 0 in runtime.local_ranks

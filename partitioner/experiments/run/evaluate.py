@@ -18,7 +18,7 @@ from partitioner.experiments.models.subject import ModelSource, Subject, trace_s
 from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.run.sweep_options import OF_TRACE, option_names, read_options
-from partitioner.lowering.simulate_plan import Timed, is_uniform, lower_for_timing, simulate_timed
+from partitioner.lowering.simulate_plan import Timed, is_uniform, lower_for_timing, simulate_plan, simulate_timed
 from partitioner.options.constraints import Constraints
 from partitioner.options.mode import dimensions_of_one, mode_text, ranks_of_stages, resolve_mode, sequential_tiles
 from partitioner.options.precision import MIXED, read_reduce_dtype
@@ -202,7 +202,8 @@ def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, options
         **{name: value for name, value in options.items() if name in SAME_IN_REQUEST},
         modules=subject.modules,
     ).checked()
-    return PlanProblem(subject.graph, cluster, request, None, mesh, tiles, models).solve()
+    problem = PlanProblem(subject.graph, cluster, request, None, mesh, tiles, models)
+    return problem.solve(simulated=lambda plan: simulate_plan(subject.traced, plan, cluster, Roofline(), request.optimizer))
 
 
 def _step_cost(cluster: Cluster, step_time: float) -> float | None:
