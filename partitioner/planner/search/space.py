@@ -19,12 +19,12 @@ from dataclasses import replace
 from cost_models.hardware.clusters import Cluster, Link
 from partitioner.options.limits import written_buffers
 from partitioner.planner.constraints.axes import named_dimensions
+from partitioner.planner.constraints.tile_grid import factorizations
 from partitioner.planner.costs.links import stages_length
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, schedules
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
-from partitioner.planner.tile_grid import factorizations
 from partitioner.schedules.catalog import SCHEDULES
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
