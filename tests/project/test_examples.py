@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,7 @@ QUICK = {
     "one_weird_trick": ("--devices", "2", "--batch-size", "16"),
     "replicas_of_pipelines": ("--steps", "3"),
     "streamed_decoder": ("--size", "16", "--tiles", "4", "--memory", "0.6"),
+    "sweep_on_dask": (),
     "tiled_unet": ("--steps", "2"),
     "tiled_volumes": ("--steps", "2", "--grid", "2"),
     "torchrun_training": ("--steps", "3"),
@@ -54,6 +57,7 @@ EITHER_WAY = ("accelerate_training", "distributed_sampler", "elastic_training", 
 PLANNED = {
     "gpt3_on_1024_gpus": r"^gap +\d+\.\d%: \d+ plans",
     "latency_throughput": r"^ +2 +pipeline +2 +\d+\.\d\d ms/token +[\d,]+ tokens/s$",
+    "sweep_on_dask": r"^mlp +2 +pipeline +precision=32-true +h100:1x4 ",
     "mixed_cluster": r"^equal layers on the same mesh: .* [1-9]\.\d+ times as long",
 }
 """Those that plan a model and run nothing, and a line that they print."""
@@ -79,6 +83,7 @@ LONG = frozenset(
         "one_weird_trick",
         "replicas_of_pipelines",
         "streamed_decoder",
+        "sweep_on_dask",
         "tiled_unet",
         "tiled_volumes",
         "torchrun_training",
@@ -91,17 +96,24 @@ LONG = frozenset(
 )
 """Those that take longest: they run with the full matrices."""
 
+NEEDS = {"sweep_on_dask": "dask.distributed"}
+"""Those that need a package which the tests do not install."""
+
 PER_EXAMPLE = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 
 def main_of(path: Path) -> Callable[[Sequence[str]], None]:
+    main: Callable[[Sequence[str]], None] = module_of(path).main
+    return main
+
+
+def module_of(path: Path) -> Any:
     specification = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    main: Callable[[Sequence[str]], None] = module.main
-    return main
+    return module
 
 
 def losses_in(text: str) -> list[str]:
@@ -124,6 +136,8 @@ def test_is_short_and_says_how_to_run_it(path: Path) -> None:
     "path", [pytest.param(path, id=path.stem, marks=(pytest.mark.slow,) if path.stem in LONG else ()) for path in EXAMPLES]
 )
 def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if path.stem in NEEDS:
+        pytest.importorskip(NEEDS[path.stem], reason=f"{path.name} needs {NEEDS[path.stem]}, which is not installed")
     main_of(path)(QUICK[path.stem])
     printed = capsys.readouterr().out
     difference = re.search(r"^largest difference (\S+)", printed, re.MULTILINE)
@@ -135,6 +149,13 @@ def test_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert difference is not None
         assert float(difference[1]) < 1e-3
     assert all(len(line) <= 200 for line in printed.splitlines() if not line.lstrip().startswith(("def ", "#")))
+
+
+def test_the_sweep_on_dask_runs_on_any_executor() -> None:
+    with ThreadPoolExecutor(1) as executor:
+        results = module_of(ROOT / "examples" / "sweep_on_dask.py").sweep_on(executor, 1)
+    assert len(results) == 16
+    assert not results.failures
 
 
 @pytest.mark.slow
