@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
+from typing import NoReturn
 
 import partitioner
 from partitioner.cli.options import CODES, FORMATS, Commands, add_command, add_json, numbers
 from partitioner.cli.partition_options import add_partition_options
+from passes.ir.errors import ConfigError
 
 __all__ = ["command_parser", "option_flags"]
 
@@ -18,9 +21,19 @@ def option_flags(help_text: str) -> list[str]:
     return [flag for line in lines for flag in re.findall(r"--[\w-]+", line)]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises ConfigError for arguments that it cannot read, and suggests a command or choice with a similar name."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else []
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{self.prog}: {message}", remedy=f"{meant}{self.prog} --help lists what it takes")
+
+
 def command_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="partitioner",
         description="Partition a PyTorch model over devices, and see what comes out.",
         epilog="partitioner COMMAND --help shows the options of a command, and an example.",

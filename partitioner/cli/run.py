@@ -31,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments, unknown = command_parser().parse_known_args(argv)
+    arguments = argparse.Namespace(debug=False)
     try:
+        arguments, unknown = command_parser().parse_known_args(argv)
         _check_known(arguments, unknown)
         with _plain_warnings():
             module, _, function = arguments.run.partition(":")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from passes.ir.errors import ConfigError
@@ -182,7 +183,9 @@ def _full_name(name: str) -> str:
     """Return the full name of a mesh dimension, or ``"auto"``; raise ConfigError for an unknown one."""
     name = dimension_named(name)
     if name not in (*DIMENSIONS, "auto"):
-        raise ConfigError(f"there is no mode {name!r}", remedy=f"choose one of {', '.join(DIMENSIONS)}, auto")
+        near = get_close_matches(str(name), (*DIMENSIONS, "auto"), n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"there is no mode {name!r}", remedy=f"{meant}choose one of {', '.join(DIMENSIONS)}, auto")
     return name
 
 

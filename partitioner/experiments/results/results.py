@@ -6,6 +6,7 @@ import csv
 import importlib
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -59,6 +60,9 @@ _PLAN_AND_TIME = ("cluster", "schedule", "n_microbatches", "recompute", "step_ti
 _RATES = ("tokens_per_second", "rows_per_second")
 _HEADINGS = {"rows_per_second": "rows/s", "tokens_per_second": "tokens/s", "mfu": "MFU"}
 _OTHER_NUMBERS = ("bubble_fraction", "peak_memory", "communication")
+_MOST_REASONS = 3
+"""How many reasons of failures are printed."""
+
 TEXTS = frozenset({"model", "mode", "mesh", "cluster", "schedule", "recompute", "options"})
 """The columns that hold no numbers."""
 
@@ -217,8 +221,16 @@ class Results:
         return Picture(PLOTS[name]([row for row in self.where(**facts).table if row.ok]))
 
     def __str__(self) -> str:
-        """Return a table of the placements that did not fail, fastest first, and the summary."""
-        return "\n".join([*align(*self._cells()), "", self.summary()])
+        """Return a table of the placements that did not fail, fastest first, the summary, and the most frequent reasons of failures."""
+        table = [*align(*self._cells()), ""] if len(self.failures) < len(self.table) else []
+        return "\n".join([*table, self.summary(), *self._reasons()])
+
+    def _reasons(self) -> list[str]:
+        """Return the most frequent reasons of failures, each with the number of its placements."""
+        counts = Counter(row.reason for row in self.failures)
+        shown = [f"{count} x {reason}" for reason, count in counts.most_common(_MOST_REASONS)]
+        left = len(counts) - len(shown)
+        return [*shown, f"and {left} other reason{'s' if left > 1 else ''}, see .failures"] if left else shown
 
     def _repr_html_(self) -> str:
         return html_table(*self._cells(), caption=self.summary())

@@ -88,9 +88,14 @@ def _check_name(name: str, beside: Collection[str]) -> None:
         return
     if name in NOT_IN_SWEEPS:
         raise ConfigError(f"a sweep takes no {name}: {NOT_IN_SWEEPS[name]}", remedy=f"leave out {name}")
-    near = difflib.get_close_matches(name, [*beside, *GRID, *option_names()], n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
+    meant = _meant(name, [*beside, *GRID, *option_names()])
     raise ConfigError(f"sweep() has no {name!r}", remedy=f"{meant}its options are those of partition: {', '.join(option_names())}")
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    """Return ``"did you mean precision? "`` for a name that is similar to a known one; else an empty text."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _values(name: str, value: Any) -> list[Any]:
@@ -109,7 +114,7 @@ def _checked(name: str, value: Any) -> Any:
     if name == "constraints" and isinstance(value, Mapping):
         unknown = next((field for field in value if field not in _FIELDS), None)
         if unknown is not None:
-            raise ConfigError(f"constraints have no {unknown!r}", remedy=f"choose from {', '.join(_FIELDS)}")
+            raise ConfigError(f"constraints have no {unknown!r}", remedy=f"{_meant(unknown, _FIELDS)}choose from {', '.join(_FIELDS)}")
         value = Constraints(**value)
     if name == "batch_dims" and isinstance(value, Mapping):
         value = {key: None if dimension == "none" else dimension for key, dimension in value.items()}

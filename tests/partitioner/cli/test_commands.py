@@ -179,7 +179,7 @@ def test_a_sweep_is_kept_resumed_and_reported(folder: Path, capsys: pytest.Captu
     assert "<h1>runs</h1>" in (folder / "out.html").read_text()
     with (folder / "rows.csv").open(newline="") as file:
         assert [row["key"] for row in csv.DictReader(file)] == [row.key for row in rows]
-    assert printed("report runs.db", capsys).endswith("6 placements, 1 failed\n")
+    assert "\n6 placements, 1 failed\n1 x 64 devices with 1 stage each" in printed("report runs.db", capsys)
 
 
 @pytest.mark.slow
@@ -286,3 +286,52 @@ def test_the_plan_of_a_row_is_lowered_again(folder: Path, capsys: pytest.Capture
     assert found["step_time"] == pytest.approx(rows[1]["step_time"])
     assert f"did you mean {key}?" in printed(f"report runs.db --plan {key[:-1]}", capsys, code=2)
     assert "leave out --html" in printed(f"report runs.db --plan {key} --html out.html", capsys, code=2)
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "swep sweep.toml": "did you mean sweep?",
+    "plan": "the following arguments are required: FACTORY",
+    "plan net.py:factory --microbatches x": "invalid int value: 'x'",
+    "inspect net.py:factory --devices 2 --format htm": "did you mean html?",
+    "plan net.py:factory --devices 2 --objectve memory": "did you mean --objective?",
+    "plan net.py:factory --devices 2 --mode tensr": "did you mean 'tensor'?",
+    "plan net.py:factory --devices 2 --mode data --axes bach=data": "did you mean 'batch'?",
+    "plan net.py:factory --devices 2 --cluster h100:1x2 --time-limit 0": "time_limit must be more than 0",
+    "plan net.py:factory --devices 2 --cluster h100:1x2 --time-limit 1e-9": "no plan was found within time_limit=1e-09 seconds",
+    "plan net.py:factory --devices 2 --cluster h100:1x2 --objective cost": "needs the price of a device for an hour, and h100 has none",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_words_are_one_message(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    complaint = printed(line, capsys, code=2)
+    assert WRONG[line] in complaint
+    assert complaint.startswith("error: ")
+    assert "\n  remedy: " in complaint
+    assert "usage:" not in complaint
+
+
+WRONG_SWEEPS = {
+    'objective = "cost"': (1, '1 x objective="cost" needs the price of a device for an hour, and h100 has none'),
+    "time_limit = 1e-9": (1, "1 x no plan was found within time_limit=1e-09 seconds"),
+    "time_limit = -1": (2, "time_limit must be more than 0"),
+    'objectve = "cost"': (2, "did you mean objective?"),
+    'objective = "speed"': (2, "there is no objective='speed'"),
+    'constraints = { axs = { batch = "data" } }': (2, "did you mean axes?"),
+    'axes = { bach = "data" }': (1, "did you mean 'batch'?"),
+    'mode = "dta"': (2, "did you mean 'data'?"),
+}
+
+
+@pytest.mark.parametrize("line", WRONG_SWEEPS)
+def test_wrong_options_of_a_sweep_file_are_one_message(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mode = "" if "mode" in line else 'mode = "data"\n' if "axes" in line else 'mode = "auto"\n'
+    text = f'devices = 2\n{mode}cluster = "h100:1x2"\nworkers = 0\n{line}\n[models]\nnet = "net.py:factory"\n'
+    (folder / "sweep.toml").write_text(text)
+    code, message = WRONG_SWEEPS[line]
+    assert main(shlex.split("sweep sweep.toml --store runs.db")) == code
+    text = "".join(capsys.readouterr())
+    assert message in text
+    assert "\n  remedy: " in text

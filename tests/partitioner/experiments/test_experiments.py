@@ -202,12 +202,25 @@ def test_rows_are_written_as_parquet(tmp_path: Path) -> None:
     assert parquet.read_table(tmp_path / "rows.parquet").to_pylist() == results.rows()
 
 
+PLACEMENT = Placement("net", 2, "data", "h100:1x2")
+
+
 def test_the_table_shows_units_and_failures() -> None:
     results = small_sweep(devices=[2, 64], modes=["pipeline"])
     text = str(results)
     assert text.splitlines()[0].split()[:3] == ["model", "devices", "mode"]
     assert " us  " in text or " ms  " in text
-    assert text.endswith("4 placements, 2 failed")
+    table, _, failures = text.partition("\n4 placements, 2 failed\n")
+    assert "64 devices" not in table
+    assert failures.startswith("2 x 64 devices were asked for, the cluster has 4\n  remedy: ")
+    few = Results(tuple(failed_row(str(number), placement, f"reason {number}") for number, placement in enumerate([PLACEMENT] * 5)))
+    assert str(few).splitlines() == [
+        "5 placements, 5 failed",
+        "1 x reason 0",
+        "1 x reason 1",
+        "1 x reason 2",
+        "and 2 other reasons, see .failures",
+    ]
 
 
 # -- failures --------------------------------------------------------------------------------------------------------------------------
