@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cost_models.cost_model import CostModel
+from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.profiling.op_times import MeasuredCosts
+from partitioner.lowering.simulate_plan import Traced, simulate_plan
 from partitioner.lowering.variants import variant_for
 from partitioner.model.module.modes import first_session, modes_of_trace
 from partitioner.model.partitioned_model import PartitionedModel
@@ -105,14 +106,14 @@ def partition(
             time_limit=time_limit,
         ).checked()
     cost_model, steps = checked_costs(cost_model), Progress("partition", 2 if request is None else 3, progress)
-    source = _convert_source(model, positional(example_inputs), example_kwargs, precision)
+    source = _convert_source(model, positional(example_inputs), example_kwargs, precision, batch_dims)
     modes = modes_of_trace(source.model, training)
-    graph = _trace_source(source, training, batch_dims, autocast_of(precision, source.model, target.hardware), steps)
+    graph = _trace_source(source, training, autocast_of(precision, source.model, target.hardware), steps)
     runtime = _start_runtime(source, graph, target)
     problem = None if request is None else PlanProblem(graph, target.hardware, request, cost_model, target.mesh, target.sequential_tiles)
-    plan = _agree_on_plan(_make_plan(problem, runtime, steps) if problem is not None else target.plan, graph, runtime, precision)
+    plan = _agree_on_plan(_make_plan(problem, source, runtime, steps) if problem is not None else target.plan, graph, runtime, precision)
     with steps.step("lowering"):
-        tracing = _tracing(source, modes, graph, target, batch_dims)
+        tracing = _tracing(source, modes, graph, target)
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
         warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else ())
         return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
@@ -152,6 +153,7 @@ class _Source:
         hooks: of its parameters.
         dtype: inputs are converted to it; None: nothing is converted.
         args, kwargs: the example of a call; None: taken from the model.
+        batch_dims: the batch dimension of inputs and target, by name.
     """
 
     model: nn.Module
@@ -159,6 +161,7 @@ class _Source:
     dtype: torch.dtype | None
     args: tuple[Any, ...] | None
     kwargs: Mapping[str, Any] | None
+    batch_dims: BatchDims | None
 
 
 def _resolve_target(
@@ -205,22 +208,23 @@ def _passed_inputs(inputs: str, world_size: int | None) -> Inputs:
     return "global" if world_size is None else cast(Inputs, inputs)
 
 
-def _convert_source(model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, precision: str | None) -> _Source:
+def _convert_source(
+    model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None, precision: str | None, batch_dims: BatchDims | None
+) -> _Source:
     """Convert the model and the example of a call, if the precision is a dtype of everything. Hooks are those of the original."""
     dtype, hooks = true_dtype(precision), tensor_hooks(model)
     if dtype is None:
-        return _Source(model, hooks, None, args, kwargs)
+        return _Source(model, hooks, None, args, kwargs, batch_dims)
     model = converted_model(model, dtype)
     example = find_example_inputs(model) if args is None and kwargs is None else (args or (), dict(kwargs or {}))
-    return _Source(model, hooks, dtype, *converted_inputs(example, dtype))
+    args, kwargs = converted_inputs(example, dtype)
+    return _Source(model, hooks, dtype, args, kwargs, batch_dims)
 
 
-def _trace_source(
-    source: _Source, training: bool | None, batch_dims: BatchDims | None, autocast: Autocast | None, steps: Progress
-) -> ModelGraph:
+def _trace_source(source: _Source, training: bool | None, autocast: Autocast | None, steps: Progress) -> ModelGraph:
     """Trace the model; warn of buffers written under checkpoints, and of side effects of its hooks, also noted in the graph."""
     with steps.step("tracing"):
-        graph = trace_model(source.model, source.args, source.kwargs, training, autocast, batch_dims=batch_dims).graph
+        graph = trace_model(source.model, source.args, source.kwargs, training, autocast, batch_dims=source.batch_dims).graph
     for each in graph.notes:
         if each.endswith(REPEATED_WRITES):
             warnings.warn(PartitionWarning(each), stacklevel=level_of_caller())
@@ -231,10 +235,10 @@ def _trace_source(
     return dataclasses.replace(graph, notes=(*graph.notes, note))
 
 
-def _tracing(source: _Source, modes: tuple[bool, ...], graph: ModelGraph, target: _Target, batch_dims: BatchDims | None) -> Tracing:
+def _tracing(source: _Source, modes: tuple[bool, ...], graph: ModelGraph, target: _Target) -> Tracing:
     """Return how the model was traced, for traces of other batches and modes."""
     traced = (source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, Structure(source.model))
-    return Tracing(*traced, batch_dims=batch_dims or {})
+    return Tracing(*traced, batch_dims=source.batch_dims or {})
 
 
 def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runtime:
@@ -249,12 +253,15 @@ def _start_runtime(source: _Source, graph: ModelGraph, target: _Target) -> Runti
     return runtime
 
 
-def _make_plan(problem: PlanProblem, runtime: Runtime, steps: Progress) -> Plan:
+def _make_plan(problem: PlanProblem, source: _Source, runtime: Runtime, steps: Progress) -> Plan:
     """Solve the planning problem. By measured times, or by the clock, processes would plan differently: all take the first rank's plan."""
+    traced = Traced(source.model, problem.graph, source.args, source.kwargs, source.batch_dims)
+    machine = (problem.cluster, problem.cost_model or Roofline(), problem.request.optimizer)
     is_alone = len(runtime.local_ranks) == runtime.n_ranks
     with steps.step("planning"):
         # Only a search that reports progress can be interrupted, and after an interruption the plans of processes would differ.
-        plan = problem.solve(steps.tell if steps.is_shown and is_alone else None)
+        tell = steps.tell if steps.is_shown and is_alone else None
+        plan = problem.solve(tell, lambda plan: simulate_plan(traced, plan, *machine))
     if is_alone or not (isinstance(problem.cost_model, MeasuredCosts) or problem.request.time_limit is not None):
         return plan
     is_first = 0 in runtime.local_ranks

@@ -52,7 +52,7 @@ from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, PartitionError
 from partitioner.experiments.models.factory import FactoryResult
 from partitioner.experiments.models.subject import Subject
-from partitioner.experiments.run.lower_for_timing import lower_for_timing
+from partitioner.lowering.simulate_plan import lower_for_timing
 from partitioner.options.precision import autocast_of, true_dtype
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import plan_mesh
@@ -116,7 +116,7 @@ def counted(subject: Subject, count: int, *, in_sequence: bool) -> Counted:
     plan = planned(subject, count, Constraints(axes=dict.fromkeys(names, "tensor")))
     chosen = tuple(each for each in plan.axes if each[0].partition("[")[0] in names)  # the planner adds others where that is faster
     plan = dataclasses.replace(plan, axes=chosen)
-    program = lower_for_timing(subject, plan).programs[0]
+    program = lower_for_timing(subject.traced, plan).programs[0]
     of_parameters = (node for node in program.module.graph.nodes if node.op == "get_attr" and node.target in subject.graph.parameters)
     return Counted(plan, sent_bytes(program, count), sum(node.meta["val"].numel() for node in of_parameters))
 

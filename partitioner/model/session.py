@@ -19,7 +19,6 @@ from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.inspected_programs import InspectedPrograms, LastStep
 from partitioner.options.batch_rows import Inputs
 from partitioner.options.devices import hardware_of
-from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.plan import PlanProblem
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable, device_table
@@ -57,10 +56,7 @@ class Assumptions:
     @property
     def limits(self) -> tuple[float, ...]:
         """Memory limit of each rank in bytes; empty if the caller passed the plan, whose hardware is not known."""
-        if self.problem is None:
-            return ()
-        request = self.problem.request
-        return memory_limits(self.problem.cluster.first(len(request.devices)), request)
+        return () if self.problem is None else self.problem.limits
 
     def planned_for(self, plan: Plan) -> str:
         """Return the hardware that a plan was made for, ``"2 x h100"``; empty if it is the hardware that runs it."""

@@ -8,20 +8,17 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
+from partitioner.lowering.simulate_plan import is_inlined
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.session import Session
 from partitioner.options.arguments import read_cluster
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
-from passes.ir.plan import Plan
 
-__all__ = ["Step", "is_inlined", "machine_of", "simulate"]
+__all__ = ["Step", "machine_of", "simulate"]
 
 Step = Literal["train_step", "forward_backward"]
 """How a step is called: ``pm.train_step(...)``, or ``pm(...)`` and ``backward()``, which runs all forwards first."""
-
-_MOST_NODES = 100_000
-"""Programs with more nodes are simulated by representatives, whose stages stay calls."""
 
 
 @gc_paused()
@@ -75,13 +72,3 @@ def machine_of(session: Session, cluster: Cluster | str | None) -> Cluster:
             remedy=f"pass a cluster of {session.plan.n_ranks} devices or more",
         )
     return machine
-
-
-def is_inlined(plan: Plan, n_forward_nodes: int, n_microbatches: int) -> bool:
-    """Whether the programs of a plan are short enough to be simulated with their stages inlined.
-
-    Stages of a single pipeline are calls in any case. Each of the ``n_forward_nodes`` of a pipeline's stages is inlined once forward and
-    about twice backward for each microbatch.
-    """
-    n_pipelines = plan.grid.cutting.size
-    return n_pipelines == 1 or 3 * n_forward_nodes * n_microbatches * n_pipelines <= _MOST_NODES

@@ -11,12 +11,14 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.units import format_bytes
 from partitioner.planner.constraints.halos import check_halos
+from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plan_auto, plans_auto
 from partitioner.planner.search.least_memory import least_memory
 from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.planner.sequential_tiling import plan_stream
 from partitioner.planner.sharding.shared_models import SharedModels
+from partitioner.planner.simulated_ranking import MOST_SIMULATED, Simulated, fastest_simulated
 from partitioner.schedules.catalog import interleaves
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.errors import ConfigError
@@ -48,11 +50,18 @@ class PlanProblem:
     sequential_tiles: int | tuple[int, ...] | None = None
     models: SharedModels = field(default_factory=SharedModels, repr=False)
 
-    def solve(self, tell: Callable[[str], None] | None = None) -> Plan:
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The memory limit of each rank in bytes."""
+        return memory_limits(self.cluster.first(len(self.request.devices)), self.request)
+
+    def solve(self, tell: Callable[[str], None] | None = None, simulated: Simulated | None = None) -> Plan:
         """Return the plan: of sequential tiles on one device, of the named mesh, or the fastest of all meshes.
 
         Args:
             tell: called with the progress of a search; an interrupt then keeps the best plan. None: an interrupt is raised.
+            simulated: returns the simulated step of a plan: the best plans of a search over all meshes are ranked by it. None: they are
+                ranked by the prices of the search.
 
         Raises:
             ConfigError: the request does not fit the model, the cluster or itself.
@@ -63,18 +72,22 @@ class PlanProblem:
         if objective == "memory":
             return least_memory(lambda request: self._fastest(request, tell), self.request)
         price = _price_per_hour(self.cluster.first(len(self.request.devices))) if objective == "cost" else 0.0
-        plan = self._fastest(self.request, tell)
+        plan = self._fastest(self.request, tell, simulated)
         reported = () if objective == "step_time" else (_objective_words(plan, price),)
         return plan.predicted(notes=(*plan.notes, *reported))
 
-    def _fastest(self, request: PlanRequest, tell: Callable[[str], None] | None) -> Plan:
+    def _fastest(self, request: PlanRequest, tell: Callable[[str], None] | None, simulated: Simulated | None = None) -> Plan:
         """Return the plan with the shortest step."""
         graph = self.models.graph_of_step(self.graph)
         problem = (graph, self.cluster, request, self.cost_model)
         if self.sequential_tiles is not None:
             plan = plan_stream(graph, self.sequential_tiles, *problem[1:])
+        elif self.mesh is not None:
+            plan = plan_mesh(*problem, self.mesh, self.models)
+        elif simulated is None or len(request.devices) == 1:
+            plan = plan_auto(*problem, tell, self.models)
         else:
-            plan = plan_auto(*problem, tell, self.models) if self.mesh is None else plan_mesh(*problem, self.mesh, self.models)
+            plan = fastest_simulated(plans_auto(*problem, tell, self.models, most=MOST_SIMULATED), simulated, self.limits)
         return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))
 
 

@@ -23,9 +23,9 @@ from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.units import format_bytes, parse_bytes
 from cost_models.memory.liveness import forward_peak, given_bytes, step_peak
 from cost_models.memory.optimizer_state import training_bytes
+from partitioner.planner.constraints.tile_grid import best_grid
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.make_plan import make_plan
-from partitioner.planner.tile_grid import best_grid
 from partitioner.schedules.catalog import find_schedule
 from passes.analysis.axes import Axes, find_axes
 from passes.autograd.recompute import Recompute

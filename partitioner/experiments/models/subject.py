@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from cost_models.hardware.clusters import Cluster
 from partitioner.experiments.models.factory import FactoryResult, call_factory, check_factory_result, source_name
+from partitioner.lowering.simulate_plan import Traced
 from partitioner.options.precision import autocast_of, converted_inputs, converted_model, true_dtype
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.example import find_example_inputs
@@ -49,6 +50,10 @@ class Subject:
     fingerprint: str
     modules: frozenset[str]
     batch_dims: BatchDims | None = None
+
+    @property
+    def traced(self) -> Traced:
+        return Traced(self.made.model, self.graph, self.made.args, self.made.kwargs, self.batch_dims)
 
 
 def name_models(models: Models) -> dict[str, ModelSource]:

@@ -13,13 +13,12 @@ import torch
 
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
-from cost_models.simulator.simulate import simulate_programs
 from partitioner.experiments.models.rates import model_flops, tokens_of_sample, utilization
 from partitioner.experiments.models.subject import ModelSource, Subject, trace_subject
 from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
-from partitioner.experiments.run.lower_for_timing import Timed, is_uniform, lower_for_timing
 from partitioner.experiments.run.sweep_options import OF_TRACE, option_names, read_options
+from partitioner.lowering.simulate_plan import Timed, is_uniform, lower_for_timing, simulate_plan, simulate_timed
 from partitioner.options.constraints import Constraints
 from partitioner.options.mode import dimensions_of_one, mode_text, ranks_of_stages, resolve_mode, sequential_tiles
 from partitioner.options.precision import MIXED, read_reduce_dtype
@@ -144,15 +143,7 @@ class Evaluator:
         options = read_options(placement.options)
         plan = _make_plan(subject, cluster, placement, options, self._models)
         timed = self._lower(trace, plan, cluster)
-        simulation = simulate_programs(
-            timed.programs,
-            cluster,
-            Roofline(),
-            plan.batch_size,
-            optimizer=options.get("optimizer", PlanRequest.optimizer),
-            n_row_parts=timed.n_row_parts,
-            representatives=timed.representatives,
-        )
+        simulation = simulate_timed(timed, plan, cluster, Roofline(), options.get("optimizer", PlanRequest.optimizer))
         recompute = placement.recompute if isinstance(placement.policies, Mapping) else plan.recompute
         schedule = plan.schedule if len(plan.stages) > 1 else "none"
         planned = replace(placement, schedule=schedule, n_microbatches=plan.n_microbatches, recompute=recompute)
@@ -186,7 +177,7 @@ class Evaluator:
         if key not in self._lowered:
             while len(self._lowered) >= _CACHE_SIZE:
                 del self._lowered[next(iter(self._lowered))]
-            self._lowered[key] = lower_for_timing(self.bench.subjects[trace], plan, each_rank=not uniform)
+            self._lowered[key] = lower_for_timing(self.bench.subjects[trace].traced, plan, each_rank=not uniform)
         return self._lowered[key]
 
 
@@ -211,7 +202,8 @@ def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, options
         **{name: value for name, value in options.items() if name in SAME_IN_REQUEST},
         modules=subject.modules,
     ).checked()
-    return PlanProblem(subject.graph, cluster, request, None, mesh, tiles, models).solve()
+    problem = PlanProblem(subject.graph, cluster, request, None, mesh, tiles, models)
+    return problem.solve(simulated=lambda plan: simulate_plan(subject.traced, plan, cluster, Roofline(), request.optimizer))
 
 
 def _step_cost(cluster: Cluster, step_time: float) -> float | None:

@@ -16,7 +16,7 @@ from torch import fx
 
 from partitioner.options.constraints import TENSOR, Constraints
 from partitioner.options.mode import dimension_named
-from partitioner.planner.tile_grid import fits, tile_axes
+from partitioner.planner.constraints.tile_grid import fits, tile_axes
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import axes_named, batch_axes, space_axes
 from passes.ir.errors import ConfigError

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
@@ -23,14 +23,14 @@ from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_len
 from partitioner.planner.pipeline.candidates import microbatch_choices
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.best_first import ClosedMesh, Opened, PlanSearch
+from partitioner.planner.search.best_first import ClosedMesh, Opened, Option, PlanSearch
 from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import searched_words
 from partitioner.planner.search.infeasible import nothing_fits, nothing_of_trial
-from partitioner.planner.search.make_plan import describe_best
+from partitioner.planner.search.make_plan import describe
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.search.plan_mesh import with_sharding
-from partitioner.planner.search.space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of
+from partitioner.planner.search.space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of, usual_meshes
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.planner.sharding.spatial import Hardware
@@ -43,10 +43,9 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STORED, TILES, Mesh
 from passes.ir.plan import ATTENTION, Plan
 
-__all__ = ["plan_auto"]
+__all__ = ["plan_auto", "plans_auto"]
 
 
-@gc_paused()
 def plan_auto(
     graph: ModelGraph,
     cluster: Cluster,
@@ -55,7 +54,22 @@ def plan_auto(
     tell: Callable[[str], None] | None = None,
     models: SharedModels | None = None,
 ) -> Plan:
-    """Decide everything that the user left open.
+    """Return the fastest plan by the prices of the search; arguments and errors are those of ``plans_auto``."""
+    return plans_auto(graph, cluster, request, cost_model, tell, models, most=1)[0]
+
+
+@gc_paused()
+def plans_auto(
+    graph: ModelGraph,
+    cluster: Cluster,
+    request: PlanRequest,
+    cost_model: CostModel | None = None,
+    tell: Callable[[str], None] | None = None,
+    models: SharedModels | None = None,
+    *,
+    most: int,
+) -> list[Plan]:
+    """Decide everything that the user left open; return the fastest plan, and nearly as fast ones of other mesh dimensions.
 
     Args:
         cluster: the hardware, at least as many devices as the request names.
@@ -63,6 +77,7 @@ def plan_auto(
         cost_model: prices work and messages; None: an analytic roofline.
         tell: called with the progress whenever it changes; an interrupt then keeps the best plan. None: an interrupt is raised.
         models: what plans of one graph share.
+        most: how many plans.
 
     Raises:
         ConfigError: the request does not fit the model, the cluster or itself.
@@ -71,7 +86,7 @@ def plan_auto(
     request.check(graph)
     search = _Auto(graph, cluster.first(len(request.devices)), request, cost_model or Roofline(), tell, models or SharedModels())
     search.run()
-    return search.plan()
+    return search.plans(most)
 
 
 class _Opener:
@@ -116,6 +131,9 @@ class _Opener:
         return memory * stored / (2 + optimizer_states(self._request.optimizer) if self._graph.training else 1)
 
 
+_NEARLY = 1.15
+"""Relative time up to which plans of other mesh dimensions are nearly as fast as the best: about the error of prices."""
+
 _DOUBLINGS = 4
 """So often must a device be doubled that a search has all of its limits: more devices have more meshes, and more stages."""
 
@@ -152,15 +170,15 @@ class _Auto:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._opener.links)
         pipeline = Mesh((("pipeline", len(self._cluster.devices)),))
-        alone = [mesh for mesh in shapes if len(mesh.names) == 1]
+        usual = usual_meshes(shapes, self._cluster)
         staged = [mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1]
         self._open_with_sharing([pipeline], bounds)
-        self._search_meshes(alone, bounds)  # products of these are many, and the best of these beats most of them
+        self._search_meshes(usual, bounds)  # other products of dimensions are many, and the best of these beats most of them
         self._open_with_sharing(staged, bounds)
         for mesh in (pipeline, *staged):
             for submeshes, replicas in allowed_widths(self._graph, self._cluster, self._request, mesh):
                 self._open_mesh(submeshes, bounds, replicas)
-        self._search_meshes([mesh for mesh in shapes if mesh not in alone], bounds)
+        self._search_meshes([mesh for mesh in shapes if mesh not in usual], bounds)
         if self._search.best is None:  # tiles need less memory than whole images
             self._search_meshes([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
         self._search.prove()
@@ -196,16 +214,29 @@ class _Auto:
         except ConfigError as refusal:
             self._refusals.append(refusal)
 
-    def plan(self) -> Plan:
-        """Return the best plan; raise an error that says why if there is none."""
+    def plans(self, most: int) -> list[Plan]:
+        """Return the best plan, and those of other dimensions that are nearly as fast; raise an error that says why if there is none.
+
+        Prices err alike for meshes of the same dimensions, so that a comparison of those gains little.
+        """
         search = self._search
         if search.best is None:
             raise self._failure()
-        plan = describe_best(search, lambda option: id(option.problem))
-        option, _ = search.best
-        if option.cut is not None:
-            plan = with_sharding(plan, option.cut)
-        searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, search.gap, interrupted=search.interrupted)
+        fastest = search.fastest(_of_mesh)
+        near: dict[tuple[str, ...], int] = {}
+        for place, (option, found) in enumerate(fastest):
+            if not place or found.step_time <= fastest[0][1].step_time * _NEARLY:
+                near.setdefault(option.problem.mesh.names, place)
+        return [self._described(place, fastest[place][0].cut) for place in list(near.values())[:most]]
+
+    def _described(self, place: int, cut: MeshCut | None) -> Plan:
+        """Return the plan of the mesh at a place among all, the fastest at 0."""
+        search = self._search
+        plan = describe(search, _of_mesh, place)
+        if cut is not None:
+            plan = with_sharding(plan, cut)
+        gap = plan.gap or 0.0
+        searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, gap, interrupted=search.interrupted)
         return dataclasses.replace(plan.predicted(searched=searched), weights=weights_digest(self._graph))
 
     def _failure(self) -> PartitionError:
@@ -215,3 +246,8 @@ class _Auto:
         for item in self._too_large:
             self._search.open(item)
         return nothing_fits(self._search.meshes, [*self._refusals, *self._search.refusals])
+
+
+def _of_mesh(option: Option) -> Hashable:
+    """Return the key of the solutions that are compared as one mesh."""
+    return id(option.problem)

@@ -35,7 +35,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Contender, Plan, Prediction
 
-__all__ = ["PlanRequest", "Sharding", "describe_best", "make_plan", "plan_shardings"]
+__all__ = ["PlanRequest", "Sharding", "describe", "describe_best", "make_plan", "plan_shardings"]
 
 
 def make_plan(
@@ -169,7 +169,13 @@ def _nothing_fits(problem: MeshProblem) -> PartitionError:
 
 def describe_best(search: PlanSearch, group: Callable[[Option], Hashable]) -> Plan:
     """Return the best plan of a search; its report compares it with the best solution of each other group (``group``: their key)."""
-    (option, solution), *others = search.fastest(group)
+    return describe(search, group, 0)
+
+
+def describe(search: PlanSearch, group: Callable[[Option], Hashable], place: int) -> Plan:
+    """Return the plan of the group that comes at a place, the fastest at 0; its report compares it with those of the other groups."""
+    others = search.fastest(group)
+    option, solution = others.pop(place)
     contenders = [contender(other.words, found) for other, found in ((option, solution), *others)]
     alternatives = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
     nearest = [contender(other.words, found) for other, found in alternatives[:1]]

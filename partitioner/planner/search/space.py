@@ -13,25 +13,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from cost_models.hardware.clusters import Cluster, Link
 from partitioner.options.limits import written_buffers
 from partitioner.planner.constraints.axes import named_dimensions
+from partitioner.planner.constraints.tile_grid import factorizations
 from partitioner.planner.costs.links import stages_length
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, schedules
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
-from partitioner.planner.tile_grid import factorizations
 from partitioner.schedules.catalog import SCHEDULES
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STAGES, TILE, WIDTH, Mesh
 
-__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "allowed_widths", "candidates_of", "tile_shapes"]
+__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "allowed_widths", "candidates_of", "tile_shapes", "usual_meshes"]
 
 
 def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
@@ -68,6 +68,19 @@ def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, req
         if named_dimensions(constraints) <= set(mesh.names):
             with contextlib.suppress(ConfigError):  # space is too small for so many
                 yield model.with_grid(mesh)
+
+
+def usual_meshes(meshes: Iterable[Mesh], cluster: Cluster) -> list[Mesh]:
+    """Return those of some meshes that people choose by hand: one dimension, or the devices of a node innermost.
+
+    fsdp 64      data 8 x tensor 8      pipeline 8 x fsdp 8      pipeline 2 x data 4 x tensor 8      of 8 nodes of 8 devices
+    """
+    per_node = min((level.size for level in cluster.links), default=0) if isinstance(cluster.links, tuple) else len(cluster.devices)
+    return [mesh for mesh in meshes if len(mesh.names) == 1 or (mesh.names[-1] in _IN_NODE and mesh.dimensions[-1][1] == per_node)]
+
+
+_IN_NODE = ("tensor", "fsdp")
+"""The mesh dimensions that send most, over the devices of a node."""
 
 
 def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[int, ...]]:

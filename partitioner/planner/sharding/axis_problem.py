@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from partitioner.planner.constraints.tile_grid import fits
 from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.sharding.axis_costs import AxisPrices, axis_terms
 from partitioner.planner.solvers.variable_elimination import ChoiceProblem, Choices, Term, choose
-from partitioner.planner.tile_grid import fits
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import batch_axes
 from passes.analysis.layout_facts import LayoutFacts

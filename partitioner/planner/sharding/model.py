@@ -15,13 +15,13 @@ from torch import fx
 from cost_models.graph_cost import graph_cost
 from partitioner.options.constraints import TENSOR, Constraints
 from partitioner.planner.constraints.axes import constrained_axes
+from partitioner.planner.constraints.tile_grid import fits, tile_axes, with_grid
 from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.costs.memory.named_regions import policy_key
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.axis_problem import AxisChoice, AxisProblem
 from partitioner.planner.sharding.rank_shard import ModelPart, PartGraph, axis_cut, cut_part, part_graph, whole_part
 from partitioner.planner.sharding.spatial import Hardware, SpaceProblem, may_be_hybrid
-from partitioner.planner.tile_grid import fits, tile_axes, with_grid
 from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes, expert_axes, short_names, space_axes
 from passes.analysis.layout_facts import LayoutFacts

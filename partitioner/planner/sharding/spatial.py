@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from cost_models.cost_model import CostModel
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware.clusters import Cluster
+from partitioner.planner.constraints.tile_grid import fits, tile_axes
 from partitioner.planner.costs.links import LinkTable, places_of
 from partitioner.planner.sharding.axis_problem import AxisChoice, AxisProblem
 from partitioner.planner.sharding.space_costs import Ranks, SpacePrices
-from partitioner.planner.tile_grid import fits, tile_axes
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import batch_axes, space_axes
 from passes.ir.graph import ModelGraph

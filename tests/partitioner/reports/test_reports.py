@@ -295,11 +295,12 @@ def test_equal_stages_and_their_messages_share_a_row() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(16)))
     pm = partition(model, 16, "pipeline", example_inputs=(torch.rand(16, 16),), n_microbatches=16, progress=False)
     bodies = dict(sections(pm.explained()))
-    stages, communication = bodies["STAGES"], bodies["COMMUNICATION"]
+    stages, communication, schedule = bodies["STAGES"], bodies["COMMUNICATION"], bodies["SCHEDULE"]
     assert isinstance(stages, Table)
     assert isinstance(communication, Table)
+    assert isinstance(schedule, list)
     assert len(stages.rows) < 8
     sent = [row for row in communication.rows if row[4].startswith("stage")]
     assert [row[3] for row in sent] == [str(15 * 16)] * 2  # activations, and their gradients
     assert sent[0][4:6] == ("stage 0 and 14 more", "stage 1 and 14 more")
-    assert len(bodies["SCHEDULE"]) == 14  # of 16 ranks, the first and the last
+    assert len(schedule) == 14  # of 16 ranks, the first and the last

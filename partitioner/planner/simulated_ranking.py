@@ -1,0 +1,84 @@
+"""Rank the best plans of a search by their simulated steps.
+
+    plan                 by prices of layers    simulated
+    fsdp 8                        0.903 s         0.843 s      taken
+    pipeline 8, ZBV               0.752 s         0.889 s
+
+Prices of a search leave out what only programs show: which messages share a link, what is gathered ahead of its use, which sums overlap the
+backward. Plans of unlike meshes that are nearly as fast by these prices are therefore lowered, and compared by the simulation of their
+programs. The step time of the plan is then the simulated one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from cost_models.hardware.units import format_bytes
+from cost_models.simulator.result import Simulation
+from partitioner.planner.search.describe import compared
+from passes.ir.errors import PartitionError
+from passes.ir.plan import Contender, Plan
+
+__all__ = ["MOST_SIMULATED", "Simulated", "fastest_simulated"]
+
+Simulated: TypeAlias = Callable[[Plan], Simulation]
+"""Simulates the step of a plan; raises PartitionError if it cannot be lowered."""
+
+MOST_SIMULATED = 3
+"""How many plans of a search are simulated."""
+
+
+def fastest_simulated(plans: Sequence[Plan], simulated: Simulated, limits: Sequence[float]) -> Plan:
+    """Return the plan with the shortest simulated step, of those whose simulated memory fits, if any does.
+
+    Args:
+        plans: of unlike meshes, the first of the search's choice. One that cannot be lowered is left out, unless it is the only one.
+        limits: the memory limit of each rank in bytes.
+    """
+    steps: list[tuple[Plan, Simulation]] = []
+    for plan in plans:
+        try:
+            steps.append((plan, simulated(plan)))
+        except PartitionError:  # its lowering reports it again if it is taken
+            continue
+    if not steps:
+        return plans[0]
+    ranked = sorted(steps, key=lambda step: (_excess(step[1], limits) > 0, step[1].step_time))
+    plan, simulation = ranked[0]
+    return _reported(plan, simulation, [_contender(*step) for step in ranked], plans[0].prediction.contenders, limits)
+
+
+def _excess(simulation: Simulation, limits: Sequence[float]) -> float:
+    """Return by how many bytes a simulated peak exceeds its limit; of several ranks, the most."""
+    return max((peak - limit for peak, limit in zip(simulation.peak_memory, limits, strict=True)), default=0.0)
+
+
+def _contender(plan: Plan, simulation: Simulation) -> Contender:
+    """Return a plan as an entry of the list of alternatives, with its simulated step."""
+    return dataclasses.replace(plan.prediction.contenders[0], step_time=simulation.step_time)
+
+
+def _reported(
+    plan: Plan, simulation: Simulation, ranked: Sequence[Contender], searched: Sequence[Contender], limits: Sequence[float]
+) -> Plan:
+    """Return a plan with its simulated step, beside the other simulated plans and then those of the search that were not."""
+    words = {contender.words for contender in ranked}
+    others = [each for each in searched if each.words not in words]
+    contenders = (*ranked, *others)[: max(len(searched), len(ranked))]
+    prediction = plan.prediction
+    runner_up = prediction.runner_up
+    if len(contenders) > 1:
+        runner_up = compared(contenders[1].words, contenders[1].step_time, simulation.step_time, contenders[1].spent_on)
+    notes = list(prediction.notes)
+    if (excess := _excess(simulation, limits)) > 0:
+        notes.append(f"The simulated peak memory exceeds the limit by {format_bytes(excess)}: memory_limit= leaves more room.")
+    count = f"; the best {len(ranked)} were simulated" if len(ranked) > 1 else "; the best was simulated"
+    return plan.predicted(
+        step_time=simulation.step_time,
+        runner_up=runner_up,
+        notes=tuple(notes),
+        contenders=contenders,
+        searched=prediction.searched + count,
+    )

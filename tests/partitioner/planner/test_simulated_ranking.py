@@ -1,0 +1,103 @@
+"""``mode="auto"`` ranks its best plans by their simulated steps, and reports those."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.hardware.clusters import Cluster
+from cost_models.simulator.result import Simulation
+from partitioner import ConfigError, Plan, partition
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.search.auto import plan_auto, plans_auto
+from partitioner.planner.simulated_ranking import fastest_simulated
+from partitioner.tracing.trace import trace
+from passes.ir.graph import ModelGraph
+
+CLUSTER = Cluster.preset("a100-80gb", 1, 4)
+REQUEST = PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4)))
+NO_LIMIT = (float("inf"),) * 4
+
+
+def model() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))), torch.randn(16, 64)
+
+
+def graph() -> ModelGraph:
+    net, x = model()
+    return trace(net, (x,), {}, training=True)
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    return plans_auto(graph(), CLUSTER, REQUEST, most=3)
+
+
+@pytest.fixture(scope="module")
+def step() -> Simulation:
+    net, x = model()
+    return partition(net, 4, "data", example_inputs=(x,), cluster=CLUSTER, progress=False).simulate()
+
+
+def lasting(step: Simulation, seconds: Mapping[Plan, float]) -> Callable[[Plan], Simulation]:
+    return lambda plan: dataclasses.replace(step, step_time=seconds[plan])
+
+
+def test_the_plan_has_its_simulated_step() -> None:
+    net, x = model()
+    pm = partition(net, 4, example_inputs=(x,), cluster=CLUSTER, progress=False)
+    assert pm.plan.step_time == pm.simulate().step_time
+    assert pm.plan.prediction.contenders[0].step_time == pm.plan.step_time
+    assert "simulated" in pm.plan.prediction.searched
+    torch.testing.assert_close(pm(x), net(x))
+
+
+def test_plans_of_a_search_are_of_unlike_meshes(plans: list[Plan]) -> None:
+    assert plans[0] == plan_auto(graph(), CLUSTER, REQUEST)
+    assert 1 < len(plans) <= 3
+    assert len({plan.grid.names for plan in plans}) == len(plans)
+    for plan in plans:  # each is described as the chosen one
+        assert plan.prediction.contenders[0].step_time == plan.step_time
+        assert plans[0].step_time <= plan.step_time <= 1.15 * plans[0].step_time
+
+
+def test_the_fastest_by_simulation_is_taken(plans: list[Plan], step: Simulation) -> None:
+    seconds = {plan: 1.0 + len(plans) - place for place, plan in enumerate(plans)}  # the last is the fastest
+    taken = fastest_simulated(plans, lasting(step, seconds), NO_LIMIT)
+    assert taken == plans[-1]
+    assert taken.step_time == 2.0
+    times = [contender.step_time for contender in taken.prediction.contenders]
+    assert times[: len(plans)] == sorted(seconds.values())
+    assert taken.prediction.runner_up.startswith(taken.prediction.contenders[1].words)
+    assert "50.0 % slower" in taken.prediction.runner_up
+    assert taken.prediction.searched.endswith(f"the best {len(plans)} were simulated")
+
+
+def test_a_plan_that_cannot_be_lowered_is_left_out(plans: list[Plan], step: Simulation) -> None:
+    def simulated(plan: Plan) -> Simulation:
+        if plan == plans[0]:
+            raise ConfigError("it cannot be lowered", remedy="nothing")
+        return step
+
+    assert fastest_simulated(plans, simulated, NO_LIMIT) != plans[0]
+    assert fastest_simulated(plans[:1], simulated, NO_LIMIT) == plans[0]
+
+
+def test_a_plan_whose_simulated_memory_fits_comes_first(plans: list[Plan], step: Simulation) -> None:
+    seconds = {plan: 1.0 + place for place, plan in enumerate(plans)}
+    peak = max(step.peak_memory)
+
+    def simulated(plan: Plan) -> Simulation:
+        times = 1.0 if plan == plans[0] else 0.25
+        memory = tuple(dataclasses.replace(each, activations=int(each.activations + times * 2**30)) for each in step.memory)
+        return dataclasses.replace(step, step_time=seconds[plan], memory=memory)
+
+    limits = (peak + 2.0**29,) * 4
+    assert fastest_simulated(plans, simulated, limits) == plans[1]
+    only = fastest_simulated(plans[:1], simulated, limits)
+    assert any(note.startswith("The simulated peak memory exceeds the limit by ") for note in only.notes)
