@@ -19,10 +19,11 @@ from partitioner.planner.pipeline.candidate import stage_model
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.mesh_problem import MeshProblem
+from partitioner.planner.search.space import mesh_shapes, usual_meshes
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import Mesh, mesh_words
 from tests.support.planning.all_plans import (
     Instance,
     candidates,
@@ -182,3 +183,13 @@ def test_no_plan_of_a_mesh_beats_its_bound(name: str, schedule: str) -> None:
         problem = mesh_problem(given, model, mesh, beside=False, replicas=replicas)
         if problem is not None and (fastest := min(plans(given, problem), default=math.inf)) < math.inf:
             assert MeshBounds(model, given.cluster, request, Roofline()).of(mesh, replicas=replicas) <= fastest, (count, link)
+
+
+def test_usual_meshes_have_one_dimension_or_a_node_innermost() -> None:
+    shapes = list(mesh_shapes(16, 32, levels=True))
+    usual = {mesh_words(mesh) for mesh in usual_meshes(shapes, Cluster.parse("h100:2x8"))}
+    assert usual >= {"fsdp 16", "data 16", "pipeline 16", "data 2 x tensor 8", "pipeline 2 x tensor 8", "pipeline 2 x fsdp 8"}
+    assert not usual & {"data 4 x tensor 4", "fsdp 8 x pipeline 2", "tensor 4"}
+    one_node = {mesh_words(mesh) for mesh in usual_meshes(mesh_shapes(8, 32, levels=False), Cluster.parse("h100:1x8"))}
+    assert one_node >= {"fsdp 8", "tensor 8", "pipeline 8"}
+    assert all(" x " not in words for words in one_node)
