@@ -35,7 +35,7 @@ class RankClass:
     """Ranks whose programs are equal but for their peers.
 
     Attributes:
-        program: of the first rank. With many ranks, only the first of equal calls of a stage is inlined (``TIMES``).
+        program: of one of them. With many ranks, only the first of equal calls of a stage is inlined (``TIMES``).
         ranks: all of them, ascending.
     """
 

@@ -181,11 +181,10 @@ def _transfer(calls: Sequence[_OfClass], mesh: Mesh | None) -> Transfer:
 def _groups(calls: Sequence[_OfClass], mesh: Mesh | None) -> list[tuple[int, ...]]:
     """Return the groups of collectives: of a rank of each class, and of the others the same, shifted along the mesh."""
     found: dict[tuple[int, ...], None] = {}
-    for group, ranks in dict.fromkeys((call.spec.group, of_class.ranks) for of_class, call in calls):
+    for group, first, ranks in dict.fromkeys((call.spec.group, of_class.program.rank, of_class.ranks) for of_class, call in calls):
         found[group] = None
-        for rank in ranks[1:]:
-            assert mesh is not None
-            found[tuple(mesh.shifted(member, ranks[0], rank) for member in group)] = None
+        if mesh is not None and len(ranks) > 1:
+            found |= dict.fromkeys(tuple(mesh.shifted(member, first, rank) for member in group) for rank in ranks)
     return list({frozenset(group): group for group in reversed(found)}.values())[::-1]
 
 
