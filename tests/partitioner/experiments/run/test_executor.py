@@ -29,6 +29,7 @@ def here() -> Results:
     return small(workers=0)
 
 
+@pytest.mark.slow
 def test_threads_find_the_rows_of_this_process(here: Results, tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as executor:
         first = small(executor=executor, store=tmp_path / "runs.db")

@@ -147,6 +147,7 @@ def convolutions() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1)), (torch.zeros(2, 1, 16, 16),)
 
 
+@pytest.mark.slow
 def test_tiles_are_of_devices_or_of_one_in_turn() -> None:
     results = small(models={"net": convolutions}, devices=[1, 4], modes=[{"tile": 4}, {"data": 1, "tile": (4, 1)}], clusters="h100:1x4")
     assert not results.failures

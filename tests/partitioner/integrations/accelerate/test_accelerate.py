@@ -108,6 +108,7 @@ def test_what_cannot_be_is_refused_by_name(workers: Callable[[int], Workers]) ->
         assert "1.weight is outside of the partitioned model" in said[5]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_values_of_one_process_reach_all(workers: Callable[[int], Workers]) -> None:
     """A name of the run, a seed, a trigger: the processes are one to loaders and to methods of Accelerator that gather."""

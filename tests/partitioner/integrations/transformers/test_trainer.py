@@ -136,6 +136,7 @@ def test_beside_another_subclass(bases: tuple[type, ...], is_alone: bool) -> Non
     assert run._reads_loss_alone is is_alone
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_class_of_transformers_is_refused_in_processes(tmp_path: Path, workers: Callable[[int], Workers]) -> None:
     for said in workers(2).values(refusals, str(tmp_path)):
