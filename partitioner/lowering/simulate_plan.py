@@ -3,7 +3,7 @@
     plan ─> graph for the microbatch's size ─> cut ─> stages ─> programs
 
                  tensor 0   tensor 1
-    data 0       rank 0     rank 1          four ranks of one kind: rank 0 is lowered, and counts four times
+    data 0       rank 0     rank 1          four ranks of one kind: rank 3 is lowered, and counts four times
     data 1       rank 2     rank 3
 
 Pipelines are of one kind if their shards have the same sizes, their devices are equal, and their links are equally fast.

@@ -14,6 +14,7 @@ from partitioner.planner.constraints.halos import check_halos
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto, plans_auto
+from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.least_memory import least_memory
 from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.planner.sequential_tiling import plan_stream
@@ -78,7 +79,7 @@ class PlanProblem:
 
     def _fastest(self, request: PlanRequest, tell: Callable[[str], None] | None, simulated: Simulated | None = None) -> Plan:
         """Return the plan with the shortest step."""
-        graph = self.models.graph_of_step(self.graph)
+        graph, deadline = self.models.graph_of_step(self.graph), Deadline.after(request.time_limit)
         problem = (graph, self.cluster, request, self.cost_model)
         if self.sequential_tiles is not None:
             plan = plan_stream(graph, self.sequential_tiles, *problem[1:])
@@ -87,7 +88,7 @@ class PlanProblem:
         elif simulated is None or len(request.devices) == 1:
             plan = plan_auto(*problem, tell, self.models)
         else:
-            plan = fastest_simulated(plans_auto(*problem, tell, self.models, most=MOST_SIMULATED), simulated, self.limits)
+            plan = fastest_simulated(plans_auto(*problem, tell, self.models, most=MOST_SIMULATED), simulated, self.limits, deadline)
         return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))
 
 

@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from cost_models.hardware.units import format_bytes
 from cost_models.simulator.result import Simulation
+from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import compared
 from passes.ir.errors import PartitionError
 from passes.ir.plan import Contender, Plan
@@ -30,24 +31,31 @@ MOST_SIMULATED = 3
 """How many plans of a search are simulated."""
 
 
-def fastest_simulated(plans: Sequence[Plan], simulated: Simulated, limits: Sequence[float]) -> Plan:
+def fastest_simulated(plans: Sequence[Plan], simulated: Simulated, limits: Sequence[float], deadline: Deadline) -> Plan:
     """Return the plan with the shortest simulated step, of those whose simulated memory fits, if any does.
 
     Args:
-        plans: of unlike meshes, the first of the search's choice. One that cannot be lowered is left out, unless it is the only one.
+        plans: of unlike meshes, the first of the search's choice. One that cannot be lowered is left out, and named in the notes.
         limits: the memory limit of each rank in bytes.
+        deadline: of the search; once it is over, no further plan is simulated.
     """
     steps: list[tuple[Plan, Simulation]] = []
+    notes: list[str] = []
     for plan in plans:
+        if steps and deadline.is_over:
+            break
         try:
             steps.append((plan, simulated(plan)))
-        except PartitionError:  # its lowering reports it again if it is taken
-            continue
+        except PartitionError as refusal:
+            notes.append(f"Left out, as it cannot be lowered: {plan.prediction.contenders[0].words}: {refusal.problem}.")
     if not steps:
-        return plans[0]
+        return plans[0].predicted(notes=(*plans[0].notes, *notes))
     ranked = sorted(steps, key=lambda step: (_excess(step[1], limits) > 0, step[1].step_time))
     plan, simulation = ranked[0]
-    return _reported(plan, simulation, [_contender(*step) for step in ranked], plans[0].prediction.contenders, limits)
+    if (excess := _excess(simulation, limits)) > 0:
+        notes.append(f"The simulated peak memory exceeds the limit by {format_bytes(excess)}: memory_limit= leaves more room.")
+    reported = _reported(plan, simulation, [_contender(*step) for step in ranked], plans[0].prediction.contenders)
+    return reported.predicted(notes=(*plan.notes, *notes))
 
 
 def _excess(simulation: Simulation, limits: Sequence[float]) -> float:
@@ -60,9 +68,7 @@ def _contender(plan: Plan, simulation: Simulation) -> Contender:
     return dataclasses.replace(plan.prediction.contenders[0], step_time=simulation.step_time)
 
 
-def _reported(
-    plan: Plan, simulation: Simulation, ranked: Sequence[Contender], searched: Sequence[Contender], limits: Sequence[float]
-) -> Plan:
+def _reported(plan: Plan, simulation: Simulation, ranked: Sequence[Contender], searched: Sequence[Contender]) -> Plan:
     """Return a plan with its simulated step, beside the other simulated plans and then those of the search that were not."""
     words = {contender.words for contender in ranked}
     others = [each for each in searched if each.words not in words]
@@ -71,14 +77,10 @@ def _reported(
     runner_up = prediction.runner_up
     if len(contenders) > 1:
         runner_up = compared(contenders[1].words, contenders[1].step_time, simulation.step_time, contenders[1].spent_on)
-    notes = list(prediction.notes)
-    if (excess := _excess(simulation, limits)) > 0:
-        notes.append(f"The simulated peak memory exceeds the limit by {format_bytes(excess)}: memory_limit= leaves more room.")
     count = f"; the best {len(ranked)} were simulated" if len(ranked) > 1 else "; the best was simulated"
     return plan.predicted(
         step_time=simulation.step_time,
         runner_up=runner_up,
-        notes=tuple(notes),
         contenders=contenders,
         searched=prediction.searched + count,
     )

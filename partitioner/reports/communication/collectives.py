@@ -166,7 +166,6 @@ def _bytes(node: fx.Node, tensor: TensorSpec, values: Mapping[Any, int]) -> int:
 def _transfer(calls: Sequence[_OfClass], mesh: Mesh | None) -> Transfer:
     """Sum up collectives of one purpose, of all ranks and microbatches."""
     groups = _groups(calls, mesh)
-    ranks = {rank for of_class, call in calls for rank in (of_class.ranks if mesh is not None else call.spec.group)}
     purpose = calls[0][1].purpose
     names = dict.fromkeys(name for _, call in calls for name in call.purpose.names)
     source, destination = _ends(groups, mesh)
@@ -175,7 +174,7 @@ def _transfer(calls: Sequence[_OfClass], mesh: Mesh | None) -> Transfer:
     times = sum(call.times * len(of_class.ranks) for of_class, call in calls)
     function: Any = calls[0][1].node.target
     why = f"{function.__name__.replace('_', '-')}: {purpose.why}"
-    return Transfer(purpose.subject + first_few(list(names), 1), shape, sent, times, source, destination, why, tuple(sorted(ranks)))
+    return Transfer(purpose.subject + first_few(list(names), 1), shape, sent, times, source, destination, why)
 
 
 def _groups(calls: Sequence[_OfClass], mesh: Mesh | None) -> list[tuple[int, ...]]:

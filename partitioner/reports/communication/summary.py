@@ -71,8 +71,7 @@ def _sum(transfers: Sequence[Transfer]) -> Transfer:
     first, more = transfers[0], f" and {len(transfers) - 1} more"
     source, destination = (end.partition(",")[0] + more if end else "" for end in (first.source, first.destination))
     sent, times = sum(each.bytes for each in transfers), sum(each.times for each in transfers)
-    ranks = tuple(sorted({rank for each in transfers for rank in each.ranks}))
-    return Transfer(first.value + more, first.shape, sent, times, source, destination, first.reason + more, ranks)
+    return Transfer(first.value + more, first.shape, sent, times, source, destination, first.reason + more)
 
 
 def _order(message: Message, position: int) -> tuple[int, int, int]:
@@ -116,12 +115,12 @@ def _transfer(
         places = {node.meta["message"].destination for node, _ in nodes}
         receivers = rank_list(tuple(sorted(rank for place in places for rank in ranks_at[place])))
     if message.kind == "loss":
-        return Transfer("loss", "one number", sent, times, rank_list(sending), receivers, "all ranks return it", sending)
+        return Transfer("loss", "one number", sent, times, rank_list(sending), receivers, "all ranks return it")
     node = next(node for node in lowered.graph.graph.nodes if node.name == message.value)
     size = sum(rows) if first.microbatch is None else rows[first.microbatch]
     source, destination, reason = route(lowered, message, node, ranks_at)
     name = f"gradient of {message.value}" if message.kind == "gradient" else message.value
-    return Transfer(name, _shape(lowered, node, size), sent, times, source, receivers or destination, reason, sending)
+    return Transfer(name, _shape(lowered, node, size), sent, times, source, receivers or destination, reason)
 
 
 def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:

@@ -18,7 +18,6 @@ class Transfer:
         times: the number of messages of the step.
         source, destination: ``"stage 0, rank 0"``; the ranks of a collective.
         reason: the modules that compute and read it, ``"blocks.0 -> blocks.1"``; ``"blocks.0 <- blocks.1"`` for the gradient.
-        ranks: the ranks that send it.
     """
 
     value: str
@@ -28,4 +27,3 @@ class Transfer:
     source: str
     destination: str
     reason: str
-    ranks: tuple[int, ...]

@@ -82,12 +82,8 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
     If a simulated step is given, its time stands beside the planner's, with the reasons for a difference.
     """
     plan = explained.plan
-    gap = plan.prediction.gap or 0.0
     pairs = [
-        (
-            "gap",
-            f"not proved: another plan could take up to {100 * gap:.2g} % less time; time_limit= lets the search go on" * (gap > _WIDE_GAP),
-        ),
+        ("gap", _gap_words(plan)),
         ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices, explained.planned_for)}"),
         ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("memory", fullest_rank(plan.memory, explained.limits)),
@@ -106,6 +102,14 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("axes", axes_proof(plan)),
     ]
     return [(name, text) for name, text in pairs if text]
+
+
+def _gap_words(plan: Plan) -> str:
+    """Say how much faster another plan could be; empty if that is little."""
+    gap = plan.prediction.gap or 0.0
+    if gap <= _WIDE_GAP:
+        return ""
+    return f"not proved: another plan could take up to {100 * gap:.2g} % less time; time_limit= lets the search go on"
 
 
 def _memory_of_calls(explained: Explained) -> str:
@@ -210,20 +214,25 @@ def _stages(explained: Explained) -> Table:
         )
         for stage in explained.plan.stages
     ]
-    is_long = len(every) > _MOST_ROWS
     rows = []
-    for cells, run in itertools.groupby(range(len(every)), lambda index: every[index] if is_long else index):
-        indices = list(run)
+    for indices in _equal_runs(every):
         stages = [explained.plan.stages[index] for index in indices]
         ranks = sorted({rank for stage in stages for rank in stage.ranks})
         modules = module_range([module for stage in stages for module in stage.modules])
-        rows.append((_from_to(indices), _ranks(explained, ranks), modules, *(cells if isinstance(cells, tuple) else every[cells])))
+        rows.append((_from_to(indices), _ranks(explained, ranks), modules, *every[indices[0]]))
     parts = "; on a mesh all numbers are of the part of the first rank" if explained.is_cut else ""
     return Table([heading, *rows], ">><>>>>>", f"work and times are of one microbatch; times are predicted{parts}")
 
 
 _MOST_ROWS = 12
 """Rows of stages or ranks above which equal ones share a row, or those in the middle are left out."""
+
+
+def _equal_runs(rows: Sequence[_Row]) -> list[list[int]]:
+    """Return the indices of rows that are equal and follow each other; of few rows, each alone."""
+    if len(rows) <= _MOST_ROWS:
+        return [[index] for index in range(len(rows))]
+    return [list(run) for _, run in itertools.groupby(range(len(rows)), rows.__getitem__)]
 
 
 def _from_to(indices: Sequence[int]) -> str:

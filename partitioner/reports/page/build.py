@@ -143,20 +143,20 @@ def _step_formulas(formula: StepFormula) -> str:
 
 def _programs(explained: Explained) -> str:
     """Return a search field and the commented programs of the first classes of equal ranks."""
-    shown, letters = list[str](), 0
+    shown = list[str]()
     for of_class in explained.classes[:_PROGRAMS]:
+        if sum(map(len, shown)) >= _PROGRAM_BYTES:
+            break
         (graph,) = comment_programs(explained, [of_class.program])
-        if letters < _PROGRAM_BYTES:
-            shown.append(program_html(_ranks_on(explained, of_class), graph.print_readable(print_output=False), is_open=not shown))
-            letters += len(shown[-1])
+        shown.append(program_html(_ranks_on(explained, of_class), graph.print_readable(print_output=False), is_open=not shown))
     search = '<div class="search"><input id="search" type="search" placeholder="all_reduce blocks.0 ..." aria-label="search the programs">'
     search += '<span id="count" class="lead"></span></div>'
     return f"{search}{''.join(shown)}{_left_out(explained, len(shown))}"
 
 
 def _ranks_on(explained: Explained, of_class: RankClass) -> str:
-    """``"rank 3 on cuda:3"``; ``"rank 0 on cuda:0, and 7 ranks like it"``."""
-    rank, count = of_class.ranks[0], len(of_class.ranks) - 1
+    """``"rank 3 on cuda:3"``; ``"rank 7 on cuda:7, and 7 ranks like it"``."""
+    rank, count = of_class.program.rank, len(of_class.ranks) - 1
     alike = f", and {count} rank{'s' if count > 1 else ''} like it" if count else ""
     return f"rank {rank} on {explained.plan.devices[rank]}{alike}"
 
@@ -166,7 +166,7 @@ def _left_out(explained: Explained, n_shown: int) -> str:
     n_ranks = sum(len(of_class.ranks) for of_class in explained.classes[n_shown:])
     notes = [f"{n_ranks} more ranks run programs like these: pm.graph(rank) prints them."] if n_ranks else []
     if len(explained.classes) < explained.mesh.size:
-        notes.append("Of the calls of one stage, the first is written out; pm.graph(rank) prints all.")
+        notes.append("Of equal calls of a stage, the first alone is inlined; pm.graph(rank) prints all.")
     return "".join(f'<p class="footnote">{note}</p>' for note in notes)
 
 

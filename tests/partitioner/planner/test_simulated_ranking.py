@@ -14,6 +14,7 @@ from cost_models.simulator.result import Simulation
 from partitioner import ConfigError, Plan, partition
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto, plans_auto
+from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.simulated_ranking import fastest_simulated
 from partitioner.tracing.trace import trace
 from passes.ir.graph import ModelGraph
@@ -21,6 +22,7 @@ from passes.ir.graph import ModelGraph
 CLUSTER = Cluster.preset("a100-80gb", 1, 4)
 REQUEST = PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4)))
 NO_LIMIT = (float("inf"),) * 4
+FREE = Deadline.after(None)
 
 
 def model() -> tuple[nn.Module, torch.Tensor]:
@@ -68,7 +70,7 @@ def test_plans_of_a_search_are_of_unlike_meshes(plans: list[Plan]) -> None:
 
 def test_the_fastest_by_simulation_is_taken(plans: list[Plan], step: Simulation) -> None:
     seconds = {plan: 1.0 + len(plans) - place for place, plan in enumerate(plans)}  # the last is the fastest
-    taken = fastest_simulated(plans, lasting(step, seconds), NO_LIMIT)
+    taken = fastest_simulated(plans, lasting(step, seconds), NO_LIMIT, FREE)
     assert taken == plans[-1]
     assert taken.step_time == 2.0
     times = [contender.step_time for contender in taken.prediction.contenders]
@@ -84,8 +86,23 @@ def test_a_plan_that_cannot_be_lowered_is_left_out(plans: list[Plan], step: Simu
             raise ConfigError("it cannot be lowered", remedy="nothing")
         return step
 
-    assert fastest_simulated(plans, simulated, NO_LIMIT) != plans[0]
-    assert fastest_simulated(plans[:1], simulated, NO_LIMIT) == plans[0]
+    taken = fastest_simulated(plans, simulated, NO_LIMIT, FREE)
+    only = fastest_simulated(plans[:1], simulated, NO_LIMIT, FREE)
+    assert taken != plans[0]
+    assert only == plans[0]
+    words = plans[0].prediction.contenders[0].words
+    assert all(f"Left out, as it cannot be lowered: {words}: it cannot be lowered." in plan.notes for plan in (taken, only))
+
+
+def test_no_further_plan_is_simulated_once_time_is_over(plans: list[Plan], step: Simulation) -> None:
+    asked: list[Plan] = []
+
+    def simulated(plan: Plan) -> Simulation:
+        asked.append(plan)
+        return step
+
+    assert fastest_simulated(plans, simulated, NO_LIMIT, Deadline(1.0, 0.0)) == plans[0]
+    assert asked == plans[:1]
 
 
 def test_a_plan_whose_simulated_memory_fits_comes_first(plans: list[Plan], step: Simulation) -> None:
@@ -98,6 +115,6 @@ def test_a_plan_whose_simulated_memory_fits_comes_first(plans: list[Plan], step:
         return dataclasses.replace(step, step_time=seconds[plan], memory=memory)
 
     limits = (peak + 2.0**29,) * 4
-    assert fastest_simulated(plans, simulated, limits) == plans[1]
-    only = fastest_simulated(plans[:1], simulated, limits)
+    assert fastest_simulated(plans, simulated, limits, FREE) == plans[1]
+    only = fastest_simulated(plans[:1], simulated, limits, FREE)
     assert any(note.startswith("The simulated peak memory exceeds the limit by ") for note in only.notes)
