@@ -13,7 +13,7 @@ All tensors of a dtype travel as one flat message. Messages that are not reduced
     halo_add         likewise                                        likewise
 
 Numbers of dtypes that backends do not add (``int16``, ``bool``) are gathered or exchanged and reduced here, on both. Which of these is
-faster was measured: see ``docs/design/0008-collectives.md``.
+faster was measured: see ``docs/design/0012-collectives.md``.
 """
 
 from __future__ import annotations

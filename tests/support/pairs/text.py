@@ -18,7 +18,7 @@
     ---- after: rank_0, rank_1
     ...
 
-The sections after a pass are the graphs that it changed; equal texts share a section. See ``docs/design/0034-fixture-pairs.md``.
+The sections after a pass are the graphs that it changed; equal texts share a section. See ``docs/design/0030-reports-sweeps-and-tests.md``.
 """
 
 from __future__ import annotations
