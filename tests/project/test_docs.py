@@ -98,6 +98,14 @@ def test_the_readme_runs(beside_the_model: Path) -> None:
                 exec(compile("\n" * block.line + block.text, "README.md", "exec"), namespace)  # noqa: S102  what it tells readers to do
 
 
+def test_design_notes_are_few_and_titled_by_subject() -> None:
+    notes = sorted((DOCS / "design").glob("*.md"))
+    assert len(notes) <= 30
+    for note in notes:
+        assert note.read_text(encoding="utf-8").startswith(f"# {note.name[:4]}: ")
+        test_links_lead_somewhere(note)
+
+
 @PER_PAGE
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
