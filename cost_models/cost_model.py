@@ -17,7 +17,7 @@ __all__ = ["CostModel", "Roofline", "call_seconds"]
 
 
 class CostModel(Protocol):
-    """What the planner and the simulator ask. Times are in seconds."""
+    """Prices of operations and messages for the planner and the simulator. Times are in seconds."""
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
         """Time of one operation's work (all numbers, no symbols) on a device."""
@@ -28,13 +28,13 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class Roofline:
-    """An operation takes what limits it, arithmetic or memory, and what each of its kernels costs to start.
+    """Price an operation by its limit, arithmetic or memory, and the start of each kernel.
 
     Williams, Waterman, Patterson, "Roofline", CACM 2009; arithmetic of products by ``cost_models.ops.tile_efficiency``.
     """
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """The longer of arithmetic and memory traffic, and the starts of kernels.
+        """Return the longer of arithmetic and memory traffic, plus the starts of kernels.
 
         On a device that runs behind the host, a start costs ``kernel_latency``, and only operations shorter than ``launch_overhead``
         wait for the host; on any other each start takes the host's time too.
@@ -44,13 +44,13 @@ class Roofline:
         return float(max(busy, launching) if device.asynchronous else busy + launching)
 
     def arithmetic_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """Return the seconds of arithmetic: of products by their sizes, or of all FLOPs at the peak if the sizes are not known."""
+        """Return the seconds of arithmetic: of products by their sizes, or of all FLOPs at the peak if the sizes are not given."""
         if work.products:
             return sum(product_time(product, device, dtype) for product in work.products)
         return float(work.flops / device.flops(dtype))
 
     def transfer_time(self, size: float, link: Link) -> float:
-        """``latency + bytes / bandwidth``."""
+        """Return ``latency + bytes / bandwidth``."""
         return float(send_receive(size, link))
 
 

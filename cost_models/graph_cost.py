@@ -1,4 +1,4 @@
-"""What every node of a model costs, and which values its backward keeps alive.
+"""Price every node of a model, and list the values that its backward keeps alive.
 
 Repeated layers are priced once: the price of a node depends on its operator and on the sizes of what it touches, nothing else.
 """
@@ -30,7 +30,7 @@ Shapes: TypeAlias = Mapping[fx.Node, tuple[TensorSpec, ...]]
 
 @dataclass(frozen=True)
 class Fetched:
-    """A copy that a rank makes of a value for a call that reads beyond the rank's part of it: elements of neighbours, padding.
+    """Temporary copy of an operand for a call that reads beyond the rank's part: halo elements, padding.
 
     Attributes:
         shape: of the copy.
@@ -46,16 +46,16 @@ class Fetched:
 
 
 class Parts(Protocol):
-    """The shapes that one rank has of a graph whose axes are cut, in its own rows."""
+    """The shapes of one rank of a sharded graph, in its own rows."""
 
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
-        """The part of what a node gives."""
+        """Return the rank's part of a node's results."""
 
     def operands(self, call: fx.Node) -> Shapes:
-        """The parts that a call reads, by what gives them."""
+        """Return the parts that a call reads, by their nodes."""
 
     def fetched(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
-        """What a call makes of these parts before it computes, each copy from the one before it; of those that it reads otherwise."""
+        """Return the temporary copies (halos, gathers) of a call's operands, in order."""
 
     @property
     def gathered_again(self) -> frozenset[str]:
@@ -67,7 +67,7 @@ class Parts(Protocol):
 
     @property
     def scattered_once(self) -> Mapping[str, Size]:
-        """Parameter -> bytes of its whole gradient, of those whose gradients are added over microbatches before they are scattered."""
+        """Parameter -> bytes of its whole gradient, if gradients are added over microbatches before they are scattered."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class GraphCost:
 
 
 def nodes_with_gradient(graph: ModelGraph) -> frozenset[str]:
-    """The nodes whose gradient a training step computes: parameters that require one, and what depends on them differentiably."""
+    """Return the nodes whose gradient a training step computes: trained parameters and their differentiable dependents."""
     trained = {
         node.name for node in graph.graph.nodes if node.name in graph.parameters and getattr(node.meta.get("val"), "requires_grad", False)
     }
@@ -124,7 +124,7 @@ def nodes_with_gradient(graph: ModelGraph) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _ReadCall:
-    """What is known of one call whatever its sizes.
+    """Facts of one call that do not depend on sizes.
 
     Attributes:
         node: the call.
@@ -147,7 +147,7 @@ class _ReadCall:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the prices of all parts of a graph have in common: nothing of it depends on sizes.
+    """Facts shared by the prices of all parts of a graph; none depends on sizes.
 
     Attributes:
         calls: those that compute.
@@ -251,7 +251,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
 
 
 class _Kept:
-    """The allocations that a backward keeps, and their sizes.
+    """Allocations that a backward keeps, and their sizes.
 
     Args:
         reading: of the graph.
@@ -371,7 +371,7 @@ def _half_by_argument(node: fx.Node, bound: Mapping[str, Any], flowing: frozense
 
 
 def _is_view(node: fx.Node, lies_in: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the node's tensors lie in memory of its arguments, and it writes none of it."""
+    """Return whether the node's results share memory with its arguments, and it writes none of it."""
     if not lies_in.get(node.name) or mutated_arguments(node):
         return False
     sources = {allocation for argument in node.all_input_nodes for allocation in lies_in.get(argument.name, ())}

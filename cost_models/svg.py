@@ -20,7 +20,7 @@ INK: Mapping[str, Colour] = {
 
 
 def document(kind: str, width: float, height: float, label: str, style: str, parts: Iterable[str]) -> str:
-    """A picture.
+    """Return a picture.
 
     Args:
         kind: its class, which its style names.
@@ -35,6 +35,6 @@ def document(kind: str, width: float, height: float, label: str, style: str, par
 
 
 def palette(kind: str, colours: Mapping[str, Colour]) -> str:
-    """Rules that give each colour of a kind of picture a variable of its name, so that a page can change it."""
+    """Return the rules that give each colour of a kind of picture a variable of its name, so that a page can change it."""
     light, dark = ("; ".join(f"--{name}: {shades[shade]}" for name, shades in {**INK, **colours}.items()) for shade in (0, 1))
     return f".{kind} {{ {light} }}\n@media (prefers-color-scheme: dark) {{ .{kind} {{ {dark} }} }}"

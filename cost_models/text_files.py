@@ -1,4 +1,4 @@
-"""Read and write text files that a user names: what cannot be read or written is a ConfigError."""
+"""Read and write text files that a user names; errors are ConfigErrors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["read_text", "read_toml", "write_text"]
 
 
 def read_text(path: str | Path, what: str, remedy: str) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Args:
         path: of the file.
@@ -29,7 +29,7 @@ def read_text(path: str | Path, what: str, remedy: str) -> str:
 
 
 def read_toml(path: str | Path, what: str, remedy: str) -> dict[str, Any]:
-    """The table of a TOML file; raises ConfigError as ``read_text`` does, and where the text is no TOML."""
+    """Return the table of a TOML file; raise ConfigError as ``read_text`` does, and where the text is no TOML."""
     text = read_text(path, what, remedy)
     try:
         return tomllib.loads(text)

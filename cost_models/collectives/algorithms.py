@@ -1,4 +1,4 @@
-"""The time of a collective on a cluster: the links of its group, other groups that share them, and the fastest algorithm.
+"""Time collectives on a cluster: links of the group, groups that share them, and the fastest algorithm.
 
     node 0              node 1                   groups (0 1) (2 3): each stays in its node
     0 --NVLink-- 1      2 --NVLink-- 3           group (0 1 2 3): a ring whose slowest step crosses nodes
@@ -32,7 +32,7 @@ _Port: TypeAlias = tuple[int, int]
 
 
 def collective_time(kind: Collective, size: float, group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> float:
-    """Seconds of a collective, by the fastest algorithm for it.
+    """Return the seconds of a collective, by its fastest algorithm.
 
     Args:
         kind: what is done.
@@ -49,12 +49,12 @@ def collective_time(kind: Collective, size: float, group: Group, cluster: Cluste
 
 @dataclass(frozen=True)
 class GroupLinks:
-    """The links of a group: what its collectives take, whatever their sizes.
+    """Links of a group, from which its collectives are priced for any size.
 
     Attributes:
-        n_ranks: how many take part.
-        ring: what a ring of them waits for.
-        levels: how many parts each level of a hierarchy joins, and by which link; empty where parts are unequal.
+        n_ranks: size of the group.
+        ring: the slowest step of a ring.
+        levels: for each level of a hierarchy the number of parts and the link; empty where parts are unequal.
         memory: B/s of the memory of the slowest rank.
     """
 
@@ -64,11 +64,11 @@ class GroupLinks:
     memory: float = math.inf
 
     def copying(self, size: float) -> float:
-        """Seconds of copying so many bytes into a message, or out of one."""
+        """Return the seconds of copying so many bytes into a message, or out of one."""
         return 2 * size / self.memory if self.ring.copies else 0.0
 
     def seconds(self, kind: Collective, size: float) -> float:
-        """Of a collective, by the fastest algorithm for it; ``size`` as ``collective_time`` has it."""
+        """Return the seconds of a collective by its fastest algorithm; ``size`` as in ``collective_time``."""
         if self.n_ranks < 2:
             return 0.0
         if kind == "all_reduce" and size * self.n_ranks <= self.ring.gathered_bytes:
@@ -83,7 +83,7 @@ class GroupLinks:
 
 
 def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> GroupLinks:
-    """The links of a group, others using theirs at the same time; arguments and errors as ``collective_time`` has them."""
+    """Return the links of a group while other groups use theirs; arguments and errors as in ``collective_time``."""
     if len(group) < 2:
         return GroupLinks(len(group), cluster.link(0, 0))
     group = _by_place(group, cluster)
@@ -93,14 +93,14 @@ def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -
 
 
 def slowest_link(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> Link:
-    """What a ring of the group waits for: the step with the least bandwidth left, with the longest latency and start of all."""
+    """Return the link of a ring's slowest step: the least bandwidth left, the longest latency and start."""
     links = message_links([pair for each in (group, *at_once) for pair in _ring(each)], cluster)[: len(_ring(group))]
     slowest = min(links, key=lambda link: link.bandwidth)
     return replace(slowest, latency=max(link.latency for link in links), start=max(link.start for link in links))
 
 
 def message_links(messages: Sequence[tuple[int, int]], cluster: Cluster) -> list[Link]:
-    """The link of each message, with the bandwidth that is left when all are sent at once.
+    """Return the link of each message, with the bandwidth left when all are sent at once.
 
     Args:
         messages: sender and receiver.
@@ -141,7 +141,7 @@ def _levels(cluster: Cluster) -> tuple[Level, ...]:
 
 
 def _hierarchy(group: Group, cluster: Cluster, at_once: Sequence[Group]) -> list[tuple[int, Link]]:
-    """For each level on which the group has equal parts, how many parts it joins, and the link; empty when parts are unequal."""
+    """Return (number of parts, link) for each level on which the group has equal parts; empty when parts are unequal."""
     found: list[tuple[int, Link]] = []
     units: list[Group] = [(rank,) for rank in group]
     for level in _levels(cluster):

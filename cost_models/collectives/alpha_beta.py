@@ -38,27 +38,27 @@ __all__ = [
 
 
 def send_receive(size: Size, link: Link) -> Size:
-    """One message."""
+    """Return the time of one message."""
     return link.latency + size / link.bandwidth
 
 
 def reduce_scatter(size: Size, n_ranks: int, link: Link) -> Size:
-    """Every rank passes on n - 1 parts, one of n each, and adds."""
+    """Return the time in which every rank passes on n - 1 parts, one of n each, and adds."""
     return (n_ranks - 1) * send_receive(size / n_ranks, link)
 
 
 def all_gather(size: Size, n_ranks: int, link: Link) -> Size:
-    """Every rank passes on n - 1 parts, one of n each."""
+    """Return the time in which every rank passes on n - 1 parts, one of n each."""
     return (n_ranks - 1) * send_receive(size / n_ranks, link)
 
 
 def all_reduce(size: Size, n_ranks: int, link: Link) -> Size:
-    """A reduce_scatter, then an all_gather."""
+    """Return the time of a reduce_scatter, then an all_gather."""
     return reduce_scatter(size, n_ranks, link) + all_gather(size, n_ranks, link)
 
 
 def gathered_all_reduce(size: Size, n_ranks: int, link: Link) -> Size:
-    """Every rank sends every other one all that it has, and adds what it gets."""
+    """Return the time in which every rank sends its whole tensor to every other rank and adds the received ones."""
     return (n_ranks - 1) * send_receive(size, link)
 
 
@@ -83,15 +83,15 @@ def hierarchical_all_reduce(size: Size, levels: Sequence[tuple[int, Link]]) -> S
 
 
 def broadcast(size: Size, n_ranks: int, link: Link) -> Size:
-    """A scatter along the ring, then an all_gather: a large message need not wait for its last byte."""
+    """Return the time of a scatter along the ring, then an all_gather: a large message need not wait for its last byte."""
     return 2 * all_gather(size, n_ranks, link)
 
 
 def all_to_all(size: Size, n_ranks: int, link: Link) -> Size:
-    """Every rank sends every other one of the n parts that it holds."""
+    """Return the time in which every rank sends one of its n parts to each other rank."""
     return (n_ranks - 1) * send_receive(size / n_ranks, link)
 
 
 def halo_exchange(size: Size, n_ranks: int, link: Link) -> Size:
-    """Every rank sends its border, ``size`` bytes, to each neighbour in a row: two in the middle, which leave one after the other."""
+    """Return the time of exchanging borders of ``size`` bytes with each neighbour: two in the middle, sent one after the other."""
     return min(n_ranks - 1, 2) * send_receive(size, link)

@@ -39,7 +39,7 @@ SEQUENCE = "sequence"
 
 @dataclass(frozen=True)
 class OperationFormula:
-    """What one operation does.
+    """Work of one operation.
 
     Attributes:
         name: of its node.
@@ -98,7 +98,7 @@ class ModelFormula:
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, sympy.Expr]]:
-        """(modules, FLOPs of all of them) for modules whose paths differ by numbers alone, where they multiply."""
+        """Return (modules, FLOPs of all of them) for modules whose paths differ only by numbers, where they multiply."""
         alike: dict[str, list[OperationFormula]] = {}
         for operation in self.operations:
             alike.setdefault(re.sub(r"\b\d+\b", "*", operation.module) or "the model itself", []).append(operation)
@@ -112,7 +112,7 @@ class ModelFormula:
 
 
 def model_formula(graph: ModelGraph, axes: Axes, *, differentiate: bool) -> ModelFormula:
-    """Write down what a model does.
+    """Build the formulas of a model.
 
     Args:
         graph: the whole model.
@@ -133,7 +133,7 @@ def model_formula(graph: ModelGraph, axes: Axes, *, differentiate: bool) -> Mode
 
 
 def _symbols(graph: ModelGraph, axes: Axes) -> dict[int, sympy.Symbol]:
-    """The axes that are sequences of a fixed length, and what stands for them."""
+    """Return the axes that are sequences of a fixed length, with their symbols."""
     names = axis_names(graph, axes)
     found = [axis for axis, name in enumerate(names) if name.startswith(f"{SEQUENCE}[") and isinstance(axes.sizes[axis], int)]
     words = [SEQUENCE if index == 0 else f"{SEQUENCE}_{index}" for index in range(len(found))]
@@ -141,7 +141,7 @@ def _symbols(graph: ModelGraph, axes: Axes) -> dict[int, sympy.Symbol]:
 
 
 class _SymbolicSizes:
-    """Shapes with symbols in the place of axes (``cost_models.graph_cost.Parts``)."""
+    """Shapes with symbols for axes (``cost_models.graph_cost.Parts``)."""
 
     gathered_again: frozenset[str] = frozenset()
     gathered_once: frozenset[str] = frozenset()
@@ -151,7 +151,7 @@ class _SymbolicSizes:
         self._axes, self._symbols = axes, symbols
 
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
-        """What a node gives."""
+        """Return the shapes of a node's results."""
         shapes = tensor_shapes(node.meta.get("val"))
         tensors = self._axes.tensors.get(node.name, ())
         if len(tensors) != len(shapes):
@@ -159,11 +159,11 @@ class _SymbolicSizes:
         return tuple(self._symbolic(shape, dimensions) for shape, dimensions in zip(shapes, tensors, strict=True))
 
     def operands(self, call: fx.Node) -> Mapping[fx.Node, tuple[TensorSpec, ...]]:
-        """Calls read what is given."""
+        """Return nothing: calls read their operands unchanged."""
         return {}
 
     def fetched(self, call: fx.Node) -> Mapping[fx.Node, tuple[Fetched, ...]]:
-        """There are no other ranks."""
+        """Return nothing: there are no other ranks."""
         return {}
 
     def _symbolic(self, shape: TensorSpec, dimensions: TensorAxes) -> TensorSpec:

@@ -1,4 +1,4 @@
-"""What one rank's program does in a step, as formulas in the rows of a microbatch: read off the program that runs.
+"""Formulas of a rank's step in the rows of a microbatch, read off its program.
 
 node of the program                          counts as
 self.stage0_forward(size_mb0, x_mb0)         the work of its graph, for each microbatch; what it saves, as activations
@@ -37,7 +37,7 @@ ROWS = sympy.Symbol("rows", positive=True)
 
 @dataclass
 class Amount:
-    """Work added up, apart for what arithmetic limits and what memory does.
+    """Sums of work, separate for operations limited by arithmetic and by memory.
 
     Attributes:
         launches: kernels of all.
@@ -62,13 +62,13 @@ class Amount:
 
     @property
     def bytes(self) -> Size:
-        """That all other operations move."""
+        """Bytes moved by operations that memory limits."""
         return _rows_for(total(self._bytes))
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank communicates.
+    """One message or collective of a rank.
 
     Attributes:
         kind: ``"send_receive"`` or a collective.
@@ -85,7 +85,7 @@ class Message:
 
 @dataclass
 class ProgramWork:
-    """What a program does.
+    """Work of a program.
 
     Attributes:
         repeated: for each microbatch.
@@ -105,7 +105,7 @@ class ProgramWork:
 
 
 def program_work(values: ValueSpecs, microbatch_rows: int, trained: Collection[str]) -> ProgramWork:
-    """Add up a program.
+    """Add up the work of a program.
 
     Args:
         values: those of the program of one rank.
@@ -125,7 +125,7 @@ class _Reader:
         self._shapes = _program_shapes(values)
 
     def read(self) -> ProgramWork:
-        """Add up everything that belongs to microbatch 0, and what belongs to none."""
+        """Add up the nodes of microbatch 0 and those of no microbatch."""
         for node in self._program.module.graph.nodes:
             section = node.meta.get("section")
             if isinstance(section, Action) and section.microbatch != 0:
@@ -231,7 +231,7 @@ def _rows_for(size: Size) -> Size:
 
 
 def _saved_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """What a forward graph returns for its backward: the second of its two results."""
+    """Return the saved nodes of a forward graph: the second of its two results."""
     output = next(node for node in graph.nodes if node.op == "output")
     results = output.args[0]
     if isinstance(results, list | tuple) and len(results) == 2 and isinstance(results[1], list | tuple):
@@ -240,7 +240,7 @@ def _saved_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _storages(nodes: list[fx.Node]) -> dict[Any, Size]:
-    """Bytes of the memory of tensors, each piece once."""
+    """Return the bytes of each storage of the tensors."""
     found: dict[Any, Size] = {}
     for tensor, key in (pair for node in nodes for pair in memory_keys(node)):
         shape: TensorSpec = tensor_shapes(tensor)[0]

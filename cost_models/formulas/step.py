@@ -88,7 +88,7 @@ class StepFormula:
         return tuple(sympy.Symbol(name, positive=True) for name in self.defaults)
 
     def evaluate(self, **values: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Step time and memory at numbers or at whole grids, which are broadcast against each other.
+        """Evaluate step time and memory at numbers or at whole grids, which are broadcast against each other.
 
         Args:
             values: symbol -> numbers; the plan's own where nothing is given.

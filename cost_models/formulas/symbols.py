@@ -58,7 +58,7 @@ class Numbers:
         self._known: dict[sympy.Basic, float] = {}
 
     def __getitem__(self, size: Size) -> float:
-        """The value of a formula; a number is its own value.
+        """Return the value of a formula; a number is its own value.
 
         Raises:
             TraceError: the formula holds a function that is not known.
@@ -84,6 +84,6 @@ class Numbers:
 
 
 def readable(expression: sympy.Expr) -> str:
-    """A formula as text: large numbers with four digits."""
+    """Format a formula as text: large numbers with four digits."""
     rounded = expression.xreplace({number: sympy.Float(number, 4) for number in expression.atoms(sympy.Integer) if abs(number) >= 10**5})
     return str(rounded)

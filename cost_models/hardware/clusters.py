@@ -70,7 +70,7 @@ class Cluster:
             object.__setattr__(self, "links", levels)
 
     def link(self, one: int, other: int) -> Link:
-        """The link between two ranks; raises ConfigError when there is none."""
+        """Return the link between two ranks; raise ConfigError when there is none."""
         if one == other:
             return SAME_DEVICE
         if isinstance(self.links, Link):
@@ -100,7 +100,7 @@ class Cluster:
 
     @checked_arguments()
     def first(self, n_devices: int) -> Cluster:
-        """The cluster of the first so many devices; raises ConfigError when there are fewer."""
+        """Return the cluster of the first so many devices; raise ConfigError when there are fewer."""
         if not 1 <= n_devices <= len(self.devices):
             raise ConfigError(
                 f"{n_devices} devices were asked for, the cluster has {len(self.devices)}", remedy="describe a cluster with enough devices"
@@ -109,10 +109,10 @@ class Cluster:
 
     @checked_arguments()
     def placed(self, order: Sequence[int]) -> Cluster:
-        """The cluster with ranks on other devices: rank i where rank ``order[i]`` was.
+        """Return the cluster with ranks on other devices: rank i where rank ``order[i]`` was.
 
-        Meshes number ranks with the last dimension running fastest, so the last dimension lies on the innermost links; another order
-        lays another one there.
+        Meshes number ranks with the last dimension running fastest, so the last dimension uses the innermost links; another order
+        assigns them to another dimension.
 
         Raises:
             ConfigError: ``order`` does not name each rank once.
@@ -123,7 +123,7 @@ class Cluster:
     @staticmethod
     @checked_arguments()
     def preset(name: str, nodes: int = 1, devices_per_node: int = 1) -> Cluster:
-        """A cluster of equal, well-known devices; raises ConfigError naming the presets when there is none of that name."""
+        """Return a cluster of equal, well-known devices; raise ConfigError naming the presets for an unknown name."""
         presets = _presets()
         if name not in presets:
             raise ConfigError(f"there is no device preset {name!r}", remedy=_choices(name, presets))
@@ -141,7 +141,7 @@ class Cluster:
     @staticmethod
     @checked_arguments({"n_devices": at_least(1)})
     def detect(n_devices: int | None = None, *, refresh: bool = False, progress: bool | None = None) -> Cluster:
-        """This machine, measured: peaks of matrix products, memory bandwidth, launches, and messages between two ranks.
+        """Measure this machine: peaks of matrix products, memory bandwidth, launches, and messages between two ranks.
 
         Takes less than a minute the first time; later calls read what was found, as long as machine, threads and torch are the same.
 
@@ -205,7 +205,7 @@ def _presets() -> Mapping[str, _Kind]:
 
 @dataclass(frozen=True)
 class _File:
-    """What a file says of a cluster: many equal devices, or one for each rank; see ``Cluster.from_toml``."""
+    """Contents of a cluster file: many equal devices, or one for each rank; see ``Cluster.from_toml``."""
 
     device: str | None = None
     nodes: int = 1
@@ -231,7 +231,7 @@ _JOINS = ("inside", "between")
 
 
 def _level(fields: Mapping[str, Any], path: str) -> Level:
-    """A level from a table: of no size yet where the table gives none."""
+    """Return a level from a table; its size is 1 where the table gives none."""
     link = conform({key: value for key, value in fields.items() if key not in ("size", "shared")}, Link, path, plain=True)
     size, shared = conform(fields.get("size", 1), int, f"{path}.size"), conform(fields.get("shared", False), bool, f"{path}.shared")
     return Level(size, link, shared)

@@ -24,7 +24,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured.
+    """Measurements of this machine.
 
     Attributes:
         device: each of its devices.
@@ -38,7 +38,7 @@ class Machine:
 
 
 def detect(*, refresh: bool, progress: bool | None, folder: Path | None = None) -> Machine:
-    """This machine; see ``Cluster.detect``.
+    """Measure this machine, or return the saved result; see ``Cluster.detect``.
 
     Args:
         refresh: measure again.
@@ -57,7 +57,7 @@ def detect(*, refresh: bool, progress: bool | None, folder: Path | None = None) 
 
 
 class _Line:
-    """Shows what is measured on one line of the error stream: ``measuring this machine  [##-----]  3/7  memory bandwidth``."""
+    """Show the current measurement on one line of the error stream: ``measuring this machine  [##-----]  3/7  memory bandwidth``."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
@@ -73,7 +73,7 @@ class _Line:
 
 
 def cache_folder() -> Path:
-    """Where programs of this system keep what they can make again."""
+    """Return the folder of cached files on this system."""
     home = Path.home()
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "partitioner"
@@ -83,7 +83,7 @@ def cache_folder() -> Path:
 
 
 def _machine_key(device: torch.device) -> str:
-    """What measurements depend on: the machine, its devices, threads, and the version of torch."""
+    """Return the key of measurements: the machine, its devices, threads, and the version of torch."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     parts = (_FORMAT, platform.node(), platform.machine(), name, os.cpu_count(), torch.get_num_threads(), torch.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -39,7 +39,7 @@ def check_count(n_devices: int) -> None:
 
 
 def parse_device(name: str | torch.device) -> torch.device:
-    """A device by its name, which is there; raises ConfigError otherwise.
+    """Return a device by its name; raise ConfigError if it does not exist.
 
     >>> parse_device("cpu")
     device(type='cpu')
@@ -139,7 +139,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two devices: a message of n bytes takes ``latency + n / bandwidth`` seconds, each way at the same time.
+    """Link between two devices: a message of n bytes takes ``latency + n / bandwidth`` seconds, each way at the same time.
 
     Attributes:
         latency: s.

@@ -1,4 +1,4 @@
-"""Measure this machine: what its devices compute and move, and what messages between its ranks take.
+"""Measure this machine: compute and memory rates of its devices, and messages between its ranks.
 
     matrix products of each dtype      the fastest of a few sizes                 -> peak_flops
     copies of memory                   larger than any cache                      -> memory_bandwidth
@@ -48,7 +48,7 @@ _SWAPS = 25
 
 
 def measure_machine(device: torch.device, tell: Measuring) -> tuple[Device, Link]:
-    """One device of the machine, and a link between two ranks.
+    """Measure one device of the machine, and a link between two ranks.
 
     Args:
         device: what is measured; others of its type are taken to be equal.
@@ -109,7 +109,7 @@ def _name(device: torch.device) -> str:
 
 
 def _gpu_link(device: torch.device) -> Link:
-    """Copies between the first two devices."""
+    """Measure copies between the first two devices."""
     other = torch.device(device.type, 1)
     small, large = (torch.zeros(size // 4, device=torch.device(device.type, 0)) for size in (4, _LARGE_MESSAGE * 8))
     latency = median_seconds(lambda: small.to(other), other)
@@ -118,7 +118,7 @@ def _gpu_link(device: torch.device) -> Link:
 
 
 def gloo_link(seconds: Mapping[float, float], host_share: float) -> Link:
-    """The link whose ``latency + bytes / bandwidth`` is nearest to measured times: the least squares of relative errors.
+    """Fit ``latency + bytes / bandwidth`` to measured times: the least squares of relative errors.
 
     Args:
         seconds: bytes of a message -> how long it took; at least two sizes.

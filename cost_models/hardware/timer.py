@@ -19,7 +19,7 @@ _CACHE_BYTES = 2**24
 def median_seconds(
     work: Callable[[], Any], device: torch.device, *, repeats: int = 20, budget: float = 0.2, among_others: bool = False
 ) -> float:
-    """Median seconds of a call; of its thread's processor time where one CPU thread does it all, which other processes do not disturb.
+    """Return the median seconds of a call; of its thread's processor time where one CPU thread does it all.
 
     Args:
         work: what is timed.

@@ -17,7 +17,7 @@ _FACTORS = {
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes, given as one or as text; raises ConfigError when it is neither or not positive.
+    """Return a number of bytes from a number or text; raise ConfigError when it is neither or not positive.
 
     >>> parse_bytes("16GiB"), parse_bytes("1.5 MB"), parse_bytes(4096)
     (17179869184, 1500000, 4096)
@@ -35,7 +35,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Three significant digits and a binary unit.
+    """Format with three significant digits and a binary unit.
 
     >>> format_bytes(17179869184), format_bytes(1500), format_bytes(12)
     ('16.0 GiB', '1.46 KiB', '12 B')
@@ -47,7 +47,7 @@ def format_bytes(size: float) -> str:
 
 
 def enough_bytes(size: float) -> str:
-    """The same, never less than the size: what is told to be enough is enough.
+    """Format as ``format_bytes``, rounded up: the text is never less than the size.
 
     >>> enough_bytes(17179869184), enough_bytes(1500)
     ('16.0 GiB', '1.48 KiB')
@@ -57,7 +57,7 @@ def enough_bytes(size: float) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """Three significant digits and a decimal unit.
+    """Format with three significant digits and a decimal unit.
 
     >>> format_flops(3.24e9), format_flops(720)
     ('3.24 GFLOP', '720 FLOP')
@@ -69,7 +69,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits and the unit that suits.
+    """Format with three significant digits and a suitable unit.
 
     >>> format_seconds(0.0123), format_seconds(75), format_seconds(4e-7)
     ('12.3 ms', '75.0 s', '400 ns')

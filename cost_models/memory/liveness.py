@@ -1,4 +1,4 @@
-"""The most memory that a forward or a training step holds at once, by liveness: a value is forgotten behind its last reader.
+"""Peak memory of a forward or a training step, by liveness: a value is dropped after its last reader.
 
 x = conv(image)       image x
 y = relu(x)           image x y       the most: x and y beside the image
@@ -23,17 +23,17 @@ __all__ = ["forward_peak", "given_bytes", "step_peak"]
 
 
 def given_bytes(graph: ModelGraph) -> int:
-    """Bytes of inputs and parameters, which are held throughout."""
+    """Return the bytes of inputs and parameters, which are held throughout."""
     return _bytes_of_all([node for node in graph.graph.nodes if node.op == "placeholder"], graph)
 
 
 def forward_peak(graph: ModelGraph) -> int:
-    """Bytes at the worst node, inputs, parameters and results among them, for the batch that was traced."""
+    """Return the peak bytes of a forward at the traced batch, with inputs, parameters and results."""
     return _peak(list(graph.graph.nodes), graph)
 
 
 def step_peak(training: DifferentiatedStage, graph: ModelGraph) -> int:
-    """Bytes at the worst node of a forward and its backward: inputs, parameters, and gradients among them; what a loss needs is not.
+    """Return the peak bytes of a forward and its backward, with inputs, parameters and gradients, without the loss.
 
     Args:
         training: the whole model as one stage.

@@ -1,4 +1,4 @@
-"""What a device holds during training: parameters, gradients, optimizer state, activations, communication buffers."""
+"""Memory of a device during training: parameters, gradients, optimizer state, activations, communication buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
 
 
 def optimizer_states(optimizer: str) -> int:
-    """How many copies of each parameter the optimizer keeps; raises ConfigError when nobody knows it.
+    """Return the number of state tensors for each parameter; raise ConfigError for an unknown optimizer.
 
     >>> optimizer_states("adamw")
     2
@@ -47,7 +47,7 @@ def optimizer_states(optimizer: str) -> int:
 
 
 def training_bytes(size: int, dtype: torch.dtype, optimizer: str, *, mixed: bool = False) -> int:
-    """Bytes that the optimizer holds for a parameter, besides the parameter and its gradient.
+    """Return the bytes that the optimizer holds for a parameter, besides the parameter and its gradient.
 
     Mixed precision keeps a float32 copy of a 16-bit parameter and its state in float32, and adds gradients up in float32 in the place of
     16 bits (Micikevicius et al., "Mixed Precision Training", 2018; Megatron-LM): 18 bytes a parameter with Adam, all counted.

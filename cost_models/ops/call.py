@@ -25,7 +25,7 @@ def arguments_with(call: Call, tensor: Callable[[str, TensorSpec], Any], device:
 
 
 def at_numbers(call: Call, numbers: Any) -> Call:
-    """The call with symbolic sizes evaluated as ``numbers[size]``."""
+    """Return the call with symbolic sizes evaluated as ``numbers[size]``."""
     outputs = tuple(_evaluated(output, numbers) for output in call.outputs)
     return Call.numbered(call.operator, [(name, _evaluated(value, numbers)) for name, value in call.values], outputs)
 

@@ -50,7 +50,7 @@ Terms: TypeAlias = Sequence[frozenset[int]]
 
 
 def contraction(*names: str, windowed: bool = False) -> Callable[[Call], Products]:
-    """The operands, contracted from left to right; a loop is summed as soon as neither the result nor a later operand has it.
+    """Contract the operands from left to right; a loop is summed as soon as neither the result nor a later operand has it.
 
     Args:
         names: the parameters that are multiplied.
@@ -65,7 +65,7 @@ def contraction(*names: str, windowed: bool = False) -> Callable[[Call], Product
 
 
 def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], dict[str, Products]]:
-    """For each parameter, the products that compute its gradient.
+    """Return the function that gives each parameter the products of its gradient.
 
     y = einsum("ij,jk->ik", a, b)
     gradient of a = einsum("ik,jk->ij", gradient of y, b)        the loops of y, of the other operands, and of a as the result
@@ -89,7 +89,7 @@ def operand_gradients(*names: str, windowed: bool = False) -> Callable[[Call], d
 
 
 def attention(call: Call) -> Products:
-    """Scores, then their sum over the values."""
+    """Return the products of the scores, and of scores and values."""
     return _attention_products(call, ("query", "key", "scores"), ("scores", "value", "result"))
 
 
@@ -105,13 +105,13 @@ def as_attention(call: Call) -> Call:
 
 
 def attention_gradients(call: Call) -> Products:
-    """The scores again (FlashAttention, arXiv 2205.14135), and the gradients of scores, queries, keys and values: five products."""
+    """Return five products: the scores again (FlashAttention, arXiv 2205.14135), and gradients of scores, queries, keys and values."""
     of_scores, of_queries, of_keys = ("result", "value", "scores"), ("scores", "key", "query"), ("scores", "query", "key")
     return _attention_products(call, ("query", "key", "scores"), of_scores, of_queries, of_keys, ("scores", "result", "value"))
 
 
 def _attention_products(call: Call, *products: tuple[str, str, str]) -> Products:
-    """Products (one operand, the other, what they make); scores have the loops of queries and keys that are not summed.
+    """Return products (one operand, the other, the result); scores have the unsummed loops of queries and keys.
 
     Fused kernels leave out the half of the scores that ``is_causal`` hides.
     """
@@ -127,7 +127,7 @@ def _attention_products(call: Call, *products: tuple[str, str, str]) -> Products
 
 
 def _terms(call: Call, loops: Loops, names: Sequence[str], *, windowed: bool) -> tuple[list[frozenset[int]], Sequence[Size]]:
-    """The loops of operands and result, and how often each runs; none over matrices of which each row picks one."""
+    """Return the loops of operands and result, and their sizes; none over matrices of which each row picks one."""
     operands = [_factors(loops.operands[index]) for name in names for index in call.operand_indices(name)]
     terms, sizes = [*operands, _factors(loops.results[0])], _sizes(loops)
     if not windowed:
@@ -164,7 +164,7 @@ def _unfolded(
 
 
 def _contracted(terms: Terms, sizes: Sequence[Size]) -> Products:
-    """All but the last term make the last one. Of several pairs those that sum nothing are products of elements."""
+    """Contract all terms but the last into the last one. Of several pairs, those that sum nothing are elementwise."""
     current, found = terms[0], []
     for place, term in enumerate(terms[1:-1], start=1):
         later = terms[-1].union(*terms[place + 1 : -1])
@@ -186,7 +186,7 @@ def _product(one: frozenset[int], other: frozenset[int], kept: frozenset[int], s
 
 
 def layers(call: Call) -> Products:
-    """Every step multiplies with every weight matrix; the list of parameters holds all layers and directions."""
+    """Return a product of every step with every weight matrix; the list of parameters holds all layers and directions."""
     length, batch = _steps_and_rows(call)
     return tuple(
         Product(1, length * batch, gates, width) if place % 2 == 0 else Product(length, batch, gates, width)
@@ -195,7 +195,7 @@ def layers(call: Call) -> Products:
 
 
 def weight_gradients(call: Call) -> Products:
-    """The gradients of all weights, and those of the states, which flow through all but the first layer's input weights."""
+    """Return the gradients of all weights, and of the states, which flow through all but the first layer's input weights."""
     length, batch = _steps_and_rows(call)
     first = 2 if call.arguments["bidirectional"] else 1
     states = tuple(
@@ -215,17 +215,17 @@ def input_gradient(call: Call) -> Products:
 
 
 def cell(call: Call) -> Products:
-    """One step with both weight matrices."""
+    """Return the products of one step with both weight matrices."""
     rows = numel(call.shape("input")[:-1])
     return tuple(Product(1, rows, *call.shape(name)) for name in ("w_ih", "w_hh"))
 
 
 def _steps_and_rows(call: Call) -> tuple[Size, Size]:
-    """How many steps a recurrent layer takes, and how many rows each has; ``nn.LSTM`` gives an input without a batch one row."""
+    """Return the steps of a recurrent layer, and its rows; ``nn.LSTM`` gives an input without a batch one row."""
     shape = call.shape("input")
     return (shape[1], shape[0]) if call.arguments.get("batch_first") else (shape[0], shape[1])
 
 
 def _matrices(call: Call) -> list[tuple[Size, Size]]:
-    """Shapes of the weights, layer by layer, direction by direction: input to hidden, hidden to hidden."""
+    """Return the shapes of the weights by layer and direction: input to hidden, hidden to hidden."""
     return [tensor.shape for tensor in call.arguments["params"] if len(tensor.shape) == 2]

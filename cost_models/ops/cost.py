@@ -1,4 +1,4 @@
-"""What one node costs: floating-point operations and bytes moved, as formulas in the batch symbol.
+"""Price one node: floating-point operations and bytes moved, as formulas in the batch symbol.
 
 forward           reads its arguments, writes its results
 backward input    reads the results' gradient and what was kept, writes the gradients of activations
@@ -64,7 +64,7 @@ class OperationCost:
 
 
 def tensor_shapes(value: Any) -> tuple[TensorSpec, ...]:
-    """The tensors of a node's value as shapes, sizes as sympy expressions where they are symbolic."""
+    """Return the tensors of a node's value as shapes, with symbolic sizes as sympy expressions."""
     if isinstance(value, torch.Tensor):
         return (TensorSpec(tuple(size_of(size) for size in value.shape), value.dtype),)
     if isinstance(value, list | tuple):
@@ -81,7 +81,7 @@ def operation_cost(
     is_view: bool,
     weights: frozenset[str] = frozenset(),
 ) -> OperationCost:
-    """The price of a node.
+    """Price a node.
 
     Args:
         node: a ``call_function``.
@@ -118,7 +118,7 @@ def operation_cost(
 
 
 def forward_work(call: Call, line: Operation) -> Work:
-    """What a call itself does: reads its arguments, writes its results."""
+    """Return the work of a call: read its arguments, write its results."""
     written = _bytes(call.outputs)
     read = written if line.sparse_read else sum((_bytes(tensors) for tensors in _tensors_of(call).values()), start=0)
     return _work(line.products(call) if line.products else (), read + written, line.launches, line.family, call, "forward")
@@ -129,12 +129,12 @@ def _work(products: Products, size: Size, launches: int, family: Family, call: C
 
 
 def _is_counted(call: Call, line: Operation) -> bool:
-    """Whether the products are known: those of recurrent layers and blocks of attention without their rule, others only with it."""
+    """Return whether the products are given: recurrent layers and attention blocks without a rule, other operations with one."""
     return line.family == "recurrent" or bool(line.products and line.products(call)) or loops_of_call(call) is not None
 
 
 def line_of(target: OpOverload) -> Operation | None:
-    """The line of the overload, of the operator, or of the functional twin of an in-place one."""
+    """Return the line of the overload, of the operator, or of the functional twin of an in-place operator."""
     line = OPERATIONS.get(target) or OPERATIONS.get(packet(target))
     name = target.overloadpacket.__name__
     if line is None and target.namespace == "aten" and name.endswith("_") and not name.endswith("__"):
@@ -150,7 +150,7 @@ def _saves(line: Operation, gradients: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, str], saves: tuple[str, ...]) -> Work:
-    """The half of the backward that computes the gradients of one kind of arguments."""
+    """Return the work of one half of the backward: gradients of one kind of arguments."""
     wanted = [name for name, gradient in gradients.items() if gradient == kind]
     if not wanted:
         return NO_WORK
@@ -165,7 +165,7 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
 
 
 def _view_backward(call: Call, gradients: Mapping[str, str]) -> Work:
-    """A view that shows each element once has a view for its backward; any other sums or fills, or puts together what several bring."""
+    """Price the backward of a view: a view where each element appears once; otherwise a sum or a fill."""
     if not gradients:
         return NO_WORK
     viewed = sum((_bytes(tensors) for name, tensors in _tensors_of(call).items() if name in gradients), start=0)
@@ -200,7 +200,7 @@ def call_of_node(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]]
 
 
 def described(value: Any, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]] | None = None) -> Any:
-    """An argument with its nodes replaced by what a price may depend on; hashable.
+    """Return an argument with its nodes replaced by shapes and numbers; hashable.
 
     Args:
         value: the argument.
@@ -232,7 +232,7 @@ def node_work(node: fx.Node, shapes: Mapping[fx.Node, tuple[TensorSpec, ...]] | 
 
 @functools.lru_cache(maxsize=16384)
 def call_work(call: Call) -> Work:
-    """What a call does that is no view, in symbols or in numbers as its sizes are."""
+    """Return the work of a call that is not a view, in symbols or numbers."""
     return forward_work(call, _line(call.operator))
 
 
@@ -260,7 +260,7 @@ def _family(target: OpOverload) -> Family:
 
 
 def _convolution_backward(call: Call) -> Products:
-    """The gradients that the output mask asks for."""
+    """Return the products of the gradients in the output mask."""
     gradient = call.arguments["grad_output"]
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
     values = [(name, None if name == "bias" else call.arguments[name]) for name in names]

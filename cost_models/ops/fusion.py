@@ -1,4 +1,4 @@
-"""What a compiled or hand-fused model saves: operations on the same elements become one kernel that keeps what lies between in registers.
+"""Fuse pointwise operations into kernels: values inside a kernel are neither written nor read.
 
     unfused                                    fused
     gelu     reads a, writes b                 gelu, mul, add   reads a, c and d, writes the sum
@@ -35,7 +35,7 @@ Fusion = Literal["none", "hand", "compiled"]
 
 
 def fused(works: Mapping[fx.Node, Work], fusion: Fusion) -> dict[fx.Node, Work]:
-    """The works of the nodes of one graph, after fusion.
+    """Return the works of the nodes of one graph, after fusion.
 
     Args:
         works: node -> its work, in the order of the graph; views and what is no operation have none (``launches`` is 0).
@@ -50,7 +50,7 @@ def fused(works: Mapping[fx.Node, Work], fusion: Fusion) -> dict[fx.Node, Work]:
 
 
 class _Kernels:
-    """Which nodes share a kernel.
+    """Assignment of nodes to kernels.
 
     A node joins the kernels of its arguments, and makes one of them, unless an argument depends on such a kernel from outside: a kernel
     starts when all that it reads is there. Sets of kernels are numbers whose bits are kernels.
@@ -68,7 +68,7 @@ class _Kernels:
         self._place = {node: place for place, node in enumerate(works)}
 
     def place(self, node: fx.Node) -> None:
-        """Assign a node to a kernel; nodes in front of it are assigned already."""
+        """Assign a node to a kernel; earlier nodes are already assigned."""
         arguments = [argument for argument in node.all_input_nodes if argument in self._works]
         behind = 0
         for argument in arguments:
@@ -83,7 +83,7 @@ class _Kernels:
         self._behind[node] = behind
 
     def work(self, node: fx.Node) -> Work:
-        """What a node does in its kernel."""
+        """Return the work of a node inside its kernel."""
         work, kernel = self._works[node], self._kernel.get(node)
         members = self._members[kernel] if kernel is not None else []
         if len(members) < 2:
@@ -107,7 +107,7 @@ class _Kernels:
         return kernel
 
     def _join(self, kernel: int, argument: fx.Node, arguments: Sequence[fx.Node]) -> None:
-        """Make one kernel of a new node's and of the one that computes its argument, if neither waits for the other."""
+        """Merge the kernel of a new node with that of its argument, if neither depends on the other."""
         other = self._kernel.get(_behind_views(argument))
         if other is None or other == kernel or self._elements[other] != self._elements[kernel]:
             return
@@ -129,7 +129,7 @@ class _Kernels:
         return outside
 
     def _is_border(self, node: fx.Node, argument: fx.Node) -> bool:
-        """Whether kernels written by hand end between the two: behind a softmax, in front of its backward."""
+        """Return whether hand-written kernels end between the two: after a softmax, or before its backward."""
         reads_softmax = "softmax" in str(_behind_views(argument).target) and "backward" not in str(_behind_views(argument).target)
         return self._fusion == "hand" and (reads_softmax or ("softmax" in str(node.target) and "backward" in str(node.target)))
 
@@ -139,7 +139,7 @@ class _Kernels:
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
-    """Return the node whose elements a getitem or a view has, looking through all of them."""
+    """Return the node from which views and getitems take their elements."""
     while node.target is operator.getitem or packet(node.target) in _VIEWS:
         node = node.all_input_nodes[0]
     return node
@@ -151,7 +151,7 @@ _VIEWS = frozenset(
 
 
 def _readers(node: fx.Node, works: Mapping[fx.Node, Work]) -> Iterable[fx.Node]:
-    """Who reads a value, also through views of it."""
+    """Yield the readers of a value, also through views of it."""
     for user in node.users:
         if user in works and not works[user].launches and user.op == "call_function":
             yield from _readers(user, works)

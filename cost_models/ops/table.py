@@ -60,7 +60,7 @@ def _saving(saves: str = "", **fields: Any) -> Operation:
 
 
 def _product(*names: str, family: Family = "matrix product") -> Operation:
-    """Operands that are multiplied: the gradient of each needs the others. What is summed, the operator's rule says."""
+    """Return the line of a product: the gradient of each operand saves the others. The rule of the operator gives the sums."""
     if len(names) == 2:
         one, other = names
         saves: tuple[str, ...] = (f"{one}:{other}", f"{other}:{one}")
@@ -97,7 +97,7 @@ def _instance_statistics(call: Call) -> Size:
 
 
 def _attention_rows(call: Call) -> Size:
-    """The logarithm of the sum of each row of scores."""
+    """Return the bytes of the logarithm of each row's sum of scores."""
     return numel(call.shape("query")[:-1]) * max(4, call.result.itemsize)
 
 
@@ -120,7 +120,7 @@ def _log_probabilities(call: Call) -> Size:
 
 
 def _recurrent_steps(vectors: int) -> Callable[[Call], Size]:
-    """Each step keeps so many vectors of the hidden size, in each layer and direction; a layer keeps the states of the one before."""
+    """Return the bytes that each step saves: so many vectors of the hidden size for each layer and direction, and earlier states."""
 
     def keeps(call: Call) -> Size:
         rows = numel(call.shape("input")[:-1])
@@ -138,7 +138,7 @@ def _difference(call: Call) -> Size:
 
 
 def _root_mean_square(call: Call) -> Size:
-    """One number a row, and the normalised rows."""
+    """Return the bytes of one number a row, and the normalised rows."""
     return _row_statistics(1)(call) + call.result.bytes
 
 

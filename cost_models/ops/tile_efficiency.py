@@ -1,4 +1,4 @@
-"""How long a matrix product takes that is larger than its device: tiles of the result, in waves over the processors.
+"""Time matrix products larger than a device: tiles of the result, in waves over the processors.
 
     columns, tiles of 128            108 processors, 120 tiles
     +----+----+----+--               wave 1   108 tiles
@@ -36,7 +36,7 @@ _PARTIAL_SUM_BYTES = 4
 
 @lru_cache(maxsize=65536)
 def product_time(product: Product, device: Device, dtype: torch.dtype) -> float:
-    """Seconds of arithmetic of a batch of products, whose sizes are numbers. A device without tiles has no quantisation."""
+    """Return the seconds of a batch of products of numeric sizes. A device without tiles has no quantisation."""
     rate = device.flops(dtype)
     if not device.tiles:
         return product.computed * float(product.flops) / rate

@@ -1,4 +1,4 @@
-"""What a device has to do: products, bytes of memory traffic, kernels. Numbers, or formulas in the batch symbol.
+"""Work of a device: products, bytes of memory traffic, kernels. Numbers, or formulas in the batch symbol.
 
 A matrix product, with what its sizes are called:
 
@@ -31,10 +31,10 @@ Gradients: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class Values(Protocol):
-    """What gives formulas their numbers: ``cost_models.formulas.symbols.Numbers``."""
+    """Evaluation of formulas: ``cost_models.formulas.symbols.Numbers``."""
 
     def __getitem__(self, size: Size, /) -> float:
-        """The value of a formula."""
+        """Return the value of a formula."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def flops_of(products: tuple[Product, ...]) -> Size:
 
 @dataclass(frozen=True)
 class Work:
-    """What a device has to do.
+    """Work of a device.
 
     Attributes:
         flops: floating-point operations of products; all other arithmetic counts none.

@@ -50,7 +50,7 @@ class MeasurementStore:
         return key_of(call) in self._known
 
     def __getitem__(self, call: Call) -> float | None:
-        """Seconds; None for a call that could not be timed. Raises KeyError where nobody tried."""
+        """Return seconds; None for a call that could not be timed. Raise KeyError for a call that was not tried."""
         return self._known[key_of(call)]
 
     def __setitem__(self, call: Call, seconds: float | None) -> None:
@@ -73,7 +73,7 @@ class MeasurementStore:
 
 
 def key_of(call: Call) -> str:
-    """A call as text: ``aten.mm.default(self=float32[64, 128], mat2=float32[128, 32])``."""
+    """Format a call as text: ``aten.mm.default(self=float32[64, 128], mat2=float32[128, 32])``."""
     return f"{call.operator}({', '.join(f'{name}={_text(value)}' for name, value in call.values)})"
 
 

@@ -1,15 +1,15 @@
-"""Times that were taken one after the other, on a machine that is not equally fast all the time.
+"""Correct timings for the drift of a machine's clock rate.
 
-    stretch         0      1      2      so many samples in a row, no call twice, no long pause
-    pace            1      1.5    1      how slow the machine was meanwhile, told by the calls that have samples in several
+    stretch         0      1      2      samples in a row, no call twice, no long pause
+    clock rate      1      1.5    1      slowdown, from calls that have samples in several stretches
     a call         10 ms  15 ms  11 ms   10 ms: the median of 10, 15 / 1.5 and 11
-    another one     -     30 ms   -      20 ms, though it was timed when the machine was slow
+    another one     -     30 ms   -      20 ms, though it was timed while the machine was slow
 
-A sample is taken to be the call's own time multiplied by the pace of its stretch. Both are medians of what is left when the other is
-divided away, in turn: the median polish of Tukey 1977, Exploratory Data Analysis, of logarithms.
+A sample is modelled as the call's own time multiplied by the slowdown of its stretch. Both are found by the median polish of
+Tukey 1977, Exploratory Data Analysis, of logarithms.
 
-Of a new stretch nothing is known: its pace is the usual one until its calls are timed in others too. A stretch of one sample never says
-more: it takes the pace at which that sample is what the call's others say.
+A new stretch has the usual slowdown until its calls are timed in other stretches too. A stretch of one sample takes the slowdown
+at which that sample equals the call's other samples.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Paces:
         return iter(calls)
 
     def add(self, call: Call, seconds: float) -> None:
-        """A sample, taken behind all others. One of no time at all is less than the clock tells apart, and says nothing of a pace.
+        """Add a sample after all others. A sample of zero seconds is below the clock's resolution and does not change the slowdown.
 
         Raises:
             ValueError: it is no time.
@@ -73,7 +73,7 @@ class Paces:
         self._stretches[-1][call] = samples[len(self._stretches) - 1] = seconds
 
     def settle(self) -> None:
-        """Find the paces anew; the median of them is 1, each counted by its samples: those of few are not told well."""
+        """Fit the slowdowns anew; their median is 1, weighted by samples: a stretch with few samples is uncertain."""
         for _ in range(_SWEEPS):
             times = {call: self.time(call) for call in self._samples}
             found = [self._pace(stretch, times) for stretch in self._stretches]
@@ -81,7 +81,7 @@ class Paces:
             self._paces = [pace / middle for pace in found]
 
     def time(self, call: Call) -> float:
-        """Seconds at the usual pace; 0 for a call that never took any."""
+        """Return the seconds at the usual clock rate; 0 for a call below the clock's resolution."""
         samples = self._samples[call]
         return statistics.median(seconds / self._paces[number] for number, seconds in samples.items()) if samples else 0.0
 

@@ -1,4 +1,4 @@
-"""The calls that one call of a model becomes in its programs: they are differentiated, and what autograd starts is what takes time.
+"""List the calls that one call of a model becomes in programs: the calls of autograd are timed.
 
     linear(x, weight, bias)  ->  forward          addmm(bias, x, weight.t())
                                  backward_input   mm(dy, weight)
@@ -42,7 +42,7 @@ _KINDS = ("weight", "activation", "")
 
 
 def kernels_of(call: Call, gradients: Gradients, device: torch.device) -> Kernels | None:
-    """For each part of the call the calls that it becomes, views left out; None where it cannot be differentiated by itself.
+    """Return the calls of each part of a call, without views; None where it cannot be differentiated alone.
 
     Args:
         call: all sizes are numbers.
@@ -66,7 +66,7 @@ def kernels_of(call: Call, gradients: Gradients, device: torch.device) -> Kernel
 
 
 def _can_be_called(call: Call) -> bool:
-    """Whether the operator takes tensors of such sizes: of what is only estimated (windows of unequal tiles) sizes need not fit."""
+    """Return whether the operator accepts these sizes: estimated sizes (windows of unequal tiles) need not fit."""
     meta = torch.device("meta")
     try:
         call.operator(**arguments_with(call, lambda _, shape: torch.empty(shape.shape, dtype=shape.dtype, device=meta), meta))
@@ -76,7 +76,7 @@ def _can_be_called(call: Call) -> bool:
 
 
 def _stage_of(call: Call, gradients: Mapping[str, str], device: torch.device) -> StageGraph:
-    """The call as a stage; arguments that have the gradients of weights are its parameters, and come first."""
+    """Return the call as a stage; arguments with weight gradients are its parameters, and come first."""
     graph, of_kind = fx.Graph(), defaultdict[str, list[str]](list)
 
     def placeholder(name: str, shape: TensorSpec) -> fx.Node:
@@ -112,7 +112,7 @@ def _differentiable(stage: StageGraph) -> frozenset[str]:
 
 
 def _differentiable_results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The tensors that the call gives and gradients come back for."""
+    """Return the differentiable tensors among the call's results."""
     if isinstance(node.meta["val"], Tensor):
         return [node]
     items = []

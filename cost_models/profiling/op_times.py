@@ -74,7 +74,7 @@ class MeasuredCosts:
         return seconds * analytic / self._roofline.operation_time(call_work(work.call), device, dtype)
 
     def transfer_time(self, size: float, link: Link) -> float:
-        """``latency + bytes / bandwidth``: links are measured by ``Cluster.detect``."""
+        """Return ``latency + bytes / bandwidth``: links are measured by ``Cluster.detect``."""
         return self._roofline.transfer_time(size, link)
 
     @property
@@ -163,7 +163,7 @@ class Calibrated:
         return float(work.flops * rates.per_flop + work.bytes * rates.per_byte + work.launches * rates.per_launch)
 
     def transfer_time(self, size: float, link: Link) -> float:
-        """``latency + bytes / bandwidth``."""
+        """Return ``latency + bytes / bandwidth``."""
         return Roofline().transfer_time(size, link)
 
 
@@ -184,7 +184,7 @@ def _fit(samples: list[Sample]) -> Rates:
 
 
 def _nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of few unknowns: the best of the least-squares solutions over all subsets of them that has no negative part."""
+    """Return the best solution without negative parts over all subsets of the unknowns."""
     n = matrix.shape[1]
     best, least = np.zeros(n), float(target @ target)
     for subset in range(1, 2**n):
@@ -203,7 +203,7 @@ def _nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.f
 
 
 def measure_call(call: Call, device: torch.device) -> float | None:
-    """Seconds of a call; None where made-up arguments will not do: the operator refuses them.
+    """Time a call; return None if the operator refuses generated arguments.
 
     Args:
         call: all sizes are numbers.
@@ -220,7 +220,7 @@ def measure_call(call: Call, device: torch.device) -> float | None:
 
 
 def _random_argument(_name: str, shape: TensorSpec, *, places: int, device: torch.device) -> Tensor:
-    """Random numbers; whole numbers may be places, so they are kept below the sizes of the other tensors, or are all zero."""
+    """Draw a random argument; integers may be indices, so they stay below the sizes of other tensors, or are zero."""
     if shape.dtype == torch.bool:
         return torch.rand(shape.shape, device=device) < 0.5
     if shape.known_dtype.is_floating_point or shape.known_dtype.is_complex:
@@ -229,6 +229,6 @@ def _random_argument(_name: str, shape: TensorSpec, *, places: int, device: torc
 
 
 def _places(call: Call) -> int:
-    """A number that is a place in every dimension that could be looked up: the least first size of its floating-point tensors."""
+    """Return a valid index bound for every dimension: the least first size of the floating-point tensors."""
     sizes = [each.shape[0] for _, value in call.values for each in tensors_in(value) if each.known_dtype.is_floating_point and each.shape]
     return max(1, min(sizes, default=1))

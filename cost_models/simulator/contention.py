@@ -106,7 +106,7 @@ def _traffic(transfer: Transfer) -> Iterator[tuple[tuple[int, int], float]]:
 
 
 def _ports(cluster: Cluster, source: int, destination: int) -> Iterator[Any]:
-    """The way out of one device and into another."""
+    """Yield the ports out of one device and into another."""
     if isinstance(cluster.links, Mapping):
         yield (source, destination)
         return

@@ -31,7 +31,7 @@ __all__ = ["Change", "RankRun", "Slice", "run_ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that lasts.
+    """One interval of a timeline.
 
     Attributes:
         rank: where.
@@ -52,7 +52,7 @@ class Slice:
 
 
 class Change(NamedTuple):
-    """Memory that is made (or dropped) at a time; ``rise``: what merged steps need for a moment."""
+    """Memory allocated (or freed) at a time; ``rise``: the momentary need of merged steps."""
 
     time: float
     storage: Storage | None
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 @dataclass
 class RankRun:
-    """What one rank did.
+    """Timeline of one rank.
 
     Attributes:
         computed: slices of computing, in order.
@@ -133,7 +133,7 @@ class _Machine:
         self._using: defaultdict[Any, dict[_Underway, None]] = defaultdict(dict)
 
     def run(self) -> None:
-        """Events in the order of their times."""
+        """Process events in the order of their times."""
         for each in self.runs:
             self._at(0.0, "rank", each)
         while self._events:
@@ -156,7 +156,7 @@ class _Machine:
     # -- ranks ---------------------------------------------------------------------------------------------------------------------
 
     def _advance(self, rank: int, time: float) -> None:
-        """Compute up to the next communication, which is an event of its own: others may come to theirs before."""
+        """Compute up to the next communication, which is a separate event: other ranks may reach theirs earlier."""
         run, steps, position = self.runs[rank], self._steps[rank], self._position[rank]
         while position < len(steps) and steps[position].kind == "compute":
             time = _compute(rank, run, steps[position], time)
@@ -251,7 +251,7 @@ class _Machine:
 
 
 def _host_delay(run: RankRun, underway: _Underway, wanted: float) -> float:
-    """Seconds by which a transfer held up what its rank computed before it waited: its processor did part of both."""
+    """Return the seconds by which a transfer delayed its rank's compute: its processor does part of both."""
     assert underway.passage is not None
     if not underway.passage.host_share or underway.end is None:
         return 0.0

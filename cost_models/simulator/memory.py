@@ -129,7 +129,7 @@ def memory_of(run: RankRun, stays: Sequence[Storage], optimizer_bytes: int) -> t
 
 
 def _moments(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage], optimizer_bytes: int) -> Iterator[_Moment]:
-    """The start of a step, and each change: it allocates or frees a storage, or is the momentary rise inside a task."""
+    """Yield the start of a step, and each change: it allocates or frees a storage, or is the momentary rise inside a task."""
     level = [0] * len(CATEGORIES)
     level[_INDEX["optimizer"]] = optimizer_bytes
     for storage in stays:
@@ -147,13 +147,13 @@ def _moments(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage], 
 
 
 def _highest(moments: Sequence[_Moment], category: int) -> tuple[int, float]:
-    """The first peak of a category, and its time."""
+    """Return the first peak of a category, and its time."""
     highest = max(moments, key=lambda moment: moment.most[category])
     return highest.most[category], highest.time
 
 
 def _curve(moments: Sequence[_Moment], totals: Sequence[int]) -> MemoryCurve:
-    """Of the moments at one time, the highest and the last."""
+    """Return the curve with the highest and the last value at each time."""
     times, sizes = [0.0], [totals[0]]
     for moment, most in zip(moments[1:], totals[1:], strict=True):
         time, after = moment.time, sum(moment.after)

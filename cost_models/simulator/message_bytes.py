@@ -62,11 +62,11 @@ def copied_bytes(
 
 
 def _leads(shape: Sequence[int], dim: int) -> bool:
-    """Whether parts along the dimension are runs of memory."""
+    """Return whether parts along the dimension are contiguous."""
     return math.prod(shape[:dim]) == 1
 
 
 def _most_given(tensors: Sequence[Held], dims: Sequence[int], keywords: Mapping[str, Any]) -> int:
-    """The most bytes that one rank gives another in a halo exchange."""
+    """Return the most bytes that one rank gives another in a halo exchange."""
     halos = zip(tensors, dims, keywords["owned"], keywords["wanted"], strict=True)
     return sum(tensor.bytes // tensor.shape[dim] * largest_message(tuple(owned), wanted) for tensor, dim, owned, wanted in halos)

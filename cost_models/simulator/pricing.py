@@ -1,4 +1,4 @@
-"""How long each node of an emitted program computes: its work by the operator table, its seconds by the cost model.
+"""Price each node of an emitted program: its work by the operator table, its seconds by the cost model.
 
 Masks of dropout in fused kernels: drawn where they are used, and no more of them than is used.
 
@@ -54,7 +54,7 @@ class NodePrices:
         self._known: dict[Call, float] = {}
 
     def operator(self, node: fx.Node, values: Mapping[fx.Node, Any], result: Any, *, is_view: bool) -> float:
-        """Seconds of an ATen operator.
+        """Return the seconds of an ATen operator.
 
         Args:
             values: of the nodes that it reads.
@@ -72,7 +72,7 @@ class NodePrices:
         return self._known[call]
 
     def function(self, target: Callable[..., Any], arguments: Sequence[Any], result: Any, made_bytes: int) -> float:
-        """Seconds of a function of ``passes.ir.comm.microbatch``, or of any that reads its arguments and writes new memory.
+        """Return the seconds of a function of ``passes.ir.comm.microbatch``, or of any that reads its arguments and writes new memory.
 
         Args:
             made_bytes: of the storages that it makes.
@@ -89,11 +89,11 @@ class NodePrices:
         return self.seconds(Work(0, read + written, 1), dtype)
 
     def writing(self, size: float) -> float:
-        """Seconds of a kernel that writes so many bytes."""
+        """Return the seconds of a kernel that writes so many bytes."""
         return self.seconds(Work(0, size, 1), torch.bool)
 
     def copying(self, size: float) -> float:
-        """Seconds of copying so many bytes into a message, or out of one."""
+        """Return the seconds of copying so many bytes into a message, or out of one."""
         return self.seconds(Work(0, 2 * size, 1), torch.uint8) if self._copies and size else 0.0
 
     def seconds(self, work: Work, dtype: torch.dtype) -> float:
@@ -101,14 +101,14 @@ class NodePrices:
         return self._cost_model.operation_time(work, self._device, dtype) if work.launches or work.bytes else 0.0
 
     def fused_works(self, graph: fx.Graph) -> dict[fx.Node, Work]:
-        """What the operators of a graph do where some share a kernel, as formulas; empty where each is a kernel of its own."""
+        """Return the work of a graph's operators after fusion, as formulas; empty without fusion."""
         if self.fusion == "none":
             return {}
         return fused({node: node_work(node) for node in graph.nodes if node.op == "call_function"}, self.fusion)
 
 
 def _described(value: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """An argument with its nodes replaced by what a price may depend on; hashable."""
+    """Return an argument with its nodes replaced by shapes and numbers; hashable."""
     if isinstance(value, fx.Node):
         return _shapes(values[value])
     if isinstance(value, list | tuple):
@@ -131,12 +131,12 @@ _MASKS = (dropout_mask, dropout_mask_again, dropout_mask_with_state)
 
 
 def is_mask(node: fx.Node) -> bool:
-    """Whether a node draws a mask, alone or with other ranks."""
+    """Return whether a node draws a mask, alone or with other ranks."""
     return node.target in _MASKS or (node.target is draw_alike and node.args[0] in _MASKS)
 
 
 def is_part_of_mask(node: fx.Node) -> bool:
-    """Whether a node takes a part of a mask."""
+    """Return whether a node takes a part of a mask."""
     source = node.args[0] if node.target is take_part else None
     while isinstance(source, fx.Node) and source.target in (operator.getitem, take_part):
         source = source.args[0]
@@ -144,7 +144,7 @@ def is_part_of_mask(node: fx.Node) -> bool:
 
 
 def share_taken(node: fx.Node) -> float:
-    """The part of a mask, or of a part, that is used."""
+    """Return the used fraction of a mask, or of a part."""
     return max((_share(user) for user in node.users if user.op != "output"), default=1.0)
 
 

@@ -49,7 +49,7 @@ Templates: TypeAlias = dict[Any, tuple[int, StageTemplate]]
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank does.
+    """Steps of one rank.
 
     Attributes:
         rank: who.
@@ -79,7 +79,7 @@ def read_program(program: Program, batch: int, prices: NodePrices, templates: Te
 
 
 class _ProgramReader(GraphReader, AbstractInterpreter):
-    """Steps through a program: its tensors lie in storages, and its nodes take time."""
+    """Step through a program: its tensors have storages, and its nodes take time."""
 
     tensor_type = Held
     batch: int
@@ -351,7 +351,7 @@ class _CallReader(_ProgramReader):
             self.mark_gradients(passed_on(node for node in returned[-1] if isinstance(node, fx.Node)))
 
     def template(self, names: Sequence[str]) -> StageTemplate:
-        """What was read; ``names``: of what is bound, in order."""
+        """Return a template of the call; ``names``: of bound tensors, in order."""
         results = self.arguments(self.graph.output_node().args[0])
         state = {names.index(name): held.storage for name, held in self._bound.items()}
         return template_of(self.steps, self._arguments_given.storages, state, results)
@@ -379,7 +379,7 @@ _PASS_GRADIENTS = frozenset(
 
 
 def gradient_nodes(program: Program) -> set[fx.Node]:
-    """The nodes whose values become gradients of parameters."""
+    """Return the nodes whose values become gradients of parameters."""
     stack: list[fx.Node] = []
     for node in program.module.graph.nodes:
         if node.op == "call_module" and isinstance(program.module.get_submodule(str(node.target)), StoreGradients | AddUnsummed):

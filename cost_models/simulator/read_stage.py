@@ -1,6 +1,6 @@
-"""Step through a graph as a run would: the value of every node, the memory that it makes and drops, the time that it takes.
+"""Step through a graph as a run would: values, memory allocated and freed, and time.
 
-A value is dropped behind its last use, as the executor does, and a storage is free when no value that is alive lies in it.
+A value is dropped after its last use, as in the executor. A storage is free when no live value uses it.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ class GraphReader(ABC):
         self._numbers: dict[int, Numbers] = {}
 
     def mark_gradients(self, nodes: Iterable[fx.Node]) -> None:
-        """More nodes whose values become gradients of parameters."""
+        """Mark more nodes whose values become gradients of parameters."""
         self._gradients |= _behind_views(nodes)
 
     # -- memory --------------------------------------------------------------------------------------------------------------------
 
     def category(self, node: fx.Node) -> Category:
-        """What the memory of a node's value is for."""
+        """Return the memory category of a node's value."""
         return "gradients" if node in self._gradients else "activations"
 
     def make(self, node: fx.Node, size: int, category: Category | None = None) -> Storage:
-        """New memory."""
+        """Allocate memory."""
         storage = Storage(node.name, size, category or self.category(node))
         self.made.append(storage)
         return storage
 
     def tensor(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype, category: Category | None = None) -> Held:
-        """A new tensor."""
+        """Allocate a new tensor."""
         held = Held(Storage("", 0, "activations"), tuple(shape), dtype)
         held.storage = self.make(node, held.bytes, category)
         return held
@@ -96,7 +96,7 @@ class GraphReader(ABC):
         self._new = {}
 
     def end(self, node: fx.Node) -> list[Storage]:
-        """Hold the node's value; returns the storages that nobody holds behind it, what it made for itself alone among them."""
+        """Hold the node's value; return the storages that are free after it, temporary ones included."""
         for storage in storages_of(self.values[node]):
             storage.holders += 1
         free = [storage for storage in self.made if not storage.holders and storage.bytes]
@@ -110,7 +110,7 @@ class GraphReader(ABC):
     # -- nodes ---------------------------------------------------------------------------------------------------------------------
 
     def visit(self, node: fx.Node, section: str) -> None:
-        """One computing node: its value, its step."""
+        """Process one computing node: its value, its step."""
         self.begin()
         seconds = self._drawn(node, self.compute(node))
         made, dropped = self.made, self.end(node)
@@ -139,11 +139,11 @@ class GraphReader(ABC):
         return self.operator(node) if isinstance(node.target, OpOverload) else self.function(node, arguments)
 
     def arguments(self, arguments: Any) -> Any:
-        """Arguments of a node with values in the place of nodes."""
+        """Return the arguments of a node with values for nodes."""
         return fx.node.map_aggregate(arguments, lambda each: self.values[each] if isinstance(each, fx.Node) else each)
 
     def operator(self, node: fx.Node) -> float:
-        """An ATen operator. What nobody traced (the few that count the rows of a batch) is unknown, and free."""
+        """Price an ATen operator. An untraced operator (the few that count the rows of a batch) is unknown, and free."""
         if "val" not in node.meta:
             self.values[node] = UNKNOWN
             return 0.0
@@ -157,7 +157,7 @@ class GraphReader(ABC):
         return self.prices.operator(node, self.values, self.values[node], is_view=not self.made)
 
     def traced(self, node: fx.Node, sources: Mapping[Hashable, Storage] = _NO_SOURCES, fallback: Storage | None = None) -> Any:
-        """A node's traced value at the rows of this call.
+        """Return a node's traced value at the rows of this call.
 
         Args:
             sources: the storages of what the node reads, by the storage that tracing saw; the value is a view of those that it shares.
@@ -181,7 +181,7 @@ class GraphReader(ABC):
         return int(self.numbers(node)[size_of(fake)]) if isinstance(fake, torch.SymInt) else fake
 
     def numbers(self, node: fx.Node) -> Numbers:
-        """Sizes at the rows of a node."""
+        """Return the evaluation of sizes at the rows of a node."""
         rows = self.rows(node)
         if rows not in self._numbers:
             self._numbers[rows] = Numbers(rows)
@@ -189,15 +189,15 @@ class GraphReader(ABC):
 
     @abstractmethod
     def rows(self, node: fx.Node) -> int:
-        """What the batch symbol stands for at a node."""
+        """Return the value of the batch symbol at a node."""
 
     @abstractmethod
     def function(self, node: fx.Node, arguments: Sequence[Any]) -> float:
-        """A function that is no ATen operator: set its value; returns its seconds."""
+        """Set the value of a function that is not an ATen operator; return its seconds."""
 
 
 def _behind_views(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes, and those that they are views of."""
+    """Return nodes, and the bases of their views."""
     return with_ancestors(nodes, _viewed)
 
 
@@ -208,7 +208,7 @@ def _viewed(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nobody reads behind it."""
+    """Return, for each node, the values last used by it."""
     last: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -220,7 +220,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _only_reshapes(node: fx.Node) -> bool:
-    """Whether a node gives what lies densely another shape, which copies nothing."""
+    """Return whether a node reshapes a contiguous tensor, which copies nothing."""
     source = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     return packet(node.target) in _RESHAPES and isinstance(source, Tensor) and source.is_contiguous()
 
@@ -234,7 +234,7 @@ Group: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StageTemplate:
-    """What a call of a stage does.
+    """Steps of a call of a stage.
 
     Attributes:
         steps: of a call.
@@ -257,7 +257,7 @@ class StageTemplate:
         number: Callable[[Group], Any],
         group_here: Callable[[Group], Group],
     ) -> tuple[list[Step], Any]:
-        """The steps and the results of one call.
+        """Return the steps and the results of one call.
 
         Args:
             arguments: what it is called with.
@@ -307,7 +307,7 @@ Arguments with equal numbers share a storage."""
 
 
 class Arguments:
-    """The storages that stand for those of a call's arguments, made one after the other.
+    """Storages of a template's arguments, created in order.
 
     Attributes:
         storages: of each argument so far; None for a number.

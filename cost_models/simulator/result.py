@@ -1,4 +1,4 @@
-"""What a simulated step comes to: time, bubble, memory, communication, and a timeline of it all."""
+"""Result of a simulated step: time, bubble, memory, communication and timeline."""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ _FIRST_FORWARD = re.compile(r"(\d+)F0")
 
 @dataclass(frozen=True)
 class Representatives:
-    """Ranks that stand for others which do the same with other parts of the model.
+    """Ranks that represent others with equal work on other parts of the model.
 
     Attributes:
         mesh: of all ranks.
-        of: rank -> who stands for it.
+        of: rank -> its representative.
     """
 
     mesh: Mesh
@@ -49,7 +49,7 @@ class Representatives:
 
     @staticmethod
     def everybody(n_ranks: int) -> Representatives:
-        """Every rank for itself."""
+        """Return representatives in which every rank represents itself."""
         return Representatives(Mesh((("rank", n_ranks),)), {rank: rank for rank in range(n_ranks)})
 
 
@@ -138,12 +138,12 @@ def _latency(runs: Mapping[int, RankRun]) -> float:
 
 
 def _optimizer_bytes(work: RankWork, optimizer: str, *, mixed: bool) -> int:
-    """The optimizer's state for the parameters that a rank trains."""
+    """Return the bytes of optimizer state for the parameters that a rank trains."""
     return sum(training_bytes(size, dtype, optimizer, mixed=mixed) for size, dtype in work.trained)
 
 
 def _merge_slices_of_actions(slices: Sequence[Slice]) -> list[Slice]:
-    """Nodes that follow each other without a gap in one section, as one slice each."""
+    """Merge consecutive nodes of one section without a gap into one slice each."""
     found: list[Slice] = []
     for each in slices:
         last = found[-1] if found else None

@@ -72,12 +72,12 @@ class Held:
 
     @property
     def bytes(self) -> int:
-        """Of its elements; what it lies in may be larger."""
+        """Bytes of its elements; its storage may be larger."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def leaves_of(value: Any) -> Iterator[Held]:
-    """The tensors in a value, however nested."""
+    """Yield the tensors in a value, however nested."""
     if isinstance(value, Held):
         yield value
     elif isinstance(value, tuple | list):
@@ -86,7 +86,7 @@ def leaves_of(value: Any) -> Iterator[Held]:
 
 
 def storages_of(value: Any) -> list[Storage]:
-    """The storages that a value lies in, each once."""
+    """Return the storages of a value, each once."""
     if isinstance(value, Held):
         return [value.storage]
     return list({id(leaf.storage): leaf.storage for leaf in leaves_of(value)}.values())

@@ -1,4 +1,4 @@
-"""A rank's program as what a machine has to do, in order: compute for so long, start a transfer, wait for one."""
+"""Tasks of a rank's program, in order: compute, start a transfer, wait for one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """The most memory that a merged step needs on its way.
+    """Peak memory inside a merged step.
 
     Attributes:
         offset: seconds from the step's start.
@@ -55,7 +55,7 @@ class Rise:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One thing to do.
+    """One task.
 
     Attributes:
         kind: compute, start a transfer, or wait for one.

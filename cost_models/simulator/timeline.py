@@ -1,11 +1,11 @@
-"""Slices of computing and communication a device, and its memory: simulated, or recorded from a run; as a trace or as a picture.
+"""Timelines of computing, communication and memory for each device: simulated, or recorded from a run; as a trace or as a picture.
 
-A prediction and a measurement can be laid beside each other: slices of a run have the names that the simulation gives them. The picture
-is device against time, light or dark as the page is:
+Slices of a run have the names of the simulation, so a prediction and a measurement can be compared. The picture is device
+against time, light or dark as the page is:
 
-rank 0  |0F0|0F1|    |0B0|0F2|0B1| ...      computing, by kind; what is left empty is a bubble
-         ====  ==                           communication below it
-        ..--''--..--''--..                  memory, each device on the scale of the largest
+    rank 0  |0F0|0F1|    |0B0|0F2|0B1| ...      computing, by kind; gaps are bubbles
+             ====  ==                           communication below it
+            ..--''--..--''--..                  memory, each device on the scale of the largest
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Timeline:
         return max((each.end for each in (*self.computed, *self.communicated)), default=0.0)
 
     def to_json(self, *others: Timeline) -> str:
-        """Chrome's trace format, which https://ui.perfetto.dev opens: a process a device, threads for its streams, memory as a counter.
+        """Return Chrome's trace format for https://ui.perfetto.dev: a process for each device, threads for streams, memory as a counter.
 
         Args:
             others: timelines to lay beside this one.
@@ -69,7 +69,7 @@ class Timeline:
         write_text(path, self.to_json(*others), "the timeline")
 
     def svg(self, *others: Timeline) -> str:
-        """A picture: device against time, communication below computing, memory as a curve.
+        """Draw device against time, communication below computing, memory as a curve.
 
         Args:
             others: timelines to draw below this one, on one scale of time.
@@ -167,7 +167,7 @@ _SMALLEST = _Row(8, 2.5, 0, 2)
 
 
 def _draw(timelines: Sequence[Timeline]) -> str:
-    """An SVG of timelines on one scale of time, the rows of a device one below the other.
+    """Draw timelines on one scale of time, the rows of a device one below the other.
 
     Args:
         timelines: of equally many devices.
@@ -218,7 +218,7 @@ def _heading(timelines: Sequence[Timeline]) -> Iterator[str]:
 
 
 def _axis(end: float, scale: float, height: float) -> Iterator[str]:
-    """Marks at round times."""
+    """Yield marks at round times."""
     step = 10 ** math.floor(math.log10(end))
     step = next(step / part for part in (1, 2, 5, 10) if end / (step / part) >= 5)
     for index in range(int(end / step * (1 + 1e-9)) + 1):
@@ -229,7 +229,7 @@ def _axis(end: float, scale: float, height: float) -> Iterator[str]:
 
 
 def _device(timeline: Timeline, rank: int, row: _Row, top: float, scale: float, largest: int, label: str) -> Iterator[str]:
-    """One device's row."""
+    """Yield one device's row."""
     if label:
         yield f'<text x="{_LEFT - 8}" y="{top + row.compute / 2 + 4:.1f}" text-anchor="end">{escape(label)}</text>'
     width = timeline.end * scale
@@ -256,7 +256,7 @@ def _box(kind: str, x: float, y: float, width: float, height: float, title: str)
 
 
 def _memory(curve: MemoryCurve, top: float, height: float, scale: float, largest: int) -> Iterator[str]:
-    """The curve, and its peak in words."""
+    """Yield the curve, and its peak in words."""
     if not curve.bytes or not largest:
         return
     bottom, points = top + height, []
