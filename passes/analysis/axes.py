@@ -57,7 +57,7 @@ class Axes:
     operands: Mapping[str, tuple[fx.Node, ...]]
 
     def of(self, node: str) -> TensorAxes:
-        """The axes of a node that gives one tensor."""
+        """Return the axes of a node with one tensor."""
         (axes,) = self.tensors[node]
         return axes
 
@@ -257,7 +257,7 @@ def _single(tensors: list[list[list[_Axis]]]) -> list[list[_Axis]]:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node takes one result of a call that gives several."""
+    """Return whether a node takes one result of a call that gives several."""
     return node.target is operator.getitem
 
 

@@ -163,7 +163,7 @@ def space_axes(axes: Axes) -> dict[str, tuple[int, ...]]:
 
 
 def _is_inside(axes: Axes, axis: int, role: str) -> bool:
-    """Whether some dimension holds the axis inside another axis with this role."""
+    """Return whether some dimension holds the axis inside another axis with this role."""
     dimensions = (dimension for tensors in axes.tensors.values() for tensor in tensors for dimension in tensor if axis in dimension)
     return any(role in axes.roles[outer] for dimension in dimensions for outer in dimension[: dimension.index(axis)])
 

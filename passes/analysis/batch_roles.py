@@ -192,7 +192,7 @@ def _fixed_size(loops: Loops, factors: Dimension) -> int | None:
 
 
 def _can_pass_sizes(call: Call, loops: Loops, factor: int, batch: sympy.Symbol) -> bool:
-    """Whether the rule can replace every argument that depends on the batch by that of a part of the factor."""
+    """Return whether the rule can replace every argument that depends on the batch by that of a part of the factor."""
     batched = {name for name, value in call.values if depends_on(batch, _without_tensors(value))}
     if not batched:
         return True

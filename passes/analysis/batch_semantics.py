@@ -180,7 +180,7 @@ class _Walk:
         return role if not isinstance(role, tuple) else Mixed(node)
 
     def _is_countable(self, node: fx.Node) -> bool:
-        """Whether the targets of a loss, and its class weights, are known before the batch is split."""
+        """Return whether the targets of a loss, and its class weights, are known before the batch is split."""
         arguments = bound_arguments(node)
         counted = [arguments["target"], arguments.get("weight")] if "target" in arguments else []
         return all(value.name in self._countable for value in counted if isinstance(value, fx.Node))
@@ -191,7 +191,7 @@ def _as_tuple(role: Role | Roles) -> Roles:
 
 
 def _fits(role: Role, shape: Sequence[Any], batch: sympy.Symbol) -> bool:
-    """Whether sizes agree with a role: the batch is in its dimension, as a multiple of the batch size, and in no other."""
+    """Return whether sizes agree with a role: the batch is in its dimension, as a multiple of the batch size, and in no other."""
     if isinstance(role, Rows | RowNumbers):
         if batch_dimension(shape, batch) != role.dimension:
             return False

@@ -28,7 +28,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def depends_on(batch: sympy.Symbol, value: Any) -> bool:
-    """Whether a number, a size of an operand, or any of those in a (nested) tuple depends on the batch size."""
+    """Return whether a number, a size of an operand, or any of those in a (nested) tuple depends on the batch size."""
     if isinstance(value, Operand):
         return depends_on(batch, value.shape)
     if isinstance(value, tuple):

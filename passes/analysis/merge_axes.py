@@ -50,7 +50,7 @@ def merge_short_axes(graph: ModelGraph, axes: Axes, count: int) -> Axes:
 
 
 def _should_merge(axes: Axes, outer: int, inner: int, count: int) -> bool:
-    """Whether ``count`` ranks can shard two neighbours together only. The inside of a head is never sharded: attention needs it whole."""
+    """Return whether ``count`` ranks can shard two neighbours only together. The inside of a head is never sharded."""
     size, inner_size = axes.sizes[outer], axes.sizes[inner]
     if "head" in axes.roles[inner] or not isinstance(size, int) or not isinstance(inner_size, int):
         return False

@@ -40,7 +40,7 @@ def _summands(node: fx.Node, partial_sums: set[fx.Node], axes: Axes) -> set[fx.N
 
 
 def _may_be_partial(node: fx.Node, axes: Axes) -> bool:
-    """Whether a call sums products, as a matrix product does, or looks up rows of a table, which only the rank that has them finds."""
+    """Return whether a call sums products, as a matrix product, or looks up rows of a table, of which a rank has a part."""
     loops = axes.loops.get(node.name)
     if loops is None or len(axes.operands[node.name]) < 2:
         return False

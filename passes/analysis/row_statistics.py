@@ -21,7 +21,7 @@ _BATCH_NORMS = (aten.batch_norm, aten.native_batch_norm, aten.cudnn_batch_norm, 
 
 
 def takes_row_statistics(node: fx.Node) -> bool:
-    """Whether a call computes statistics over rows: batch norm in training, or instance norm that updates running statistics."""
+    """Return whether a call computes statistics over rows: batch norm in training, or instance norm that updates running statistics."""
     operator = packet(node.target)
     if operator in _BATCH_NORMS:
         return bool(bound_arguments(node)["training"])

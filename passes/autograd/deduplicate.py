@@ -47,7 +47,7 @@ def form_of(stage: StageGraph, differentiable: Collection[str], given: Collectio
 
 
 def renamed(found: DifferentiatedStage, of: StageGraph, stage: StageGraph) -> DifferentiatedStage:
-    """The training graphs of one stage for another of the same form. They are shared: the names inside are those of the first."""
+    """Return the training graphs of one stage for another of equal form. They are shared: inner names are those of the first."""
     names = dict(zip((*of.bound, *of.arguments, *of.outputs), (*stage.bound, *stage.arguments, *stage.outputs), strict=True))
     fields = ("backward_bound", "weight_bound", "outputs_with_gradient", "arguments_with_gradient", "parameters_with_gradient")
     changed: dict[str, Any] = {field: tuple(names[name] for name in getattr(found, field)) for field in fields}

@@ -62,7 +62,7 @@ class _Use:
 
 
 def tracked_outputs(stage: StageGraph, differentiable: frozenset[str], templates: RegionTemplates) -> frozenset[str]:
-    """The outputs that autograd tracks.
+    """Return the outputs that autograd tracks.
 
     Args:
         differentiable: placeholders that it tracks.
@@ -73,7 +73,7 @@ def tracked_outputs(stage: StageGraph, differentiable: frozenset[str], templates
 def differentiate_regions(
     stage: StageGraph, differentiable: frozenset[str], outputs_with_gradient: frozenset[str], templates: RegionTemplates
 ) -> Joint:
-    """The stage's joint graph; see ``passes.autograd.trace_joint``."""
+    """Return the stage's joint graph; see ``passes.autograd.trace_joint``."""
     values = _values(stage, differentiable, templates)
     given = [node for node in returned_nodes(stage.module.graph) if node.name in outputs_with_gradient]
     sizes = [step for step in templates.steps(stage) if isinstance(step, fx.Node)]

@@ -75,7 +75,7 @@ class JointNodes:
         return given["over"] if any(sizes and any(size != sizes[0] for size in sizes) for sizes in lists) else None
 
     def needed(self, results: Iterable[fx.Node], stop: Callable[[fx.Node], bool], *, in_backward: bool = False) -> set[fx.Node]:
-        """The nodes that must run to get the results, in-place writers included.
+        """Return the nodes that must run to get the results, in-place writers included.
 
         Args:
             stop: whether a value is there already.
@@ -94,7 +94,7 @@ class JointNodes:
         return {self.again.get(source, source) for node in nodes for source in node.all_input_nodes}
 
     def cannot_repeat(self, node: fx.Node) -> bool:
-        """Whether computing the node again would give another value, write a buffer again, or gather what is gathered once."""
+        """Return whether computing the node again would give another value, write a buffer again, or gather what is gathered once."""
         source = computed_by(node)
         if self._is_gathered_once(source):
             return True
@@ -116,7 +116,7 @@ class JointNodes:
         return any(self.share_memory(written, placeholder) for written in mutated_arguments(node) for placeholder in self.inputs)
 
     def writers(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that write in place in the memory of the node's value, or of what an operation that sends nothing makes it of.
+        """Return the nodes that write in place into the memory of the node's value, or into its operand's for local operations.
 
         ``vary(buffer)`` has memory of its own for a fake tensor; on a device it is the buffer.
         """
@@ -126,17 +126,17 @@ class JointNodes:
         return [self._by_name[name] for storage in sorted(memory) for name in self._aliasing.writers.get(storage, ())]
 
     def earlier_writers(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes of the same region that wrote the memory that this node reads, before it reads."""
+        """Return nodes of the same region that wrote the memory that this node reads, before it reads."""
         region = self.forward if node in self.forward else self.backward
         writers = {writer: None for source in node.all_input_nodes for writer in self.writers(source)}
         return [writer for writer in writers if writer in region and self.position[writer] < self.position[node]]
 
     def share_memory(self, first: fx.Node, second: fx.Node) -> bool:
-        """Whether two values lie in common memory."""
+        """Return whether two values share memory."""
         return not self._aliasing.storages[first.name].isdisjoint(self._aliasing.storages[second.name])
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether a value lies in memory of what it is computed from."""
+        """Return whether a value shares memory with its operands."""
         own = self._aliasing.storages[node.name]
         return bool(own) and own <= frozenset[int]().union(*(self._aliasing.storages[source.name] for source in node.all_input_nodes))
 
@@ -173,7 +173,7 @@ def _is_gathered_again(node: fx.Node) -> bool:
 
 
 def computed_by(node: fx.Node) -> fx.Node:
-    """The operation that computes a value: of an item, the operation that returns the tuple."""
+    """Return the operation that computes a value: for an item, the operation that returns the tuple."""
     source = node.args[0] if is_item(node) else node
     assert isinstance(source, fx.Node)
     return source

@@ -54,7 +54,7 @@ def request_layouts(graph: fx.Graph) -> None:
 
 
 def _names(node: fx.Node) -> tuple[str, ...]:
-    """The arguments of a call that get a memory format."""
+    """Return the arguments of a call that get a memory format."""
     if node.op != "call_function":
         return ()
     ambiguous = _AMBIGUOUS.get(node.target, ())

@@ -127,15 +127,15 @@ class _Cut:
         self.nodes, self.keep = kept_values(joint, recompute)
 
     def is_given(self, node: fx.Node) -> bool:
-        """Whether the backward gets the node's value from outside: an input, a gradient, or saved by the forward."""
+        """Return whether the backward gets the node's value from outside: an input, a gradient, or saved by the forward."""
         return node.op == "placeholder" or node in self.keep
 
     def backward_nodes(self, results: Iterable[fx.Node], done: set[fx.Node]) -> set[fx.Node]:
-        """The nodes that must run to get the results, without those that are given or done; in-place writers included."""
+        """Return the nodes that must run to get the results, without given or finished ones; in-place writers included."""
         return self.nodes.needed(results, lambda node: self.is_given(node) or node in done, in_backward=True)
 
     def forward_body(self, results: Sequence[fx.Node]) -> set[fx.Node]:
-        """The nodes of the forward graph: what the results need, and every effect of the forward."""
+        """Return the nodes of the forward graph: those that the results need, and every effect of the forward."""
         effects = [node for node in self.nodes.forward if draws(node) or mutated_arguments(node)]
         return self.nodes.needed([*results, *effects], lambda node: node.op == "placeholder")
 
@@ -192,7 +192,7 @@ class _Cut:
         name: str,
         shared: Collection[fx.Node] = (),
     ) -> fx.GraphModule:
-        """The graph from the inputs through the body. Output: the values, then the group as one tuple, copies of those that are shared."""
+        """Build the graph from the inputs through the body. Output: the values, then the group as one tuple, with shared ones copied."""
         target = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in inputs:
@@ -216,9 +216,9 @@ class _Cut:
         return LazyGraphModule({}, target, class_name=name)
 
     def _in_order(self, body: set[fx.Node], *, is_backward: bool) -> list[fx.Node]:
-        """The body as it runs: what the backward makes again stands in front of its first reader there, so that it is short-lived.
+        """Return the body in running order: a recomputed value comes directly before its first reader, so that it is short-lived.
 
-        Where something writes in place everything stands as it stood, for the sake of who reads before and who behind.
+        Graphs with in-place writes keep their order, since readers depend on it.
         """
         ordered = sorted(body, key=self.nodes.position.__getitem__)
         if not is_backward or any(mutated_arguments(node) for node in ordered):
@@ -248,7 +248,7 @@ def _overlaps(node: fx.Node) -> bool:
 
 
 def _dense(target: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
-    """A value that leaves the stage, laid out as its reader was traced with."""
+    """Return a value that leaves the stage, with the strides that its reader was traced with."""
     if node.meta["val"].is_contiguous():
         return copied
     dense = target.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})

@@ -61,7 +61,7 @@ ENOUGH = 0.5
 
 
 def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozenset[fx.Node]]:
-    """The nodes of a joint graph, and the values of the forward that are saved if the backward needs them.
+    """Return the nodes of a joint graph, and the forward values that are saved if the backward needs them.
 
     Masks that the backward draws again are drawn with the state of the generator: the graph changes (``_draw_again``).
     """
@@ -125,7 +125,7 @@ def _is_expensive(node: fx.Node, nodes: JointNodes) -> bool:
 
 
 def _is_uneven(node: fx.Node, nodes: JointNodes) -> bool:
-    """Whether a gather is along a mesh dimension whose ranks have parts of unlike sizes.
+    """Return whether a gather is along a mesh dimension whose ranks have parts of different sizes.
 
     Every rank saves by its own sizes. One that gathers a value again while another has saved it waits for a message that nobody sends.
     """

@@ -45,7 +45,7 @@ class RegionTemplates:
         self._known: dict[Hashable, Any] = {}
 
     def steps(self, stage: StageGraph) -> tuple[RegionStep, ...]:
-        """The regions of a stage, and what counts sizes between them."""
+        """Return the regions of a stage, and the size computations between them."""
         key = "steps", id(stage.module)
         if key not in self._known:
             self._known[key] = stage, regions_of(stage.module.graph)
@@ -53,7 +53,7 @@ class RegionTemplates:
         return found
 
     def inputs(self, stage: StageGraph, region: Region) -> list[fx.Node]:
-        """What a region is given, in the order of a stage: what stays with the stage, the size of the batch, the rest."""
+        """Return the inputs of a region in the order of a stage: bound tensors, the size of the batch, the rest."""
         batch = [node for node in stage.module.graph.nodes if node.target == "batch" and stage.has_batch]
         bound = [node for node in region.inputs if _is_bound(stage, node)]
         return list(dict.fromkeys((*bound, *batch, *region.inputs)))
@@ -83,7 +83,7 @@ class RegionTemplates:
         differentiable: Collection[fx.Node],
         given: Mapping[fx.Node, Tensor],
     ) -> RegionTemplate:
-        """The region's joint graph: traced once for all regions that compute the same on values alike.
+        """Return the region's joint graph: traced once for all regions of equal computation and input layouts.
 
         Args:
             given: outputs, and inputs that later regions read, -> fake tensors like their gradients.
@@ -137,7 +137,7 @@ def _form_of_value(value: Any) -> Hashable:
 
 
 def _fresh(value: Any, requires_grad: bool) -> Any:
-    """A fake tensor (inside ``fake_mode``) that lies in memory as another does; a size is itself."""
+    """Return a fake tensor (inside ``fake_mode``) with the strides of another; sizes are returned unchanged."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device).requires_grad_(requires_grad)

@@ -50,7 +50,7 @@ RegionStep: TypeAlias = Region | fx.Node
 
 
 def regions_of(graph: fx.Graph) -> tuple[RegionStep, ...]:
-    """The steps of a graph, sizes first: one region where nothing repeats, or regions cannot be told apart.
+    """Return the steps of a graph, sizes first: one region where nothing repeats, or regions cannot be separated.
 
     They cannot where something other than a tensor goes from region to region, where one writes a buffer that another reads, or where a
     view counts from the beginning of memory.
@@ -69,7 +69,7 @@ def _region(nodes: Sequence[fx.Node]) -> Region:
 
 
 def _sizes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that count sizes, of placeholders alone."""
+    """Return the nodes that compute sizes from placeholders alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_size = node.op == "call_function" and isinstance(node.meta.get("val"), int | torch.SymInt)
@@ -79,7 +79,7 @@ def _sizes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _cut(nodes: Sequence[fx.Node], found: Sequence[int]) -> Iterator[Sequence[fx.Node]]:
-    """The copies of the longest run, and likewise what stands before and behind it."""
+    """Yield the copies of the longest run, and the same for the nodes before and after it."""
     run = longest_run(nodes, found)
     if run is None or (run.count - 1) * run.length < _LEAST:
         yield nodes
@@ -92,14 +92,14 @@ def _cut(nodes: Sequence[fx.Node], found: Sequence[int]) -> Iterator[Sequence[fx
 
 
 def _is_closed(region: Region) -> bool:
-    """Whether only tensors that autograd can start from go in, beside sizes, and only tensors come out."""
+    """Return whether all inputs besides sizes are tensors that autograd can start from, and all outputs are tensors."""
     values = [node.meta.get("val") for node in region.inputs]
     tensors = [value for value in values if not isinstance(value, torch.SymInt)] + [node.meta.get("val") for node in region.outputs]
     return all(isinstance(value, Tensor) and value.layout == torch.strided and not value.is_complex() for value in tensors)
 
 
 def _writes_across(regions: Sequence[Region]) -> bool:
-    """Whether a region writes a buffer that another reads: autograd must see both to refuse a backward that reads what was overwritten."""
+    """Return whether a region writes a buffer that another reads: autograd must see both to refuse overwritten values."""
     readers: dict[fx.Node, set[int]] = {}
     for index, region in enumerate(regions):
         for source in region.inputs:

@@ -74,15 +74,15 @@ class LoweredStages:
         return ranks[microbatch % len(ranks)]
 
     def graph_of(self, rank: int) -> ModelGraph:
-        """The model as a rank's stages are cut from it."""
+        """Return the model graph from which a rank's stages are cut."""
         return self.parts[self.stages_of(rank)[0].index] if self.parts else self.graph
 
     def stages_of(self, rank: int) -> tuple[StageGraph, ...]:
-        """The stages that a rank runs."""
+        """Return the stages that a rank runs."""
         return tuple(stage for stage in self.stages if rank in self.stage_ranks[stage.index])
 
     def producer(self, value: str) -> int:
-        """The stage that computes a value."""
+        """Return the stage that computes a value."""
         return next(stage.index for stage in self.stages if value in stage.outputs)
 
     @property
@@ -108,7 +108,7 @@ class LoweredStages:
 
 
 def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
-    """Parameters and model inputs that get a gradient when only some of the differentiated outputs are given one."""
+    """Return parameters and model inputs that get a gradient when only some differentiated outputs are given one."""
     live, reached = set(outputs), set[str]()
     for training in reversed(lowered.training):
         for name, sources in training.dependence.items():

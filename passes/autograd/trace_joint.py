@@ -72,7 +72,7 @@ class Joint:
 
 
 def contiguous_like(value: Tensor, device: torch.device | None = None) -> Tensor:
-    """A fake tensor (inside ``fake_mode``) with the sizes and dtype of another, laid out densely: what arrives from another rank."""
+    """Return a contiguous fake tensor (inside ``fake_mode``) of equal size and dtype: a value received from another rank."""
     return torch.empty(value.shape, dtype=value.dtype, device=device or value.device)
 
 
@@ -225,7 +225,7 @@ def _allow_any_layout(graph: fx.Graph) -> None:
 
 
 def returned_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of a graph's flat output."""
+    """Return the nodes of a graph's flat output."""
     results, *_ = graph.output_node().args
     assert isinstance(results, Sequence)
     return [result for result in results if isinstance(result, fx.Node)]

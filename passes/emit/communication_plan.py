@@ -59,7 +59,7 @@ Script = tuple[Item, ...]
 
 
 def step_scripts(lowered: LoweredStages, schedule: Schedule, *, of_all_rows: bool = False) -> tuple[Script, ...]:
-    """A training step: every rank's items, the loss told to every rank; last, where forward writes inputs, their new values.
+    """Return a training step: every rank's items, the loss sent to every rank, and new values of written inputs.
 
     Args:
         of_all_rows: whether the loss is taken once, of the results of all microbatches; the schedule has all forwards first.
@@ -115,7 +115,7 @@ def _scripts_of_one_loss(lowered: LoweredStages, schedule: Schedule) -> tuple[Sc
 
 
 def sweep_scripts(lowered: LoweredStages, n_microbatches: int, kind: ActionKind, *, share_outputs: bool) -> tuple[Script, ...]:
-    """All forwards (stages ascending) or all backwards (descending), the outputs told to every rank if wanted."""
+    """Return all forwards (stages ascending) or all backwards (descending), with the outputs sent to every rank if wanted."""
     stages = range(len(lowered.stages)) if kind is ActionKind.FORWARD else reversed(range(len(lowered.stages)))
     actions: list[list[Item]] = [[] for _ in range(lowered.n_ranks)]
     for stage in stages:
@@ -147,7 +147,7 @@ def _start(lowered: LoweredStages, n_microbatches: int, kind: ActionKind, rank: 
 
 
 def number_messages(scripts: Sequence[Script]) -> dict[Message, int]:
-    """The tag of every message: its number on its channel, in the order of sending."""
+    """Return the tag of every message: its number on its channel, in the order of sending."""
     counts: dict[tuple[int, int], int] = {}
     tags: dict[Message, int] = {}
     for script in scripts:
@@ -195,7 +195,7 @@ def _activations_needed(lowered: LoweredStages, action: Action) -> tuple[Message
 
 
 def differentiated_outputs(lowered: LoweredStages) -> tuple[str, ...]:
-    """The results whose gradients the backward takes, in order."""
+    """Return the results whose gradients the backward takes, in order."""
     assert lowered.differentiation is not None
     wanted = lowered.differentiation.outputs
     return tuple(
@@ -204,7 +204,7 @@ def differentiated_outputs(lowered: LoweredStages) -> tuple[str, ...]:
 
 
 def gradient_sources(lowered: LoweredStages, value: str) -> list[int]:
-    """The stages that give a gradient of a value, later first; -1 in front for the loss."""
+    """Return the stages that give a gradient of a value, later first; -1 first for the loss."""
     assert lowered.differentiation is not None
     stages = [stage.index for stage in lowered.stages if value in lowered.training[stage.index].arguments_with_gradient]
     return ([-1] if value in lowered.differentiation.outputs else []) + stages[::-1]

@@ -14,7 +14,7 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 def gradient_buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """Which gradients go in one message, from the last parameter (whose gradient is there first) to the first.
+    """Group gradients into messages, from the last parameter (whose gradient is computed first) to the first.
 
     >>> gradient_buckets([4, 2**20, 2**23, 8])
     [[3, 2], [1, 0]]

@@ -57,7 +57,7 @@ def place_on_mesh(
     *,
     inline: Inline = "all",
 ) -> Program:
-    """One rank's program among all of the mesh; ``arrange_collectives`` follows.
+    """Place one rank's program on the mesh; ``arrange_collectives`` follows.
 
     Args:
         program: as written for its pipeline alone.

@@ -145,7 +145,7 @@ class Emitter:
     # -- microbatches --------------------------------------------------------------------------------------------------------------
 
     def sizes(self) -> fx.Node:
-        """The sizes of all microbatches."""
+        """Return the sizes of all microbatches."""
         if self._sizes is None:
             self._sizes = self.call(microbatch_sizes, (self.batch, self.n_microbatches), "sizes")
         return self._sizes
@@ -156,7 +156,7 @@ class Emitter:
         return self._size_nodes[microbatch]
 
     def model_input(self, name: str, microbatch: int) -> fx.Node:
-        """An input of the model: its rows, or the whole when it has no batch; or a number counted over the batch."""
+        """Return an input of the model: its rows, the whole if it has no batch, or a number counted over the batch."""
         if name in self._totals:
             return self._total(self._totals[name])
         leaf: Input = self._inputs[name]
@@ -181,7 +181,7 @@ class Emitter:
         return self.values[key]
 
     def shape(self, value: Tensor, microbatch: int | None) -> tuple[fx.Node | int, ...]:
-        """The shape of a traced value for one microbatch (None: for the whole batch)."""
+        """Return the shape of a traced value for one microbatch (None: for the whole batch)."""
         symbol = self.lowered.graph.batch
         expressions = [size_of(size) for size in value.shape]
         if all(isinstance(expression, int) for expression in expressions):
@@ -190,19 +190,19 @@ class Emitter:
         return tuple(emit_size(self.graph, expression, symbol, batch) for expression in expressions)
 
     def fake(self, value: str) -> Tensor:
-        """The fake tensor of a node of the model."""
+        """Return the fake tensor of a node of the model."""
         fake = self._model_nodes[value].meta["val"]
         assert isinstance(fake, Tensor)
         return fake
 
     def fake_over_batch(self, value: str, batch_dim: int | None) -> Tensor:
-        """A fake tensor of a node of the model over the batch."""
+        """Return a fake tensor of a node of the model over the batch."""
         fake = self.fake(value)
         fixed = self.lowered.graph.batch is None and batch_dim is not None
         return fake.new_empty(self._over_batch(tuple(fake.shape), batch_dim)) if fixed else fake
 
     def bytes_over_batch(self, value: str, batch_dim: int | None) -> int:
-        """Bytes of a node of the model over the batch that was traced."""
+        """Return the bytes of a node of the model over the traced batch."""
         parts = self.n_microbatches if self.lowered.graph.batch is None and batch_dim is not None else 1
         return parts * bytes_of(self.fake(value), self.lowered.graph.batch, self.traced_batch)
 
@@ -232,7 +232,7 @@ class Emitter:
         return self._describe_message(node, message)
 
     def _over_batch(self, shape: tuple[Any, ...], batch_dim: int | None) -> tuple[Any, ...]:
-        """The shape over the batch where the graph is traced at the size of a microbatch."""
+        """Return the shape over the batch where the graph is traced at the size of a microbatch."""
         if self.lowered.graph.batch is not None or batch_dim is None:
             return shape
         return tuple(size * self.n_microbatches if dim == batch_dim else size for dim, size in enumerate(shape))
@@ -338,14 +338,14 @@ class StageEmitter(Emitter):
     # -- forward -------------------------------------------------------------------------------------------------------------------
 
     def value(self, name: str, microbatch: int) -> fx.Node:
-        """A value between stages: computed by this rank or received."""
+        """Return a value between stages: computed by this rank or received."""
         if (name, microbatch) in self.values:
             return self.values[name, microbatch]
         source = self.lowered.rank_of(self.lowered.producer(name), microbatch)
         return self.arrive(Message("activation", name, microbatch, -1, source, self.rank))
 
     def forward(self, action: Action, *, training: bool) -> None:
-        """One stage forward; in training also keep what its backward reads."""
+        """Emit one stage forward; in training also save the values that its backward reads."""
         stage, microbatch = self.lowered.stages[action.stage], action.microbatch
         arguments: list[fx.Node] = [*self._gathered_parameters(stage, training=training)]
         arguments += [self.size(microbatch)] if stage.has_batch else []
@@ -370,7 +370,7 @@ class StageEmitter(Emitter):
             self._write_buffers(stage.index, written)
 
     def _gathered_parameters(self, stage: StageGraph, *, training: bool) -> list[fx.Node]:
-        """The parameters that a stage's forward takes gathered: gathered before its first microbatch."""
+        """Return the parameters that a stage's forward takes gathered: gathered before its first microbatch."""
         gathers = self.lowered.training[stage.index].gathers if training else stage.gathers
         if gathers is None:
             return []
@@ -383,7 +383,7 @@ class StageEmitter(Emitter):
         return self._gathered[stage.index]
 
     def _n_forwards(self, stage: int) -> int:
-        """How many microbatches the rank runs at a stage."""
+        """Return the number of microbatches that the rank runs at a stage."""
         return sum(self.lowered.rank_of(stage, number) == self.rank for number in range(self.n_microbatches))
 
     def _write_buffers(self, stage: int, names: Sequence[str]) -> None:
@@ -404,7 +404,7 @@ class StageEmitter(Emitter):
     # -- backward ------------------------------------------------------------------------------------------------------------------
 
     def backward(self, action: Action) -> None:
-        """One stage backward, whole or either half."""
+        """Emit one stage backward, whole or either half."""
         stage = self.lowered.training[action.stage]
         if stage.backward is None:
             return
@@ -446,7 +446,7 @@ class StageEmitter(Emitter):
                 self.value_gradients[name, action.microbatch, action.stage] = node
 
     def _gradient(self, name: str, microbatch: int) -> fx.Node:
-        """The gradient of one of the rank's values: the sum of what its readers give."""
+        """Return the gradient of one of the rank's values: the sum over its readers."""
         parts = []
         for consumer in gradient_sources(self.lowered, name):
             source = self.lowered.rank_of(consumer, microbatch)
@@ -530,7 +530,7 @@ class StageEmitter(Emitter):
         return self._sum(parts, f"{name}_gradient") if parts else self._no_gradient(name, None)
 
     def input_gradients(self) -> tuple[fx.Node | None, ...]:
-        """For each differentiated model input its gradient over the batch, summed over all ranks, on every rank."""
+        """Return each differentiated model input's gradient over the batch, summed over all ranks, on every rank."""
         assert self.lowered.differentiation is not None
         results: list[fx.Node | None] = []
         for leaf in self.lowered.graph.inputs:
@@ -562,6 +562,6 @@ class StageEmitter(Emitter):
         return self.call(concatenate, (parts, batch_dim), f"{name}_gradient_here")
 
     def _no_gradient(self, name: str, microbatch: int | None) -> fx.Node:
-        """Zeros: for the rows of a microbatch that another rank computes, or (None) for a whole value that gets no gradient here."""
+        """Return zeros for the rows of another rank's microbatch, or (None) for a whole value without a gradient here."""
         fake, label = self.fake(name), f"{name}_no_gradient" if microbatch is None else f"{name}_no_gradient_mb{microbatch}"
         return self.call(torch.zeros, (self.shape(fake, microbatch),), label, dtype=fake.dtype, device=self.device)

@@ -67,7 +67,7 @@ class LossForm:
 
 
 def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, devices: Sequence[torch.device]) -> tuple[Program, ...]:
-    """One training step by a schedule; by one that has all forwards first where the loss needs all rows at once.
+    """Emit one training step by a schedule; a loss of all rows needs a schedule with all forwards first.
 
     Programs take ``batch``, model inputs, and on collectors ``target`` and ``loss_fn``; they return
     ``(loss, (gradients of inputs...))``; where forward writes inputs, ``(loss, (gradients...), (new values...))``.
@@ -103,7 +103,7 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
 
 
 def emit_forward(lowered: LoweredStages, n_microbatches: int, devices: Sequence[torch.device], *, training: bool) -> tuple[Program, ...]:
-    """A forward. Programs return the tuple of ``lowered.returned`` over the batch; in training also what ``emit_backward`` takes."""
+    """Emit a forward. Programs return the tuple of ``lowered.returned`` over the batch; in training also inputs of ``emit_backward``."""
     scripts = sweep_scripts(lowered, n_microbatches, ActionKind.FORWARD, share_outputs=True)
     tags = number_messages(scripts)
     programs = []
@@ -119,7 +119,7 @@ def emit_forward(lowered: LoweredStages, n_microbatches: int, devices: Sequence[
 def emit_backward(
     lowered: LoweredStages, n_microbatches: int, given: frozenset[str], devices: Sequence[torch.device]
 ) -> tuple[Program, ...]:
-    """The backward of a forward.
+    """Emit the backward of a forward.
 
     Programs take ``batch``, ``saved`` and on collectors ``output_gradients``, for each of ``differentiated_outputs``; they return the
     gradients of inputs.
@@ -146,9 +146,9 @@ def emit_backward(
 
 
 def emit_call(lowered: LoweredStages, n_microbatches: int, devices: Sequence[torch.device]) -> tuple[Program, ...]:
-    """A forward, a loss of its results on every rank, and its backward as one program, to be inspected.
+    """Emit a forward, a loss of its results on every rank, and its backward as one program, for inspection.
 
-    Programs take what those of a training step take, and return the results beside the loss, since the caller holds them meanwhile.
+    Programs take the arguments of a training step, and return the results beside the loss, since the caller holds them.
     """
     forwards = sweep_scripts(lowered, n_microbatches, ActionKind.FORWARD, share_outputs=True)
     backwards = sweep_scripts(lowered, n_microbatches, ActionKind.BACKWARD, share_outputs=False)
@@ -218,7 +218,7 @@ def _send_all(emitter: StageEmitter, item: Item) -> None:
 
 
 def _loss_of_microbatch(emitter: StageEmitter, microbatch: int, form: LossForm, losses: list[fx.Node]) -> None:
-    """The loss of one microbatch and its gradients, where the model's results are collected."""
+    """Emit the loss of one microbatch and its gradients, on the ranks that collect the model's results."""
     emitter.section = f"loss of microbatch {microbatch}"
     lowered = emitter.lowered
     if not losses:
@@ -253,7 +253,7 @@ def _loss_call(lowered: LoweredStages, form: LossForm) -> LossCall:
 
 
 def _loss_of_all_rows(emitter: StageEmitter, form: LossForm, values: Sequence[fx.Node]) -> None:
-    """The loss of the results of all microbatches at once, ``values``, and its gradients, cut into microbatches."""
+    """Emit the loss of the results of all microbatches at once, ``values``, and its gradients, cut into microbatches."""
     emitter.section = "loss of all rows"
     lowered = emitter.lowered
     rows = emitter.batch
@@ -292,7 +292,7 @@ def _loss_of_batch(emitter: StageEmitter, script: Script, form: LossForm) -> fx.
 
 
 def _outputs(emitter: StageEmitter, end: Item, names: Sequence[str]) -> tuple[fx.Node, ...]:
-    """Some of the model's results over the batch: put together where they are collected, received everywhere else.
+    """Emit some of the model's results over the batch: concatenated on collectors, received on other ranks.
 
     Where several ranks collect, each has some microbatches, and all ranks put them together.
     """
@@ -336,7 +336,7 @@ def _mean_weights(emitter: StageEmitter) -> fx.Node:
 
 
 def _saved_keys(lowered: LoweredStages, rank: int, n_microbatches: int) -> list[tuple[int, int]]:
-    """The order in which a forward program returns what it saved."""
+    """Return the order in which a forward program returns its saved values."""
     stages = [stage.index for stage in lowered.stages_of(rank)]
     return [(stage, number) for stage in stages for number in range(n_microbatches) if lowered.rank_of(stage, number) == rank]
 

@@ -39,7 +39,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def prefixes(path: str) -> list[str]:
-    """Of ``"a.b.c"``: ``"a"``, ``"a.b"``, ``"a.b.c"``."""
+    """Return all prefixes of a path; of ``"a.b.c"``: ``"a"``, ``"a.b"``, ``"a.b.c"``."""
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 

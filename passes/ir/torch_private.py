@@ -313,17 +313,17 @@ def dynamo_source(placeholder: fx.Node) -> str:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` (``grad``, ``vmap``, ...) is running."""
+    """Return whether a transform of ``torch.func`` (``grad``, ``vmap``, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a transform of ``torch.func`` made a tensor: it has no storage of its own."""
+    """Return whether a transform of ``torch.func`` made a tensor: it has no storage of its own."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def has_tangent(tensors: Iterable[object]) -> bool:
-    """Whether a level of forward-mode differentiation is entered, and one of these is a tensor with a tangent."""
+    """Return whether forward-mode differentiation is active, and one of these is a tensor with a tangent."""
     if forward_ad._current_level < 0:
         return False
     return any(isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in tensors)
@@ -588,7 +588,7 @@ _pytree.register_pytree_node(
 
 
 def _is_record(value: Any) -> bool:
-    """Whether a leaf is an instance of a dataclass: no module, tensor or function object, which have more than fields."""
+    """Return whether a leaf is an instance of a dataclass, and neither a module, tensor nor function object."""
     return hasattr(type(value), "__dataclass_fields__") and not callable(value) and not isinstance(value, Tensor | type)
 
 

@@ -31,13 +31,13 @@ __all__ = ["fix_batch", "fixed_for"]
 
 
 def fixed_for(graph: ModelGraph, plan: Plan) -> ModelGraph:
-    """The graph that a plan is for: fixed to its batch, where a mesh dimension that holds no rows cuts that like any other axis."""
+    """Return the graph for a plan: fixed to its batch if a mesh dimension without samples cuts the batch like any other axis."""
     cuts_batch = any(name.startswith(BATCH) and dimension not in ROWS for name, dimension in plan.axes)
     return fix_batch(graph, plan.batch_size) if cuts_batch and graph.batch is not None else graph
 
 
 def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
-    """The graph for one batch size alone.
+    """Return the graph for one batch size.
 
     Args:
         graph: for any batch, with no ``totals`` yet.
@@ -74,7 +74,7 @@ def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
 
 
 def _call(target: fx.Graph, node: fx.Node, named: Callable[[fx.Node], Any], known: FakeTensorCache) -> Any:
-    """The call; a size is its number."""
+    """Copy a call; a size becomes its number."""
     assert callable(node.target)
     args, kwargs = fx.map_arg(node.args, named), fx.map_arg(node.kwargs, named)
     if isinstance(node.meta.get("val"), int | torch.SymInt) and not any(isinstance(named(each), fx.Node) for each in node.all_input_nodes):

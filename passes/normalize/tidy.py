@@ -96,7 +96,7 @@ def compute_outputs(graph: fx.Graph) -> None:
 
 
 def name_nodes(graph: fx.Graph) -> fx.Graph:
-    """A copy of the graph with such names; placeholders keep theirs."""
+    """Return a copy of the graph with normalised names; placeholders keep theirs."""
     named = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

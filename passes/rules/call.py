@@ -101,7 +101,7 @@ class Call:
         return self.outputs[0]
 
     def shape(self, name: str) -> Shape:
-        """The shape of a tensor argument."""
+        """Return the shape of a tensor argument."""
         shape: Shape = self.arguments[name].shape
         return shape
 

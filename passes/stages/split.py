@@ -304,7 +304,7 @@ def _values_with_new_strides(graph: ModelGraph, stages: Mapping[str, int]) -> fr
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    """Whether a value is contiguous; True for what is no strided tensor."""
+    """Return whether a value is contiguous; True if it is no strided tensor."""
     value = node.meta.get("val")
     return not isinstance(value, Tensor) or value.layout != torch.strided or value.is_contiguous()
 

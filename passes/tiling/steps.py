@@ -94,7 +94,7 @@ def slices_of(node: fx.Node, is_slice: Callable[[fx.Node], bool]) -> tuple[fx.No
 
 
 def is_streamed(graph: fx.Graph) -> bool:
-    """Whether the graph computes tiles, one after the other."""
+    """Return whether the graph computes tiles, one after the other."""
     return any(node.meta.get(TILE) for node in graph.nodes)
 
 
@@ -126,7 +126,7 @@ def steps_of(graph: fx.Graph) -> list[Step]:
 
 
 def _is_piece(node: fx.Node, pieces: Container[fx.Node]) -> bool:
-    """Whether a node of a tile slices a value from outside of the tile, or another piece."""
+    """Return whether a node of a tile slices a value from outside of the tile, or another piece."""
     if node.target is not aten.slice.Tensor or len(node.args) != 4:  # with a step, it is a slice of the model
         return False
     source = node.args[0]

@@ -121,7 +121,7 @@ _DEPTH = threading.local()
 
 
 def is_applying() -> bool:
-    """Whether this thread is inside one of these operators, where functions are applied as they are."""
+    """Return whether this thread is inside one of these operators, which apply functions directly."""
     return getattr(_DEPTH, "value", 0) > 0
 
 

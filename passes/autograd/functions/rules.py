@@ -207,7 +207,7 @@ class _Function:
 
 
 def _with_gradients(joint: Joint) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs of a value and its gradient: of inputs and of results."""
+    """Return pairs of a value and its gradient: of inputs and of results."""
     results = dict(zip(joint.stage.outputs, joint.outputs, strict=True))
     inputs = [(node, joint.gradients[node.name]) for node in joint.inputs if node.name in joint.gradients]
     return [*inputs, *((results[name], node) for name, node in zip(joint.outputs_with_gradient, joint.gradient_placeholders, strict=True))]
@@ -283,7 +283,7 @@ def _state_of_call(axes: Axes, node: fx.Node, axis: int, states: Mapping[fx.Node
 
 
 def _broadcast(axes: Axes, operands: Sequence[fx.Node], axis: int) -> set[int]:
-    """Operands of size one where others have the axis: every part reads them."""
+    """Return operands of size one where other operands have the axis: every part reads them."""
     return {place for place, operand in enumerate(operands) if not _has(axes.of(operand.name), axis)}
 
 
@@ -312,13 +312,13 @@ def _state_with_cut(loops: Loops, factor: int) -> _State:
 
 
 def _calls_the_same_at_other_sizes(function: _Function, axis: int) -> bool:
-    """Whether forward and backward call the same where an axis has one step, and where it has twice as many."""
+    """Return whether forward and backward call the same where an axis has one step, and where it has twice as many."""
     sizes = {each: _number(size) for each, size in enumerate(function.axes.sizes)}
     return all(_calls_the_same(function, {**sizes, axis: size}, frozenset({axis})) for size in (1, 2 * sizes[axis]))
 
 
 def _calls_the_same(function: _Function, sizes: Mapping[int, int], cut: frozenset[int]) -> bool:
-    """Whether forward and backward call the same for other sizes of the axes in ``cut``, with the sizes that rules would pass."""
+    """Return whether forward and backward call the same for other sizes of the axes in ``cut``, with the sizes that rules would pass."""
     try:
         twin = function.with_sizes(sizes)
     except TraceError:
@@ -334,7 +334,7 @@ def _calls_the_same(function: _Function, sizes: Mapping[int, int], cut: frozense
 def _same_arguments(
     axes: Axes, node: fx.Node, other: fx.Node, numbers: Mapping[fx.Node, int], sizes: Mapping[int, int], cut: frozenset[int]
 ) -> bool:
-    """Whether two calls have the same arguments, but for sizes that follow the cut."""
+    """Return whether two calls have the same arguments, except sizes that follow the cut."""
     form = functools.partial(argument_form, form_of=numbers.__getitem__)
     if not isinstance(node.target, OpOverload):
         return form(node.args) == form(other.args)

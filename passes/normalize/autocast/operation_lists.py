@@ -95,7 +95,7 @@ def _library() -> Library:
 
 
 def overload(name: str) -> OpOverload | None:
-    """The overload of ATen of this name; None where this version of PyTorch has none."""
+    """Return the overload of ATen of this name; None where this version of PyTorch has none."""
     packet, _, suffix = name.partition(".")
     found: OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), suffix or "default", None)
     return found

@@ -202,7 +202,7 @@ class _Functionalizer:
         return is_changed
 
     def _current_value(self, name: _Name) -> fx.Node:
-        """The node of a name's value after all writes so far."""
+        """Return the node of a name's value after all writes so far."""
         if name.version != name.base.version:
             assert name.parent is not None
             before, value = name.value, self._view_of(name, self._current_value(name.parent))
@@ -212,7 +212,7 @@ class _Functionalizer:
         return name.value
 
     def _view_of(self, name: _Name, value: fx.Node) -> fx.Node:
-        """The view of a name taken of another value of its parent."""
+        """Return the view of a name, taken of another value of its parent."""
         assert name.view is not None
         call, item = name.view
 
@@ -330,7 +330,7 @@ class _Functionalizer:
             node.target, node.args, node.kwargs = aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
 
     def _like_before(self, node: fx.Node, value: fx.Node, before: Tensor) -> fx.Node:
-        """The value in the type that the written tensor has; its shape cannot change."""
+        """Return the value in the dtype of the written tensor; its shape cannot change."""
         found = value.meta["val"]
         sizes = [list(map(size_of, each.size())) for each in (found, before)]
         if sizes[0] != sizes[1]:
@@ -411,7 +411,7 @@ class _Functionalizer:
     # -- statistics ----------------------------------------------------------------------------------------------------------------
 
     def _statistics(self, node: fx.Node, written: list[_Name]) -> list[_Name]:
-        """The buffers that a normalisation updates; it updates nothing where it is given tensors that nobody reads afterwards."""
+        """Return the buffers that a normalisation updates; none where it is given tensors without later readers."""
         if node.op != "call_function" or not written or not writes_statistics(node):
             return []
         if all(
@@ -486,7 +486,7 @@ class _Functionalizer:
     # -- new nodes -----------------------------------------------------------------------------------------------------------------
 
     def _emit(self, target: Any, /, *arguments: Any, **keywords: Any) -> fx.Node:
-        """A call in front of the present place."""
+        """Insert a call at the current position."""
         with self._graph.inserting_before(self._at):
             node = self._graph.call_function(target, arguments, keywords)
         node.meta = {key: value for key, value in self._like.meta.items() if key not in ("val", OWN_MEMORY)}

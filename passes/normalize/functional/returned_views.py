@@ -98,7 +98,7 @@ def _chain(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _can_be_replayed(node: fx.Node, parent: fx.Node) -> bool:
-    """Whether a view reads no tensor but the one that it is a view of."""
+    """Return whether a view reads no tensor except its base."""
     call = node.args[0] if node.target is operator.getitem else node
     assert isinstance(call, fx.Node)
     return all(source is parent or not isinstance(source.meta.get("val"), Tensor) for source in call.all_input_nodes)
@@ -122,7 +122,7 @@ def _replay(base: fx.Node, views: list[fx.Node]) -> fx.GraphModule:
 
 
 def _are_apart(left: fx.Node, right: fx.Node, root: fx.Node) -> bool:
-    """Whether two views of a tensor are known to have no element of it in common: one of its dimensions keeps them apart."""
+    """Return whether two views of a tensor have provably no common element: one dimension separates them."""
     one, other = (_box(node.meta["val"], root.meta["val"]) for node in (left, right))
     return any(end <= other_begin or other_end <= begin for (begin, end), (other_begin, other_end) in zip(one, other, strict=False))
 

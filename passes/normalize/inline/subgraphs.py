@@ -110,7 +110,7 @@ def _result(result: fx.Node, originals: Mapping[fx.Node, Any], read: Callable[[f
 
 
 def _callee(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...], bool]:
-    """The called graph, its arguments, and whether gradients flow in it."""
+    """Return the called graph, its arguments, and whether gradients flow in it."""
     position = _GRAPH_ARGUMENT.get(call.target)
     if position is None:
         raise TraceError(

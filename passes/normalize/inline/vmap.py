@@ -79,7 +79,7 @@ def _level_function(node: fx.Node) -> str | None:
 
 
 def _refuse_custom_function(node: fx.Node) -> None:
-    """A custom autograd function that gradients flow through; running its forward would forget its backward."""
+    """Refuse a custom autograd function that gradients flow through; running its forward would drop its backward."""
     if node.target is not torch.ops.higher_order.flat_apply:
         return
     if any(is_differentiable(source) for source in node.all_input_nodes if source.op != "get_attr"):
@@ -91,7 +91,7 @@ def _refuse_custom_function(node: fx.Node) -> None:
 
 
 def _next_region(graph: fx.Graph) -> list[fx.Node] | None:
-    """The first outermost region, from the increment to the decrement that closes it."""
+    """Return the first outermost region, from the increment to the decrement that closes it."""
     region: list[fx.Node] = []
     depth = 0
     for node in graph.nodes:
@@ -123,7 +123,7 @@ def _trace_below_vmap(module: fx.GraphModule, region: Sequence[fx.Node], inputs:
 
 @contextlib.contextmanager
 def _fake_mode(graph: fx.Graph) -> Iterator[None]:
-    """The mode of the graph's fake tensors, so that operations without tensor arguments are fake too."""
+    """Enter the mode of the graph's fake tensors, so that operations without tensor arguments are fake too."""
     values = (node.meta.get("val") for node in graph.nodes)
     mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"))
     with mode:

@@ -71,18 +71,18 @@ def draw_in_memory_order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_expanded(value: Tensor) -> bool:
-    """Whether a dimension of several elements has stride 0."""
+    """Return whether a dimension of several elements has stride 0."""
     of_two_rows = of_numbers(value, "meta")
     return any(size > 1 and not stride for size, stride in zip(of_two_rows.shape, of_two_rows.stride(), strict=True))
 
 
 def draws(graph: fx.Graph) -> bool:
-    """Whether a graph has draws whose numbers lie in the order of memory."""
+    """Return whether a graph has draws whose numbers follow the order of memory."""
     return any(node.target == normal_in_turn or draws_in_memory_order(node) for node in graph.nodes)
 
 
 def draws_in_memory_order(node: fx.Node) -> bool:
-    """Whether a node draws a number for each element of its result, in the order of the memory that it fills."""
+    """Return whether a node draws a number for each element of its result, in the order of the memory that it fills."""
     return packet(node.target) in _FILLING
 
 

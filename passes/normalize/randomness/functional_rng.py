@@ -141,7 +141,7 @@ _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
 def state_bytes(device: torch.device) -> int:
-    """How large the state of a device's generator is."""
+    """Return the size of the state of a device's generator."""
     return _STATE_BYTES.get(device.type, _STATE_BYTES["cpu"])
 
 

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def suggested_format(given: Tensor) -> torch.memory_format:
-    """Channels-last where a tensor is, else row-major: what ``Tensor::suggest_memory_format`` says."""
+    """Return channels-last for a channels-last tensor, else row-major, as ``Tensor::suggest_memory_format``."""
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.dim())
     if channels_last is None or given.is_contiguous() or not given.is_contiguous(memory_format=channels_last):
         return torch.contiguous_format
@@ -41,7 +41,7 @@ def _normalization_result(value: Any, bound: Mapping[str, Any]) -> Any:
 
 
 def _roll_result(value: Tensor, bound: Mapping[str, Any]) -> Tensor:
-    """One roll is the concatenation of two slices; several are one after the other."""
+    """Roll as the kernel does: concatenate two slices, one dimension after the other."""
     for dim in bound["dims"] or ():
         first, second = bound["self"].tensor_split(2, dim)
         value = torch.cat((second, first), dim)
@@ -65,7 +65,7 @@ _KERNELS: Mapping[Any, Callable[[Any, Mapping[str, Any]], Any]] = {
 
 
 def kernel_values(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """The nodes whose values lie otherwise in memory than ``meta["val"]`` says; for each, its value as a fake tensor of numbers."""
+    """Return the nodes whose memory order differs from ``meta["val"]``; for each, its value as a fake tensor of numeric sizes."""
     found: dict[fx.Node, Any] = {}
     if not any(packet(node.target) in _KERNELS for node in graph.nodes):
         return found
@@ -109,6 +109,6 @@ def _of_numbers(value: Any) -> Any:
 
 
 def of_numbers(value: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor with the strides of another, of sizes that are numbers."""
+    """Return a tensor with the strides of another, and numeric sizes."""
     sizes, strides = ([size_at(each, None, 2) for each in every] for every in (value.shape, value.stride()))
     return torch.empty_strided(sizes, strides, dtype=value.dtype, device=device)

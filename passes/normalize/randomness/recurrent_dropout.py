@@ -51,7 +51,7 @@ class _Layers:
         self.given = bound_arguments(node)
 
     def results(self) -> list[fx.Node]:
-        """The output of the last layer, and every state of all layers."""
+        """Return the output of the last layer, and every state of all layers."""
         first, *_ = self.given
         is_batch_first = self.given.get("batch_first", False)
         output = self.given[first]

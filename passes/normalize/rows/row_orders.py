@@ -173,7 +173,7 @@ class _Walk:
     # -- calls that make, use or undo the order of a sort --------------------------------------------------------------------------
 
     def sort(self, node: fx.Node) -> bool:
-        """A sort of numbers, one for each row; that of an order is its inverse."""
+        """Recognise a sort of numbers, one for each row; the sort of an order is its inverse."""
         source, arguments = node.args[0], bound_arguments(node)
         assert isinstance(source, fx.Node)
         if source.meta["val"].dim() != 1:
@@ -196,7 +196,7 @@ class _Walk:
         return self.learn(node, _Sorted(fact.sort, keys) if place == 0 else _Order(fact.sort))
 
     def divide(self, node: fx.Node) -> bool:
-        """The number of the token that each row is of, if tokens have several rows."""
+        """Recognise the token number of each row, if tokens have several rows."""
         arguments = bound_arguments(node)
         fact, divisor = self.facts.get(arguments["self"]), arguments["other"]
         whole = packet(node.target) is aten.floor_divide or arguments.get("rounding_mode") in ("floor", "trunc")
@@ -204,17 +204,17 @@ class _Walk:
         return isinstance(fact, _Order) and whole and is_number and self.learn(node, _Order(fact.sort, fact.repeat * divisor))
 
     def copy(self, node: fx.Node) -> bool:
-        """The order itself."""
+        """Recognise a copy of the order."""
         fact = self.facts.get(node.args[0])  # type: ignore[arg-type]
         return isinstance(fact, _Order | _Inverse) and not node.meta["val"].is_floating_point() and self.learn(node, fact)
 
     def made_like(self, node: fx.Node) -> bool:
-        """A tensor for the inverse of the order."""
+        """Recognise a tensor allocated for the inverse of the order."""
         fact = self.facts.get(node.args[0])  # type: ignore[arg-type]
         return isinstance(fact, _Order) and self.learn(node, _Overwritten(fact.sort))
 
     def take(self, node: fx.Node) -> bool:
-        """Rows in the order of a sort, or sorted rows back in their own."""
+        """Recognise rows in the order of a sort, or sorted rows in their original order."""
         source, place = _indexed_rows(node)
         fact, rows = self.facts.get(place), self.facts.get(source)  # type: ignore[arg-type]
         if isinstance(fact, _Inverse) and isinstance(rows, _Sorted) and rows.sort is fact.sort:
@@ -249,7 +249,7 @@ class _Walk:
         return self.write(node, aten.add.Tensor, base, rows)
 
     def multiply(self, node: fx.Node) -> bool:
-        """A product of groups that are given by their ends among rows that are sorted by them."""
+        """Recognise a product of groups given by their ends among rows sorted by group."""
         rows, weight, ends = _by_ends(node)
         fact = self.facts.get(rows)
         if not isinstance(fact, _Sorted) or fact.sort.args[0].meta["val"].is_floating_point():  # type: ignore[union-attr]

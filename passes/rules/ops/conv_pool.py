@@ -75,7 +75,7 @@ def convolution(rank: int, *, transposed: bool = False) -> Callable[[Call], Loop
 
 
 def convolution_of_arguments(call: Call) -> Loops:
-    """As ``conv1d`` to ``conv_transpose3d``, by the rank of the weight and the argument ``transposed``."""
+    """Build the rule as ``conv1d`` to ``conv_transpose3d``, by the rank of the weight and the argument ``transposed``."""
     return _convolution(call, len(call.operand("weight").shape) - 2, bool(call["transposed"]))
 
 
@@ -268,7 +268,7 @@ _BORDERS: Mapping[str, Any] = {"constant": "fill", "reflect": "reflect", "replic
 
 
 def padded_space(call: Call) -> Loops:
-    """The last dimensions are padded, or cropped by negative amounts.
+    """Pad the last dimensions, or crop them by negative amounts.
 
     ``pad=(1, 2, 3, 4)``: dimension -1 gets 1 element before and 2 after, dimension -2 gets 3 before and 4 after.
     """
@@ -308,7 +308,7 @@ def _windowed_dimensions(call: Call, reaches: Mapping[int, Reach], localize: Loc
 
 
 def flip(call: Call) -> Loops:
-    """Dimensions are reversed."""
+    """Reverse dimensions."""
     shape = call.operand("self").shape
     dims = {dim % max(len(shape), 1) for dim in call["dims"]}
     reaches = {}
@@ -325,7 +325,7 @@ def flip(call: Call) -> Loops:
 
 
 def roll(call: Call) -> str | Loops:
-    """Dimensions are rotated; without ``dims`` the flattened tensor is rotated, and nothing is cut."""
+    """Rotate dimensions; without ``dims`` the flattened tensor is rotated, and nothing is cut."""
     shape, dims = call.operand("self").shape, tuple(call["dims"])
     if not dims:
         return write([whole(len(shape))], [whole(len(shape))], "linear self")

@@ -10,7 +10,7 @@ __all__ = ["attention", "einsum", "inner", "layer_norm", "matmul", "tensordot"]
 
 
 def matmul(call: Call) -> str:
-    """``batch* rows in, batch* in columns -> batch* rows columns``; a vector has only ``in``, and a matrix no batch."""
+    """Multiply: ``batch* rows in, batch* in columns -> batch* rows columns``; a vector has only ``in``, and a matrix no batch."""
     left_rank, right_rank = len(call.operand("self").shape), len(call.operand("other").shape)
     left_batch, right_batch, batch = (["batch*"] if rank > 2 else [] for rank in (left_rank, right_rank, max(left_rank, right_rank)))
     rows, columns = ["rows"] if left_rank > 1 else [], ["columns"] if right_rank > 1 else []
@@ -18,7 +18,7 @@ def matmul(call: Call) -> str:
 
 
 def tensordot(call: Call) -> str:
-    """Pairs of dimensions of both operands are summed over."""
+    """Sum over pairs of dimensions of both operands."""
     terms = [numbered(len(call.operand(name).shape), name=prefix) for name, prefix in (("self", "left"), ("other", "right"))]
     remaining = [list(term) for term in terms]
     for pair, dims in enumerate(zip(call["dims_self"], call["dims_other"], strict=True)):
@@ -30,14 +30,14 @@ def tensordot(call: Call) -> str:
 
 
 def inner(call: Call) -> str:
-    """The last dimensions of both operands are summed over."""
+    """Sum over the last dimensions of both operands."""
     left = numbered(len(call.operand("self").shape) - 1, name="left")
     right = numbered(len(call.operand("other").shape) - 1, name="right")
     return write([[*left, "in"], [*right, "in"]], [[*left, *right]], "linear self | other")
 
 
 def einsum(call: Call) -> str:
-    """Letters are factors; one that occurs twice in an operand is a diagonal, which is not cut."""
+    """Read letters as factors; one that occurs twice in an operand is a diagonal, which is not cut."""
     equation = call["equation"].replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -58,7 +58,7 @@ def einsum(call: Call) -> str:
 
 
 def attention(call: Call) -> str:
-    """Keys are not cut, nor queries with ``is_causal``; with ``enable_gqa`` groups of query heads share a head of keys."""
+    """Cut neither keys, nor queries with ``is_causal``; with ``enable_gqa`` groups of query heads share a head of keys."""
     grouped = bool(call.get("enable_gqa")) and call.operand("query").shape[-3] != call.operand("key").shape[-3]
     query_heads, heads = ("(heads group)", "heads") if grouped else ("heads", "heads")
     if any(len(call.operand(name).shape) < 3 for name in ("query", "key", "value")):
@@ -83,7 +83,7 @@ def _mask_term(call: Call, heads: str) -> str:
 
 
 def layer_norm(call: Call) -> str:
-    """The last dimensions are normalized: they are not cut."""
+    """Normalize the last dimensions: they are not cut."""
     count = len(call["normalized_shape"])
     features = ["features!"] if count == 1 else whole(count, name="features")
     return write([["batch*", *features], features, features], [["batch*", *features]])

@@ -35,7 +35,7 @@ grouped_outer = torch.ops.partitioner.grouped_outer.default
 
 
 def product(call: Call) -> str:
-    """Rows are independent; a row picks one matrix, and reads all of it."""
+    """Multiply independent rows; a row picks one matrix, and reads all of it."""
     return f"rows in, experts! {'out in' if call.get('transposed') else 'in out'}, rows -> rows out; linear input | weight"
 
 

@@ -13,7 +13,7 @@ __all__ = ["all_whole", "bincount", "gather", "histogram", "index", "index_put",
 
 
 def index_select(call: Call) -> str:
-    """Elements of a dimension, in the order of the index: ``dim0! dim1, picks -> picks dim1``."""
+    """Pick elements of a dimension, in the order of the index: ``dim0! dim1, picks -> picks dim1``."""
     rank, dim = rank_and_dimension(call)
     after = numbered(rank)
     after[dim] = "picks"
@@ -37,7 +37,7 @@ def index_rows(*, added: bool) -> Callable[[Call], str]:
 
 
 def gather(call: Call) -> str:
-    """Elements of a dimension are read at indices: ``dim0! dim1, picks dim1 -> picks dim1``."""
+    """Read elements of a dimension at indices: ``dim0! dim1, picks dim1 -> picks dim1``."""
     rank, dim = rank_and_dimension(call)
     operand, picks = numbered(rank, {dim: "!"}), numbered(rank)
     if picks:
@@ -56,7 +56,7 @@ def _mark_unequal_sizes(dim: int, operand: Operand, indices: Operand, operand_te
 
 
 def take_along(call: Call) -> str:
-    """As ``gather``, with broadcasting; without a dimension from the flattened operand, and nothing is cut."""
+    """Gather with broadcasting; without a dimension from the flattened operand, and nothing is cut."""
     if call["dim"] is None:
         operands = [whole(len(call.operand("self").shape)), whole(len(call.operand("indices").shape), name="picks")]
         return write(operands, [["found!"]])
@@ -67,7 +67,7 @@ def take_along(call: Call) -> str:
 
 
 def scatter(call: Call) -> str:
-    """Elements of a dimension are written at indices, or added: then the indices may be cut, and the results of parts are summed."""
+    """Write elements of a dimension at indices; added elements let indices be cut, and the results of parts are summed."""
     indices, source = call.operand("index"), call.get("src")
     rank, dim = rank_and_dimension(call)
     adds = call.operator.overloadpacket is torch.ops.aten.scatter_add
@@ -94,7 +94,7 @@ def index(call: Call) -> str:
 
 
 def index_put(call: Call) -> str:
-    """Values are written where advanced indexing reads, or added: then the indices may be cut, and the results of parts are summed."""
+    """Write values at advanced indices; added values let indices be cut, and the results of parts are summed."""
     operand, indexed, indices, no_masks = _advanced_indexing_terms(call)
     adds = bool(call["accumulate"]) and no_masks
     if not adds:
@@ -155,19 +155,19 @@ def _advanced_indexing_terms(call: Call) -> tuple[list[str], list[str], Sequence
 
 
 def histogram(call: Call) -> str:
-    """With fixed bounds the operand may be cut, and counts are summed; bounds that are the least and largest value need all of it."""
+    """Count values; with fixed bounds the operand may be cut and counts are summed, other bounds need all of it."""
     rank = len(call.operand("self").shape)
     fixed = call.get("min", 0) != call.get("max", 0)
     return write([numbered(rank) if fixed else whole(rank)], [["bins!"]])
 
 
 def bincount(call: Call) -> str:
-    """The number of bins depends on the values: nothing is cut."""
+    """Count values; the number of bins depends on them, so nothing is cut."""
     return write([["counted!"], ["counted!"]], [["bins!"]], *([] if call.get("weights") is None else ["linear weights"]))
 
 
 def all_whole(call: Call) -> str:
-    """Each result needs all elements of all operands: nothing is cut."""
+    """Cut nothing: each result needs all elements of all operands."""
     if not call.operands:
         raise MisfitError("there is no operand")
     operands = [[] if slot is None else whole(len(slot.shape), name=f"operand{slot.index}_") for slot in call.slots]

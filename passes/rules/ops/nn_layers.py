@@ -22,7 +22,7 @@ _NORMALIZED = "batch{0} channels space*{0}, channels, channels, channels, channe
 
 
 def batch_norm(call: Call) -> str:
-    """In training each channel needs the statistics of its whole batch; with running statistics it is elementwise."""
+    """Normalize each channel by its whole batch in training; with running statistics it is elementwise."""
     if call["training"]:
         return _NORMALIZED.format("!")
     scales_only = call.get("weight") is not None and call.get("bias") is None
@@ -30,7 +30,7 @@ def batch_norm(call: Call) -> str:
 
 
 def instance_norm(call: Call) -> str:
-    """Each image is normalized by its own statistics. Updating running statistics needs the whole batch."""
+    """Normalize each image by its own statistics. Updating running statistics needs the whole batch."""
     if not call["use_input_stats"]:
         return _NORMALIZED.format("")
     batch = "batch" if call["running_mean"] is None else "batch!"
@@ -38,13 +38,13 @@ def instance_norm(call: Call) -> str:
 
 
 def embedding(call: Call) -> str:
-    """Rows of a table are looked up; with ``scale_grad_by_freq`` the backward counts all indices, so that the batch is not cut."""
+    """Look up rows of a table; with ``scale_grad_by_freq`` the backward counts all indices, so the batch is not cut."""
     batch = "batch*!" if call.get("scale_grad_by_freq") else "batch*"
     return f"vocab! embedding, {batch} -> {batch} embedding; linear weight"
 
 
 def weight_norm(call: Call) -> str:
-    """``g * v / norm(v)``, with norms over all dimensions but ``dim``."""
+    """Normalize weights: ``g * v / norm(v)``, with norms over all dimensions but ``dim``."""
     rank = len(call.operand("v").shape)
     dim = None if call["dim"] == -1 else dimension(rank, call["dim"])
     term = numbered(rank, {index: "!" for index in range(rank) if index != dim})
@@ -59,13 +59,13 @@ def dropout(call: Call) -> str:
 
 
 def feature_dropout(call: Call) -> str:
-    """Whole channels are dropped."""
+    """Drop whole channels."""
     drops = call["train"] and call["p"] != 0
     return "batch channels space*! -> batch channels space*!" if drops else "...; linear input"
 
 
 def prelu(call: Call) -> str:
-    """A slope for each channel, or one for all."""
+    """Scale negative values by a slope for each channel, or one for all."""
     rank, weight_shape = len(call.operand("self").shape), call.operand("weight").shape
     term = ["batch", "channels", "space*"] if rank > 1 else ["channels"] * rank
     weight = ["1"] * len(weight_shape) if weight_shape in ((), (1,)) else ["channels"]
@@ -111,7 +111,7 @@ def recurrent(call: Call) -> str:
 
 
 def recurrent_cell(call: Call) -> str:
-    """One step of a recurrent layer: only the batch is cut."""
+    """Compute one step of a recurrent layer: only the batch is cut."""
     if len(call.operand("input").shape) != 2:
         return all_whole(call)  # no batch dimension
     states = call["hx"] if isinstance(call["hx"], tuple) else (call["hx"],)
@@ -182,7 +182,7 @@ def along(name: str = "dim", *clauses: str) -> Callable[[Call], str]:
 
 
 def selected_along(call: Call) -> str:
-    """Elements of a dimension are chosen by their order, as by ``topk``: it is not cut."""
+    """Select elements of a dimension by their order, as ``topk``: it is not cut."""
     rank, dim = rank_and_dimension(call)
     before, after = numbered(rank, {dim: "!"}), numbered(rank, {dim: "'!"})
     if len(call.results[0]) != rank:
@@ -191,7 +191,7 @@ def selected_along(call: Call) -> str:
 
 
 def difference(call: Call) -> str:
-    """Differences of neighbours along a dimension, which is not cut."""
+    """Subtract neighbours along a dimension, which is not cut."""
     rank, dim = rank_and_dimension(call)
     operand, result, prepend, append = (numbered(rank, {dim: mark}) for mark in ("!", "'!", "''!", "'''!"))
     return write([operand, prepend, append], [result], "linear self prepend append")
@@ -206,7 +206,7 @@ def transformed(call: Call) -> str:
 
 
 def compared(call: Call) -> str:
-    """Vectors of two broadcast operands are compared along a dimension (default: the last), which is not cut."""
+    """Compare vectors of two broadcast operands along a dimension (default: the last), which is not cut."""
     ranks = [len(operand.shape) for operand in call.operands]
     dim = dimension(max(ranks), call.get("dim", -1))
     term = numbered(max(ranks), {dim: "!"})
@@ -215,7 +215,7 @@ def compared(call: Call) -> str:
 
 
 def glu(call: Call) -> str:
-    """One half of a dimension gates the other; both may be cut alike."""
+    """Gate one half of a dimension by the other; both may be cut equally."""
     rank, dim = rank_and_dimension(call)
     before, after = numbered(rank), numbered(rank)
     before[dim] = f"(half! dim{dim})"

@@ -40,7 +40,7 @@ def _localize_shape(argument: str | None) -> Callable[[LocalCall], Mapping[str, 
 
 
 def unflatten(call: Call) -> Loops:
-    """One dimension is split into several."""
+    """Split one dimension into several."""
     loops = reshape(None)(call)
     rank = len(call.operand("self").shape)
     dim = dimension(rank, call["dim"])
@@ -49,7 +49,7 @@ def unflatten(call: Call) -> Loops:
 
 
 def shaped_like(call: Call) -> Loops:
-    """``view_as``: a reshape to the shape of a second operand, which is cut like the result."""
+    """Reshape to the shape of a second operand (``view_as``), which is cut like the result."""
     factors, before, after = refine(call.operand("self").shape, call.results[0])
     return Loops(factors, (before, after), (after,), linear=linear_sets(_LINEAR_IN_SELF, call))
 

@@ -34,13 +34,13 @@ def _permutation(order: Sequence[int]) -> str:
 
 
 def permute(call: Call) -> str:
-    """Dimensions in another order."""
+    """Permute dimensions."""
     rank = len(call.operand("self").shape)
     return _permutation([dimension(rank, dim) for dim in call["dims"]])
 
 
 def reverse(call: Call) -> str:
-    """All dimensions in reverse order."""
+    """Reverse the order of all dimensions."""
     return _permutation(list(reversed(range(len(call.operand("self").shape)))))
 
 
@@ -59,7 +59,7 @@ def swap(first: str | int, second: str | int) -> Callable[[Call], str]:
 
 
 def move(call: Call) -> str:
-    """``movedim``: some dimensions move to new positions, the others keep their order."""
+    """Move some dimensions to new positions (``movedim``); the rest keep their order."""
     operand = call.operand("self")
     rank = len(operand.shape)
     moved = dict(zip(dimensions(operand, call["destination"]), dimensions(operand, call["source"]), strict=True))
@@ -68,7 +68,7 @@ def move(call: Call) -> str:
 
 
 def unsqueeze(call: Call) -> str:
-    """A new dimension of size one."""
+    """Insert a dimension of size one."""
     before = numbered(len(call.operand("self").shape))
     after = list(before)
     after.insert(dimension(len(before) + 1, call["dim"]), "1")
@@ -76,7 +76,7 @@ def unsqueeze(call: Call) -> str:
 
 
 def squeeze(call: Call) -> str:
-    """Dimensions of size one are removed. Larger ones that are named are not cut: a part of size one would be removed too."""
+    """Remove dimensions of size one. Larger named ones are not cut: a part of size one would be removed too."""
     operand = call.operand("self")
     dims = dimensions(operand, call.get("dim"))
     before = numbered(len(operand.shape), dict.fromkeys(dims, "!"))
@@ -85,14 +85,14 @@ def squeeze(call: Call) -> str:
 
 
 def select(call: Call) -> str:
-    """One element of a dimension, or every one."""
+    """Select one element of a dimension, or every one."""
     rank, dim = rank_and_dimension(call)
     before = numbered(rank, {dim: "!"})
     return write([before], [before[:dim] + before[dim + 1 :]], _LINEAR)
 
 
 def slice_(call: Call) -> str | Loops:
-    """A slice of a dimension.
+    """Take a slice of a dimension.
 
     a table, by an open size       the table is read whole, so that ranks store it alike for every size (``Call.varies``)
     all of it                      the dimension is passed on
@@ -121,7 +121,7 @@ def slice_(call: Call) -> str | Loops:
 
 
 def narrow(call: Call) -> str | Loops:
-    """A slice of a dimension, given by its start and length."""
+    """Take a slice of a dimension, given by its start and length."""
     shape, start, length = call.operand("self").shape, call["start"], call["length"]
     rank, dim = rank_and_dimension(call)
     if call.varies:
@@ -170,14 +170,14 @@ def _factor_index(loops: Loops, name: str) -> int | None:
 
 
 def slice_scatter(call: Call) -> str:
-    """A slice of a dimension is overwritten."""
+    """Overwrite a slice of a dimension."""
     rank, dim = rank_and_dimension(call)
     operand, source = numbered(rank, {dim: "!"}), numbered(rank, {dim: "'!"})
     return write([operand, source], [operand], "linear self src")
 
 
 def select_scatter(call: Call) -> str:
-    """One element of a dimension is overwritten."""
+    """Overwrite one element of a dimension."""
     rank, dim = rank_and_dimension(call)
     operand = numbered(rank, {dim: "!"})
     return write([operand, operand[:dim] + operand[dim + 1 :]], [operand], "linear self src")
@@ -278,7 +278,7 @@ def repeat(argument: str) -> Callable[[Call], Loops]:
 
 
 def repeat_interleave(call: Call) -> Loops | str:
-    """Each element is repeated in place; without a dimension, those of the flattened operand."""
+    """Repeat each element in place; without a dimension, those of the flattened operand."""
     operand = call.operand("self") if "self" in call.arguments else call.operand("repeats")
     rank = len(operand.shape)
     before, after = numbered(rank), numbered(rank)
@@ -315,7 +315,7 @@ def unfold(call: Call) -> str | Loops:
 
 
 def diagonal(call: Call) -> str:
-    """Two dimensions are replaced by their diagonal, the last dimension."""
+    """Replace two dimensions by their diagonal, the last dimension."""
     rank = len(call.operand("self").shape)
     dims = {dimension(rank, call["dim1"]), dimension(rank, call["dim2"])}
     before = numbered(rank, dict.fromkeys(dims, "!"))
@@ -323,7 +323,7 @@ def diagonal(call: Call) -> str:
 
 
 def meshgrid(call: Call) -> str:
-    """One dimension from each operand; all results have all of them."""
+    """Take one dimension from each operand; all results have all of them."""
     names = numbered(len(call.operands))
     after = list(names)
     if call.get("indexing", "ij") == "xy":

@@ -24,7 +24,7 @@ _NAMES = ("kernel_size", "dilation", "padding", "stride")
 
 
 def unfold(call: Call) -> Loops:
-    """``im2col``: windows are cut by rows and columns; a part reads the elements in its windows."""
+    """Take windows (``im2col``), cut by rows and columns; a part reads the elements in its windows."""
     *batch, channels_size, height_size, width_size = call.operand("self").shape
     kernel, dilation, padding, stride = (spread(call[name], 2) for name in _NAMES)
     if not isinstance(height_size, int) or not isinstance(width_size, int):
@@ -47,7 +47,7 @@ def unfold(call: Call) -> Loops:
 
 
 def fold(call: Call) -> Loops:
-    """``col2im``: the image is cut by rows and columns; a part reads the windows that contain its elements."""
+    """Add windows to an image (``col2im``), cut by rows and columns; a part reads the windows that contain its elements."""
     *batch, _, all_windows = call.operand("self").shape
     kernel, dilation, padding, stride = (spread(call[name], 2) for name in _NAMES)
     sizes = tuple(call["output_size"])

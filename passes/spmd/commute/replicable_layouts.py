@@ -66,7 +66,7 @@ def _free_dimensions(facts: LayoutFacts, layouts: Layouts) -> dict[str, frozense
 
 
 def _is_free_to_choose(node: fx.Node, axes: Axes, layouts: Layouts) -> bool:
-    """Whether a call gives one tensor, has a rule without windows, and no reason to be whole."""
+    """Return whether a call gives one tensor, has a rule without windows, and need not be whole."""
     loops = axes.loops.get(node.name)
     is_call = node.name in layouts.cuts and isinstance(node.meta.get("val"), Tensor) and not is_item(node)
     return is_call and loops is not None and not loops.windows and not is_whole(node)
