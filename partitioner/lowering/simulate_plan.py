@@ -170,7 +170,7 @@ def _differentiation(traced: Traced, stages: LoweredStages) -> Differentiation |
 
 
 def is_uniform(mesh: Mesh, cluster: Cluster) -> bool:
-    """Whether all devices are equal, and all groups along the same mesh dimensions have the same levels of links between their ranks."""
+    """Return whether all devices are equal, and all groups along the same mesh dimensions have the same levels of links."""
     if any(device != cluster.devices[0] for device in cluster.devices[: mesh.size]):
         return False
     if isinstance(cluster.links, Link):
@@ -194,7 +194,7 @@ def _levels_of_ring(group: Sequence[int], levels: Sequence[Level]) -> tuple[int,
 
 
 def is_inlined(plan: Plan, n_forward_nodes: int, n_microbatches: int) -> bool:
-    """Whether the programs of a plan are short enough to be simulated with their stages inlined.
+    """Return whether the programs of a plan are short enough to be simulated with their stages inlined.
 
     Stages of a single pipeline are calls in any case. Each of the ``n_forward_nodes`` of a pipeline's stages is inlined once forward and
     about twice backward for each microbatch.

@@ -128,7 +128,7 @@ class Calls:
         return bool(self._graph.gradient_questions)
 
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
-        """Whether a call passes the arguments that were traced.
+        """Return whether a call passes the arguments that were traced.
 
         Args:
             with_lacking: whether None may stand for a tensor: a rank may leave out what its stages do not read.
@@ -143,7 +143,7 @@ class Calls:
         )
 
     def may_be_traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the model is traced anew for a call that passes other values or dtypes than those of the trace."""
+        """Return whether the model is traced anew for a call that passes other values or dtypes than those of the trace."""
         pairs = zip(self._graph.inputs, self._leaves(args, kwargs) or (), strict=True)
         return all(is_as_traced(self._graph, leaf, value, self.dtype) or may_be_traced(leaf, value) for leaf, value in pairs)
 

@@ -54,7 +54,7 @@ class RowParts:
         return batch // self.count if self.inputs == "local" else batch
 
     def divides(self, batch: int) -> bool:
-        """Whether the batch has equally many rows for each part."""
+        """Return whether the batch has equally many rows for each part."""
         return batch % self.count == 0
 
     def inputs_of_rank(self, graph: ModelGraph, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:

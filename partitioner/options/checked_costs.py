@@ -28,11 +28,11 @@ class CheckedCosts:
         self._asked = asked
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """The other's answer; raises ConfigError unless it is a number of seconds."""
+        """Return the wrapped model's price; raise ConfigError unless it is a number of seconds."""
         return self._seconds("operation_time", lambda: self._asked.operation_time(work, device, dtype))
 
     def transfer_time(self, size: float, link: Link) -> float:
-        """The other's answer; raises ConfigError unless it is a number of seconds."""
+        """Return the wrapped model's price; raise ConfigError unless it is a number of seconds."""
         return self._seconds("transfer_time", lambda: self._asked.transfer_time(size, link))
 
     def _seconds(self, method: str, ask: Callable[[], float]) -> float:
@@ -52,6 +52,6 @@ class CheckedCosts:
 
 
 def checked_costs(cost_model: CostModel | None) -> CostModel | None:
-    """A cost model whose answers are numbers of seconds: one of this package's as it is, another checked."""
+    """Return a cost model with checked prices; cost models of this package are returned unchanged."""
     own = (Roofline, MeasuredCosts, Calibrated, CheckedCosts)
     return cost_model if cost_model is None or type(cost_model) in own else CheckedCosts(cost_model)

@@ -298,7 +298,7 @@ def check_values(graph: ModelGraph, leaves: Sequence[Any]) -> None:
 
 
 def is_as_traced(graph: ModelGraph, leaf: Input, value: Any, dtype: torch.dtype | None) -> bool:
-    """Whether an argument has the traced value, or as a tensor the traced dtype.
+    """Return whether an argument has the traced value, or as a tensor the traced dtype.
 
     Args:
         value: a tensor where one was traced, or None in its place.
@@ -312,7 +312,7 @@ def is_as_traced(graph: ModelGraph, leaf: Input, value: Any, dtype: torch.dtype 
 
 
 def may_be_traced(leaf: Input, value: Any) -> bool:
-    """Whether a model is traced anew where an argument differs from the traced one: by a plain value, or by another kind of numbers.
+    """Return whether a model is traced anew for an argument other than the traced one: a plain value, or another kind of number.
 
     An object of another class is most often new in each call. Numbers of the same kind in another precision are most often a mistake, which
     shows when programs run: parameters, and targets of a loss, have one.
@@ -334,7 +334,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), enum.Enum, torch.dtype, to
 
 
 def _is_same(value: Any, constant: Any) -> bool:
-    """Whether a value equals the traced one; False for values without a single truth value of ``==``, such as arrays."""
+    """Return whether a value equals the traced one; False for values without a single truth value of ``==``, such as arrays."""
     try:
         return not isinstance(value, Tensor) and bool(value is constant or value == constant)
     except Exception:  # noqa: BLE001  what a class of the user's raises

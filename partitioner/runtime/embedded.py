@@ -118,7 +118,7 @@ class _EmbeddedTransport(CollectiveTransport):
         """Do nothing: the ranks of this process share its generators."""
 
     def ready(self, pending: _Receive | _Collective) -> bool:
-        """Whether a message was sent, or all ranks have started a collective."""
+        """Return whether a message was sent, or all ranks have started a collective."""
         if isinstance(pending, _Receive):
             return pending in self._mailbox.messages
         return len(self._mailbox.exchanges[pending]) == len(pending.group)

@@ -75,7 +75,7 @@ class Executable:
         self._recorded: Callable[..., Run] | None = None
 
     def start(self, transport: Transport, inputs: Mapping[str, Any]) -> Run:
-        """The running program: a generator that yields what it waits for and returns the program's result.
+        """Return the running program: a generator that yields its waits and returns the program's result.
 
         Args:
             inputs: a value for each placeholder of the program.
@@ -146,7 +146,7 @@ class _Writer:
         return run
 
     def _lines(self, *first: str, is_stage: bool = False) -> list[str]:
-        """The lines of the function, whose arguments are ``first``, the placeholders, and a recorder if there is one."""
+        """Return the lines of the function, whose arguments are ``first``, the placeholders, and a recorder if there is one."""
         placeholders = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
         last = [self._recorder] if self.recorded or self.counted else []
         if is_stage:
@@ -206,7 +206,7 @@ class _Writer:
         return f"{self._recorder}.chose({marks[MIXTURE]!r}, {group}, len({weight}), {self._value(marks.get(PRODUCT_CUTS, ()))})"
 
     def _statement(self, node: fx.Node) -> list[str]:
-        """The lines that compute a node."""
+        """Return the lines that compute a node."""
         if node.op == "output":
             return [f"return {self._value(node.args[0])}"]
         if self._calls_stage(node):
@@ -237,7 +237,7 @@ class _Writer:
         return [f"{node.name} = {self._object(getattr(function, '__name__', node.name), function)}({self._arguments(node)})"]
 
     def _stage_call(self, node: fx.Node) -> list[str]:
-        """The lines that call a stage: its graph is compiled, and takes its bound tensors and a list of its arguments."""
+        """Return the lines that call a stage: its graph is compiled, and takes its bound tensors and a list of its arguments."""
         target = str(node.target)
         module = self.module.get_submodule(target)
         assert isinstance(module, StageCall)
@@ -267,7 +267,7 @@ class _Writer:
         return ", ".join([*(self._value(value) for value in node.args), *keywords])
 
     def _value(self, value: Any) -> str:
-        """The text of an argument; objects without a literal get a name."""
+        """Return the text of an argument; objects without a literal get a name."""
         if isinstance(value, fx.Node):
             return value.name
         if isinstance(value, tuple) and len(value) > 64 and all(type(part) is int for part in value):
@@ -299,24 +299,24 @@ def _unused(name: str, names: Collection[str]) -> str:
 
 
 def _dropping(values: Iterable[fx.Node]) -> list[str]:
-    """The line that drops values, if there are any."""
+    """Return the line that drops values, if there are any."""
     names = [value.name for value in values]
     return [f"{' = '.join(names)} = None"] if names else []
 
 
 def _is_counted(node: fx.Node) -> bool:
-    """Whether a node is the product of a mixture of experts that shows how many rows each has."""
+    """Return whether a node is the product of a mixture of experts that records the rows of each expert."""
     return node.target is grouped_mm and MIXTURE in (node.meta.get("custom") or {})
 
 
 def _is_forward(node: fx.Node) -> bool:
-    """Whether a node computes a forward, and not a backward that may compute it again."""
+    """Return whether a node computes a forward, and not its recomputation in a backward."""
     section = node.meta.get("section")
     return isinstance(section, Action) and section.kind is ActionKind.FORWARD
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that no later node reads: inputs of the node, or its own unread value."""
+    """Return, for each node, the values without later readers: inputs of the node, or its own unread value."""
     last: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
@@ -353,7 +353,7 @@ _KEYWORDS = frozenset({"dtype", "memory_format"})
 
 
 def _is_read_by_group(node: Any) -> bool:
-    """Whether a node stacks matrices, one a group, for products that read those of the groups of their rows: they need no stack."""
+    """Return whether a node stacks matrices, one a group, for products that read single matrices and need no stack."""
     if not isinstance(node, fx.Node) or node.target is not aten.stack.default or node.args[1:] not in ((), (0,)):
         return False
     return bool(node.users) and all(

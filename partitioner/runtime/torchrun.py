@@ -28,12 +28,12 @@ __all__ = ["TorchrunRuntime", "arrive", "is_launched", "join_group", "local_rank
 
 
 def is_launched() -> bool:
-    """Whether there are several processes, each to be one rank. A single process runs all ranks itself."""
+    """Return whether there are several processes, one for each rank. A single process runs all ranks itself."""
     return world_size() > 1
 
 
 def local_world_size() -> int:
-    """How many processes were started on this machine; all, if the environment does not say."""
+    """Return the number of processes on this machine; all, if the environment does not say."""
     return launcher.local_size(world_size()) or world_size()
 
 
@@ -139,7 +139,7 @@ class TorchrunRuntime:
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[Connection]:
-        """As ``failing_together``, in the midst of what all ranks do."""
+        """Like ``failing_together``, inside a collective step."""
         try:
             yield self._connection
         except BaseException as error:

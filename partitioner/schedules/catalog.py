@@ -67,5 +67,5 @@ def schedule_of(plan: Plan, n_microbatches: int) -> Schedule:
 
 
 def interleaves(plan: Plan) -> bool:
-    """Whether a plan's schedule runs backwards before its last forward, which ``pm(...)`` and ``backward()`` cannot."""
+    """Return whether a plan's schedule runs backwards before its last forward, which ``pm(...)`` and ``backward()`` cannot."""
     return plan.n_microbatches > 1 and not find_schedule(plan.schedule).forwards_first

@@ -77,7 +77,7 @@ class ScheduleKind:
         return self.placement is v_shaped
 
     def allows(self, stages_per_rank: int) -> bool:
-        """Whether each rank can run this many stages."""
+        """Return whether each rank can run this many stages."""
         return stages_per_rank >= 1 if self.any_stages_per_rank else stages_per_rank == self.default_stages_per_rank
 
     @property

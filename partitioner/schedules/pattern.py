@@ -43,7 +43,7 @@ class Rank:
 
 
 def on(stage: int, letters: str) -> list[Move]:
-    """The moves of one stage, written as letters.
+    """Return the moves of one stage, written as letters.
 
     >>> [kind.name for stage, kind in on(2, "FIW")]
     ['FORWARD', 'BACKWARD_INPUT', 'BACKWARD_WEIGHT']

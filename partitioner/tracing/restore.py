@@ -13,7 +13,7 @@ __all__ = ["Structure", "preserve"]
 
 @contextlib.contextmanager
 def preserve(*objects: object) -> Iterator[None]:
-    """On exit, restore the attributes of objects (of a model: of all its modules) and the items of lists and dicts, also nested ones."""
+    """Restore, on exit, attributes of objects (of a model: of all its modules) and items of lists and dicts, also nested ones."""
     lists = [(value, _copy(value)) for value in objects if isinstance(value, list | dict)]
     owners: list[object] = []
     for value in objects:
@@ -44,7 +44,7 @@ class Structure:
         self._is_trained = {name: (each, each.requires_grad) for name, each in model.named_parameters(remove_duplicate=False)}
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter required a gradient."""
+        """Return whether a parameter required a gradient."""
         return self._is_trained[name][1]
 
     @contextlib.contextmanager

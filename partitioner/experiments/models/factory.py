@@ -155,7 +155,7 @@ def _check_fits(factory: Callable[..., Any], text: str, args: Sequence[Any], kwa
 
 
 def _names_module(where: str) -> bool:
-    """Whether a text is the name of a module, and not of a file."""
+    """Return whether a text is the name of a module, and not of a file."""
     return not where.endswith(".py") and not Path(where).is_file() and all(part.isidentifier() for part in where.split("."))
 
 

@@ -135,7 +135,7 @@ def _declarations() -> str:
 
 
 def _sql_type(hint: object) -> str:
-    """``"REAL"`` for ``float | None``, ``"REAL NOT NULL"`` for ``float``."""
+    """Return ``"REAL"`` for ``float | None``, ``"REAL NOT NULL"`` for ``float``."""
     if isinstance(hint, types.UnionType):
         (kind,) = (option for option in typing.get_args(hint) if option is not type(None))
         return _SQL_TYPES[kind]

@@ -38,7 +38,7 @@ _JOIN_TIMEOUT = 5.0
 
 
 def can_fork() -> bool:
-    """Whether this process may fork workers: the system supports it, and CUDA, which does not survive a fork, is not in use."""
+    """Return whether this process may fork workers: the system supports it, and CUDA, which does not survive a fork, is not in use."""
     return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
 
 

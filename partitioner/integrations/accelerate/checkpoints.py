@@ -54,7 +54,7 @@ def loading_gathered_state(pm: PartitionedModel, optimizer: Any) -> Iterator[Non
 
 
 def _is_in_stages(pm: PartitionedModel, optimizer: Any) -> bool:
-    """Whether the processes have other parameters each, so that the state of an optimizer is that of one stage."""
+    """Return whether processes have different parameters, so that the state of an optimizer is that of one stage."""
     own = {id(parameter) for parameter in pm.parameters()}
     is_of_model = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
     return is_of_model and len(pm.plan.stages) > 1

@@ -93,7 +93,7 @@ class _Recorder:
         return self.calls
 
     def _covered(self, calls: list[ModuleCall], *, only_trainable: bool = False) -> bool:
-        """Whether the called modules have all parameters of the model, or all that train."""
+        """Return whether the called modules have all parameters of the model, or all that train."""
         seen = set[int]().union(*(call.parameters() for call in calls))
         return all(id(each) in seen for each in self.model.parameters() if each.requires_grad or not only_trainable)
 

@@ -16,7 +16,7 @@ __all__ = ["clip_norm", "has_whole_models"]
 
 
 def has_whole_models(models: Iterable[PartitionedModel]) -> bool:
-    """Whether every process has all parameters of the models, each whole."""
+    """Return whether every process has all parameters of the models, each whole."""
     return all(model.session.state.all_have_all for model in models)
 
 
@@ -55,7 +55,7 @@ def clip_norm(
 
 
 def _has(known: set[int], model: PartitionedModel) -> bool:
-    """Whether an optimizer has the trainable parameters of a model; raise ConfigError if it has only some of them.
+    """Return whether an optimizer has the trainable parameters of a model; raise ConfigError if it has only some of them.
 
     A process without parameters of the model takes part in the norm.
     """

@@ -20,7 +20,7 @@ __all__ = ["is_copy", "refuse_copies_inside", "uncalled_copies"]
 
 
 def is_copy(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have one class, and parameters of the same names and shapes."""
+    """Return whether two modules have one class, and parameters of the same names and shapes."""
     return one is not other and _parameters(one) == _parameters(other) and type(one) is type(other) and bool(_parameters(one))
 
 
@@ -64,7 +64,7 @@ def _beside(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_read(model: PartitionedModel, path: str) -> bool:
-    """Whether programs read a parameter of a module."""
+    """Return whether programs read a parameter of a module."""
     graph = model.session.graph
     read = {node.name for node in graph.module.graph.find_nodes(op="placeholder") if node.users}
     return any(placeholder in read and name.startswith(f"{path}.") for placeholder, name in graph.parameters.items())

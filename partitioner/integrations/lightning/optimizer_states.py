@@ -25,7 +25,7 @@ __all__ = ["has_other_stages", "load_optimizer_state", "optimizer_state"]
 
 
 def has_other_stages(model: PartitionedModel) -> bool:
-    """Whether other processes have parameters that this one does not."""
+    """Return whether other processes have parameters that this process lacks."""
     return torchrun.is_launched() and any(name in STAGES and size > 1 for name, size in model.plan.grid.dimensions)
 
 

@@ -144,7 +144,7 @@ def _ambient_precision() -> str | None:
 
 
 def _fits(function: FunctionalModel, inputs: Sequence[Tensor]) -> bool:
-    """Whether inputs have the sizes of a trace, apart from the batch."""
+    """Return whether inputs have the sizes of a trace, apart from the batch."""
     leaves = function.session.graph.inputs
     return all(
         dimension == leaf.batch_dim or size == value.shape[dimension]

@@ -83,7 +83,7 @@ def _kind(node: fx.Node, source: str, roots: Sequence[str]) -> Literal["state", 
 
 
 def _is_number(node: fx.Node, value: Tensor) -> bool:
-    """Whether a tensor is a Python float, which Dynamo passes as a tensor without dimensions and reads with ``item()``."""
+    """Return whether a tensor is a Python float, which Dynamo passes as a tensor without dimensions and reads with ``item()``."""
     return value.dim() == 0 and bool(node.users) and all(user.op == "call_method" and user.target == "item" for user in node.users)
 
 

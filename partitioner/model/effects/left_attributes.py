@@ -52,7 +52,7 @@ class LeftAttributes:
                 self._values[edit.module, edit.path[0]] = _copied(vars(self._model.get_submodule(edit.module))[edit.path[0]])
 
     def has(self, module: str, name: str) -> bool:
-        """Whether a call has left an attribute, or changes items in it."""
+        """Return whether a call has left an attribute, or changes items in it."""
         return (module, name) in self._values
 
     def read(self, module: str, name: str) -> Any:

@@ -50,13 +50,13 @@ def check_writable(graph: ModelGraph, inputs: BoundInputs) -> None:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor that requires a gradient, or the one that it is a view of, is a leaf."""
+    """Return whether a tensor that requires a gradient, or the base of its view, is a leaf."""
     base = tensor._base if is_view(tensor) else None  # noqa: SLF001  there is no other way to ask for it
     return tensor.requires_grad and (tensor.is_leaf or (base is not None and base.is_leaf))
 
 
 def _overlap(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have an element of memory in common."""
+    """Return whether two tensors share an element of memory."""
     if tensor.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not tensor.numel() or not other.numel():
         return False
     if tensor.dtype != other.dtype:

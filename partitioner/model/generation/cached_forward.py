@@ -108,7 +108,7 @@ def language_model(model: nn.Module) -> nn.Module:
 
 
 def _is_peft(model: nn.Module) -> bool:
-    """Whether a model is a wrapper of peft: a model of transformers with adapters of its own has no other model inside."""
+    """Return whether a model is a wrapper of peft: a model of transformers with adapters of its own has no other model inside."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 

@@ -385,7 +385,7 @@ def _key_of(output: Output) -> tuple[str, str]:
 
 
 def _has_local_rows(rows: RowParts) -> bool:
-    """Whether each process has the target of its own rows alone."""
+    """Return whether each process has the target of its own rows alone."""
     return rows.inputs == "local" and rows.count > 1
 
 
@@ -406,7 +406,7 @@ def _inspected_part(lowering: Lowering, target: Any, batch: int, n_microbatches:
 
 
 def _is_proportional(counts: Sequence[float], sizes: Sequence[int]) -> bool:
-    """Whether every microbatch has as many counted targets a row as the first."""
+    """Return whether every microbatch has as many counted targets a row as the first."""
     return all(count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True))
 
 

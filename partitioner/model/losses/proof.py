@@ -135,7 +135,7 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
 
 
 def _changes_state(loss: _Loss, results: Sequence[Tensor], target: Any, device: torch.device) -> bool:
-    """Whether the second call of a loss changes state that later calls read. The first call may: a GradScaler creates its scale."""
+    """Return whether the second call of a loss changes state that later calls read. The first call may: a GradScaler creates its scale."""
     with preserve_state(loss.loss_fn, device) as is_changed, fake_tensors() as make_fake:
         arguments = make_fake((results, target))
         loss(*arguments)
@@ -180,7 +180,7 @@ def _mixing_operation(traced: ModelGraph) -> str:
 
 
 def _returns_counted_mean(model: ModelGraph) -> bool:
-    """Whether a mean that the model returns is computed from a mean over targets that are not ignored."""
+    """Return whether a mean that the model returns is computed from a mean over targets that are not ignored."""
     nodes = {node.name: node for node in model.graph.nodes}
     means = [nodes[output.node] for output in model.loss_results if output.combine == "mean" and output.node is not None]
     return bool(set(counted_means(model)) & set(with_ancestors(means)))
@@ -234,7 +234,7 @@ def entries_per_row(graph: ModelGraph, output: Output) -> int:
 
 
 def has_rows(leaf: Any, rows: int) -> bool:
-    """Whether a leaf of a target is a tensor whose first dimension is the batch."""
+    """Return whether a leaf of a target is a tensor whose first dimension is the batch."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 

@@ -96,7 +96,7 @@ _METHOD = (
 
 
 def is_traced_attribute(module: nn.Module, name: str, value: object) -> bool:
-    """Whether a module of the model has an attribute of this name, with another value: the trace has computed with that one."""
+    """Return whether a module of the model has an attribute of this name with another value than the traced one."""
     if name not in vars(module) or name in _OF_EVERY_MODULE:
         return False
     present = vars(module)[name]
@@ -138,7 +138,7 @@ _METADATA = frozenset(
 
 
 def _is_plain(value: object, seen: set[int]) -> bool:
-    """Whether a value reaches no tensor and no module: through containers, attributes of objects and closures of functions."""
+    """Return whether a value reaches no tensor and no module: through containers, attributes of objects and closures of functions."""
     if isinstance(value, _SIMPLE) or id(value) in seen:
         return True
     if isinstance(value, Tensor | nn.Module):

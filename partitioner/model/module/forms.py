@@ -101,7 +101,7 @@ class Forms:
             self._first.runtime.agree("the arguments", f"{names}, in {dtype}", in_step=True)
 
     def has_traced(self, modes: _Modes) -> bool:
-        """Whether the model was traced in these modes for a call as in the example."""
+        """Return whether the model was traced in these modes for a call as in the example."""
         return self._find(dataclasses.replace(self._first.tracing, modes=modes)) is not None
 
     def copy_into(self, other: Forms) -> None:
@@ -167,12 +167,12 @@ class Forms:
         return form
 
     def _is_of_example(self, form: Form) -> bool:
-        """Whether a form is for the arguments of the example."""
+        """Return whether a form is for the arguments of the example."""
         first, tracing = self._first.tracing, form.session.tracing
         return tracing.args is first.args and tracing.kwargs is first.kwargs
 
     def _fits_signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the model could be called so; None fits where it is the default, or in ``**kwargs``.
+        """Return whether the model could be called so; None fits where it is the default, or in ``**kwargs``.
 
         A call without arguments is that of a rank whose stages read none.
         """

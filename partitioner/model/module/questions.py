@@ -53,7 +53,7 @@ def _device_map(session: Session) -> Mapping[str, torch.device]:
 
 
 def _accelerates_processes() -> bool:
-    """Whether accelerate is set up for several processes."""
+    """Return whether accelerate is set up for several processes."""
     state: Any = sys.modules.get("accelerate.state")
     return state is not None and state.is_initialized() and state.PartialState().num_processes > 1
 

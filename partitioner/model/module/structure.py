@@ -458,7 +458,7 @@ def _fill(root: ModuleInPlan, model: nn.Module, state: State, gathered: Gathered
 
 
 def _has_own_train(part: nn.Module) -> bool:
-    """Whether the module that a part stands for has another ``train`` than every module."""
+    """Return whether the module of a part overrides ``nn.Module.train``."""
     module: nn.Module = part.__dict__["_source"].module
     return type(module).train is not nn.Module.train or "train" in vars(module)
 
@@ -514,7 +514,7 @@ def _refuse_structure(source: Source, name: str) -> NoReturn:
 
 
 def _is_on_cpu_already(tensor: Tensor, converted: object) -> bool:
-    """Whether a conversion changes nothing on the CPU: ``to("cpu:0")``, which accelerate asks for, copies tensors that are on ``cpu``."""
+    """Return whether a conversion changes nothing on the CPU: ``to("cpu:0")``, as called by accelerate, copies tensors on ``cpu``."""
     if not isinstance(converted, Tensor) or not tensor.device.type == converted.device.type == "cpu":
         return False
     is_alike = (tensor.dtype, tensor.shape, tensor.stride()) == (converted.dtype, converted.shape, converted.stride())

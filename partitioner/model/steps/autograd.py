@@ -170,7 +170,7 @@ _INPUT = "input "
 
 
 def tracks_gradients(calls: Calls, inputs: BoundInputs) -> bool:
-    """Whether autograd tracks a call: gradients are on, and an input or a parameter requires one.
+    """Return whether autograd tracks a call: gradients are on, and an input or a parameter requires one.
 
     A process that has no part of some parameter cannot know that all are frozen.
     """
@@ -286,7 +286,7 @@ def _filled(present: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tupl
 
 
 def _named_as_inputs(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether the backward that runs now is ``backward(inputs=[...])`` with these parameters among the inputs.
+    """Return whether the current backward is ``backward(inputs=[...])`` with these parameters among the inputs.
 
     Raises:
         ConfigError: it names some of them: the backward programs add the gradients of all; or it is ``torch.autograd.grad`` of them.

@@ -75,7 +75,7 @@ def _is_same_hardware(hardware: Hardware, other: Hardware) -> bool:
 
 
 def _has_same_prices(cost_model: CostModel, other: CostModel) -> bool:
-    """Whether two cost models are one; a roofline has no state, what a user derives from it may have."""
+    """Return whether two cost models are one; a roofline has no state, what a user derives from it may have."""
     return cost_model is other or type(cost_model) is type(other) is Roofline
 
 

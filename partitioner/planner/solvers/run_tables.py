@@ -181,19 +181,19 @@ class _Additions(NamedTuple):
 
 
 def _of_units(amount: Floats) -> _Additions:
-    """Each unit's (N, A) amount, in every run that contains the unit."""
+    """Return each unit's (N, A) amount, in every run that contains the unit."""
     unit = np.arange(len(amount))
     return _Additions(unit, np.zeros_like(unit), unit, amount)
 
 
 def _of_uses(uses: Uses) -> _Additions:
-    """The amount of each item, once in every run that uses it (``Uses.per_stage``)."""
+    """Return the amount of each item, once in every run that uses it (``Uses.per_stage``)."""
     amount = uses.amount if uses.amount.ndim == 2 else uses.amount[:, None]
     return _Additions(uses.unit, uses.before + 1, uses.unit, amount)
 
 
 def _of_sent_values(last_uses: Uses) -> _Additions:
-    """The amount of each value in every run with its producer but not its last reader (``Uses.sent_per_stage``)."""
+    """Return the amount of each value in every run with its producer but not its last reader (``Uses.sent_per_stage``)."""
     producer, reader, amount = last_uses
     zero = np.zeros_like(producer)
     with_producer = _Additions(producer, zero, producer, amount)

@@ -29,7 +29,7 @@ def differences_by_definition(graph: ModelGraph, n_microbatches: int) -> tuple[s
 
 
 def draws_anything(graph: ModelGraph) -> bool:
-    """Whether a run of the graph draws random numbers."""
+    """Return whether a run of the graph draws random numbers."""
     return bool(_random_nodes(graph))
 
 
@@ -38,6 +38,6 @@ def _random_nodes(graph: ModelGraph) -> list[fx.Node]:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a random op draws anything: dropout in evaluation, or with probability 0, does not."""
+    """Return whether a random op draws anything: dropout in evaluation, or with probability 0, does not."""
     bound = bound_arguments(node)
     return bound.get("train") is not False and not any(bound.get(name) == 0 for name in ("p", "dropout", "dropout_p"))

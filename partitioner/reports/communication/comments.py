@@ -72,7 +72,7 @@ class _Commenter:
                 node.meta["origin"] = _origin(node)
 
     def _describe_message(self, pipeline: int, message: Message) -> str:
-        """``"gradient of add_4 [batch, hidden]: blocks.0 <- blocks.1, net.py:37"``."""
+        """Format a message: ``"gradient of add_4 [batch, hidden]: blocks.0 <- blocks.1, net.py:37"``."""
         if message.kind == "loss":
             return "the loss: all ranks return it"
         lowered = self.explained.pipelines[pipeline]

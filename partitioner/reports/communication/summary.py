@@ -124,7 +124,7 @@ def _transfer(
 
 
 def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
-    """``"float32 (2, 6, 12)"``, for a batch of ``rows`` rows."""
+    """Format a value as ``"float32 (2, 6, 12)"``, for a batch of ``rows`` rows."""
     value = node.meta["val"]
     assert isinstance(value, Tensor)
     sizes = [size if isinstance(size, int) else size.subs(lowered.graph.batch, rows) for size in map(size_of, value.shape)]

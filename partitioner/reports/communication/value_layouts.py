@@ -46,7 +46,7 @@ def axes_text(axes: Axes, names: Sequence[str], tensor: TensorAxes, over: Callab
 
 
 def _size(size: object) -> str:
-    """``"12"``; ``"2*batch"`` for a symbolic size, whose only symbol is the batch."""
+    """Format a size: ``"12"``; ``"2*batch"`` for a symbolic size, whose only symbol is the batch."""
     if not isinstance(size, sympy.Expr):
         return str(size)
     return str(size.subs(dict.fromkeys(size.free_symbols, sympy.Symbol("batch")))).replace(" ", "")

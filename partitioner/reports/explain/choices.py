@@ -40,7 +40,7 @@ def contenders_section(plan: Plan) -> Table | None:
 
 
 def _relative_time(seconds: float, chosen: float) -> str:
-    """``"9.2 % slower"`` than the chosen plan."""
+    """Format a time relative to the chosen plan: ``"9.2 % slower"``."""
     change = 100 * (seconds / chosen - 1) if chosen else 0.0
     if abs(change) < _AS_FAST:
         return "as fast"

@@ -113,7 +113,7 @@ def _gap_words(plan: Plan) -> str:
 
 
 def _memory_of_calls(explained: Explained) -> str:
-    """``"1.66 MiB on rank 1, the fullest, by pm(...) and backward(): all forwards first"``; empty where the schedule is kept."""
+    """Format ``"1.66 MiB on rank 1, the fullest, by pm(...) and backward(): all forwards first"``; empty where the schedule is kept."""
     plan = explained.plan
     if explained.schedule is None or not interleaves(plan):
         return ""
@@ -130,7 +130,7 @@ _ATTENTION = {
 
 
 def _schedule_words(explained: Explained) -> str:
-    """``"1F1B (Narayanan et al. 2021), 1 stage on each device"``."""
+    """Format the schedule: ``"1F1B (Narayanan et al. 2021), 1 stage on each device"``."""
     plan = explained.plan
     if explained.schedule is None:
         return "none: a forward alone, stages one after the other"
@@ -142,7 +142,7 @@ def _schedule_words(explained: Explained) -> str:
 
 
 def _size_words(plan: Plan) -> str:
-    """``"priced for length 128; inputs of other sizes run by the same plan"``; empty if no size is open."""
+    """Format ``"priced for length 128; inputs of other sizes run by the same plan"``; empty if no size is open."""
     if not plan.prediction.sizes:
         return ""
     sizes = ", ".join(f"{name} {size}" for name, size in plan.prediction.sizes)
@@ -150,7 +150,7 @@ def _size_words(plan: Plan) -> str:
 
 
 def _batch_words(plan: Plan) -> str:
-    """``"8 rows in 4 microbatches of 2 rows each"``."""
+    """Format the batch: ``"8 rows in 4 microbatches of 2 rows each"``."""
     if plan.n_microbatches == 1:
         return f"{plan.batch_size} rows in 1 microbatch"
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)
@@ -187,7 +187,7 @@ def _bound_by(explained: Explained) -> str:
 
 
 def _devices(devices: Sequence[str], planned_for: str) -> str:
-    """``"on cuda:0, cuda:1"``; ``"every rank on cpu"``; ``"planned for 2 x h100, run on cpu"``."""
+    """Format ``"on cuda:0, cuda:1"``; ``"every rank on cpu"``; ``"planned for 2 x h100, run on cpu"``."""
     if planned_for:
         return f"planned for {planned_for}, run on {', '.join(dict.fromkeys(devices))}"
     return f"every rank on {devices[0]}" if len(devices) > 1 and len(set(devices)) == 1 else f"on {', '.join(devices)}"
@@ -236,7 +236,7 @@ def _equal_runs(rows: Sequence[_Row]) -> list[list[int]]:
 
 
 def _from_to(indices: Sequence[int]) -> str:
-    """``"3"`` or ``"1 to 14"``."""
+    """Format indices: ``"3"`` or ``"1 to 14"``."""
     return str(indices[0]) if len(indices) == 1 else f"{indices[0]} to {indices[-1]}"
 
 

@@ -45,7 +45,7 @@ def _runs(explained: Explained, index: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _reads_weights(cut: CutModel, name: str) -> bool:
-    """Whether a call reads a parameter of two or more dimensions."""
+    """Return whether a call reads a parameter of two or more dimensions."""
     return any(operand.name in cut.graph.parameters and operand.meta["val"].dim() > 1 for operand in cut.axes.operands[name])
 
 

@@ -55,14 +55,14 @@ def _group_by_base(sharded: Sequence[tuple[str, str]]) -> dict[tuple[str, str], 
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """``"8 or 16"``; for more than ``_FEW`` different words, their smallest and largest number: ``"32 to 256"``."""
+    """Format ``"8 or 16"``; for more than ``_FEW`` different words, their smallest and largest number: ``"32 to 256"``."""
     different = list(dict.fromkeys(words))
     numbers = sorted(int(number) for word in different for number in word.split(" or ") if number.isdigit())
     return " or ".join(different) if len(different) <= _FEW or not numbers else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _part_size(size: object, count: int) -> str:
-    """The size of one of ``count`` parts of an axis: ``"24"``, ``"3 or 2"`` for uneven parts, ``"batch/2"`` for a symbolic size."""
+    """Format the size of one of ``count`` parts of an axis: ``"24"``, ``"3 or 2"`` for uneven parts, ``"batch/2"`` for symbols."""
     if not isinstance(size, int):
         return f"{size}/{count}"
     return str(size // count) if size % count == 0 else f"{size // count + 1} or {size // count}"

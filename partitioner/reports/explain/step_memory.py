@@ -64,6 +64,6 @@ def _fullest_over(plan: Plan, limits: Sequence[float]) -> int | None:
 
 
 def _need(plan: Plan, limits: Sequence[float], rank: int) -> str:
-    """``"1.2 GiB of 1 GiB (0.7 GiB by 1F1B)"``."""
+    """Format ``"1.2 GiB of 1 GiB (0.7 GiB by 1F1B)"``."""
     peak, planned = format_bytes(plan.call_memory[rank]), format_bytes(plan.memory[rank])
     return f"{peak} of {format_bytes(limits[rank])} ({planned} by {plan.schedule})"

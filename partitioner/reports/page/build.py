@@ -113,7 +113,7 @@ _CELLS = 64
 
 
 def _ranks_words(ranks: Sequence[int]) -> str:
-    """``"rank 3"``, ``"ranks 0 to 7"`` or ``"8 ranks like 0"``."""
+    """Format ``"rank 3"``, ``"ranks 0 to 7"`` or ``"8 ranks like 0"``."""
     is_run = ranks[-1] - ranks[0] == len(ranks) - 1
     return rank_list(ranks) if is_run else f"{len(ranks)} ranks like {ranks[0]}"
 
@@ -155,7 +155,7 @@ def _programs(explained: Explained) -> str:
 
 
 def _ranks_on(explained: Explained, of_class: RankClass) -> str:
-    """``"rank 3 on cuda:3"``; ``"rank 7 on cuda:7, and 7 ranks like it"``."""
+    """Format ``"rank 3 on cuda:3"``; ``"rank 7 on cuda:7, and 7 ranks like it"``."""
     rank, count = of_class.program.rank, len(of_class.ranks) - 1
     alike = f", and {count} rank{'s' if count > 1 else ''} like it" if count else ""
     return f"rank {rank} on {explained.plan.devices[rank]}{alike}"

@@ -159,7 +159,7 @@ def blocks_text(table: BlockTable) -> str:
 
 
 def _range(interval: tuple[int, int]) -> str:
-    """``"4-7"`` for the interval (4, 8); ``"4"`` for (4, 5)."""
+    """Format ``"4-7"`` for the interval (4, 8); ``"4"`` for (4, 5)."""
     start, stop = interval
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 

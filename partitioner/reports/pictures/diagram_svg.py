@@ -64,7 +64,7 @@ class _Label:
         return self.x - _width(self.text) * {"start": 0.0, "middle": 0.5, "end": 1.0}[self.anchor]
 
     def overlaps(self, other: _Label) -> bool:
-        """Whether two labels would cover each other."""
+        """Return whether two labels would cover each other."""
         return (
             abs(self.y - other.y) < _LABEL_LINE
             and self.left < other.left + _width(other.text)

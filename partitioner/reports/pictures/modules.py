@@ -67,6 +67,6 @@ def _module(node: fx.Node) -> str:
 
 
 def _is_tensor(value: object) -> bool:
-    """Whether a node's value is a tensor, or a tuple or list with one."""
+    """Return whether a node's value is a tensor, or a tuple or list with one."""
     values: Sequence[object] = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(element, Tensor) for element in values)

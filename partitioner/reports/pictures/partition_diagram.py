@@ -205,5 +205,5 @@ class _Builder:
 
 
 def _operation(node: fx.Node) -> str:
-    """``"linear"`` of ``aten.linear.default``."""
+    """Return ``"linear"`` for ``aten.linear.default``."""
     return str(node.target).removeprefix("aten.").split(".")[0] if "." in str(node.target) else getattr(node.target, "__name__", node.name)

@@ -72,5 +72,5 @@ def flatten(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def is_leading(shape: Sequence[int], dim: int) -> bool:
-    """Whether pieces along ``dim`` are consecutive in the memory of a contiguous tensor: all dimensions before it have size 1."""
+    """Return whether pieces along ``dim`` are consecutive in the memory of a contiguous tensor: all dimensions before it have size 1."""
     return math.prod(shape[: dim % len(shape)]) == 1

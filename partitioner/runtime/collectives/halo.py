@@ -73,12 +73,12 @@ class Halo:
         return Exchange(grad, pieces, self.dim, self._message_shapes(grad, sent_copies), self.dim, assemble)
 
     def _sent_copies(self) -> list[Segment]:
-        """For each rank, the elements of this one that it reads in the forward; none for this rank itself."""
+        """Return, for each rank, the elements of this rank that it reads in the forward; none for this rank itself."""
         by_reader = segments(self.owned, self.wanted)
         return [() if reader == self.position else by_reader[reader][self.position] for reader in range(len(self.owned))]
 
     def _received_copies(self) -> list[Segment]:
-        """For each rank, its elements that this one reads in the forward; none for this rank itself."""
+        """Return, for each rank, its elements that this rank reads in the forward; none for this rank itself."""
         by_owner = segments(self.owned, self.wanted)[self.position]
         return [() if owner == self.position else copies for owner, copies in enumerate(by_owner)]
 

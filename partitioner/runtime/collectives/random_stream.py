@@ -85,7 +85,7 @@ class ProgramDraws:
         self._skipped: dict[tuple[int, int, torch.device], list[_Skipped]] = {}
 
     def _is_value_dependent(self, forward: Draws) -> bool:
-        """Whether a forward draws as many numbers as values ask for; warns of it."""
+        """Return whether the number of a forward's draws depends on values; warn about it."""
         for _, node in self._nodes(forward):
             function = _drawing_function(node)
             if packet(function) in _VALUE_DEPENDENT or function.namespace not in ("aten", "partitioner") or _has_counted_rows(node):
@@ -346,7 +346,7 @@ def _drawing_function(node: fx.Node) -> Any:
 
 
 def _has_counted_rows(node: fx.Node) -> bool:
-    """Whether the size of a tensor of a call is known only when a program runs."""
+    """Return whether the size of a tensor of a call is known only when a program runs."""
     values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
     sizes = [traced_size(size) for value in values if isinstance(value, Tensor) for size in value.shape]
     return any(not isinstance(size, int) and size.atoms(RowCount) for size in sizes)

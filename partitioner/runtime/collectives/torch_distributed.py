@@ -174,7 +174,7 @@ class _Starter:
         return work, lambda: _assemble(received, exchanges)
 
     def _backend_reduces(self, dtype: torch.dtype) -> bool:
-        """Whether the backend's own reduction is used for a dtype."""
+        """Return whether the backend's own reduction is used for a dtype."""
         if dtype.is_complex:
             return self.operation == "sum"
         return self.operation in self.calls.operations and dtype in _REDUCED_BY_BACKENDS

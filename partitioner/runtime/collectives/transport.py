@@ -149,7 +149,7 @@ class CollectiveTransport(ABC):
 
 
 def writes_in_place(function: Callable[..., Any]) -> bool:
-    """Whether an operator writes its first argument and returns it (``aten.bernoulli_``)."""
+    """Return whether an operator writes its first argument and returns it (``aten.bernoulli_``)."""
     return function.__name__.partition(".")[0].endswith("_")
 
 

@@ -24,7 +24,7 @@ class ResultsOfCalls(Protocol):
         """Raise ConfigError if forward writes into its arguments."""
 
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
-        """Whether a call passes the arguments that were traced; ``with_lacking``: None may stand for a tensor."""
+        """Return whether a call passes the arguments that were traced; ``with_lacking``: None may stand for a tensor."""
 
     def check_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise ConfigError if a call has another dtype, or another value of what is no tensor."""

@@ -136,12 +136,12 @@ def difference(number: int, calls: Mapping[int, RankCall]) -> str | None:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 2``, or ``ranks 2, 3``."""
+    """Format ranks: ``rank 2``, or ``ranks 2, 3``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in sorted(ranks))}"
 
 
 def _shares_steps(steps: Sequence[int], other_steps: Sequence[int]) -> bool:
-    """Whether two ranks have a step count in common: a rank may lack optimizers of others, and not all step every time."""
+    """Return whether two ranks share a step count: a rank may lack some optimizers, and not all step every time."""
     return not steps or not other_steps or not set(steps).isdisjoint(other_steps)
 
 
@@ -160,7 +160,7 @@ def _clusters(values: Mapping[int, Any], is_same: Callable[[Any, Any], bool] | N
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether two compared forms match; lists of floats within 1e-3 of the largest finite magnitude."""
+    """Return whether two compared forms match; lists of floats within 1e-3 of the largest finite magnitude."""
     if isinstance(value, list) and isinstance(other, list):
         tolerance = 1e-3 * max((abs(number) for number in (*value, *other) if math.isfinite(number)), default=0.0)
         pairs = zip(value, other, strict=False)

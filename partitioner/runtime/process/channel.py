@@ -86,7 +86,7 @@ def connect(address: str, port: int, hello: Mapping[str, Any], silence: float) -
 
 
 def _is_welcome(connected: socket.socket, token: str) -> bool:
-    """Whether the other side answers with the token, as rank 0 does."""
+    """Return whether the peer answers with the token, as rank 0 does."""
     connected.settimeout(_ANSWER)
     expected = json.dumps({"welcome": token}).encode() + b"\n"
     line = b""

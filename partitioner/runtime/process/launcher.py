@@ -171,7 +171,7 @@ def store_address(launched: Launch) -> tuple[str, int]:
 
 
 def held_by_torchrun() -> bool:
-    """Whether torchrun's agent process holds the store, not rank 0."""
+    """Return whether torchrun's agent process holds the store, not rank 0."""
     return _value(_AGENT_STORE) == "True"
 
 

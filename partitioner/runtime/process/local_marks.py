@@ -67,7 +67,7 @@ class LocalMarks:
             self._folder = None
 
     def _is_dead(self, path: Path) -> bool:
-        """Whether a file is of this run and has lost its lock."""
+        """Return whether a file is of this run and has lost its lock."""
         try:
             descriptor = os.open(path, os.O_RDWR)
         except OSError:

@@ -70,7 +70,7 @@ class Session:
     n_groups: int = 0
 
     def is_of(self, world: dist.ProcessGroup | None) -> bool:
-        """Whether the session can go on with this default process group; None: there is none."""
+        """Return whether the session can go on with this default process group; None: there is none."""
         if world is None:
             return self.own_group  # it makes another
         return self.world is not None and self.world() is world
@@ -88,12 +88,12 @@ _session_numbers: Counter[tuple[int, ...]] = Counter()
 
 
 def has_default_group() -> bool:
-    """Whether the script, or this package, has made a default process group of real processes."""
+    """Return whether a default process group of real processes exists."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"  # a fake group has no other processes
 
 
 def world_size() -> int:
-    """How many processes there are: those of the default process group, if the script has made one, else those that were launched."""
+    """Return the number of processes: those of the script's default process group, else those that were launched."""
     return dist.get_world_size() if has_default_group() else launcher.launch().size
 
 

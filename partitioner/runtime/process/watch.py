@@ -291,7 +291,7 @@ class Watch:
     # -- the threads ---------------------------------------------------------------------------------------------------------------
 
     def _serve(self, listener: socket.socket, token: str) -> None:
-        """On rank 0: accept connections, handle their messages, and notice when they close.
+        """Serve on rank 0: accept connections, handle their messages, and notice when they close.
 
         Report also a rank that has come and does not connect in time, and a call in which ranks differ and that others do not make in time.
         """
@@ -365,7 +365,7 @@ class Watch:
             self._settled.set()
 
     def _follow(self) -> None:
-        """On every other rank: connect to rank 0, handle its messages, and notice when it closes."""
+        """Follow on every other rank: connect to rank 0, handle its messages, and notice when it closes."""
         try:
             channel = self._connect()
         except RuntimeError:

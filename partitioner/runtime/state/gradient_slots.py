@@ -25,7 +25,7 @@ __all__ = ["GradientStore", "ParameterSlot", "copy_gradient", "is_unsummed"]
 
 
 def is_unsummed(parameter: Tensor) -> bool:
-    """Whether ``.grad`` is a rank's own term of a sum (``no_sync``); False once it was cleared or replaced."""
+    """Return whether ``.grad`` is a rank's own term of a sum (``no_sync``); False once it was cleared or replaced."""
     return parameter.grad is not None and getattr(parameter, "_unsummed_gradient", None) is parameter.grad
 
 

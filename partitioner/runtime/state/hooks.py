@@ -50,7 +50,7 @@ _GLOBAL = {f"_global{place}": kind for place, kind in (_FORWARD | _BACKWARD).ite
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether a parameter has tensor hooks or post-accumulate hooks."""
+    """Return whether a parameter has tensor hooks or post-accumulate hooks."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))  # noqa: SLF001
 
 

@@ -124,7 +124,7 @@ class State:
         return next(rank for rank, tensor in self._tensors(self._placeholder(name)).items() if tensor is parameter)
 
     def knows(self, name: str) -> bool:
-        """Whether the graph has a parameter or buffer of this name."""
+        """Return whether the graph has a parameter or buffer of this name."""
         return self.graph.aliases.get(name, name) in self._placeholders
 
     def first_name(self, name: str) -> str:
@@ -261,7 +261,7 @@ class State:
                 held.data = whole
 
     def _copy_uncounted(self, name: str, whole: Tensor) -> None:
-        """As ``set``, but not as a write that a backward must not come after: who lends the tensor checks its own."""
+        """Copy as ``set``, without counting it as a write between forward and backward: the lender of the tensor checks its own."""
         placeholder = self._placeholder(name)
         tensors, blocks = self._tensors(placeholder), self._stored_blocks(placeholder)
         if any(held.is_meta for held in tensors.values()):
@@ -314,12 +314,12 @@ class State:
         return [(_key(name, number), tensors[rank]) for number, (rank, _) in enumerate(self._owners(placeholder)) if rank in tensors]
 
     def is_whole_here(self, placeholder: str) -> bool:
-        """Whether all ranks are in this process, and one of its parameters is the whole one: each rank can read any block of it."""
+        """Return whether this process has all ranks and one whole parameter, of which each rank can read any block."""
         stored = self.stored.get(placeholder, ())
         return self.gradients.all_ranks_here and len(stored) == 1 and stored[0].block.is_whole
 
     def is_cut(self, name: str) -> bool:
-        """Whether a tensor of the model is sharded: some rank holds only a block of it."""
+        """Return whether a tensor of the model is sharded: some rank holds only a block of it."""
         return not all(block.is_whole for block in self._stored_blocks(self._placeholder(name)).values())
 
     def cut_parameters(self) -> list[str]:
@@ -328,7 +328,7 @@ class State:
         return [name for name in names if self.knows(name) and self.is_cut(name)]
 
     def is_whole_everywhere(self, name: str) -> bool:
-        """Whether every process holds a tensor of the model whole."""
+        """Return whether every process holds a tensor of the model whole."""
         blocks = self._stored_blocks(self._placeholder(name))
         n_holders = 1 if self.gradients.all_ranks_here else len(self.devices)
         return len(blocks) >= n_holders and all(block.is_whole for block in blocks.values())

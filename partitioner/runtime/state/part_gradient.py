@@ -205,7 +205,7 @@ def _note_number(norm: Any) -> None:
 
 
 def _is_getter(func: Any) -> bool:
-    """Whether a function reads an attribute such as ``shape`` or ``device``."""
+    """Return whether a function reads an attribute such as ``shape`` or ``device``."""
     return getattr(func, "__name__", "") == "__get__" and not inspect.isfunction(func)
 
 

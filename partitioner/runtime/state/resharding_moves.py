@@ -87,19 +87,19 @@ class Moves:
         return sum(move.size for move in self.moves if move.source is None)
 
     def received(self, rank: int) -> int:
-        """Bytes that a rank of the new plan receives from others."""
+        """Return the bytes that a rank of the new plan receives from other ranks."""
         return sum(move.size for move in self.moves if move.destination == rank and move.source is not None)
 
     def loaded(self, rank: int) -> int:
-        """Bytes that a rank of the new plan loads from a checkpoint."""
+        """Return the bytes that a rank of the new plan loads from a checkpoint."""
         return sum(move.size for move in self.moves if move.destination == rank and move.source is None)
 
     def sent(self, rank: int) -> int:
-        """Bytes that a rank of the old plan sends."""
+        """Return the bytes that a rank of the old plan sends."""
         return sum(move.size for move in self.moves if move.source == rank)
 
     def of(self, name: str) -> int:
-        """Bytes of one tensor that move."""
+        """Return the bytes of one tensor that move."""
         return sum(move.size for move in self.moves if move.name == name)
 
 
@@ -176,7 +176,7 @@ class _Grid:
 
 
 def _index_masks(block: Block) -> list[Cells]:
-    """For each dimension of the tensor, return a mask of the indices that a block has."""
+    """Return, for each dimension of the tensor, a mask of the indices that a block has."""
     axes = list(zip(block.unfolded, block.intervals, strict=True))
     masks = []
     for size in block.shape:

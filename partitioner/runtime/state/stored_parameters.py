@@ -160,7 +160,7 @@ class RankTensor:
             self._block.within(self.stored.parameter.detach()).copy_(self._unfolded())
 
     def _unfolded(self) -> Tensor:
-        """The tensor in the shape in which the block lies within the parameter."""
+        """Return the tensor in the shape that the block has within the parameter."""
         return self._block.within(self.tensor) if self._block.is_whole else self._block.unfold(self.tensor)
 
     def become_real(self) -> None:

@@ -114,7 +114,7 @@ class _Patches:
         self._imported = frozenset(sys.modules)
 
     def _is_of_model(self) -> bool:
-        """Whether the caller of the patched function belongs to the model."""
+        """Return whether the caller of the patched function belongs to the model."""
         caller = str(sys._getframe(2).f_globals.get("__name__", ""))  # noqa: SLF001
         return threading.get_ident() == self._thread and not caller.startswith(_NOT_THE_MODEL)
 

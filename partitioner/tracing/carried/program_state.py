@@ -69,7 +69,7 @@ class Reading:
         self._expected = self._get(self._holder) if self.values else 0
 
     def is_changed(self) -> bool:
-        """Whether one of the values is another now."""
+        """Return whether one of the values has changed."""
         try:
             return bool(self._get(self._holder) != self._expected)
         except KeyError:
@@ -286,7 +286,7 @@ _ENVIRONMENT = _Environment()
 
 @contextlib.contextmanager
 def preserve_program(readings: Sequence[Reading]) -> Iterator[None]:
-    """On exit, set the values that were read, where they have changed."""
+    """Restore on exit the values that were read, where they have changed."""
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ __all__ = ["same_computation"]
 
 
 def same_computation(first: ExportedProgram, second: ExportedProgram, stand_ins: Sequence[Tensor]) -> bool:
-    """Whether two traces with fixed sizes compute the same.
+    """Return whether two traces with fixed sizes compute the same.
 
     Args:
         stand_ins: constants of the second trace that stand for what the first call computed. They may stand for whatever follows from
@@ -70,7 +70,7 @@ class _Comparison:
         self._known: dict[tuple[fx.Node, fx.Node], bool] = {}
 
     def holds(self) -> bool:
-        """Whether all nodes that depend on values of a call do the same."""
+        """Return whether all nodes that depend on values of a call are equal."""
         return all(self._same_node(*pair) for pair in zip(self._one.varying, self._other.varying, strict=True))
 
     def _same_node(self, left: fx.Node, right: fx.Node) -> bool:
@@ -78,7 +78,7 @@ class _Comparison:
         return is_same_call and self._same((left.args, left.kwargs), (right.args, right.kwargs))
 
     def _same(self, left: Any, right: Any) -> bool:
-        """Whether two arguments, nested or not, are the same."""
+        """Return whether two arguments, nested or not, are the same."""
         if isinstance(left, fx.Node) and isinstance(right, fx.Node):
             if (left, right) not in self._known:
                 self._known[left, right] = self._same_value(left, right)
@@ -92,7 +92,7 @@ class _Comparison:
         return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
     def _same_value(self, left: fx.Node, right: fx.Node) -> bool:
-        """Whether two nodes that others read have the same value: computed at the same place, equal constants, or a stand-in."""
+        """Return whether two nodes have the same value: computed at the same place, equal constants, or a stand-in."""
         one, other = self._one, self._other
         if left in one.varies or right in other.varies:
             if left.op == right.op == "placeholder":

@@ -30,7 +30,7 @@ def watched(value: Any, note: Callable[[], object]) -> Any:
 
 
 def is_watched_list(value: object) -> bool:
-    """Whether ``watched`` returned it for a list."""
+    """Return whether ``watched`` returned it for a list."""
     return isinstance(value, _List)
 
 

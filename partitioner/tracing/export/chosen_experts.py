@@ -153,7 +153,7 @@ class _ChosenExperts(TorchFunctionMode):
         self._answered.clear()
 
     def counts(self) -> list[int]:
-        """How many experts each choice has of which the model has asked for the rows.
+        """Return the number of experts of each choice whose rows the model has asked for.
 
         Raises:
             ChosenExpertsError: the model has not asked for each of them.
@@ -215,7 +215,7 @@ class _ChosenExperts(TorchFunctionMode):
         return permuted
 
     def sum(self, func: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-        """A sum over tokens and choices counts the tokens of each expert."""
+        """Count the tokens of each expert: a sum over tokens and choices."""
         if id(mask) not in self._masks:
             return NotImplemented
         choice, names = self._masks[id(mask)][1]
@@ -238,7 +238,7 @@ class _ChosenExperts(TorchFunctionMode):
         return hit
 
     def _is_number(self, expert: Expert, other: Any) -> bool:
-        """No expert is a class that there is not, or that of the tokens that chose none, which is the last."""
+        """Return whether a number is an expert: False for a class that does not exist, or the last, of tokens without an expert."""
         classes = expert.choice.n_classes
         if isinstance(other, int) and classes is not None and other >= classes:
             return False
@@ -248,7 +248,7 @@ class _ChosenExperts(TorchFunctionMode):
         return False
 
     def _equals(self, func: Any, chosen: Any, number: Any) -> Any:
-        """``chosen == 3``, with the experts that tokens chose: a mask of expert 3, as far as ``torch.where`` asks for its rows."""
+        """Return the mask of expert 3 for ``chosen == 3``, of which only ``torch.where`` may ask for rows."""
         if func not in _EQUALITIES or type(number) is not int or number < 0 or not _chooses(chosen):
             return NotImplemented
         mask = func(chosen, number)
@@ -256,7 +256,7 @@ class _ChosenExperts(TorchFunctionMode):
         return mask
 
     def nonzero(self, func: Any, hit: Any, *args: Any, **kwargs: Any) -> Any:
-        """The experts that are hit, one after the other: once, and each of them stands for all."""
+        """Yield the chosen experts: one of them, which represents all."""
         if isinstance(hit, MaskRow) or id(hit) in self._compared:
             return self._pairs(hit) if kwargs.get("as_tuple") else NotImplemented
         if id(hit) not in self._masks or self._masks[id(hit)][1][1] != ("expert",):
@@ -374,7 +374,7 @@ class _ChosenExperts(TorchFunctionMode):
         return value.add_(added) if func is Tensor.index_add_ else value.add(added)
 
     def setitem(self, func: Any, value: Tensor, index: Any, source: Any) -> Any:
-        """``result[row] += y`` is an assignment of a sum."""
+        """Assign a sum for ``result[row] += y``."""
         if not isinstance(index, Pairs):
             return NotImplemented
         known = self._sums.get(id(source))
@@ -450,7 +450,7 @@ class _Visited(list[Expert]):
         return _Visited(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     def squeeze(self, *_: int) -> _Visited:
-        """Their numbers as tensors without dimensions."""
+        """Return their numbers as tensors without dimensions."""
         return _Visited([Expert(each.dispatch, each.choice, 0) for each in self])
 
     flatten = squeeze

@@ -141,7 +141,7 @@ class MaskRow(StandIn):
         self.choice, self.mask, self.number, self.dims = choice, mask, number, dims
 
     def tensor(self) -> Tensor:
-        """The part itself, for questions that any tensor answers.
+        """Return the part itself, for attributes that any tensor has.
 
         Raises:
             ChosenExpertsError: it is that of each expert.
@@ -171,11 +171,11 @@ class Pairs(StandIn):
         return self.shape[0]
 
     def numel(self) -> int:
-        """The number of pairs."""
+        """Return the number of pairs."""
         return self.shape[0]
 
     def size(self, dim: int | None = None) -> Any:
-        """As ``Tensor.size``."""
+        """Return the sizes, as ``Tensor.size``."""
         return self.shape if dim is None else self.shape[dim]
 
 
@@ -188,11 +188,11 @@ class Nothing(StandIn):
         return 0
 
     def numel(self) -> int:
-        """No element."""
+        """Return zero elements."""
         return 0
 
     def size(self, dim: int | None = None) -> Any:
-        """As ``Tensor.size``."""
+        """Return the sizes, as ``Tensor.size``."""
         return self.shape if dim is None else 0
 
 

@@ -84,7 +84,7 @@ def find_placements(blocks: Mapping[int, Block], submesh: Submesh) -> Placements
 
 
 def describes(placements: Placements, submesh: Submesh, blocks: Mapping[int, Block]) -> bool:
-    """Whether a DTensor with these placements has on each rank the block that the rank holds, and lies on no other ranks."""
+    """Return whether a DTensor with these placements has each rank's block on that rank, and nothing on other ranks."""
     return blocks.keys() == set(submesh.ranks) and all(
         _is_region(blocks[rank], dtensor_region(blocks[rank].shape, placements, submesh.sizes, coordinate))
         for rank, coordinate in submesh.coordinates().items()
@@ -92,7 +92,7 @@ def describes(placements: Placements, submesh: Submesh, blocks: Mapping[int, Blo
 
 
 def _is_region(block: Block, region: Region) -> bool:
-    """Whether a block consists of the elements of a region."""
+    """Return whether a block consists of the elements of a region."""
     offsets, lengths = region
     if block.part != lengths:
         return False

@@ -100,7 +100,7 @@ class DTensorState:
             self._device_meshes[submesh] = created if rank in submesh.ranks else None
 
     def _is_slice(self, submesh: Submesh) -> bool:
-        """Whether a part of the mesh has all ranks along its dimensions, so that a slice of the device mesh by their names is it."""
+        """Return whether a submesh spans its dimensions, so that a slice of the device mesh by their names equals it."""
         return len(submesh.ranks) > 1 and submesh.ranks == self._mesh.group(submesh.ranks[0], submesh.names)
 
     def _of_one_process(self, whole: Tensor) -> DTensor:

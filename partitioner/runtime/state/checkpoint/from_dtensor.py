@@ -17,7 +17,7 @@ __all__ = ["check_source", "is_dtensor", "without_dtensor"]
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a DTensor, without importing their module: it has been, if there are any."""
+    """Return whether a value is a DTensor, without importing that module: an existing DTensor has imported it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

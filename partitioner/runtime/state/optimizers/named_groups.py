@@ -76,7 +76,7 @@ def groups_of_all(of_processes: Sequence[Sequence[Group]], order: Sequence[str])
 
 
 def _are_numbered_alike(of_processes: Sequence[Sequence[Group]]) -> bool:
-    """Whether groups of one number belong together."""
+    """Return whether groups of equal number have equal options."""
     first = of_processes[0]
     if any(len(groups) != len(first) or not all(map(_equal_options, groups, first)) for groups in of_processes):
         return False
@@ -105,7 +105,7 @@ def _joined_by_name(of_processes: Sequence[Sequence[Group]], order: Sequence[str
 
 
 def _equal_options(group: Group, other: Group) -> bool:
-    """Whether two groups have the same options, whatever their parameters."""
+    """Return whether two groups have the same options, whatever their parameters."""
     options, others = options_of(group), options_of(other)
     return options.keys() == others.keys() and all(_equal(value, others[name]) for name, value in options.items())
 

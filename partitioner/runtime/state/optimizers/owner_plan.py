@@ -147,19 +147,19 @@ class OwnerPlan:
         return sum(self.bytes_between.values())
 
     def sent(self, rank: int) -> int:
-        """Bytes that a rank sends in a step."""
+        """Return the bytes that a rank sends in a step."""
         return sum(size for (source, _), size in self.bytes_between.items() if source == rank)
 
     def received(self, rank: int) -> int:
-        """Bytes that a rank receives in a step."""
+        """Return the bytes that a rank receives in a step."""
         return sum(size for (_, destination), size in self.bytes_between.items() if destination == rank)
 
     def cost(self, rank: int) -> float:
-        """The cost of the updates of a rank; see ``update_cost``."""
+        """Return the cost of the updates of a rank; see ``update_cost``."""
         return sum(parameter.cost for parameter in self.parameters if parameter.owner == rank)
 
     def whole_bytes(self, rank: int) -> int:
-        """Bytes of the parameters that a rank owns: it has their whole values, and in a step their whole gradients."""
+        """Return the bytes of the parameters that a rank owns: it holds whole values, and whole gradients in a step."""
         return sum(parameter.n_bytes for parameter in self.parameters if parameter.owner == rank)
 
     @property

@@ -79,7 +79,7 @@ def _parts_with_state(state: State, optimizer: Optimizer, name: str) -> list[tup
 
 
 def _has_whole_states(state: State, optimizer: Optimizer, name: str) -> bool:
-    """Whether the owner of a sharded parameter has the state of the whole; the same on all ranks."""
+    """Return whether the owner of a sharded parameter has the state of the whole; the same on all ranks."""
     return isinstance(optimizer, WholeStateOptimizer) and state.is_cut(name)
 
 

@@ -78,11 +78,11 @@ class OptimizerStates:
         optimizer.register_load_state_dict_pre_hook(self._local_state)
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether a parameter is one of this model."""
+        """Return whether a parameter is one of this model."""
         return id(parameter) in self._name_of or self._is_stand_in(parameter)
 
     def _is_stand_in(self, parameter: Tensor) -> bool:
-        """Whether a parameter stands in for those that this process does not have."""
+        """Return whether a parameter stands in for those that this process does not have."""
         return any(parameter is stand_in for stand_in in self._state.stand_in)
 
     def _whole_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

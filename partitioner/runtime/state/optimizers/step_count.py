@@ -29,7 +29,7 @@ class OptimizerSteps:
         return tuple(sorted({steps for optimizer, steps in list(_steps.items()) if self._has(optimizer)}))
 
     def _has(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has a parameter of the model; the known parameters are read anew before the answer is no."""
+        """Return whether an optimizer has a parameter of the model; known parameters are read anew before False is returned."""
         if self._shares(optimizer):
             return True
         self._known = frozenset(id(parameter) for _, parameter in self._named_parameters())

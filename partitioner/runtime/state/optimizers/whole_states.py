@@ -18,11 +18,11 @@ class WholeStateOptimizer(Optimizer, abc.ABC):
 
     @abc.abstractmethod
     def is_sharded(self, parameter: Tensor) -> bool:
-        """Whether a parameter of the optimizer is a shard, with its state on the owner of the parameter."""
+        """Return whether a parameter of the optimizer is a shard, with its state on the owner of the parameter."""
 
     @abc.abstractmethod
     def keeps(self, parameter: Tensor) -> bool:
-        """Whether this process has the state of a sharded parameter, as entries of this shard."""
+        """Return whether this process has the state of a sharded parameter, as entries of this shard."""
 
     @property
     @abc.abstractmethod
