@@ -50,7 +50,7 @@ class _Perceptron(nn.Module):
         self.layers = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(width, width), nn.GELU())])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, width) to a loss."""
+        """Map (rows, width) to a loss."""
         result: Tensor = self.layers(x).float().square().mean()
         return result
 

@@ -30,7 +30,7 @@ POLICIES = ("full", "seqsel")
 
 
 def chosen(row: Row) -> tuple[Plan, float]:
-    """The plan that is found for a row's model, devices and batch, and the seconds of an iteration."""
+    """Return the plan found for a row's model, devices and batch, and the seconds of an iteration."""
     sizes = row.sizes
     with torch.device("meta"):
         model = Gpt(sizes["layers"], sizes["hidden"], sizes["heads"]).half()

@@ -79,7 +79,7 @@ def convolutions() -> Problem:
 
 
 def transformer(layers: int, width: int) -> Problem:
-    """A GPT, on eight rows of 64 tokens."""
+    """Return a GPT with eight rows of 64 tokens."""
     tokens = torch.randint(0, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(1))
     return gpt(layers, width), tokens, tokens, loss_of
 
@@ -92,13 +92,13 @@ def few_rows() -> Problem:
 
 
 def one_image() -> Problem:
-    """A U-Net with nothing to cut but space."""
+    """Return a U-Net in which only space can be cut."""
     torch.manual_seed(0)
     return UNet(), torch.rand(1, 3, 384, 384), torch.zeros(1, 2, 384, 384), squares
 
 
 def alexnet() -> Problem:
-    """Convolutions that compute most, and linear layers that weigh most."""
+    """Return a model whose convolutions have most compute, and whose linear layers have most weights."""
     torch.manual_seed(0)
     channels, layers = (3, 32, 64, 64), []
     for before, after in itertools.pairwise(channels):
@@ -120,7 +120,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 
 
 def automatic(problem: Problem) -> Plan:
-    """The plan of the first process, on all processes: their measurements differ.
+    """Return the plan of the first process, on all processes: their measurements differ.
 
     All time operations at once, as they compute at once; and again, round after round, since the machine is not equally fast all the time.
     """
@@ -143,13 +143,13 @@ def automatic(problem: Problem) -> Plan:
 
 
 def _median(links: Sequence[Link]) -> Link:
-    """Each number that is measured at its median."""
+    """Return each measured number at its median."""
     names = ("latency", "bandwidth", "host_share")
     return dataclasses.replace(links[0], **{name: statistics.median(getattr(link, name) for link in links) for name in names})
 
 
 def step_of(problem: Problem, **asked: object) -> tuple[Plan, Callable[[], Tensor]]:
-    """A placement, and a training step of it, which has run once."""
+    """Return a placement's plan, and a training step of it, which has run once."""
     model, batch, target, loss = problem
     pm = partition(model, ["cpu"] * dist.get_world_size(), example_inputs=(batch,), progress=False, **asked)  # type: ignore[arg-type]
 
@@ -162,7 +162,7 @@ def step_of(problem: Problem, **asked: object) -> tuple[Plan, Callable[[], Tenso
 
 
 def models(rounds: int) -> None:
-    """A table for each model, and one of all."""
+    """Print a table for each model, and one of all."""
     ratios, summary = [], []
     for name, make in PROBLEMS.items():
         problem = make()
@@ -188,7 +188,7 @@ _AGAIN = "automatic, again"
 
 
 def contestants(problem: Problem) -> tuple[Plan, str, dict[str, Callable[[], Tensor]]]:
-    """The automatic plan, which of the others decides alike, and a step of each plan."""
+    """Return the automatic plan, the name of an equal decision among the rest, and a step of each plan."""
     plan = automatic(problem)
     alike, steps = "automatic", {"automatic": step_of(problem, plan=plan)[1]}
     for other, asked in OTHERS.items():
@@ -202,7 +202,7 @@ def contestants(problem: Problem) -> tuple[Plan, str, dict[str, Callable[[], Ten
 
 
 def finalists(steps: Mapping[str, Callable[[], Tensor]], found: Mapping[str, Measured]) -> dict[str, Callable[[], Tensor]]:
-    """The automatic plan twice, the fastest other, and who is nearly as fast."""
+    """Return the automatic plan twice, the fastest other plan, and those nearly as fast."""
     others = sorted((each for each in steps if each != "automatic"), key=lambda each: found[each].wall)
     fastest = min(each.wall for each in found.values())
     near = [each for each in others if each == others[0] or found[each].wall <= 1.1 * fastest]
@@ -214,14 +214,14 @@ def _times(ratio: float | None) -> str:
 
 
 def _decided(plan: Plan) -> object:
-    """What plans of the same programs have in common."""
+    """Return the decisions that plans of equal programs share."""
     in_time = plan.schedule, plan.n_microbatches, tuple(stage.first_node for stage in plan.stages)
     halos = tuple((run.first, run.last, run.strategy) for run in plan.halos)  # what they would have taken otherwise is no decision
     return plan.grid, plan.recompute, plan.axes, halos, in_time if len(plan.stages) > 1 else ()
 
 
 def _suits(name: str, batch: Tensor) -> bool:
-    """Whether there is something to cut: space, or rows."""
+    """Return whether there is space or rows to cut."""
     if name == "tile":
         return batch.dim() == 4
     return name == "tensor" or len(batch) > 1

@@ -30,7 +30,7 @@ MODELS = {"computing": (4, 256, 16, 64), "communicating": (4, 384, 2, 16)}
 
 
 def ours(model: nn.Module, tokens: Tensor, mode: str) -> Callable[[], Tensor]:
-    """Every rank is given the whole batch, and takes its rows."""
+    """Return a step in which every rank gets the whole batch, and takes its rows."""
     pm = partition(model, devices=["cpu"] * dist.get_world_size(), mode=mode, example_inputs=(tokens,), recompute="none", progress=False)
 
     def step() -> Tensor:
@@ -57,7 +57,7 @@ def fully_sharded(model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
 
 
 def _step(model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
-    """A step on this rank's rows."""
+    """Return a step on this rank's rows."""
     own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
 
     def step() -> Tensor:

@@ -61,7 +61,7 @@ def _generating(model: Any, prompt: Tensor | list[Tensor]) -> Callable[[], Any]:
 
 
 def _in_one_process(step: Callable[[], object]) -> Callable[[], object]:
-    """The first process generates; the other waits."""
+    """Return a call that generates on the first process; the other waits."""
     return lambda: step() if dist.get_rank() == 0 else None
 
 

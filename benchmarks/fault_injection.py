@@ -122,7 +122,7 @@ def _die() -> None:
 
 
 def killed_in_partition(rank: str) -> None:
-    """A rank is killed 0.2 s into ``partition()``."""
+    """Kill a rank 0.2 s into ``partition()``."""
     if _rank() == int(rank):
         threading.Timer(0.2, _die).start()
     _partitioned("pipeline")
@@ -130,7 +130,7 @@ def killed_in_partition(rank: str) -> None:
 
 
 def skips_a_step(mode: str) -> None:
-    """Rank 1 leaves out the sixth of many batches."""
+    """Leave out the sixth of many batches on rank 1."""
     pm, optimizer = _partitioned(mode)
     for number in range(1000):
         if number == 5 and _rank() == 1:
@@ -140,7 +140,7 @@ def skips_a_step(mode: str) -> None:
 
 
 def skips_a_train_step(mode: str) -> None:
-    """Rank 1 leaves out ``train_step`` once, its optimizer steps nevertheless; the batch is always the same."""
+    """Leave out ``train_step`` once on rank 1, but not its optimizer step; the batch is always the same."""
     pm, optimizer = _partitioned(mode)
     x, target = _batch(0)
     for number in range(1000):
@@ -152,7 +152,7 @@ def skips_a_train_step(mode: str) -> None:
 
 
 def ends_a_step_early(mode: str) -> None:
-    """Rank 1 leaves out a step of ten with the same batch, and then asks for the weights, where the others are in the last step."""
+    """Leave out a step of ten with the same batch on rank 1, which then gathers the weights during the last step of the rest."""
     pm, _ = _partitioned(mode)
     x, target = _batch(0)
     for number in range(10):
@@ -165,7 +165,7 @@ def ends_a_step_early(mode: str) -> None:
 
 
 def killed(mode: str) -> None:
-    """Rank 2 is killed in mid-training, by the one process that it does not expect it from."""
+    """Kill rank 2 during training, from the process that it does not expect."""
     pm, optimizer = _partitioned(mode)
     for number in range(10**6):
         if number == 5 and _rank() == 2:
@@ -184,7 +184,7 @@ def trains(seconds: str) -> None:
 
 
 def spawns() -> None:
-    """A script that makes its processes and its group itself."""
+    """Spawn processes and make their group in a script."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -201,7 +201,7 @@ def _spawned(rank: int, port: int) -> None:
 
 
 def killed_while_saving() -> None:
-    """The last rank is killed while it writes its part of the third checkpoint, on the first attempt."""
+    """Kill the last rank while it writes its part of the third checkpoint, on the first attempt."""
     if elastic_training.ATTEMPT == 0 and elastic_training.RANK == elastic_training.RANKS - 1:
         _die_in_checkpoint(9)
     elastic_training.main(sys.argv[2:])
@@ -274,14 +274,14 @@ class Process:
         return self._output.read()
 
     def is_running(self) -> bool:
-        """Whether it is; when it is seen to have ended, the time is noted."""
+        """Return whether it is running; record the time when it has ended."""
         if self._process.poll() is None:
             return True
         self.ended = self.ended or time.time()
         return False
 
     def ending(self, fault: float) -> Ending:
-        """How it ended; it is stopped if it has not."""
+        """Return its ending; stop it if it is running."""
         code = None if self.is_running() else self._process.returncode
         if code is None:
             self._process.kill()
@@ -309,7 +309,7 @@ def _printed_fault(processes: Sequence[Process]) -> float | None:
 
 
 def _ended(processes: Sequence[Process], limit: float, fault: Callable[[], float | None]) -> Outcome:
-    """How processes end within so many seconds of a fault, which comes within two minutes."""
+    """Return the outcome of processes within so many seconds of a fault, which comes within two minutes."""
     start = time.time()
     at: float | None = None
     while sum(process.is_running() for process in processes) > 0:
@@ -339,7 +339,7 @@ def can_make_nodes() -> str | None:
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Two network namespaces with an interface each, joined by a link; name and address of each."""
+    """Yield name and address of two network namespaces, joined by a link."""
     names = f"node{os.getpid()}a", f"node{os.getpid()}b"
     addresses = "10.111.0.1", "10.111.0.2"
     try:
@@ -361,7 +361,7 @@ def _ip(*arguments: str) -> None:
 
 
 def cut_link(timeout: float = 20.0, limit: float = 60.0) -> Outcome:
-    """Two ranks on each of two nodes, whose link goes down in mid-step; waits may last so many seconds."""
+    """Cut the link between two nodes of two ranks each during a step; waits may last so many seconds."""
     with two_nodes() as nodes:
         processes = [Process(rank, 4, (nodes[0][1], 29400), ("trains", str(timeout)), nodes[rank // 2][0]) for rank in range(4)]
         start = time.time()
@@ -394,7 +394,7 @@ class Training:
     output: str
 
     def has_losses_of(self, other: Training) -> bool:
-        """Whether every step has the loss of another run, each time that it was made."""
+        """Return whether every step has the loss of another run, each time that it was made."""
         return self.losses.keys() == other.losses.keys() and all(set(each) == set(other.losses[step]) for step, each in self.losses.items())
 
 
@@ -413,7 +413,7 @@ def train(folder: Path, *arguments: str, restarts: int | None, script: Sequence[
 
 @contextlib.contextmanager
 def small_disk(kilobytes: int) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """A folder on a disk of so many kilobytes, and what makes room on it; for root."""
+    """Yield a folder on a disk of so many kilobytes, and a function that frees space on it; for root."""
     with tempfile.TemporaryDirectory() as folder:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder]
         subprocess.run(mount, check=True, capture_output=True)

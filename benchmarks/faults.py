@@ -42,7 +42,7 @@ class Row:
 
 
 def _of_outcome(fault: str, found: Outcome, reach: str, within: float, said: str) -> Row:
-    """A fault that every survivor ends with, saying something, within so many seconds."""
+    """Return the row of a fault that every survivor should end with, saying something, within so many seconds."""
     raised = [ending.raised for ending in found.survivors if ending.raised is not None]
     holds = len(raised) == len(found.survivors) and found.seconds < within and all(re.search(said, end.said) for end in found.survivors)
     texts = [f"{end.rank}: {end.said}" for end in found.survivors]

@@ -72,7 +72,7 @@ def _image(side: int, rows: int = 8, channels: int = 3) -> torch.Tensor:
 
 
 def _transformers(kind: str, config: str, *inputs: torch.Tensor, **sizes: Any) -> Call:
-    """A model of transformers from its configuration, with as many layers as it has by default."""
+    """Return a model of transformers from its configuration, with its default number of layers."""
     transformers = importlib.import_module("transformers")
     return getattr(transformers, kind)(getattr(transformers, config)(**sizes)), inputs, {}
 
@@ -86,7 +86,7 @@ def _timm(kind: str) -> Call:
 
 
 def _conditioned_unet() -> Call:
-    """A U-Net of a diffusion model with text as its condition."""
+    """Return a U-Net of a diffusion model with text as its condition."""
     sizes = {"sample_size": 32, "in_channels": 4, "out_channels": 4, "layers_per_block": 2, "block_out_channels": (32, 64)}
     blocks = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
     inputs = _image(32, channels=4), torch.zeros(8, dtype=torch.long), torch.zeros(8, 16, 32)
@@ -105,7 +105,7 @@ class _Recurrent(nn.Module):
         self.token, self.layers, self.head = nn.Embedding(4000, 256), nn.LSTM(256, 512, 2, batch_first=True), nn.Linear(512, 4000)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, length) to (batch, length, vocabulary)."""
+        """Map (batch, length) to (batch, length, vocabulary)."""
         logits: torch.Tensor = self.head(self.layers(self.token(tokens))[0])
         return logits
 

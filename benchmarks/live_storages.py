@@ -65,7 +65,7 @@ def _key(storage: torch.UntypedStorage) -> int:
 
 
 def held() -> int:
-    """The bytes of all storages of plain tensors and parameters that Python can reach."""
+    """Return the bytes of all storages of plain tensors and parameters that Python can reach."""
     storages: dict[int, int] = {}
     for tensor in [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and not each.is_meta]:
         with contextlib.suppress(NotImplementedError):  # of vmap's tensors, which have no storage
@@ -74,7 +74,7 @@ def held() -> int:
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """The most bytes that a call makes and holds at once, its result among them."""
+    """Return the peak bytes of a call, its result included."""
     with LiveStorages() as counter:
         call()
     most: int = counter.peaks[0]

@@ -89,7 +89,7 @@ def ours(of: Case, schedule: str, cut: int | None) -> tuple[PartitionedModel, Ca
 
 
 def torchs(of: Case, schedule: str) -> Callable[[], None]:
-    """``torch.distributed.pipelining`` on the same cut."""
+    """Return a step of ``torch.distributed.pipelining`` on the same cut."""
     rank = dist.get_rank()
     half = of.model[: of.cut] if rank == 0 else of.model[of.cut :]
     stage = PipelineStage(half, rank, dist.get_world_size(), torch.device("cpu"))
@@ -107,7 +107,7 @@ def torchs(of: Case, schedule: str) -> Callable[[], None]:
 
 
 def compute_alone(of: Case) -> Callable[[], None]:
-    """This process's half of the model, forward and backward on every microbatch, no communication."""
+    """Return a step of this process's half of the model, forward and backward on every microbatch, without communication."""
     first, second = of.model[: of.cut], of.model[of.cut :]
     parts = of.tokens.chunk(N_MICROBATCHES)
     with torch.no_grad():

@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, width) to the same."""
+        """Map (batch, length, width) to the same."""
         y = self.attention_norm(x)
         q, k, v = (layer(y).view(*y.shape[:2], HEADS, -1).transpose(1, 2) for layer in (self.query, self.key, self.value))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -64,7 +64,7 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, length) to (batch, length, vocabulary)."""
+        """Map (batch, length) to (batch, length, vocabulary)."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         return nn.functional.linear(self.norm(self.blocks(x)), self.token.weight)
 
@@ -103,7 +103,7 @@ def planned(layers: int, devices: int) -> Planned:
 
 
 def simulated(layers: int, devices: int) -> tuple[float, float]:
-    """Seconds of the processor to trace, plan and lower the same, and to simulate the programs of all ranks."""
+    """Return processor seconds to trace, plan and lower, and to simulate the programs of all ranks."""
     model, tokens, cluster = _given(layers, devices)
     start = time.process_time()
     partitioned = partition(model, devices, "auto", example_inputs=(tokens,), cluster=cluster, progress=False)

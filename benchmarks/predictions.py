@@ -39,7 +39,7 @@ from partitioner import PartitionedModel, partition
 
 @functools.cache
 def machine() -> Device:
-    """What operations are priced with that cannot be timed alone, copies into messages among them: its memory is as fast as copies are."""
+    """Return a device for operations that cannot be timed alone, such as copies into messages: its memory has the speed of copies."""
     numbers = torch.rand(_ADDED_FLOATS)
     return Device(
         "this machine", {"float32": 1e11}, 2**34, 2 * numbers.nbytes / median_seconds(numbers.clone, numbers.device, among_others=True)
@@ -92,12 +92,12 @@ def convolutions() -> nn.Sequential:
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:
-    """A loss for models of numbers."""
+    """Return the squared error."""
     return nn.functional.mse_loss(output, target)
 
 
 def given(model: str) -> tuple[nn.Module, Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-    """A model, a batch, its target and its loss."""
+    """Return a model, a batch, its target and its loss."""
     generator = torch.Generator().manual_seed(1)
     if model == "perceptron":
         return perceptron(), torch.rand(256, 512, generator=generator), torch.zeros(256, 512), squares
@@ -144,7 +144,7 @@ class Prediction:
 
 
 def partitioned(placement: Placement) -> tuple[PartitionedModel, Callable[[], Tensor]]:
-    """The model, and a step of it."""
+    """Return the model, and a step of it."""
     model, batch, target, loss = given(placement.model)
     pm = partition(
         model,
@@ -167,7 +167,7 @@ def partitioned(placement: Placement) -> tuple[PartitionedModel, Callable[[], Te
 
 
 def simulated(pm: PartitionedModel, placement: Placement, costs: CostModel, link: Link, *, in_turn: bool) -> float:
-    """Seconds of a step; of ranks that take turns, what all of them compute, and put together of what others have."""
+    """Return the seconds of a step; for sequential ranks, compute of all ranks and copies of received values."""
     cluster = Cluster([machine()] * placement.ranks, link)
     simulation = simulate_programs(pm.programs(), cluster, costs, pm.plan.batch_size, n_row_parts=pm.session.lowerings.rows.count)
     if not in_turn:
@@ -192,7 +192,7 @@ class Contestant:
 
 
 def in_one_process(rounds: int) -> list[Prediction]:
-    """Every placement of ``IN_ONE_PROCESS``."""
+    """Predict every placement of ``IN_ONE_PROCESS``."""
     contestants = [Contestant(placement, *partitioned(placement)) for placement in IN_ONE_PROCESS]
     for _ in range(rounds):
         _round(contestants, _processor_seconds, adding_link(), in_turn=True)
@@ -200,7 +200,7 @@ def in_one_process(rounds: int) -> list[Prediction]:
 
 
 def in_two_processes(rounds: int) -> list[Prediction]:
-    """Every placement of ``IN_TWO_PROCESSES``; both processes time operations at once, as they compute at once."""
+    """Predict every placement of ``IN_TWO_PROCESSES``; both processes time operations at once, as they compute at once."""
     contestants = [Contestant(placement, *partitioned(placement)) for placement in IN_TWO_PROCESSES]
     for _ in range(rounds):
         _round(contestants, _wall_seconds, swap_link(), in_turn=False)
@@ -229,15 +229,15 @@ def _wall_seconds(step: Callable[[], Tensor]) -> float:
 
 
 def adding_link() -> Link:
-    """As fast as one rank adds what it has to what another has: in one process that is all that a collective of two does."""
+    """Return a link as fast as one rank adds its tensor to another's: a collective of two in one process does only that."""
     one, other = torch.rand(2, _ADDED_FLOATS)
     return Link(0.0, one.nbytes / median_seconds(lambda: one + other, one.device, among_others=True), copies=False)
 
 
 def swap_link(rounds: int = 5) -> Link:
-    """What two ranks wait that compute and swap a tensor, as stages do; without work between them, swaps are several times as fast.
+    """Return the link of two ranks that compute and swap a tensor, as stages do; swaps without work are several times as fast.
 
-    Who is done first waits for the other, the longer the more both had to do: they work for milliseconds, as between messages of a step.
+    The rank that finishes first waits, the longer the more work both had: they work for milliseconds, as between messages of a step.
     """
     other, left = 1 - dist.get_rank(), torch.rand(256, 256)
 
@@ -268,7 +268,7 @@ _FLOATS_BESIDE_WORK = 2**20
 
 
 def show(title: str, found: Sequence[Prediction], say_line: Callable[[str], None]) -> None:
-    """The table, and what it comes to."""
+    """Print the table, and its summary."""
     rows = []
     for each in found:
         seconds = [f"{value * 1e3:.2f}" for value in (each.measured, each.timed, each.calibrated)]
@@ -295,7 +295,7 @@ def _spearman(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def two_processes(rounds: int) -> None:
-    """The second table."""
+    """Print the second table."""
     found = in_two_processes(rounds)
     if dist.get_rank() == 0:
         show("Two processes of one thread, gloo", found, say)

@@ -98,7 +98,7 @@ class Gpt(nn.Module):
         self.register_buffer("future", torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1))
 
     def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
-        """The mean over all tokens."""
+        """Return the mean loss over all tokens."""
         x = self.dropout(self.token(tokens) + self.position)
         for block in self.blocks:
             x = block(x, self.future)
@@ -150,7 +150,7 @@ class Predicted:
 
 
 def rows() -> list[Row]:
-    """The published table."""
+    """Return the published table."""
     table = json.loads(Path(__file__).with_suffix("").joinpath("megatron_a100.json").read_text(encoding="utf-8"))
     words = ("name", "iteration_s", "memory_gib")
     return [
@@ -202,7 +202,7 @@ def predict(row: Row, policy: str) -> Predicted:
 
 
 def update_seconds(simulation: Simulation, cluster: Cluster) -> float:
-    """Of the optimizer's step, on the device that holds most."""
+    """Return the seconds of the optimizer's step, on the device that holds most."""
     most = max(memory.optimizer for memory in simulation.memory) // 14
     return OPTIMIZER_TRAFFIC * most / cluster.devices[0].bandwidth
 
@@ -219,7 +219,7 @@ class _Steps(dict[str, float]):
 
 
 def simulated(timed: Timed, cluster: Cluster, batch: int) -> Simulation:
-    """A step of some programs, as the measured code runs it: mixed precision, kernels fused by hand."""
+    """Simulate a step of some programs as the measured code runs it: mixed precision, kernels fused by hand."""
     return simulate_programs(
         timed.programs,
         cluster,
@@ -234,7 +234,7 @@ def simulated(timed: Timed, cluster: Cluster, batch: int) -> Simulation:
 
 
 def compare(row: Row, policies: Sequence[str] = ("full", "seqsel", "none")) -> Iterator[tuple[str, float, float]]:
-    """(what, published, predicted) of a row."""
+    """Yield (name, published, predicted) of a row."""
     for policy in policies:
         found = predict(row, policy)
         memory = found.simulation.memory[0]

@@ -37,7 +37,7 @@ class Measured:
     walls: tuple[float, ...]
 
     def beside(self, other: Measured) -> float:
-        """How many times as long it takes as the other: the median over rounds, in each of which the machine was equally fast for both."""
+        """Return the ratio of wall times: the median over rounds, in each of which the machine was equally fast for both."""
         return statistics.median(one / another for one, another in zip(self.walls, other.walls, strict=True))
 
 
@@ -62,12 +62,12 @@ def measure(steps: Mapping[Name, Callable[[], object]], rounds: int, repeats: in
 
 
 def ratio(one: Measured, other: Measured) -> str:
-    """How many times as long one takes as the other."""
+    """Format the ratio of two wall times."""
     return f"{one.wall / other.wall:.2f}x"
 
 
 def milliseconds(found: Measured) -> str:
-    """The wall time of a step."""
+    """Format the wall time of a step."""
     return f"{found.wall * 1e3:.1f}"
 
 

@@ -36,7 +36,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(channels, 1, kernel_size=1)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Images to images."""
+        """Map images to images."""
         first = self.first(image)
         second = self.second(nn.functional.avg_pool2d(first, 2))
         bottom = self.bottom(nn.functional.avg_pool2d(second, 2))
@@ -61,7 +61,7 @@ def make_unet() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def processor_seconds() -> float:
-    """Of this process and of the workers that have ended."""
+    """Return processor seconds of this process and of ended workers."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

@@ -47,7 +47,7 @@ class Layer(nn.Module):
         return result
 
     def attended(self, x: Tensor) -> Tensor:
-        """The results of the heads beside each other: of all, or of those that this rank has."""
+        """Return the results of the heads next to each other: of all, or of this rank's."""
         query, key, value = (
             linear(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for linear in (self.query, self.key, self.value)
         )
@@ -74,7 +74,7 @@ def ours(model: nn.Module, x: Tensor, target: Tensor) -> Callable[[], Tensor]:
 
 
 def dtensors(model: nn.Module, x: Tensor, target: Tensor) -> Callable[[], Tensor]:
-    """``parallelize_module``, as its tutorial cuts a transformer."""
+    """Return a step of ``parallelize_module``, as its tutorial cuts a transformer."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     cut = copy.deepcopy(model)
     for layer in cut.children():
@@ -103,7 +103,7 @@ class ByHand(nn.Module):
             setattr(self.part, name, _linear(_own(linear.weight, 1), linear.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``Layer``; the bias of a sum is added once, behind it."""
+        """Compute as ``Layer``; the bias of a sum is added once, after it."""
         part = self.part
         attended = part.attended(_with_summed_gradient(part.attention_norm(x)))
         x = x + _summed(nn.functional.linear(attended, part.project.weight)) + part.project.bias

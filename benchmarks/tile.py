@@ -35,7 +35,7 @@ class Level(nn.Module):
         self.first, self.second = nn.Conv2d(channels_in, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keeps height and width."""
+        """Keep height and width."""
         return nn.functional.relu(self.second(nn.functional.relu(self.first(x))))
 
 
@@ -51,7 +51,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(WIDTH, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to images of the same size."""
+        """Map images to images of the same size."""
         skips = []
         for down in self.down:
             x = down(x)
@@ -97,7 +97,7 @@ class _Neighbours(torch.autograd.Function):
 
 
 def _swapped(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """What the rank above and the rank below give; zeros beyond the ends."""
+    """Return the rows of the rank above and of the rank below; zeros beyond the ends."""
     rank, arrived, works = dist.get_rank(), [torch.zeros_like(first), torch.zeros_like(last)], []
     for place, (other, given) in enumerate(((rank - 1, first), (rank + 1, last))):
         if 0 <= other < dist.get_world_size():
@@ -116,13 +116,13 @@ class ByHand(nn.Module):
         self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the layer gives for these rows."""
+        """Return the layer's result for these rows."""
         around: Tensor = _Neighbours.apply(x)  # type: ignore[no-untyped-call]  # torch does not annotate it
         return nn.functional.conv2d(around, self.weight, self.bias, padding=(0, 1))
 
 
 def by_hand(model: nn.Module, x: Tensor, target: Tensor) -> Callable[[], Tensor]:
-    """Every rank its own rows; the result is not gathered, since the loss is a mean."""
+    """Return a step in which every rank has its rows; the result is not gathered, since the loss is a mean."""
     cut = copy.deepcopy(model)
     for module in list(cut.modules()):
         for name, layer in list(module.named_children()):
@@ -145,7 +145,7 @@ def by_hand(model: nn.Module, x: Tensor, target: Tensor) -> Callable[[], Tensor]
 
 
 def one_process(model: nn.Module, x: Tensor, target: Tensor) -> Callable[[], Tensor]:
-    """All on rank 0, with a thread for each process."""
+    """Return a step on rank 0 alone, with a thread for each process."""
     whole = copy.deepcopy(model)
 
     def step() -> Tensor:

@@ -75,7 +75,7 @@ def decoders(rounds: int) -> None:
 
 
 def _medians(calls: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
-    """Seconds of each call; they take turns."""
+    """Return the median seconds of each call, in alternation."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

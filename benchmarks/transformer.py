@@ -43,5 +43,5 @@ def gpt(layers: int, width: int) -> nn.Sequential:
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Of every token."""
+    """Return the loss of every token."""
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())

@@ -31,6 +31,6 @@ class Experts(nn.Module):
 
 
 def factory() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The model and a batch."""
+    """Return the model and a batch."""
     torch.manual_seed(0)
     return nn.Sequential(nn.LayerNorm(WIDTH), Experts(), nn.Linear(WIDTH, 8)), (torch.randn(8, LENGTH, WIDTH),)

@@ -44,7 +44,7 @@ def tables() -> dict[str, str]:
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Format a table of Markdown."""
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
@@ -61,7 +61,7 @@ def first_line(documented: object) -> str:
 
 
 def api() -> str:
-    """Every public name, and every method of a partitioned model."""
+    """Return every public name, and every method of a partitioned model."""
     names = [(f"`{name}`", first_line(getattr(partitioner, name))) for name in sorted(partitioner.__all__, key=str.lower)]
     own = [
         (name, member)
@@ -77,7 +77,7 @@ def api() -> str:
 
 
 def operations() -> str:
-    """Every operation that may be cut, by its rule."""
+    """Return every operation that may be cut, by its rule."""
     by_rule: dict[str, list[str]] = {}
     for operator, rule in RULES.items():
         by_rule.setdefault(words_of(rule), []).append(str(operator).removeprefix("aten."))
@@ -92,7 +92,7 @@ def operations() -> str:
 
 
 def words_of(rule: Rule) -> str:
-    """A line as it is; of a function, what it says of itself."""
+    """Return a rule's line; for a function, the first line of its docstring."""
     return f"`{rule}`" if isinstance(rule, str) else first_line(rule).rstrip(".") or "by the call's arguments"
 
 
@@ -100,7 +100,7 @@ def words_of(rule: Rule) -> str:
 
 
 def passes() -> str:
-    """Every file of passes/ by its phase, with its first line."""
+    """Return every file of passes/ by its phase, with its first line."""
     parts = []
     contracts = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     phases = next(contract["layers"] for contract in contracts if contract.get("containers") == ["passes"])
@@ -121,7 +121,7 @@ def first_line_of(file: Path) -> str:
 
 
 def schedules() -> str:
-    """Every schedule, drawn for four ranks and four microbatches."""
+    """Draw every schedule for four ranks and four microbatches."""
     parts = []
     for name, kind in SCHEDULES.items():
         drawn = "\n".join(timetable(make_schedule(name, 4, 4), 150, idle=True))
@@ -131,7 +131,7 @@ def schedules() -> str:
 
 
 def machines() -> str:
-    """Every preset."""
+    """Return every preset."""
     rows = []
     for name in tomllib.loads((DOCS.parent / "cost_models" / "hardware" / "presets.toml").read_text(encoding="utf-8")):
         cluster = Cluster.preset(name, nodes=2, devices_per_node=2)

@@ -46,6 +46,6 @@ class Gpt(nn.Module):
 
 
 def factory(depth: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The model and a batch, as the command line wants them."""
+    """Return the model and a batch, for the command line."""
     torch.manual_seed(0)
     return Gpt(depth), (torch.randint(VOCABULARY, (8, LENGTH)),)

@@ -22,7 +22,7 @@ _SHOWN = {"_repr_html_": "text/html", "_repr_svg_": "image/svg+xml"}
 
 
 def executed(notebook: dict[str, Any]) -> dict[str, Any]:
-    """A notebook with the outputs of its cells; runs in the current folder."""
+    """Return a notebook with the outputs of its cells; runs in the current folder."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     cells, count = [], 0
     for cell in notebook["cells"]:
@@ -35,7 +35,7 @@ def executed(notebook: dict[str, Any]) -> dict[str, Any]:
 
 
 def _outputs(source: str, namespace: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """What a cell prints, and what its last line is."""
+    """Return the printed text of a cell, and the value of its last line."""
     tree = ast.parse(source)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None

@@ -27,7 +27,7 @@ ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """What a step trains on follows from its number: a restarted run goes on with the batch that it was at."""
+    """Return a step's batch, which follows from its number: a restarted run continues with the same batch."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(32, 16, generator=generator)
     return x, (x[:, :4] * x[:, 4:8]).argmax(dim=1)

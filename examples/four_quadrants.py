@@ -29,18 +29,18 @@ def two_blocks() -> nn.Sequential:
 
 
 def by_itself(model: nn.Module, images: Tensor) -> Tensor:
-    """Each quadrant through the network, as if there were no others."""
+    """Run each quadrant through the network, as if there were no other."""
     rows = [torch.cat([model(part) for part in half.chunk(2, 3)], 3) for half in images.chunk(2, 2)]
     return torch.cat(rows, 2)
 
 
 def error(found: Tensor, exact: Tensor) -> Tensor:
-    """The largest of all images and channels, for each place, relative to the largest value."""
+    """Return the largest error of all images and channels, for each place, relative to the largest value."""
     return ((found - exact).abs().amax((0, 1)) / exact.abs().max()).detach()
 
 
 def picture(errors: Tensor, largest: float) -> list[str]:
-    """One character for each place: blank below one millionth of the largest error, and darker by its size."""
+    """Draw one character for each place: blank below one millionth of the largest error, and darker by its size."""
     steps = (errors / largest * (len(SHADES) - 1)).ceil().clamp(0, len(SHADES) - 1).int()
     steps[errors < 1e-6 * largest] = 0
     return ["".join(SHADES[int(step)] * 2 for step in row) for row in steps]

@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Map (batch, length, width) to the same."""
         fused = self.query_key_value(self.attention_norm(x)).unflatten(2, (3, HEADS, -1))
         query, key, value = fused.permute(2, 0, 3, 1, 4).unbind()
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -55,7 +55,7 @@ class Gpt(nn.Module):
         self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(layers))), nn.LayerNorm(WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, length) to (batch, length, vocabulary)."""
+        """Map (batch, length) to (batch, length, vocabulary)."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         return nn.functional.linear(self.norm(self.blocks(x)), self.token.weight)
 

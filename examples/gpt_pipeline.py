@@ -50,7 +50,7 @@ class Gpt(nn.Module):
 
 
 def standard_library(batch_size: int, steps: int) -> Sequence[tuple[Tensor, Tensor]]:
-    """Batches of random pieces of the sources, each with the same piece one byte later."""
+    """Return batches of random pieces of the sources, each with the same piece one byte later."""
     sources = b"\n".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
     text = torch.frombuffer(bytearray(sources), dtype=torch.uint8).long()
     starts = torch.randint(len(text) - LENGTH - 1, (steps, batch_size, 1))

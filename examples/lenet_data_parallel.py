@@ -21,7 +21,7 @@ from partitioner import partition
 
 
 def lenet() -> nn.Module:
-    """Images of shape (batch, 1, 8, 8) to the logits of ten digits."""
+    """Return a network from images of shape (batch, 1, 8, 8) to the logits of ten digits."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -30,7 +30,7 @@ def lenet() -> nn.Module:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """1797 images and what they show, shuffled."""
+    """Return 1797 images and their digits, shuffled."""
     found = load_digits()
     order = torch.randperm(len(found.target))
     return torch.tensor(found.images, dtype=torch.float32).unsqueeze(1)[order] / 16, torch.tensor(found.target)[order]

@@ -27,7 +27,7 @@ WORDS, LENGTH, ROWS = 64, 16, 8
 
 
 def base_model() -> Any:
-    """A small GPT-2, built from its configuration: no weights are downloaded. Always the same."""
+    """Return a small GPT-2, built from its configuration: no weights are downloaded. Always the same."""
     torch.manual_seed(0)
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=32, n_head=4, n_layer=2, **no_dropout))

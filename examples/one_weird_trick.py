@@ -40,7 +40,7 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, 3, 224, 224) to (batch, classes)."""
+        """Map (batch, 3, 224, 224) to (batch, classes)."""
         result: Tensor = self.classifier(self.features(images).flatten(1))
         return result
 

@@ -23,7 +23,7 @@ from partitioner.experiments import Results, sweep
 
 
 def mlp(depth: int = 4, width: int = 1024) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model on the meta device, and its batch."""
+    """Return a model on the meta device, and its batch."""
     with torch.device("meta"):
         layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
         return nn.Sequential(*layers), (torch.zeros(64, width),)

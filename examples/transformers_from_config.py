@@ -25,7 +25,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def architectures() -> Mapping[str, tuple[nn.Module, Mapping[str, Any]]]:
-    """Name to model and keyword inputs."""
+    """Return name -> model and keyword inputs."""
     tokens = torch.randint(2, WORDS, (ROWS, LENGTH))
     images = {"pixel_values": torch.randn(ROWS, 3, 32, 32), "labels": torch.randint(10, (ROWS,))}
     text = {"input_ids": tokens, "labels": tokens}

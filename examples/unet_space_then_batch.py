@@ -41,7 +41,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(widths[0], 1, 1)
 
     def forward(self, image: Tensor) -> Tensor:
-        """What is left of the images without their noise."""
+        """Return the images without their noise."""
         x, skips = image, []
         for down in self.down:
             x = down(x)

@@ -21,7 +21,7 @@ gc.set_threshold(100_000, 20, 50)  # graphs are many objects that live: looking 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that start processes run in one worker, one after the other: they share fixtures and do not crowd the cores.
+    """Run tests that start processes in one worker, in sequence: they share fixtures and do not crowd the cores.
 
     So do those of the architecture, which read every file of the project.
     """
@@ -44,7 +44,7 @@ def devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Callable[[int], Workers]]:
-    """Processes for so many ranks, started when first asked for. With two, the script has initialised torch.distributed itself."""
+    """Yield a function that returns processes for so many ranks, started on demand. With two, the script initialised torch.distributed."""
     from tests.support.processes.torchrun_cases import take_existing_group  # noqa: PLC0415  the models that it builds are slow to import
 
     running: dict[int, Workers] = {}

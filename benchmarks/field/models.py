@@ -80,7 +80,7 @@ class GroupedLlama(nn.Module):
         self.register_buffer("sine", angles.sin())
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of the next token."""
+        """Return the mean loss of the next token."""
         x = self.token(input_ids)
         for block in self.blocks:
             x = block(x, self.cosine, self.sine)

@@ -126,7 +126,7 @@ class Separated(nn.Module):
 
 
 def effects() -> Program:
-    """Writes into its second argument, keeps a tensor that the loss adds, and returns a dataclass whose leaf the caller changes."""
+    """Return a program that writes its second argument, keeps a tensor for the loss, and returns a dataclass that the caller changes."""
     inputs = (Input("x0", "torch.randn(rows, 4)"), Input("x5", "[torch.zeros(rows, 4)]", is_float=False, is_written=True))
     layers = (Layer("linear0", "self.linear0 = nn.Linear(4, 4)"), Layer("keeps1", "self.keeps1 = Keeps(nn.Linear(4, 4))"))
     statements = (
@@ -139,7 +139,7 @@ def effects() -> Program:
 
 
 def first_difference(wanted: Iterator[tuple[str, Any]], got: Iterator[tuple[str, Any]]) -> str | None:
-    """The name of the first observation that differs."""
+    """Return the name of the first observation that differs."""
     for (what, one), (_, other) in zip(wanted, got, strict=True):
         try:
             compare(what, one, other)

@@ -47,7 +47,7 @@ def fences(text: str) -> list[Fence]:
 
 @pytest.fixture
 def beside_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A folder to run in, from which the pages' model can be imported."""
+    """Yield a folder to run in, from which the pages' model can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(DOCS))
     yield tmp_path

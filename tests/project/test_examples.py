@@ -117,7 +117,7 @@ def module_of(path: Path) -> Any:
 
 
 def losses_in(text: str) -> list[str]:
-    """The loss of every step in the table that an example prints."""
+    """Return the loss of every step in the table that an example prints."""
     return re.findall(r"^ +\d+ +(\d+\.\d{6})", text, re.MULTILINE)
 
 

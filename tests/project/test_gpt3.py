@@ -13,7 +13,7 @@ from tests import ROOT
 
 
 def load() -> ModuleType:
-    """The module behind the table."""
+    """Load the module of the table."""
     specification = importlib.util.spec_from_file_location("docs_gpt3", ROOT / "docs" / "gpt3.py")
     assert specification is not None
     assert specification.loader is not None

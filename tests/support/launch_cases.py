@@ -33,7 +33,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def difference(pm: PartitionedModel, reference: nn.Module) -> float:
-    """The largest difference of outputs, loss, gradients and weights of two steps of SGD, against the model in one piece."""
+    """Return the largest difference of outputs, loss, gradients and weights of two steps of SGD, against the model in one piece."""
     x, target = batch()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pm, reference)]
     worst = [(pm(x) - reference(x)).abs().max()]
@@ -60,18 +60,18 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def trained(devices: Any, mode: Mode = "auto", seed: int = 0, **arguments: Any) -> tuple[float, PartitionedModel]:
-    """The difference of a model that is trained on ``devices``, and the model."""
+    """Return the difference of a model that is trained on ``devices``, and the model."""
     pm = partition(model(seed), devices, mode, example_inputs=batch()[:1], progress=False, **arguments)
     return difference(pm, model(seed)), pm
 
 
 def where(pm: PartitionedModel) -> tuple[tuple[str, ...], int]:
-    """The names of the plan's mesh, and the rank that this process has."""
+    """Return the names of the plan's mesh, and the rank that this process has."""
     return pm.plan.grid.names, pm._session.runtime.local_ranks[0]
 
 
 def mesh_of_names(names: tuple[str, ...]) -> tuple[float, tuple[str, ...], int]:
-    """A mesh of 2 x 2 whose names alone say the mode."""
+    """Return a mesh of 2 x 2 whose names alone say the mode."""
     found, pm = trained(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
     return (found, *where(pm))
 
@@ -84,7 +84,7 @@ def permuted_mesh(mode: Mode, names: tuple[str, ...] | None) -> tuple[float, int
 
 
 def disjoint_submeshes() -> tuple[float, float, int]:
-    """Two models at once, on processes 0, 1 and on 2, 3, with weights of their own; then one on 0, 2 and on 1, 3."""
+    """Train two models at once, on processes 0, 1 and on 2, 3, with weights of their own; then one on 0, 2 and on 1, 3."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     first = dist.get_rank() < 2
     found, pm = trained(mesh["tensor"], seed=1 if first else 2)
@@ -99,7 +99,7 @@ def models_on_overlapping_meshes() -> list[float]:
 
 
 def dropout_and_copies() -> list[float]:
-    """On a part of the processes in another order: masks of dropout, a copy and a pickle."""
+    """Run on a part of the processes in another order: masks of dropout, a copy and a pickle."""
     mesh = DeviceMesh("cpu", [3, 1], mesh_dim_names=("tp",))
     if mesh.get_coordinate() is None:
         return [0.0]
@@ -116,7 +116,7 @@ def dropout_and_copies() -> list[float]:
 
 
 def own_rows_on_a_permuted_mesh() -> float:
-    """Each process gets the rows of its place in the mesh, as ``DistributedSampler`` deals them."""
+    """Train with each process's rows by its place in the mesh, as ``DistributedSampler`` distributes them."""
     mesh = DeviceMesh("cpu", [2, 0, 3, 1], mesh_dim_names=("data",))
     network, (x, target) = model(), batch()
     pm = partition(network, mesh, example_inputs=(x[:2],), inputs="local", progress=False)
@@ -129,7 +129,7 @@ def own_rows_on_a_permuted_mesh() -> float:
 
 
 def one_process_meshes() -> tuple[float, int]:
-    """A mesh of one process in a world of several: it is alone, and all of the model is in it."""
+    """Train on a mesh of one process in a world of several, which has all of the model."""
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "tensor"))
     found, pm = trained(mesh["tensor"], seed=dist.get_rank())
     return found, len(pm.dtensor_state_dict())
@@ -150,7 +150,7 @@ def failure_in_a_submesh() -> str | float:
 
 
 def refusals() -> list[str | None]:
-    """What a world of four refuses."""
+    """Return the errors in a world of four."""
     pm = partition(model(), DeviceMesh("cpu", [1, 0, 3, 2], mesh_dim_names=("tp",)), example_inputs=batch()[:1], progress=False)
     try:
         pm.dtensor_state_dict()
@@ -160,13 +160,13 @@ def refusals() -> list[str | None]:
 
 
 def submesh_without_me() -> str | None:
-    """Processes 2 and 3 are not in the mesh."""
+    """Return the error where processes 2 and 3 are not in the mesh."""
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     return refusal(mesh)
 
 
 def refusal(devices: Any, mode: Mode = "auto") -> str | None:
-    """The error of ``partition``; None if there is none."""
+    """Return the error of ``partition``; None if there is none."""
     try:
         partition(model(), devices, mode, example_inputs=batch()[:1], progress=False)
     except Exception as error:  # noqa: BLE001  which one is compared
@@ -176,7 +176,7 @@ def refusal(devices: Any, mode: Mode = "auto") -> str | None:
 
 @contextlib.contextmanager
 def scripted(init_method: str | None = None, backend: str = "gloo", order: int = 1, seconds: int = 40) -> Iterator[None]:
-    """A process group that a script makes: nothing of torchrun in the environment, and ranks counted backwards with ``order=-1``."""
+    """Enter a process group made by a script: no torchrun environment, and reversed ranks with ``order=-1``."""
     kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(("TORCHELASTIC", "MASTER_", "LOCAL_"))}
     rank, size = int(kept.setdefault("RANK", os.environ.pop("RANK"))), int(kept.setdefault("WORLD_SIZE", os.environ.pop("WORLD_SIZE")))
     if dist.is_initialized():
@@ -194,7 +194,7 @@ def scripted(init_method: str | None = None, backend: str = "gloo", order: int =
 
 
 def group_by(init_method: str, mode: Mode, backend: str = "gloo") -> tuple[float, int, float]:
-    """A group of the script, numbered backwards: the difference, the rank of this process, and the seconds of waits."""
+    """Return results of a script's reversed group: the difference, the rank of this process, and the seconds of waits."""
     with scripted(init_method, backend, order=-1):
         found, pm = trained(dist.get_world_size(), mode)
         assert isinstance(pm._session.runtime, TorchrunRuntime)
@@ -202,7 +202,7 @@ def group_by(init_method: str, mode: Mode, backend: str = "gloo") -> tuple[float
 
 
 def groups_made_again(init_method: str) -> list[float]:
-    """A group of the script twice at one address, each with a model; the model of a group that is gone says so."""
+    """Return differences of a script's group made twice at one address, each with a model; a model of a destroyed group says so."""
     found, errors = [], []
     for _ in range(2):
         with scripted(init_method):
@@ -214,7 +214,7 @@ def groups_made_again(init_method: str) -> list[float]:
 
 
 def own_group_made_again() -> list[float]:
-    """The script destroys the group that this package has made."""
+    """Destroy, as a script, the group that this package has made."""
     found = []
     for mode in ("tensor", "data"):
         found.append(trained(int(os.environ["WORLD_SIZE"]), mode)[0])
@@ -231,7 +231,7 @@ def refusal_of_call(pm: PartitionedModel) -> str:
 
 
 def launched_by(names: Mapping[str, str], address: str | None) -> tuple[str | None, float | None]:
-    """Processes that another launcher started, without a group: the refusal, or the difference."""
+    """Return processes that another launcher started, without a group: the refusal, or the difference."""
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
     with scripted():
         made = {name: value.format(rank=rank, size=size) for name, value in names.items()}

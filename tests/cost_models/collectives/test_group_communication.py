@@ -35,7 +35,7 @@ DEVICE = Device("d", {"float32": 1e12}, 2**30, 1e11)
 
 
 def nodes(count: int, width: int, *, shared: bool = False) -> Cluster:
-    """So many nodes of so many devices."""
+    """Return a cluster of ``count`` nodes of ``width`` devices."""
     return Cluster([DEVICE] * (count * width), [Level(width, NEAR), Level(count * width, FAR, shared)])
 
 
@@ -118,7 +118,7 @@ def test_placement_lays_another_mesh_dimension_on_the_near_links() -> None:
 
 
 def gloo_calls() -> dict[BackendOperation, Callable[[Any, int], Any]]:
-    """Each operation on the real backend, for one of two ranks."""
+    """Return each operation on the real backend, for one of two ranks."""
 
     def exchange(group: Any, rank: int) -> Any:
         return group.send([torch.ones(2)], 1 - rank, 0) if rank else group.recv([torch.empty(2)], 1 - rank, 0)

@@ -28,7 +28,7 @@ FUSED_ATTENTION = {"gpt", "bert"}
 
 
 def works(instance: Instance) -> Iterator[tuple[fx.Node, Work]]:
-    """Of all nodes of a training step on one device."""
+    """Yield the work of all nodes of a training step on one device."""
     pm = partition(instance.model, 1, "model", example_inputs=instance.args, example_kwargs=dict(instance.kwargs))
     for module in pm.graph(0).children():
         if isinstance(module, StageCall):

@@ -64,7 +64,7 @@ def table() -> Tensor:
 
 
 def one(operators: list[OpOverload], *rest: Any, first: Callable[[], Tensor] = table) -> list[tuple[OpOverload, Arguments]]:
-    """The same arguments for several operators."""
+    """Return several operators with the same arguments."""
     return [(operator, (first(), *rest)) for operator in operators]
 
 
@@ -73,7 +73,7 @@ def doubles(*shape: int) -> Tensor:
 
 
 def recurrent_layers(gates: int) -> list[Tensor]:
-    """The parameters of two layers in two directions."""
+    """Return the parameters of two layers in two directions."""
     widths = (16, 16, 32, 32)
     layers = ((doubles(16 * gates, width), doubles(16 * gates, 16), doubles(16 * gates), doubles(16 * gates)) for width in widths)
     return [tensor for layer in layers for tensor in layer]
@@ -252,7 +252,7 @@ EXAMPLES = [
 
 
 def kept_bytes(operator: OpOverload, arguments: Arguments) -> int:
-    """Bytes of all storages that the backward of a real call keeps, beside single numbers."""
+    """Return the bytes of all storages that the backward of a real call saves, except single numbers."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def kept_bytes(operator: OpOverload, arguments: Arguments) -> int:
 
 
 def told_bytes(operator: OpOverload, arguments: Arguments) -> int:
-    """What the table says about the same call."""
+    """Return the bytes that the table gives for the same call."""
     graph = fx.Graph()
     node = graph.call_function(operator, arguments)
     results = tuple(leaf for leaf in tree_leaves(operator(*tree_map_only(Tensor, Tensor.clone, arguments))) if isinstance(leaf, Tensor))

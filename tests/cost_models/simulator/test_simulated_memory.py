@@ -22,7 +22,7 @@ ROWS, LENGTH, WIDTH = 16, 6, 48
 
 
 def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """For each rank, the most bytes that a step makes and holds, as if it had a process to itself.
+    """Measure, for each rank, the peak bytes of a step, as if it had a process to itself.
 
     What one rank sends another is copied, as between devices; it keeps the operands of a collective until it has waited for the result,
     however long the other ranks take. Of a parameter that ranks share here, each holds the gradient of its
@@ -78,7 +78,7 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 def measured_step(pm: PartitionedModel, x: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What ``measured`` says of a training step that is not the first and finds no gradients."""
+    """Return ``measured`` of a later training step that starts without gradients."""
 
     def step() -> None:
         pm.train_step(x, target=target, loss_fn=lambda output, target: nn.functional.cross_entropy(output.flatten(0, -2), target.flatten()))

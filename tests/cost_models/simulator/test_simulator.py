@@ -50,7 +50,7 @@ class UnitTime:
 
 @functools.cache
 def equal_stages(schedule: str, n_ranks: int, n_microbatches: int, n_layers: int) -> tuple[Program, ...]:
-    """One linear layer a stage, so that forward, input and weight gradient are one product each."""
+    """Return one linear layer a stage, so that forward, input and weight gradient are one product each."""
     case = Case(
         f"linear_{n_layers}",
         lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n_layers))),

@@ -48,7 +48,7 @@ UNFIT = (
 
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
-    """Convolutions and products of float32 in full precision, and the same algorithm for the same sizes."""
+    """Use full float32 precision, and one algorithm for each size, in convolutions and products."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
 
@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(rate), nn.Linear(64, 32))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, length) to (batch, length, 32)."""
+        """Map (batch, length) to (batch, length, 32)."""
         x = self.dropout(self.token(tokens))
         batch, length, width = x.shape
         query, key, value = self.qkv(self.norm(x)).view(batch, length, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
@@ -98,7 +98,7 @@ TOKENS, TARGET = torch.randint(50, (8, 16), generator=torch.Generator().manual_s
 
 
 def network(rate: float, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model with dropout of a rate, its input and a target."""
+    """Return a model with dropout of a rate, its input and a target."""
     torch.manual_seed(0)
     return Block(rate).to(GPU, dtype), TOKENS.to(GPU), TARGET.to(GPU, dtype)
 
@@ -158,7 +158,7 @@ def test_optimizers_of_the_accelerator_update_shards(mode: str, fused: bool) -> 
 
 
 def _peak_of_step(pm: PartitionedModel, x: Tensor, target: Tensor) -> int:
-    """Bytes that the accelerator held at most during a step."""
+    """Return the peak bytes of the accelerator during a step."""
     for _ in range(2):
         pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
         pm.zero_grad()

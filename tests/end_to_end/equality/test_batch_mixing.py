@@ -109,7 +109,7 @@ CASES = (*map(_mixed, OPERATIONS), *map(_returning, LOSSES))
 
 
 def with_quick(*quick: str) -> pytest.MarkDecorator:
-    """Every case; all but those named are slow."""
+    """Return every case; all but those named are slow."""
     marked = [pytest.param(case, id=case.name, marks=() if case.name in quick else pytest.mark.slow) for case in CASES]
     return pytest.mark.parametrize("case", marked)
 

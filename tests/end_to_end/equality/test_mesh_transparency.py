@@ -124,7 +124,7 @@ QUICK = {"perceptron", "shared_layer", "nested_outputs"}
 
 
 def comparable(case: Case, setting: Setting) -> bool:
-    """Whether the setting cuts the case, and the two trainings are one by definition.
+    """Return whether the setting cuts the case, and the two trainings are one by definition.
 
     Batch normalisation over rows and microbatches: a microbatch is then what the ranks' microbatches are together, other rows than those
     that a reference which cuts the batch into microbatches normalises over.
@@ -140,7 +140,7 @@ def _float64_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exact(case: Case) -> Case:
-    """The case, compared as float64 allows.
+    """Return the case, compared as float64 allows.
 
     Where a gradient is zero in exact arithmetic (of a bias in front of a batch normalisation), AdamW makes steps of what rounding leaves
     of it: such cases get more.
@@ -153,7 +153,7 @@ def difference_of(case: Case, setting: Setting) -> Difference | None:
 
 
 def matrix() -> list[ParameterSet]:
-    """A quarter of all (case, setting) that can be compared, and the diagonal; slow but for the quick ones of that.
+    """Return a quarter of all (case, setting) that can be compared, and the diagonal; slow but for the quick ones of that.
 
     Each case meets settings of every kind, each setting cases of every kind; ``python -m tests.fuzz`` draws what is left out.
     """

@@ -109,7 +109,7 @@ def test_a_model_that_begins_with_dropout(mesh: dict[str, int]) -> None:
 
 
 def some_columns(x: Tensor) -> Tensor:
-    """Kernels draw normal numbers for memory with gaps otherwise than for memory without."""
+    """Draw normal numbers into memory with gaps, which kernels draw in another order."""
     numbers = torch.zeros(4, 5, 8, dtype=x.dtype)
     numbers[..., ::2].normal_()
     return x.transpose(0, 1) + numbers + torch.rand(1)
@@ -257,7 +257,7 @@ def test_recurrent_layers_that_take_time_first(mode: str) -> None:
 
 
 def trained_with_the_same_draws(kind: str, mode: str) -> None:
-    """Outputs, states and gradients on two devices are those of the model, for two seeds."""
+    """Check that outputs, states and gradients on two devices are those of the model, for two seeds."""
     torch.manual_seed(1)
     layers, width = RECURRENT[kind]()
     model, x = Recurrent(layers, width).double(), torch.randn(4, 5, 8, dtype=torch.float64)

@@ -48,7 +48,7 @@ class FromLearnedState(nn.Module):
 
 
 def assert_trains_alike(model: nn.Module, *, devices: int, batch_first: bool = True, **partition_arguments: Any) -> None:
-    """One step against the same step of the model in one piece, whose loss and gradients come first."""
+    """Compare one step with the same step of the unpartitioned model, whose loss and gradients come first."""
     x = torch.randn((ROWS, LENGTH, FEATURES) if batch_first else (LENGTH, ROWS, FEATURES))
     target = torch.randint(CLASSES, (ROWS,))
     loss = nn.functional.cross_entropy(model(x), target)

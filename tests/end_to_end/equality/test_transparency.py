@@ -48,7 +48,7 @@ def diagonal() -> dict[str, tuple[int, str]]:
 
 
 def matrix() -> list[ParameterSet]:
-    """All of (case, schedule), on devices such that all pairs are met; slow but for the quick ones of the diagonal."""
+    """Return all of (case, schedule), on devices such that all pairs are met; slow but for the quick ones of the diagonal."""
     always = {name: pair for name, pair in diagonal().items() if name in QUICK}
     found = []
     for row, case in enumerate(ZOO):
@@ -60,7 +60,7 @@ def matrix() -> list[ParameterSet]:
 
 
 def cases(*always: str) -> pytest.MarkDecorator:
-    """Every case of the zoo; slow but for those named."""
+    """Return every case of the zoo; slow but for those named."""
     assert set(always) <= {case.name for case in ZOO}
     return pytest.mark.parametrize(
         "case", [pytest.param(case, marks=() if case.name in always else (pytest.mark.slow,), id=case.name) for case in ZOO]

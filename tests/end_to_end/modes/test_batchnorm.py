@@ -61,7 +61,7 @@ def resnet() -> nn.Module:
 
 
 def convolutions(norm: nn.Module | None = None) -> nn.Module:
-    """Two convolutions, each with a normalisation."""
+    """Return two convolutions, each with a normalisation."""
     torch.manual_seed(0)
     layers: dict[str, nn.Module] = {"conv1": nn.Conv2d(3, 4, 3, 2), "norm1": norm or nn.BatchNorm2d(4), "relu": nn.ReLU()}
     layers |= {"conv2": nn.Conv2d(4, 4, 3, 2), "norm2": copy.deepcopy(norm) or nn.BatchNorm2d(4), "flatten": nn.Flatten()}
@@ -96,7 +96,7 @@ def of(name: str) -> Callable[[str], str]:
 
 
 def check_two_steps(model: nn.Module, pm: PartitionedModel) -> None:
-    """Outputs, losses, gradients, weights and running statistics of two steps are the model's."""
+    """Check that outputs, losses, gradients, weights and running statistics of two steps are the model's."""
     reference = copy.deepcopy(model)
     own, other = torch.optim.SGD(reference.parameters(), lr=0.1), torch.optim.SGD(pm.parameters(), lr=0.1)
     for _ in range(2):

@@ -85,7 +85,7 @@ def _inputs(mask: str = "", length: int = LENGTH) -> tuple[Tensor, ...]:
 
 
 def _sent(pm: PartitionedModel, kind: str) -> Counter[str]:
-    """Bytes of each collective of one rank's training step, in its forward (``"F"``) or backward (``"B"``)."""
+    """Return bytes of each collective of one rank's training step, in its forward (``"F"``) or backward (``"B"``)."""
     sent: Counter[str] = Counter()
     for node in pm.graph(0).graph.nodes:
         if "bytes" in node.meta and kind in str(node.meta.get("section")):

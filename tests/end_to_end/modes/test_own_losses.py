@@ -50,7 +50,7 @@ MODELS = [llama, qwen3, gpt2, bert, t5]
 
 
 def made(make: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """The model in float64, and a batch: two rows are padded, and some of the others' tokens are no targets."""
+    """Return the model in float64, and a batch: two rows are padded, and some tokens of the rest are no targets."""
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     labels, mask = tokens.clone(), torch.ones_like(tokens)
@@ -85,7 +85,7 @@ def test_a_step_is_that_of_the_model(make: Callable[[], Any], mode: Any) -> None
 
 
 def messages(pm: Any) -> list[tuple[Any, int]]:
-    """The collectives of the first rank's step: each with its bytes. Numbers (losses, counts) are left out."""
+    """Return the collectives of the first rank's step: each with its bytes. Numbers (losses, counts) are left out."""
     nodes = [node for node in pm.graph(0).graph.nodes if node.target in COLLECTIVES and node.meta["bytes"] > 8]
     return [(node.target, node.meta["bytes"]) for node in nodes]
 

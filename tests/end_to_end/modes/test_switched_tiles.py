@@ -133,7 +133,7 @@ def test_any_axes_that_a_plan_names(seed: int) -> None:
 
 
 def expect_equal_numbers(pm: nn.Module, model: nn.Module, x: Tensor) -> None:
-    """Result, gradient of the input and of every parameter, to 1e-9."""
+    """Compare result, gradient of the input and of every parameter, to 1e-9."""
     pm.verify()  # type: ignore[operator]
     of_whole, of_parts = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected, found = model(of_whole), pm(of_parts)
@@ -267,7 +267,7 @@ class Narrowing(nn.Module):
         self.deep = nn.Sequential(nn.Conv2d(16, 512, 2), nn.ReLU(), nn.Conv2d(512, 512, 1), nn.ReLU(), nn.Conv2d(512, 16, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of (batch, 3, 32, 256) images."""
+        """Map (batch, 3, 32, 256) images."""
         result: Tensor = self.deep(self.down(x))
         return result
 

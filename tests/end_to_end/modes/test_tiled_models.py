@@ -262,7 +262,7 @@ class Patches(nn.Module):
         self.before, self.mix = nn.Conv2d(3, 2, 1), nn.Linear(2 * 9, 2 * 9)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the shape of its input, two channels."""
+        """Return a tensor of the shape of its input, two channels."""
         columns = nn.functional.unfold(self.before(x), 3, padding=1)
         return nn.functional.fold(self.mix(columns.transpose(1, 2)).transpose(1, 2), x.shape[2:], 3, padding=1)
 

@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def one_image() -> tuple[nn.Module, torch.Tensor]:
-    """An image whose first layers tiles alone divide, in front of weights that tiles hold whole."""
+    """Return an image whose first layers only tiles divide, before weights that tiles replicate."""
     torch.manual_seed(0)
     first = [nn.Conv2d(1, 1, 3, padding=1), nn.Sigmoid(), nn.Conv2d(1, 128, 16, stride=16), nn.ReLU()]
     model = nn.Sequential(*first, nn.Conv2d(128, 128, 3, padding=1), nn.ReLU(), nn.Conv2d(128, 8, 1))

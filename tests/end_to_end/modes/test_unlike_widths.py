@@ -26,7 +26,8 @@ from tests.support.running.transparency import backward_steps, compare, first_di
 
 
 def test_ranks_are_counted_without_the_places_that_nobody_has() -> None:
-    """
+    """Check the numbers of ranks.
+
     data 0     pipeline 0: ranks 0 1    pipeline 1: rank 2
     data 1     pipeline 0: ranks 3 4    pipeline 1: rank 5
     """
@@ -137,7 +138,7 @@ class Decoder(nn.Module):
         self.last = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         memory = self.first(x).tanh() if self.source == "memory" else x
         total = self.first(x)
         for up, down in zip(self.up, self.down, strict=True):

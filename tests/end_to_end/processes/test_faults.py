@@ -173,7 +173,7 @@ def test_processes_of_unlike_seeds_take_the_values_of_rank_0(workers: Callable[[
 
 @pytest.fixture
 def watched() -> Iterator[Callable[[int], list[Watch]]]:
-    """The watches of so many ranks, connected, all in this process."""
+    """Yield the watches of so many ranks, connected, all in this process."""
     made: list[Watch] = []
 
     def start(size: int) -> list[Watch]:
@@ -399,7 +399,7 @@ def test_forked_children_do_not_hold_connections() -> None:
 
 
 def nodes() -> set[str]:
-    """The network namespaces that there are."""
+    """Return the existing network namespaces."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return {line.split()[0] for line in listed.splitlines()}
 

@@ -40,7 +40,7 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, tokens: Tensor, target: Tensor, *, autocast: bool = False) -> dict[str, Tensor]:
-    """Gradients of a step in float64, whole."""
+    """Return gradients of a step in float64, whole."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = loss_fn(model(tokens), target)
     loss.backward()
@@ -53,7 +53,7 @@ def gradients(model: nn.Module, tokens: Tensor, target: Tensor, *, autocast: boo
 
 
 def error(found: Mapping[str, Tensor | None], exact: Mapping[str, Tensor]) -> float:
-    """The mean over parameters of the relative norm of the difference."""
+    """Return the mean over parameters of the relative norm of the difference."""
     differences = []
     for name, gradient in exact.items():
         value = found[name]

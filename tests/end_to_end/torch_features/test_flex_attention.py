@@ -53,12 +53,12 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 def grouped_written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A query without a key gives zeros."""
+    """Return zeros for a query without a key."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=ROWS > COLUMNS, enable_gqa=True).nan_to_num(0.0)
 
 
 def documents(q: Tensor, k: Tensor, v: Tensor, of: Tensor) -> Any:
-    """A query sees the keys of its own document: a mask by an input, made in forward."""
+    """Attend to the keys of a query's own document: a mask by an input, made in forward."""
     mask = create_block_mask(lambda b, h, i, j: of[b, i] == of[b, j], q.shape[0], None, LENGTH, LENGTH, device="cpu")
     return flex_attention(q, k, v, block_mask=mask)
 

@@ -129,7 +129,7 @@ def test_checkpoints_that_transformers_enables(policy: str | None) -> None:
 
 
 def peak_of_step(module: nn.Module, x: Tensor) -> int:
-    """The most bytes of a forward and a backward beyond what is there before, the second time."""
+    """Return the peak bytes of a forward and a backward above the start, on the second run."""
     module(x).sum().backward()
     with LiveStorages() as counter:
         module(x).sum().backward()

@@ -32,7 +32,7 @@ def _float64_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs() -> list[Any]:
-    """Every model with every policy; modes follow in order, so that each model meets three and each mode every policy."""
+    """Return every model with every policy; modes follow in order, so each model has three and each mode every policy."""
     names = [*(case.name for case in ZOO), *(f"transformers {name}" for name in MORE)]
     assert len(names) >= 40
     found = []
@@ -45,12 +45,12 @@ def runs() -> list[Any]:
 
 
 def of_zoo(case: Case) -> tuple[Instance, Any]:
-    """A model of the zoo with its batch, and its loss."""
+    """Return a model of the zoo with its batch, and its loss."""
     return case.build(), lambda output, target: loss_of(case, output, target)
 
 
 def of_family(name: str) -> tuple[Instance, Any]:
-    """A model of transformers with its batch, and its loss."""
+    """Return a model of transformers with its batch, and its loss."""
     family = FAMILIES[name]
     inputs, target = family.batch(0)
     model = family.model().double().train()
@@ -60,7 +60,7 @@ def of_family(name: str) -> tuple[Instance, Any]:
 
 
 def microbatches(name: str, mode: str) -> int | None:
-    """Two in a pipeline, but for models that normalise over the rows of a microbatch, or compare rows."""
+    """Return two in a pipeline, and None for models that normalise over rows of a microbatch, or compare rows."""
     if mode != "pipeline":
         return None
     case = None if name.startswith("transformers ") else case_named(name)
@@ -93,7 +93,7 @@ def test_outputs_and_gradients_are_the_models(name: str, policy: str, mode: str)
 
 
 def tensors(output: Any) -> list[Tensor]:
-    """Copies of the tensors of an output."""
+    """Return copies of the tensors of an output."""
     return [each.detach().clone() for each in torch.utils._pytree.tree_leaves(output) if isinstance(each, Tensor)]
 
 

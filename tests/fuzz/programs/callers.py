@@ -27,7 +27,7 @@ CHANGES = (
 
 
 def draw_usage(program: Program, kept: Sequence[str], rng: random.Random, themes: AbstractSet[str]) -> Program:
-    """The program with a caller's use of it: each part has been tried on the model."""
+    """Return the program with a caller's use of it: each part has been tried on the model."""
     text = " ".join(each.code for each in program.statements)
     places = tuple(dict.fromkeys(each for each in kept if f"self.{re.split(r'[.[]', each)[0]}" in text))
     positions = [each.name for each in program.inputs if each.name == "x4"]
@@ -45,7 +45,7 @@ def draw_usage(program: Program, kept: Sequence[str], rng: random.Random, themes
 
 
 def _scalars(program: Program, places: Sequence[str]) -> tuple[str, ...]:
-    """The kept tensors that a loss can add."""
+    """Return the kept tensors that a loss can add."""
     model = build(program)
     args, kwargs, _ = make_inputs(program, program.rows)
     model(*args, **kwargs)
@@ -66,7 +66,7 @@ def _with_changes(program: Program, rng: random.Random) -> Program:
 
 
 def _runs(program: Program) -> bool:
-    """Whether a loss and its backward run on the unpartitioned model."""
+    """Return whether a loss and its backward run on the unpartitioned model."""
     model = build(program)
     args, kwargs, target = make_inputs(program, program.rows)
     try:

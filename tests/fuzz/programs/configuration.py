@@ -47,7 +47,7 @@ class Configuration:
         return found
 
     def text(self) -> str:
-        """The arguments as Python."""
+        """Return the arguments as Python."""
         arguments = {name: repr(value) for name, value in self.arguments().items()}
         if self.attention is not None:
             arguments["constraints"] = f"Constraints(attention={self.attention!r})"
@@ -55,7 +55,7 @@ class Configuration:
 
 
 def choose_configuration(rng: random.Random, program: Program, processes: int | None = None) -> Configuration:
-    """A mode that applies to the program: what it cuts is there, and ranks divide the batch.
+    """Return a mode that applies to the program: its axes exist, and ranks divide the batch.
 
     Args:
         processes: how many ranks there are; None: any number.
@@ -67,7 +67,7 @@ def choose_configuration(rng: random.Random, program: Program, processes: int | 
 
 
 def _attention(program: Program, n_ranks: Any) -> list[str]:
-    """The ways to share attention that one of the program can follow: some of its positions, or heads, for each rank."""
+    """Return the ways to share attention that one of the program can follow: some of its positions, or heads, for each rank."""
     found = set[str]()
     for feature in program.features:
         if feature.startswith("attends "):
@@ -93,7 +93,7 @@ def _configuration(rng: random.Random, program: Program, processes: int | None) 
 
 
 def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuration:
-    """One or more dimensions; a whole configuration for sequential tiles, for grids of tiles and for ``"auto"``."""
+    """Return one or more dimensions; a whole configuration for sequential tiles, for grids of tiles and for ``"auto"``."""
     features = program.features
     if (alone := _alone(rng, features)) is not None:
         return alone
@@ -115,14 +115,14 @@ def _mesh(rng: random.Random, program: Program) -> dict[str, int] | Configuratio
 
 
 def _one_dimension(rng: random.Random, program: Program, size: int) -> dict[str, int] | Configuration:
-    """One dimension over all ranks; a whole configuration for ``"auto"``."""
+    """Return one dimension over all ranks; a whole configuration for ``"auto"``."""
     if rng.random() < 0.05:
         return Configuration(size, "auto")
     return {rng.choice(_names(rng, program)): size}
 
 
 def _names(rng: random.Random, program: Program) -> list[str]:
-    """The dimensions that apply, each as often as it is to be chosen."""
+    """Return the dimensions that apply, each as often as it is to be chosen."""
     features = program.features
     found = ["model", "pipeline", "pipeline"] if len(program.live()) >= 5 else ["model" if "time_first" in features else "data"]
     if "mixes" not in features and ("time_first" not in features or rng.random() < 0.3):
@@ -137,13 +137,13 @@ def _names(rng: random.Random, program: Program) -> list[str]:
 
 
 def _that_divides(rng: random.Random, program: Program) -> int:
-    """A number of ranks for a batch that few numbers divide: mostly one that does, sometimes two, that compute the whole batch."""
+    """Return a number of ranks for a batch that few numbers divide: mostly one that does, sometimes two, that compute the whole batch."""
     divisors = [each for each in range(2, 8) if program.rows % each == 0]
     return min(divisors) if divisors and rng.random() < 0.7 else 2
 
 
 def _alone(rng: random.Random, features: frozenset[str]) -> Configuration | None:
-    """A mode that takes no other beside it."""
+    """Return a mode that cannot be combined."""
     if rng.random() < 0.05:
         return Configuration(2, "auto")
     recompute = rng.choice((None, "none", "full"))

@@ -51,7 +51,7 @@ class Case:
 
 
 def generate(seed: int, processes: int | None = None) -> Case:
-    """The case of a seed: of this number and nothing else. Call it with float64 as the default dtype.
+    """Return the case of a seed: of this number and nothing else. Call it with float64 as the default dtype.
 
     Args:
         processes: how many ranks the plan has, where each is a process; None: any number, all in one process.
@@ -100,7 +100,7 @@ def _end_complex(writer: Writer) -> None:
 
 
 def _finished(writer: Writer, rng: random.Random, themes: AbstractSet[str]) -> Program:
-    """The program with what it returns, and how its caller uses it."""
+    """Return the program with its results, and its use by a caller."""
     writer.drop_what_autograd_refuses()
     returned, target = _returned(writer, rng, themes)
     program = replace(writer.program, returned=returned, usage=Usage(target=target)).without_unused()
@@ -142,7 +142,7 @@ def _embedding(writer: Writer) -> str | None:
 
 
 def _templates(rng: random.Random, value: Variable) -> Sequence[Template]:
-    """Templates of one kind, the kinds weighted by what the value is."""
+    """Return templates of one kind, the kinds weighted by the kind of value."""
     layers: Sequence[Template] = VECTOR
     if value.is_batched and value.dim == 4:
         layers = IMAGE
@@ -153,7 +153,7 @@ def _templates(rng: random.Random, value: Variable) -> Sequence[Template]:
 
 
 def _returned(writer: Writer, rng: random.Random, themes: AbstractSet[str]) -> tuple[Structure, str]:
-    """The last value, or a structure of several, mostly such as have rows; and the target of their loss."""
+    """Return the last value, or a structure of several, mostly such as have rows; and the target of their loss."""
     values = [each for each in writer.variables() if not each.name.startswith("x")]
     batched = [each.name for each in values if (each.is_float or each.is_complex) and each.open and each.open[0] == 0]
     if not batched:
@@ -173,7 +173,7 @@ def _returned(writer: Writer, rng: random.Random, themes: AbstractSet[str]) -> t
 
 
 def _view(writer: Writer, name: str) -> str:
-    """A view of a value that has rows, or the value where none is possible."""
+    """Return a view of a value that has rows, or the value where none is possible."""
     value = writer.variable(name)
     if value is None or value.open != (0,):
         return name
@@ -191,7 +191,7 @@ def _view(writer: Writer, name: str) -> str:
 
 
 def _batch_second(writer: Writer, name: str) -> tuple[str, str]:
-    """The value with its batch in dimension 1, and a target that has it there."""
+    """Return the value with its batch in dimension 1, and a target that has it there."""
     value = writer.variable(name)
     if value is None or value.open != (0,) or value.dim < 2 or value.shape[1] == writer.rows:
         return name, Usage().target
@@ -200,12 +200,12 @@ def _batch_second(writer: Writer, name: str) -> tuple[str, str]:
 
 
 def _added(writer: Writer, name: str, code: str) -> str:
-    """The variable of one more line, or the given one where the line does not run."""
+    """Return the variable of one more line, or the given one where the line does not run."""
     return writer.statements[-1].defines[0] if writer.write(Draft(code)) else name
 
 
 def _structure(rng: random.Random, last: str, others: list[str], anything: list[str]) -> Structure:
-    """One value, or several in a structure."""
+    """Return one value, or several in a structure."""
     kind = rng.random()
     if kind < 0.55 or not others:
         return last
@@ -222,13 +222,13 @@ def _structure(rng: random.Random, last: str, others: list[str], anything: list[
 
 
 def _as_record(rng: random.Random, last: str, structure: Structure) -> Structure:
-    """A dataclass of what is returned, alone, nested or inside another structure."""
+    """Return a dataclass of the results, alone, nested or inside another structure."""
     other = None if isinstance(structure, str) else structure
     return rng.choice((Record(last=last, other=other), Record(last=last, other=Record(last=last)), (Record(last=last), other)))
 
 
 def _features(program: Program, writer: Writer, family: str) -> set[str]:
-    """What decides which modes apply, of the statements that count."""
+    """Return the features that decide which modes apply, of the live statements."""
     found = {family}
     live = replace(program, statements=program.live()).without_unused()
     code = " ".join([each.code for each in live.layers] + [each.code for each in live.statements])
@@ -248,7 +248,7 @@ def _features(program: Program, writer: Writer, family: str) -> set[str]:
 
 
 def _features_of_callers(program: Program, themes: AbstractSet[str]) -> set[str]:
-    """The features by which a campaign counts what callers pass, get and do."""
+    """Return the features by which a campaign counts arguments, results and actions of callers."""
     usage, statements = program.usage, " ".join(each.code for each in program.statements)
     return {
         name

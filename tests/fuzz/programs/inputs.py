@@ -30,7 +30,7 @@ WRITTEN = (
 
 
 def draw_inputs(rng: random.Random, family: str, rows: int, themes: AbstractSet[str]) -> list[Input]:
-    """The inputs of a program of a family: positional ones first."""
+    """Return the inputs of a program of a family: positional ones first."""
     first, second = rng.randint(4, 9), rng.randint(4, 9)
     if "accident" in themes:
         first = rows
@@ -55,7 +55,7 @@ def draw_inputs(rng: random.Random, family: str, rows: int, themes: AbstractSet[
 
 
 def _of_themes(rng: random.Random, rows: int, themes: AbstractSet[str]) -> list[Input]:
-    """The inputs that themes add."""
+    """Return the inputs that themes add."""
     found = []
     if "complex" in themes and rng.random() < 0.3:
         found.append(Input("x2", "torch.randn(rows, 4, dtype=torch.complex128)", keyword=rng.random() < 0.3))
@@ -77,7 +77,7 @@ def _of_themes(rng: random.Random, rows: int, themes: AbstractSet[str]) -> list[
 
 
 def with_other_inputs(program: Program, rng: random.Random, themes: AbstractSet[str]) -> Program:
-    """Sometimes the batch of the first input is its second dimension, or an input without rows scales it."""
+    """Move the batch of the first input to its second dimension at times, or scale it by an input without rows."""
     first = next((each for each in program.inputs if each.name == "x0"), program.inputs[0])
     kind = rng.random()
     turns = "batch second" in themes and rng.random() < 0.8
@@ -98,12 +98,12 @@ def with_other_inputs(program: Program, rng: random.Random, themes: AbstractSet[
 
 
 def _has_two_dimensions(given: Input) -> bool:
-    """Whether an input has a dimension beside its rows."""
+    """Return whether an input has a dimension beside its rows."""
     return bool(eval(given.code, {"torch": torch, "rows": 2}).dim() > 1)  # noqa: S307  text of our own
 
 
 def _floating(rng: random.Random, sizes: Sequence[int]) -> str:
-    """A floating input, sometimes with strides of its own."""
+    """Return a floating input, sometimes with strides of its own."""
     shape = ", ".join(map(str, ("rows", *sizes)))
     kind = rng.random()
     if kind < 0.75:

@@ -14,12 +14,12 @@ __all__ = ["kept_value", "loss_function"]
 
 
 def kept_value(model: nn.Module, place: str) -> Any:
-    """What is kept at a place, such as ``keeps3.l_aux``."""
+    """Return the value kept at a place, such as ``keeps3.l_aux``."""
     return eval(f"model.{place}", {"model": model})  # noqa: S307  text of our own
 
 
 def loss_function(program: Program, model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-    """The loss that a training loop with this model computes: ``loss_of``, with the changes and the terms of the program's usage.
+    """Return the loss that a training loop with this model computes: ``loss_of``, with the changes and the terms of the program's usage.
 
     Args:
         model: on which the loss finds kept tensors.

@@ -136,7 +136,7 @@ class Program:
     usage: Usage = Usage()
 
     def without_unused(self) -> Program:
-        """The same program less the layers and inputs that nothing reads."""
+        """Return the same program without unread layers and inputs."""
         read = {name for statement in self.statements for name in ATTRIBUTE.findall(statement.code)}
         layers = []
         for layer in reversed(self.layers):
@@ -148,7 +148,7 @@ class Program:
         return replace(self, layers=tuple(reversed(layers)), inputs=inputs)
 
     def live(self) -> tuple[Statement, ...]:
-        """The statements that returned values depend on, those that write in place into what these read, and those with effects."""
+        """Return the statements that returned values depend on, in-place writes into their inputs, and statements with effects."""
         needed, found = set(leaves(self.returned)), []
         for statement in reversed(self.statements):
             if is_effect(statement) or needed & set(statement.defines or names_in(statement.code)[:1]):
@@ -157,7 +157,7 @@ class Program:
         return tuple(reversed(found))
 
     def source(self) -> str:
-        """The model as Python that stands alone, and ``make_inputs`` for its inputs and target."""
+        """Return the model as Python that stands alone, and ``make_inputs`` for its inputs and target."""
         arguments = [each.name + (" = None" if each.keyword else "") for each in self.inputs]
         lines = ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         lines += [f"        {layer.code}" for layer in self.layers]
@@ -168,22 +168,22 @@ class Program:
 
 
 def names_in(code: str) -> list[str]:
-    """The variables and inputs that a line reads or assigns."""
+    """Return the variables and inputs that a line reads or assigns."""
     return VARIABLE.findall(code)
 
 
 def is_effect(statement: Statement) -> bool:
-    """Whether a statement writes into an argument, into a buffer or to an attribute."""
+    """Return whether a statement writes into an argument, into a buffer or to an attribute."""
     return not statement.defines and statement.code.startswith(("x", "self."))
 
 
 def namespace() -> dict[str, Any]:
-    """The names that a program's text may use."""
+    """Return the names that a program's text may use."""
     return {"torch": torch, "nn": nn, "F": F, "Tensor": Tensor, "checkpoint": checkpoint, **CLASSES}
 
 
 def build(program: Program) -> nn.Module:
-    """The model, its weights drawn from the program's seed."""
+    """Return the model, its weights drawn from the program's seed."""
     scope = namespace()
     exec(compile(program.source(), f"<program of seed {program.seed}>", "exec"), scope)  # noqa: S102  text of our own
     with torch.random.fork_rng(devices=[]):
@@ -210,7 +210,7 @@ def make_inputs(program: Program, rows: int, *, is_switched: bool = True) -> tup
 
 
 def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """The sizes of every floating value of a run, by name."""
+    """Return the sizes of every floating value of a run, by name."""
     scope = namespace() | {"self": build(program)}
     args, kwargs, _ = make_inputs(program, program.rows)
     scope |= dict(zip([each.name for each in program.inputs if not each.keyword], args, strict=True)) | kwargs
@@ -220,7 +220,7 @@ def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
-    """A mean over the batch for every floating or complex leaf that has rows, plus a mean of every other leaf.
+    """Return a mean over the batch for every floating or complex leaf that has rows, plus a mean of every other leaf.
 
     A target of two dimensions has the batch last, as leaves of its first two sizes have it in dimension 1.
     """

@@ -18,7 +18,7 @@ Structure = str | None | tuple["Structure", ...] | list["Structure"] | dict[str,
 
 
 def returned_text(structure: Structure) -> str:
-    """A structure as the expression that makes it."""
+    """Return a structure as the expression that makes it."""
     if isinstance(structure, Record):
         return f"Result({', '.join(f'{key}={returned_text(each)}' for key, each in structure.items())})"
     if isinstance(structure, dict):
@@ -31,7 +31,7 @@ def returned_text(structure: Structure) -> str:
 
 
 def leaves(structure: Structure) -> Iterator[str]:
-    """The variables of a structure."""
+    """Yield the variables of a structure."""
     if isinstance(structure, str):
         yield structure
     elif structure is not None:
@@ -40,7 +40,7 @@ def leaves(structure: Structure) -> Iterator[str]:
 
 
 def renamed(structure: Structure, rename: Callable[[str], str]) -> Structure:
-    """The structure with other variables."""
+    """Return the structure with other variables."""
     if isinstance(structure, dict):
         return type(structure)({key: renamed(each, rename) for key, each in structure.items()})
     if isinstance(structure, tuple | list):
@@ -49,7 +49,7 @@ def renamed(structure: Structure, rename: Callable[[str], str]) -> Structure:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """The leaves of a value, in the order of its fields."""
+    """Return the leaves of a value, in the order of its fields."""
     if dataclasses.is_dataclass(value):
         value = [getattr(value, each.name) for each in dataclasses.fields(value)]
     if isinstance(value, dict):
@@ -60,7 +60,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """The value with its dataclasses as dicts that name their class, for comparisons by ``torch.utils._pytree``."""
+    """Return the value with its dataclasses as dicts that name their class, for comparisons by ``torch.utils._pytree``."""
     if dataclasses.is_dataclass(value):
         fields = {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return {"dataclass": type(value).__name__, **fields}

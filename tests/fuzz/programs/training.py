@@ -28,7 +28,7 @@ CALL = re.compile(r"(self\.\w+)\((v\d+|x\d+)\)$")
 
 
 def with_checkpoints(program: Program, rng: random.Random) -> Program:
-    """Sometimes, the program with ``torch.utils.checkpoint`` around some statements: those with which its gradients are the same."""
+    """Put ``torch.utils.checkpoint`` around some statements at times, if the program's gradients stay the same."""
     if rng.random() >= CHECKPOINTED or not program.training:
         return program
     expected: list[tuple[str, Any]] | None = None
@@ -48,7 +48,7 @@ def with_checkpoints(program: Program, rng: random.Random) -> Program:
 
 
 def draw_training(configuration: Configuration, program: Program, rng: random.Random) -> Configuration:
-    """Sometimes, the configuration with patterns of the program's modules, or a precision in which its model runs."""
+    """Add patterns of the program's modules to the configuration at times, or a precision in which its model runs."""
     if rng.random() < BY_MODULE:
         names = [name for name, _ in build(program).named_modules()]
         patterns = dict(_pattern(rng, names) for _ in range(rng.randint(1, 3)))
@@ -61,7 +61,7 @@ def draw_training(configuration: Configuration, program: Program, rng: random.Ra
 
 
 def _pattern(rng: random.Random, names: list[str]) -> tuple[str, str]:
-    """A module's name, mostly with a ``*`` for a part of it, and a policy."""
+    """Return a module's name, mostly with a ``*`` for a part of it, and a policy."""
     parts = rng.choice(names).split(".")
     if parts != [""] and rng.random() < 0.6:
         place = rng.randrange(len(parts))
@@ -70,7 +70,7 @@ def _pattern(rng: random.Random, names: list[str]) -> tuple[str, str]:
 
 
 def _checkpointed(program: Program, rng: random.Random, *, use_reentrant: bool) -> Program | None:
-    """The program with a checkpoint around a few statements that follow each other; None where they cannot be one expression each."""
+    """Return the program with a checkpoint around a few consecutive statements; None where they cannot be one expression each."""
     first = rng.randrange(len(program.statements)) if program.statements else 0
     region = program.statements[first : first + rng.choice((1, 1, 2, 3, 4))]
     expressions = [each.code.partition(" = ")[2] for each in region]
@@ -96,13 +96,13 @@ def _checkpointed(program: Program, rng: random.Random, *, use_reentrant: bool) 
 
 
 def _read(expression: str) -> list[str]:
-    """The variables that an expression reads; of a checkpoint, its arguments alone."""
+    """Return the variables that an expression reads; of a checkpoint, its arguments alone."""
     found = re.search(r", ((?:[vx]\d+, )+)use_reentrant=\w+\)$", expression)
     return names_in(found[1] if found else expression)
 
 
 def _observed(program: Program, precision: str | None = None) -> list[tuple[str, Any]] | None:
-    """What the unpartitioned model does; None where it does not run, or not with finite numbers."""
+    """Return the observations of the unpartitioned model; None where it fails, or has numbers that are not finite."""
     try:
         with default_dtype(precision):
             model = build(program)
@@ -120,7 +120,7 @@ def _numbers(observed: list[tuple[str, Any]]) -> Iterator[torch.Tensor]:
 
 
 def _is_equal(expected: list[tuple[str, Any]], program: Program) -> bool:
-    """Whether the model does the same, which one whose checkpoint draws, writes or keeps something need not."""
+    """Return whether the model does the same; a checkpoint that draws, writes or keeps something may change it."""
     found = _observed(program)
     if found is None or len(found) != len(expected):
         return False

@@ -141,12 +141,12 @@ class Writer:
                 scope["self"].train(self.training)
 
     def variable(self, name: str) -> Variable | None:
-        """What is known of a name; None for what is no tensor."""
+        """Return the variable of a name; None unless it is a tensor."""
         first, second = (scope[name] for scope in self._scopes)
         return _variable(name, first, second) if isinstance(first, Tensor) else None
 
     def written_tensors(self) -> list[tuple[str, Variable]]:
-        """The tensors of arguments that may be written, and how a line names them."""
+        """Return the tensors of arguments that may be written, and how a line names them."""
         found = []
         for name, given in self.inputs.items():
             if given.is_written:
@@ -155,14 +155,14 @@ class Writer:
         return found
 
     def variables(self) -> list[Variable]:
-        """Every value so far, inputs first."""
+        """Return every value so far, inputs first."""
         names = [each.name for each in self._start.inputs if not each.is_apart] + [
             name for each in self.statements for name in each.defines
         ]
         return [found for name in names if (found := self.variable(name)) is not None]
 
     def pick(self, accepts: Callable[[Variable], bool] = lambda _: True, *, recent: int = 3) -> Variable | None:
-        """One value that is accepted, mostly a late one."""
+        """Return one value that is accepted, mostly a late one."""
         found = [each for each in self.variables() if accepts(each)]
         if not found:
             return None
@@ -213,7 +213,7 @@ class Writer:
         return True
 
     def _written(self, draft: Draft) -> list[Statement] | None:
-        """The lines of a draft, which have run; None where a value of theirs is not fit to go on with."""
+        """Return the lines of a draft, which have run; None where a value of theirs is not fit to go on with."""
         found: list[Statement] = []
         for each in (draft, *draft.then):
             count = self._count + sum(len(statement.defines) for statement in found)
@@ -233,7 +233,7 @@ class Writer:
         return found if is_fit else None
 
     def depth(self, name: str) -> int:
-        """How many statements a value depends on; those with layers count twice."""
+        """Return the number of statements that a value depends on; those with layers count twice."""
         return sum(1 + ("self." in each.code) for each in replace(self.program, returned=name).live())
 
     def drop_what_autograd_refuses(self) -> None:
@@ -270,7 +270,7 @@ class Writer:
         return True
 
     def _is_differentiable(self, names: Sequence[str], code: str) -> bool:
-        """Whether a backward through everything still runs, where a line writes in place."""
+        """Return whether a backward through everything still runs, where a line writes in place."""
         if names and not _writes(code):
             return True
         for scope in self._scopes:
@@ -288,7 +288,7 @@ def _variable(name: str, first: Tensor, second: Tensor) -> Variable:
 
 
 def _paths(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an argument, each with the expression that reads it."""
+    """Yield the tensors of an argument, each with the expression that reads it."""
     if isinstance(value, Tensor):
         yield path, value
     elif is_dataclass(value):
@@ -303,7 +303,7 @@ def _paths(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _writes(code: str) -> bool:
-    """Whether a line writes in place."""
+    """Return whether a line writes in place."""
     return not re.match(r"(v\d+, ?)*v\d+,? = ", code) or "_(" in code or "inplace=True" in code
 
 

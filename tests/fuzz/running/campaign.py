@@ -162,7 +162,7 @@ class Campaign:
             sys.stdout.flush()
 
     def summary(self) -> str:
-        """The counts as tables: by outcome and reason, and by feature."""
+        """Return the counts as tables: by outcome and reason, and by feature."""
         total = max(sum(self.counts.values()), 1)
         lines = [f"{total} seeds in {self.took:.0f} s at commit {_commit()}"]
         for kind in KINDS:
@@ -183,7 +183,7 @@ def _commit() -> str:
 
 
 def _counted(features: Iterable[str]) -> frozenset[str]:
-    """The features that a table has a line for."""
+    """Return the features that a table has a line for."""
     return frozenset("attends" if each.startswith("attends") else each for each in features)
 
 
@@ -221,7 +221,7 @@ def _work(connection: Connection, is_reducing: bool) -> None:
 
 
 def _over_processes(seeds: Iterable[int], size: int, seconds: float, is_reducing: bool) -> Iterable[tuple[int, Ending]]:
-    """How each seed ends over so many processes."""
+    """Yield each seed's ending over so many processes."""
     _prepare()
     from tests.fuzz.programs.generator import generate  # noqa: PLC0415
     from tests.fuzz.running.ranks import Ranks  # noqa: PLC0415

@@ -152,23 +152,23 @@ def _compare_leaf(what: str, name: Any, wanted: Any, got: Any, noisy: Any, large
 
 
 def has_gradient(value: Tensor) -> bool:
-    """Whether numbers of this type have gradients."""
+    """Return whether numbers of this type have gradients."""
     return value.is_floating_point() or value.is_complex()
 
 
 def as_real(value: Tensor) -> Tensor:
-    """The numbers of a tensor in float64: a bool as 0 or 1, a complex number as two."""
+    """Return the numbers of a tensor in float64: a bool as 0 or 1, a complex number as two."""
     found = value.detach()
     return torch.view_as_real(found.resolve_conj()).double() if found.is_complex() else found.double()
 
 
 def _magnitude(value: Tensor) -> float:
-    """The largest magnitude of a tensor."""
+    """Return the largest magnitude of a tensor."""
     return float(as_real(value).abs().max())
 
 
 def _distance(wanted: Tensor, noisy: Any) -> float:
-    """The largest difference of two finite tensors; 0 where they cannot be compared."""
+    """Return the largest difference of two finite tensors; 0 where they cannot be compared."""
     if not isinstance(noisy, Tensor) or noisy.shape != wanted.shape:
         return 0.0
     found = float((as_real(wanted) - as_real(noisy)).abs().max())

@@ -53,7 +53,7 @@ def _inputs(program: Program) -> tuple[tuple[object, ...], dict[str, object], li
 
 
 def _loss(program: Program, model: nn.Module, direction: Sequence[Tensor], step: float, *, of_inputs: bool) -> float:
-    """The loss a step away along a direction, with the random draws of the first call."""
+    """Return the loss a step away along a direction, with the random draws of the first call."""
     moved = copy.deepcopy(model)
     args, kwargs, leaves, target = _inputs(program)
     with torch.no_grad():

@@ -49,7 +49,7 @@ class Reference:
     precision: str | None = None
 
     def inputs(self, program: Program, rows: int, *, is_switched: bool | None = None) -> Inputs:
-        """The program's inputs, and its target; those of the first call where it is not said which."""
+        """Return the program's inputs, and its target; those of the first call where it is not said which."""
         is_switched = program.usage.starts_switched if is_switched is None else is_switched
         args, kwargs, target = make_inputs(program, rows, is_switched=is_switched)
         disturb([each for each in leaves_of([args, kwargs]) if isinstance(each, Tensor)], self.noise, self.draw)
@@ -60,7 +60,7 @@ class Reference:
         torch.manual_seed(seed + self.seed)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call."""
+        """Return the result of a call."""
         with contextlib.nullcontext() if self.is_partitioned else autocast(self.precision):
             return self.module(*args, **kwargs)
 
@@ -70,7 +70,7 @@ class Reference:
         return self.module
 
     def step(self, program: Program, inputs: Inputs) -> Tensor:
-        """One training step: the loss, gradients left on the parameters."""
+        """Run one training step: return the loss, and leave gradients on the parameters."""
         args, kwargs, target = inputs
         loss_fn = loss_function(program, self.module)
         self.start(1)
@@ -83,22 +83,22 @@ class Reference:
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Copies of the gradients by original names."""
+        """Return copies of the gradients by original names."""
         if self.is_partitioned:
             return _copied(self.partitioned.full_gradients())
         return _copied({name: parameter.grad for name, parameter in self.module.named_parameters()})
 
     def state(self) -> dict[str, Tensor | None]:
-        """A copy of the state by original names."""
+        """Return a copy of the state by original names."""
         return _copied(self.partitioned.full_state_dict() if self.is_partitioned else self.module.state_dict())
 
     def buffers(self) -> dict[str, Tensor | None]:
-        """Copies of the buffers; of a partitioned model the whole state, for it does not say which are buffers."""
+        """Return copies of the buffers; of a partitioned model the whole state, for it does not say which are buffers."""
         names = {name for name, _ in self.module.named_buffers()} if not self.is_partitioned else None
         return {name: value for name, value in self.state().items() if names is None or name in names}
 
     def kept(self, program: Program) -> dict[str, Any]:
-        """Copies of what the last call kept on modules; a name where nothing is there, or reading it is refused (after a step)."""
+        """Return copies of the tensors that the last call kept on modules; a name if it is missing or refused (after a step)."""
         found: dict[str, Any] = {}
         for place in program.usage.kept:
             try:
@@ -117,7 +117,7 @@ class Reference:
 
 
 def observations(side: Reference, program: Program) -> Iterator[tuple[str, Any]]:
-    """What one side does, one observation after the other."""
+    """Yield the observations of one side in order."""
     usage, first = program.usage, program.usage.starts_switched
     yield from _call(side, program, first, "")
     if usage.switch is not None:
@@ -141,7 +141,7 @@ def observations(side: Reference, program: Program) -> Iterator[tuple[str, Any]]
 
 
 def _call(side: Reference, program: Program, is_switched: bool, label: str) -> Iterator[tuple[str, Any]]:
-    """One call, and its backward."""
+    """Run one call, and its backward."""
     args, kwargs, target = inputs = side.inputs(program, program.rows, is_switched=is_switched)
     differentiable = _differentiable(program, inputs)
     if program.seed % 2:
@@ -166,7 +166,7 @@ def _call(side: Reference, program: Program, is_switched: bool, label: str) -> I
 
 
 def _steps(side: Reference, program: Program) -> Iterator[tuple[str, Any]]:
-    """Steps with an update between them, then two whose gradients add up."""
+    """Run steps with an update between them, then two whose gradients add up."""
     inputs = side.inputs(program, program.rows)
     yield "loss of train_step", side.step(program, inputs)
     yield "gradients of train_step", side.gradients()
@@ -189,7 +189,7 @@ def _steps(side: Reference, program: Program) -> Iterator[tuple[str, Any]]:
 
 
 def _calls_with_written_arguments(side: Reference, program: Program) -> Iterator[tuple[str, Any]]:
-    """Two calls without gradients, the second with the tensors that the first has changed."""
+    """Yield two calls without gradients, the second with the tensors that the first has changed."""
     args, kwargs, _ = inputs = side.inputs(program, program.rows)
     with torch.no_grad():
         for label in ("", " a second time"):
@@ -199,7 +199,7 @@ def _calls_with_written_arguments(side: Reference, program: Program) -> Iterator
 
 
 def _next_inputs(inputs: Inputs) -> Inputs:
-    """The same inputs with what was written into them, without the history that a call of the model gives to written ones."""
+    """Return the inputs with their written values, without the history that a call gives to written ones."""
     for each in leaves_of([inputs[0], inputs[1]]):
         if isinstance(each, Tensor) and each.grad_fn is not None:
             each.detach_()
@@ -212,23 +212,23 @@ def _named(program: Program, inputs: Inputs) -> Mapping[str, Any]:
 
 
 def _written(program: Program, inputs: Inputs) -> dict[str, Any]:
-    """Copies of the arguments that forward may write into."""
+    """Return copies of the arguments that forward may write into."""
     named = _named(program, inputs)
     return {each.name: _detached(named[each.name]) for each in program.inputs if each.is_written and each.name in named}
 
 
 def _differentiable(program: Program, inputs: Inputs) -> list[Tensor]:
-    """The tensors of arguments that have gradients."""
+    """Return the tensors of arguments that have gradients."""
     named = _named(program, inputs)
     found = [leaf for each in program.inputs if not each.is_written and each.name in named for leaf in leaves_of(named[each.name])]
     return [each for each in found if isinstance(each, Tensor) and has_gradient(each)]
 
 
 def _detached(value: Any) -> Any:
-    """A copy of the tensors of a value, dataclasses as dicts."""
+    """Return a copy of the tensors of a value, dataclasses as dicts."""
     return tree_map_only(Tensor, lambda each: each.detach().clone(), plain(value))
 
 
 def _copied(values: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The values as they are now."""
+    """Return the values as they are now."""
     return {name: None if value is None else value.detach().clone() for name, value in values.items()}

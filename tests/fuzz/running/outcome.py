@@ -45,7 +45,7 @@ class Outcome:
 
 
 def run_case(case: Case, on_reference: Callable[[], None] = lambda: None, process: int | None = None) -> Outcome:
-    """The case's outcome. The default dtype is that of its precision meanwhile, float64 without one.
+    """Return the case's outcome. The default dtype is that of its precision meanwhile, float64 without one.
 
     Args:
         on_reference: called when the unpartitioned model has run: a process that ends before has been ended by PyTorch alone.
@@ -93,7 +93,7 @@ def _run(case: Case, on_reference: Callable[[], None], process: int | None) -> O
 
 
 def _trains(program: Program, model: nn.Module) -> bool:
-    """Whether the loss of a call has a gradient by a parameter."""
+    """Return whether the loss of a call has a gradient by a parameter."""
     model = copy.deepcopy(model)
     args, kwargs, target = make_inputs(program, program.rows, is_switched=program.usage.starts_switched)
     loss = loss_function(program, model)(model(*args, **kwargs), target)
@@ -113,7 +113,7 @@ def _partitioned(case: Case, model: nn.Module) -> nn.Module:
 def _disturbed_observations(
     model: nn.Module, program: Program, one_piece: functools.partial[Reference], draw: int
 ) -> list[tuple[str, Any]]:
-    """What the unpartitioned model does with inputs and parameters that are moved by noise."""
+    """Return the observations of the unpartitioned model with inputs and parameters moved by noise."""
     noise = noise_of(one_piece.keywords["precision"])
     disturbed = one_piece(copy.deepcopy(model), noise=noise, draw=draw)
     disturb(list(disturbed.module.parameters()), noise, draw)
@@ -140,7 +140,7 @@ def _difference(
     *,
     is_alone: bool,
 ) -> _Difference | None:
-    """The first difference; where other processes wait for the calls of this one, all calls are made all the same."""
+    """Return the first difference; in processes all calls are still made, since other processes wait for them."""
     found: _Difference | None = None
     for index, ((what, wanted), (_, got)) in enumerate(zip(expected, observed, strict=True)):
         if found is not None:
@@ -155,7 +155,7 @@ def _difference(
 
 
 def _place(error: BaseException) -> str:
-    """The last frame of ours that an error came through."""
+    """Return the last frame of ours that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if any(f"/{name}/" in frame.filename for name in ("partitioner", "passes", "cost_models"))]
     last = ours[-1] if ours else frames[-1]
@@ -163,7 +163,7 @@ def _place(error: BaseException) -> str:
 
 
 def refusal_class(text: str) -> str:
-    """The first line of a refusal without names and numbers."""
+    """Return the first line of a refusal without names and numbers."""
     line = re.sub(r"'[^']*'|\"[^\"]*\"", "..", text.splitlines()[0])
     line = re.sub(r"\b[vx]?\w*\d[\w.]*", "N", line)
     return line[:110]

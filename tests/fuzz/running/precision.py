@@ -17,18 +17,18 @@ TRUE = {None: torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat
 
 
 def dtype_of(precision: str | None) -> torch.dtype:
-    """The type of parameters and inputs."""
+    """Return the type of parameters and inputs."""
     return TRUE[precision]
 
 
 def converted(model: nn.Module, precision: str | None) -> nn.Module:
-    """A copy of the model in a precision."""
+    """Return a copy of the model in a precision."""
     model = copy.deepcopy(model)
     return model if precision is None else model.to(dtype_of(precision))
 
 
 def unconverted(model: nn.Module, precision: str | None) -> nn.Module:
-    """A copy of the model in the next larger type, which a precision converts back without rounding."""
+    """Return a copy of the model in the next larger type, which a precision converts back without rounding."""
     larger = {"bf16-true": torch.float32, "32-true": torch.float64}
     return copy.deepcopy(model).to(larger[precision]) if precision in larger else copy.deepcopy(model)
 
@@ -50,22 +50,22 @@ def autocast(precision: str | None) -> AbstractContextManager[object]:
 
 
 def noise_of(precision: str | None) -> float:
-    """A relative change of inputs and parameters, some roundings large."""
+    """Return a relative change of inputs and parameters, some roundings large."""
     return 1e-14 if precision is None else _rounding(precision)
 
 
 def margin_of(precision: str | None) -> float:
-    """How much more than noise changes in the model's own value is allowed: of roundings, twice as much as the model has."""
+    """Return the allowed multiple of the model's own change under noise: twice for roundings."""
     return 10.0 if precision is None else 2.0
 
 
 def tolerance_of(precision: str | None) -> float:
-    """Of a value, relative to the largest element of its tensor, and with 1e-3 of it to the largest of all tensors compared."""
+    """Return the tolerance of a value, relative to the largest element of its tensor; 1e-3 of it to the largest of all tensors compared."""
     return 1e-9 if precision is None else 8 * _rounding(precision)
 
 
 def rounding_of(precision: str | None) -> float:
-    """Of the largest number that the model computes on the way: allowed besides, for sums whose terms cancel."""
+    """Return the tolerance relative to the largest intermediate number of the model, for sums whose terms cancel."""
     return noise_of(precision) / 10
 
 

@@ -36,7 +36,7 @@ class Ranks:
         self._workers: Workers | None = None
 
     def run(self, case: Case) -> Outcome:
-        """The case's outcome: the worst of all ranks."""
+        """Return the case's outcome: the worst of all ranks."""
         workers = self._started()
         try:
             answers = workers.call(run_on_rank, case, timeout=self._seconds)
@@ -58,7 +58,7 @@ class Ranks:
         self._workers = None
 
     def _started(self) -> Workers:
-        """Processes that are connected; others where one has ended."""
+        """Return connected processes; new ones where one has ended."""
         if self._workers is None or not self._workers.usable:
             self.close()
             self._workers = Workers(self._size)
@@ -66,7 +66,7 @@ class Ranks:
         return self._workers
 
     def _is_connected(self) -> bool:
-        """Whether ranks still reach each other in step after a case that failed."""
+        """Return whether ranks still reach each other in step after a case that failed."""
         if self._workers is None or not self._workers.usable:
             return False
         try:
@@ -83,14 +83,14 @@ def connect() -> None:
 
 
 def total(number: float) -> float:
-    """The sum of a number of each rank."""
+    """Return the sum of a number of each rank."""
     value = torch.tensor(number)
     dist.all_reduce(value)
     return float(value)
 
 
 def run_on_rank(case: Case) -> Outcome:
-    """This rank's outcome of a case."""
+    """Return this rank's outcome of a case."""
     outcome: Any = run_case(case, process=int(os.environ["RANK"]))
     sys.stdout.write(f"{ENDED}{outcome.kind}: {outcome.reason}\n")
     sys.stdout.flush()

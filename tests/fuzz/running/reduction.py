@@ -19,7 +19,7 @@ __all__ = ["reduce_case"]
 
 
 def reduce_case(case: Case, outcome: Outcome, seconds: float = 240.0, run: Callable[[Case], Outcome] = run_case) -> Case:
-    """The smallest case found in so many seconds that fails as this one does."""
+    """Return the smallest case found in so many seconds that fails as this one does."""
     deadline = time.monotonic() + seconds
     case = replace(case, program=case.program.without_unused())
     improved = True
@@ -36,7 +36,7 @@ def reduce_case(case: Case, outcome: Outcome, seconds: float = 240.0, run: Calla
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Cases that are simpler by one step, the greatest steps first."""
+    """Yield cases that are simpler by one step, the greatest steps first."""
     program = case.program
     for structure in _structures(program.returned):
         yield _with(case, replace(program, returned=structure))
@@ -62,7 +62,7 @@ def _with(case: Case, program: Program) -> Case:
 
 
 def _structures(structure: Structure) -> Iterator[Structure]:
-    """One leaf alone, or the structure less one of its parts."""
+    """Yield one leaf alone, or the structure less one of its parts."""
     names = list(dict.fromkeys(leaves(structure)))
     if not isinstance(structure, str):
         yield from names
@@ -73,7 +73,7 @@ def _structures(structure: Structure) -> Iterator[Structure]:
 
 
 def _earlier_results(program: Program) -> Iterator[Program]:
-    """An earlier value in place of the last, and nothing behind it."""
+    """Yield programs with an earlier value as the last, and no later statements."""
     if not isinstance(program.returned, str):
         return
     for end in (len(program.statements) // 2, len(program.statements) - 1):
@@ -85,7 +85,7 @@ def _earlier_results(program: Program) -> Iterator[Program]:
 
 
 def _later_inputs(program: Program) -> Iterator[Program]:
-    """A value as an input of its sizes, in place of the statement that computes it."""
+    """Yield a value as an input of its sizes, in place of the statement that computes it."""
     sizes = shapes_of(program)
     for place in reversed(range(len(program.statements))):
         statement = program.statements[place]
@@ -105,7 +105,7 @@ def _later_inputs(program: Program) -> Iterator[Program]:
 
 
 def _without_statement(program: Program, place: int) -> Iterator[Program]:
-    """The program without a statement; what reads its value reads an earlier one."""
+    """Yield the program without a statement; readers of its value read an earlier one."""
     statement = program.statements[place]
     rest = (*program.statements[:place], *program.statements[place + 1 :])
     used = {name for each in rest for name in re.findall(r"\b[vx]\d+\b", each.code)} | set(leaves(program.returned))
@@ -121,12 +121,12 @@ def _without_statement(program: Program, place: int) -> Iterator[Program]:
 
 
 def _read_instead(structure: Structure, name: str, other: str) -> Structure:
-    """The structure with another variable instead of one."""
+    """Return the structure with another variable instead of one."""
     return renamed(structure, lambda each: other if each == name else each)
 
 
 def _usages(program: Program) -> Iterator[Program]:
-    """Callers that do less."""
+    """Yield programs whose callers do less."""
     usage = program.usage
     text = " ".join(each.code for each in program.statements)
     for name in ("changes", "in_loss", "kept", "frozen", "frozen_later", "batch_dims"):

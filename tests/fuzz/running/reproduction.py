@@ -26,7 +26,7 @@ from partitioner import Constraints, partition
 
 
 def reproduction(case: Case, outcome: Outcome) -> str:
-    """A script that calls and trains the model and its partitions, with how the case ended first.
+    """Return a script that calls and trains the model and its partitions, with how the case ended first.
 
     It prints outputs, written arguments, kept tensors, gradients and states of both. For a case over processes it is run by torchrun.
     """
@@ -92,18 +92,18 @@ def _calls(program: Program) -> tuple[bool, ...]:
 
 
 def _kept(program: Program) -> str:
-    """The lines that print kept tensors."""
+    """Return the lines that print kept tensors."""
     return "".join(f"        print({each!r}, module.{each})\n" for each in program.usage.kept)
 
 
 def _changes(program: Program) -> str:
-    """The lines that change the output in place."""
+    """Return the lines that change the output in place."""
     lines = [line for place, code in program.usage.changes for line in (f"leaf = leaves_of(output)[{place}]", code)]
     return "".join(f"        {line}\n" for line in lines)
 
 
 def _inputs(program: Program) -> str:
-    """A function that makes positional and keyword inputs."""
+    """Return a function that makes positional and keyword inputs."""
     lines = ["def inputs(is_switched):", "    torch.manual_seed(1)", f"    rows = {program.rows}"]
     lines += [f"    {each.name} = {each.code}" for each in program.inputs]
     passed = ", ".join(each.name for each in program.inputs if not each.keyword)

@@ -53,7 +53,7 @@ COMPLEX = (
 
 
 def complex_value(writer: Writer, value: Variable) -> Draft | None:
-    """A step towards complex numbers, among them, or back; mostly of a complex value where there is one."""
+    """Return a step towards complex numbers, among them, or back; mostly of a complex value where there is one."""
     rng = writer.rng
     late = writer.pick(lambda each: each.is_complex and each.dim >= 2 and each.open[:1] == (0,), recent=2)
     if late is None or rng.random() < 0.25:
@@ -84,7 +84,7 @@ def _with_parameter(writer: Writer, value: Variable) -> Draft:
 
 
 def _written_in_parts(writer: Writer, value: Variable) -> Draft:
-    """Modes that are kept are written into a tensor of zeros, as Fourier operators do."""
+    """Return kept modes written into a tensor of zeros, as Fourier operators do."""
     rng, size, name = writer.rng, value.shape[-1], value.name
     few = rng.randint(1, max(1, size - 1))
     fresh = rng.choice((f"torch.zeros_like({name})", f"{name}.new_zeros({name}.shape)", f"{name}.clone()"))

@@ -9,7 +9,7 @@ __all__ = ["THEMES"]
 
 
 def by_row(value: Variable, code: str) -> str:
-    """An expression with rows as a number for each row, of a shape that is broadcast to the value's."""
+    """Return an expression with rows as a number for each row, of a shape that is broadcast to the value's."""
     return f"{code}.flatten(1).mean(1).reshape({', '.join(['-1'] + ['1'] * (value.dim - 1))})"
 
 
@@ -70,7 +70,7 @@ def keep_on_module(writer: Writer, value: Variable) -> Draft | None:
 
 
 def _keep_by_statement(writer: Writer, value: Variable) -> Draft:
-    """An assignment in the model's own forward, to itself or to a layer."""
+    """Return an assignment in the model's own forward, to itself or to a layer."""
     rng = writer.rng
     what = rng.choice(("({0} ** 2).mean()", "{0}.mean()", "{0}", "{0}.detach()", "{0}.tanh()", "{0}.flatten(1).mean(1)", "{0}.sum()"))
     layers = [each.name for each in writer.layers if each.name.startswith(("linear", "conv", "norm", "block"))]
@@ -89,7 +89,7 @@ def _keep_by_statement(writer: Writer, value: Variable) -> Draft:
 
 
 def call_sometimes(writer: Writer, value: Variable) -> Draft | None:
-    """A layer that only the calls with the optional input use, or one layer instead of another."""
+    """Return a layer that only the calls with the optional input use, or one layer instead of another."""
     if "x8" not in writer.inputs or not value.is_float or not value.is_batched or value.dim < 2 or value.dim - 1 in value.open:
         return None
     size, name = value.shape[-1], value.name

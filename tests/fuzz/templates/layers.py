@@ -26,7 +26,7 @@ def linear(writer: Writer, value: Variable) -> str | None:
 
 
 def tied_linear(writer: Writer, value: Variable) -> str | None:
-    """A linear layer, and its weight again the other way round, or a second layer that shares it."""
+    """Return a linear layer and its weight transposed, or a second layer that shares it."""
     if not value.is_float or value.dim < 2 or value.dim - 1 in value.open:
         return None
     size, out = value.shape[-1], writer.rng.choice((4, 5, 6, 8))
@@ -111,7 +111,7 @@ def conv2d(writer: Writer, value: Variable) -> str | None:
 
 
 def residual(writer: Writer, value: Variable) -> str | None:
-    """A convolution that keeps sizes, beside its input."""
+    """Return a convolution that keeps sizes, plus its input."""
     if not value.is_float or not value.is_batched or value.dim != 4:
         return None
     channels = value.shape[1]
@@ -245,7 +245,7 @@ def attention(writer: Writer, value: Variable) -> str | Draft | None:
 
 
 def dropped_share(writer: Writer) -> float:
-    """How much a layer drops: mostly nothing, since what is dropped is not cut into microbatches."""
+    """Return the dropout probability of a layer: mostly zero, since dropout is not cut into microbatches."""
     return 0.3 if writer.training and writer.rng.random() < 0.2 else 0.0
 
 
@@ -294,7 +294,7 @@ SEQUENCE: tuple[Template, ...] = (
 
 
 def used_again(writer: Writer, value: Variable) -> Draft | None:
-    """A layer of the program once more; it is dropped where the sizes do not fit."""
+    """Return a layer of the program once more; it is dropped where the sizes do not fit."""
     callable_layers = [each.name for each in writer.layers if each.name.startswith(REUSED)]
     if not callable_layers or not value.is_float:
         return None

@@ -110,7 +110,7 @@ KEPT = {
 
 
 def sources_of(text: str) -> str:
-    """The source of the classes that a text names."""
+    """Return the source of the classes that a text names."""
     used = [each for name, each in CLASSES.items() if re.search(rf"\b{name}\(", text)]
     registered = "torch.export.register_dataclass(Pair)\n" if Pair in used else ""
     return "\n\n".join(map(inspect.getsource, used)) + registered

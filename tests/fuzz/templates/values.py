@@ -228,7 +228,7 @@ def sorted_values(writer: Writer, value: Variable) -> str | Draft | None:
 
 
 def over_the_batch(writer: Writer, value: Variable) -> Draft | None:
-    """Rows of the batch meet: rare, and with few ways to be cut."""
+    """Mix rows of the batch: rare, and with few ways to be cut."""
     if not value.is_float or not value.is_batched or value.dim < 2 or writer.rng.random() < 0.8:
         return None
     form = writer.rng.choice(
@@ -512,7 +512,7 @@ def write_result(writer: Writer, value: Variable) -> Draft | str | None:
 
 
 def write_buffer(writer: Writer, value: Variable) -> Draft | None:
-    """A buffer that the model writes."""
+    """Return a buffer that the model writes."""
     if not value.is_float or not value.is_batched or value.dim < 2 or writer.rng.random() < 0.4:
         return None
     size = value.shape[-1]

@@ -119,7 +119,7 @@ OF_MODELS = ("plan", "inspect", "simulate", "check")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to be in, with a file of factories that imports the one beside it."""
+    """Enter a folder with a file of factories that imports another file there."""
     (tmp_path / "net.py").write_text(FACTORIES)
     (tmp_path / "beside.py").write_text("WIDTH = 4\n")
     (tmp_path / "sweep.toml").write_text(SWEEP)
@@ -183,7 +183,7 @@ def test_the_help_fits_a_terminal(command: str, capsys: pytest.CaptureFixture[st
 
 
 def keep_rows(path: Path) -> None:
-    """A store with a placement that was planned and one that was not."""
+    """Fill a store with a planned placement and an unplanned one."""
     store = Store(path)
     placements = [Placement("net", devices, "data", "h100:1x4") for devices in (2, 4)]
     good = Row("a", "net", 2, "data", "h100:1x4", "GPipe", 1, step_time=0.25, bubble_fraction=0.5, peak_memory=2**20, communication=512)
@@ -193,7 +193,7 @@ def keep_rows(path: Path) -> None:
 
 
 def documented() -> list[str]:
-    """The command lines of the README and of the module."""
+    """Return the command lines of the README and of the module."""
     texts = [(ROOT / "README.md").read_text(), (ROOT / "partitioner/cli/__init__.py").read_text()]
     return [line for text in texts for line in re.findall(r"^    partitioner (.*?)(?:  +#.*)?$", text, re.MULTILINE)]
 

@@ -52,7 +52,7 @@ net = "net.py:factory"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to be in, with a model and a sweep."""
+    """Enter a folder with a model and a sweep."""
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "sweep.toml").write_text(SWEEP)
     monkeypatch.chdir(tmp_path)
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def printed(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
-    """What a command prints that ends with a code, and complains of nothing if that is 0."""
+    """Return the output of a command that ends with a code, without errors if that is 0."""
     capsys.readouterr()
     assert main(shlex.split(line)) == code
     output, complaint = capsys.readouterr()

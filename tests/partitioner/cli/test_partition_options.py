@@ -129,7 +129,7 @@ def test_mappings_that_cannot_be_read(line: str, problem: str) -> None:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Keywords of each call of ``partition`` by a command, which then ends."""
+    """Return the keywords of each call of ``partition`` by a command, which then ends."""
     (tmp_path / "net.py").write_text(NET)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -385,7 +385,7 @@ def test_workers_find_what_this_process_finds(tmp_path: Path) -> None:
 
 
 def _ends_badly(placement: Placement) -> Row:
-    """On 2 devices it is killed, on 4 it hangs, on 8 it leaves."""
+    """End badly: killed on 2 devices, hanging on 4, exiting on 8."""
     if placement.devices == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if placement.devices == 4:

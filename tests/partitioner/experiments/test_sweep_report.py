@@ -26,12 +26,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def parsed(svg: str) -> ET.Element:
-    """A picture of our own."""
+    """Parse a picture of our own."""
     return ET.fromstring(svg)  # noqa: S314  nobody else's text
 
 
 def row(devices: int, mode: str, step_time: float, peak_memory: int, n_microbatches: int = 1, model: str = "net") -> Row:
-    """A placement that was planned."""
+    """Return a planned placement."""
     key = f"{model} {devices} {mode} {n_microbatches} {step_time}"
     numbers = {"step_time": step_time, "bubble_fraction": 0.25, "peak_memory": peak_memory, "communication": 10}
     return Row(key, model, devices, mode, "h100:1x8", "1F1B", n_microbatches, **numbers, bound_by="<the slowest stage>")  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ RESULTS = Results((*ROWS, FAILED))
 
 
 def marks(svg: str) -> list[str]:
-    """What the pointer reads on each point."""
+    """Return the tooltip of each point."""
     titles = (path.find(f"{SVG}title") for path in parsed(svg).iter(f"{SVG}path"))
     return [str(title.text) for title in titles if title is not None]
 

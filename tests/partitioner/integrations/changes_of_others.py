@@ -34,7 +34,7 @@ def is_ours(name: object) -> bool:
 
 
 def parts(value: Any) -> tuple[object, ...]:
-    """The objects of which another value consists: also the code and the defaults of functions."""
+    """Return the objects of which another value consists: also the code and the defaults of functions."""
     if isinstance(value, classmethod | staticmethod):
         return (type(value), *parts(value.__func__))
     if isinstance(value, property):
@@ -45,7 +45,7 @@ def parts(value: Any) -> tuple[object, ...]:
 
 
 def classes_of(modules: Mapping[str, types.ModuleType]) -> Iterator[type]:
-    """All classes that modules, or classes in them, have."""
+    """Yield all classes that modules, or classes in them, have."""
     seen = set[type]()
     todo = [value for module in modules.values() for value in list(vars(module).values()) if isinstance(value, type)]
     while todo:
@@ -57,7 +57,7 @@ def classes_of(modules: Mapping[str, types.ModuleType]) -> Iterator[type]:
 
 
 def state() -> State:
-    """All functions and classes of modules that are not ours, what finds modules, and the strategies that Lightning knows."""
+    """Return all functions and classes of foreign modules, the finders of modules, and Lightning's strategies."""
     modules = {name: each for name, each in sys.modules.items() if not is_ours(name)}
     owners: list[tuple[Any, Mapping[str, Any]]] = [*((name, vars(module)) for name, module in modules.items())]
     owners += [(owner, vars(owner)) for owner in classes_of(modules)]
@@ -70,7 +70,7 @@ def state() -> State:
 
 
 def changes(before: State, after: State) -> list[str]:
-    """What has another value, or is new in a class that there was before, or is ours."""
+    """Return the names that have another value, are new in an old class, or are ours."""
     classes = {owner for owner, _ in before if isinstance(owner, type)}
     new = [key for key in after.keys() - before.keys() if key[0] in classes or is_ours(getattr(after[key][0], "__module__", ""))]
     other = [key for key, value in before.items() if len(value) != len(after[key]) or any(map(is_not, value, after[key]))]

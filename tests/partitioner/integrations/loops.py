@@ -39,14 +39,14 @@ class Residual(nn.Module):
 
 
 def model_of(kind: str) -> nn.Module:
-    """The same weights at every call; in float64."""
+    """Return a model with the same weights at every call; in float64."""
     torch.manual_seed(0)
     model = Gpt(width=8, heads=2, depth=2) if kind == "gpt" else Residual()
     return model.double()
 
 
 def data_of(kind: str, batches: int) -> TensorDataset:
-    """Inputs and targets, the same at every call."""
+    """Return inputs and targets, the same at every call."""
     generator = torch.Generator().manual_seed(1)
     rows = ROWS * batches
     if kind == "gpt":
@@ -57,7 +57,7 @@ def data_of(kind: str, batches: int) -> TensorDataset:
 
 
 def problems(found: Sequence[float], wanted: Sequence[float], what: str, tolerance: float = 1e-9) -> list[str]:
-    """Where two lists of numbers differ."""
+    """Return the differences of two lists of numbers."""
     one, other = torch.tensor(list(found), dtype=torch.float64), torch.tensor(list(wanted), dtype=torch.float64)
     if one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=tolerance):
         return []

@@ -48,7 +48,7 @@ class Run:
 
 
 def gpt2() -> nn.Module:
-    """In float64, without dropout; the same weights at every call."""
+    """Return a model in float64, without dropout; with the same weights at every call."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 23, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)).double()
@@ -133,7 +133,7 @@ class _OfLightning(lightning.LightningModule):
 
 
 def lightning_loop(is_partitioned: bool, folder: Path, reads: bool) -> Run:
-    """Gradients of two steps are accumulated, and clipped."""
+    """Train, with gradients of two steps accumulated and clipped."""
     module = _OfLightning(reads)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -153,7 +153,7 @@ def lightning_loop(is_partitioned: bool, folder: Path, reads: bool) -> Run:
 
 
 def transformers_loop(is_partitioned: bool, folder: Path, reads: bool) -> Run:
-    """Gradients of two steps are accumulated, and clipped; ``reads``: with smoothed labels."""
+    """Train, with gradients of two steps accumulated and clipped; ``reads``: with smoothed labels."""
     forget()
     orders: list[str] = []
     model = model_of(is_partitioned)
@@ -183,7 +183,7 @@ def transformers_loop(is_partitioned: bool, folder: Path, reads: bool) -> Run:
 
 
 def accelerate_loop(is_partitioned: bool, folder: Path, reads: bool) -> Run:
-    """Gradients of two steps are accumulated, and clipped; ``reads``: also how many predictions are right."""
+    """Train, with gradients of two steps accumulated and clipped; ``reads``: also count right predictions."""
     forget()
     del folder
     orders: list[str] = []

@@ -38,7 +38,7 @@ def test_nothing_of_others_changes(packages: Path, frameworks: tuple[str, ...]) 
 
 
 def changed_by_frameworks(folder: str) -> list[str]:
-    """What changes while our classes train with accelerate and transformers."""
+    """Return the changes while our classes train with accelerate and transformers."""
     for name in CHANGING:
         importlib.import_module(name)
     torch.optim.AdamW([torch.zeros(1)])  # torch replaces the step of a class with its first instance

@@ -21,7 +21,7 @@ def perceptron(mode: str | dict[str, int], devices: int, *, training: bool = Tru
 
 
 def code(text: str) -> list[str]:
-    """The lines of a program that are no comments."""
+    """Return the lines of a program that are no comments."""
     return [line.partition("  #")[0] for line in text.splitlines() if not line.strip().startswith("#")]
 
 

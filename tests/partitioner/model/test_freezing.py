@@ -25,13 +25,13 @@ def pair(name: str, **arguments: Any) -> tuple[Case, Instance, PartitionedModel]
 
 
 def freeze(pm: PartitionedModel, model: nn.Module, name: str, frozen: bool = True) -> None:
-    """In both."""
+    """Freeze or unfreeze a parameter in both models."""
     for parameters in (model.named_parameters(), pm.named_parameters()):
         dict(parameters)[name].requires_grad_(not frozen)
 
 
 def step(case: Case, instance: Instance, pm: PartitionedModel, how: str) -> None:
-    """Gradients of both."""
+    """Compute the gradients of both."""
     assert case.loss_fn is not None
     loss: Tensor = case.loss_fn(instance.model(*instance.args, **instance.kwargs), instance.target)
     loss.backward()

@@ -25,7 +25,7 @@ def pm() -> PartitionedModel:
 
 @pytest.fixture
 def framework() -> types.ModuleType:
-    """A module that calls models, in a file of its own."""
+    """Return a module that calls models, in a file of its own."""
     module = types.ModuleType("framework.trainer")
     exec(compile(FRAMEWORK, "framework/trainer.py", "exec"), vars(module))  # noqa: S102  the text above
     return module

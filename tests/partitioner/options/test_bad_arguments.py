@@ -92,7 +92,7 @@ WRONG: dict[str, Any] = {
 
 
 def calls(pm: PartitionedModel, folder: Path) -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
-    """Every public call that takes plain arguments, with arguments that are right."""
+    """Yield every public call that takes plain arguments, with arguments that are right."""
     cluster = Cluster([DEVICE] * 4, [Level(2, Link(1e-6, 1e10)), Level(4, Link(1e-5, 1e9))])
     yield "Device", Device, {"name": "d", "peak_flops": {"float32": 1e12}, "memory_bytes": 2**30, "memory_bandwidth": 1e11}
     yield "Link", Link, {"latency": 1e-6, "bandwidth": 1e9}

@@ -24,7 +24,7 @@ Mode = str | Mapping[str, Any]
 
 @pytest.fixture(scope="module", autouse=True)
 def fake_processes() -> Iterator[None]:
-    """A world of eight that is not there: a mesh is made without any other process."""
+    """Enter a fake world of eight: a mesh is made without any other process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
     dist.destroy_process_group()

@@ -24,7 +24,7 @@ def accelerators(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
-    """So many, in all and on this machine, as torchrun says it."""
+    """Set torchrun's variables for so many processes, in all and on this machine."""
     everywhere, here = request.param
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(everywhere))

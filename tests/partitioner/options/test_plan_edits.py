@@ -92,8 +92,7 @@ def at(value: Any, path: Path) -> Any:
 
 
 def edits(document: Any) -> Iterator[tuple[Path, str, Any]]:
-    """Every node removed, replaced, doubled, reversed, or with an entry too many."""
-
+    """Yield the document with a node removed, replaced, doubled, reversed, or with an additional entry."""
     for path in paths(document):
         found = at(document, path)
         if path:
@@ -116,7 +115,7 @@ def edits(document: Any) -> Iterator[tuple[Path, str, Any]]:
 
 
 def decisions(plan: Plan) -> tuple[Any, ...]:
-    """What a plan decides, without what it predicts and says."""
+    """Return a plan's decisions, without predictions and notes."""
     stages = tuple((stage.ranks, stage.first_node) for stage in plan.stages)
     halos = tuple((run.first, run.last, run.strategy) for run in plan.halos)
     places = (plan.mesh, plan.devices, plan.widths, plan.axes, plan.tiles, plan.tile_budget)
@@ -124,7 +123,7 @@ def decisions(plan: Plan) -> tuple[Any, ...]:
 
 
 def parsed(case: Case) -> Iterator[tuple[str, Plan]]:
-    """The edits that are plans. All others are refused, with the entry, or one that contradicts it, by name."""
+    """Yield the edits that are plans. All others are refused, with the entry, or one that contradicts it, by name."""
     for path, what, document in edits(json.loads(case.text)):
         where = f"{path} {what}"
         try:

@@ -107,7 +107,7 @@ def test_what_casts_inside_is_refused_by_name() -> None:
 
 
 def differences(name: str, mode: Mode, precision: str) -> list[str]:
-    """What of outputs, the loss and gradients of one batch is not what the original gives under autocast."""
+    """Return the differences of outputs, loss and gradients of one batch from the original under autocast."""
     case = case_named(name)
     instance = case.build(dtype=torch.float32)
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16

@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def described(graph: ModelGraph) -> list[tuple[Any, ...]]:
-    """Each node, with the dtypes, shapes and devices of what it gives."""
+    """Return each node, with the dtypes, shapes and devices of its results."""
     found = []
     for node in graph.graph.nodes:
         tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
@@ -96,7 +96,7 @@ def _argument(kind: str, dtype: torch.dtype, device: str) -> Any:
 def _casts(
     operation: OpOverload, dtypes: tuple[torch.dtype, torch.dtype], device: str
 ) -> tuple[list[torch.dtype | None], torch.dtype | None]:
-    """What each tensor of a call is cast to, the first of one dtype and all others of another; and the dtype that the call asks for."""
+    """Return the cast of each tensor of a call, the first of one dtype and all others of another; and the dtype that the call asks for."""
     asked = [argument for argument in operation._schema.arguments if "Tensor" in str(argument.type) or not argument.has_default_value()]
     given = {argument.name: _argument(str(argument.type), dtypes[min(place, 1)], device) for place, argument in enumerate(asked)}
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -168,7 +168,7 @@ def planned(precision: str | None, mode: str | Mapping[str, int] = "data", clust
 
 
 def dtype_of_norm(pm: PartitionedModel) -> torch.dtype:
-    """What the normalization of the first rank gives."""
+    """Return the dtype of the first rank's normalization."""
     modules = [pm.graph(0), *(module for module in pm.graph(0).modules() if isinstance(module, torch.fx.GraphModule))]
     nodes = [node for module in modules for node in module.graph.nodes if "layer_norm" in str(node.target)]
     value = nodes[0].meta["val"]

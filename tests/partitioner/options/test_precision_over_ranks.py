@@ -80,7 +80,7 @@ def example() -> tuple[Tensor, Tensor]:
 
 
 def gradients_of_ddp(model: Callable[[], nn.Module], n_ranks: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Gradients of a batch as DistributedDataParallel gives them: of each rank's rows under autocast, summed in float32."""
+    """Return gradients of a batch as in DistributedDataParallel: each rank's rows under autocast, summed in float32."""
     total: dict[str, Tensor] = {}
     for x, target in zip(*(tensor.chunk(n_ranks) for tensor in example()), strict=True):
         replica = model()
@@ -103,7 +103,7 @@ def stepped(model: nn.Module, devices: int, mode: Mode, **options: Any) -> Parti
 
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> float:
-    """The largest difference of gradients, in the largest element of each."""
+    """Return the largest difference of gradients, in the largest element of each."""
     assert {name for name, gradient in found.items() if gradient is not None} == expected.keys()
     return max(float((found[name] - gradient).abs().max() / gradient.abs().max()) for name, gradient in expected.items())
 
@@ -165,7 +165,7 @@ def perceptron() -> nn.Module:
 
 
 def sent(pm: PartitionedModel, n_ranks: int) -> tuple[dict[str, float], Counter[str], set[tuple[str, torch.dtype]]]:
-    """By kind, without the loss: bytes that a rank sends for each parameter, times n / (n - 1); messages; types."""
+    """Return by kind, without the loss: bytes that a rank sends for each parameter, times n / (n - 1); messages; types."""
     parameters = sum(parameter.numel() for parameter in perceptron().parameters())
     sizes, messages, types = dict[str, float](), Counter[str](), set[tuple[str, torch.dtype]]()
     times = {all_gather: n_ranks, reduce_scatter: 1, all_reduce: 2}  # of the bytes that are given: a part, or the whole

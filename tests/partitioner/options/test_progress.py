@@ -36,7 +36,7 @@ class Screen:
 
 @contextmanager
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
-    """A real one, as the error stream."""
+    """Yield a real terminal as the error stream."""
     screen = Screen()
     master, slave = os.openpty()
     with os.fdopen(slave, "w") as stream:

@@ -48,7 +48,7 @@ def step(pm: PartitionedModel) -> PartitionedModel:
 
 
 def parts_of_gradients(model: Callable[[], nn.Module], n_ranks: int, dtype: torch.dtype | None) -> dict[str, list[Tensor]]:
-    """The gradients of each rank's rows under autocast."""
+    """Return the gradients of each rank's rows under autocast."""
     parts: dict[str, list[Tensor]] = {}
     for x, target in zip(*(tensor.chunk(n_ranks) for tensor in example()), strict=True):
         replica = model()
@@ -62,7 +62,7 @@ def parts_of_gradients(model: Callable[[], nn.Module], n_ranks: int, dtype: torc
 
 
 def messages(pm: PartitionedModel) -> list[tuple[str, torch.dtype, int]]:
-    """Collective, type and bytes of each message of the step, without the loss."""
+    """Return collective, type and bytes of each message of the step, without the loss."""
     found = []
     for node in pm.graph(0).graph.nodes:
         if node.target in (all_gather, all_reduce, reduce_scatter) and node.meta.get("reduces") != ("loss_of_batch",):
@@ -196,7 +196,7 @@ def test_a_wrong_entry_of_a_plan_is_named() -> None:
 
 
 def accumulated(mode: Mode) -> dict[str, Tensor | None]:
-    """Gradients of two equal steps, the first without communication where replicas hold whole gradients."""
+    """Return gradients of two equal steps, the first without communication where replicas hold whole gradients."""
     pm = partitioned(2, mode)
     with pm.no_sync():
         step(pm)

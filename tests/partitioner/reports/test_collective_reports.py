@@ -26,7 +26,7 @@ from tests.support.running.programs import lowered_stages
 
 @pytest.fixture(scope="module")
 def lowered() -> LoweredStages:
-    """Of a model whose parameters and inputs have names."""
+    """Return stages of a model whose parameters and inputs have names."""
     return lowered_stages(case_named("residual"), "GPipe", 2, 2)
 
 

@@ -30,7 +30,7 @@ MADE: dict[str, PartitionedModel] = {}
 
 
 def gpt(mode: str | Mapping[str, int], devices: int) -> PartitionedModel:
-    """Two blocks, cut; made once for all tests, which only look."""
+    """Return two blocks, cut; made once for all tests, which only read."""
     key = f"{mode} {devices}"
     if key not in MADE:
         tokens = torch.zeros(8, 6, dtype=torch.long)
@@ -43,7 +43,7 @@ def gpt(mode: str | Mapping[str, int], devices: int) -> PartitionedModel:
 
 @st.composite
 def laned_graphs(draw_from: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
-    """A few lanes, and edges from lower to higher numbers."""
+    """Return a few lanes, and edges from lower to higher numbers."""
     lanes = draw_from(st.lists(st.integers(0, 2), min_size=1, max_size=9))
     pairs = list(itertools.combinations(range(len(lanes)), 2))
     return lanes, draw_from(st.lists(st.sampled_from(pairs), unique=True, max_size=14)) if pairs else []

@@ -33,7 +33,7 @@ def gpt(mode: str | Mapping[str, int], devices: int, schedule: str | None = None
 
 
 def cells(pm: PartitionedModel) -> list[list[str]]:
-    """Of the lines of ranks, those of which the table is made."""
+    """Return the cells of the table of ranks."""
     shown = html.unescape(pm._repr_html_())
     return [re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", row) for row in re.findall(r"<tr>.*?</tr>", shown)]
 
@@ -111,7 +111,7 @@ def test_explain_tells_axes_and_layouts() -> None:
 
 
 def communication_of(text: str) -> dict[str, list[str]]:
-    """Value -> its message, bytes and number, from, to, and why, of which each may be wrapped."""
+    """Return value -> its message, bytes and number, from, to, and why, of which each may be wrapped."""
     heading, *lines = text.partition("\nCOMMUNICATION\n")[2].partition("\n\n")[0].splitlines()
     starts = [heading.index(name) for name in ("value", "one message", "from", "to", "why")]
     rows: list[list[str]] = []

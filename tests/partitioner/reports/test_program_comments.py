@@ -39,7 +39,7 @@ class Perceptron(nn.Module):
 
 
 def line_of(text: str) -> str:
-    """Where a line of the model above stands: ``test_program_comments.py:31``."""
+    """Return the place of a line of the model above: ``test_program_comments.py:31``."""
     lines, first = inspect.getsourcelines(Perceptron)
     return f"test_program_comments.py:{first + next(index for index, line in enumerate(lines) if text in line)}"
 
@@ -52,7 +52,7 @@ MADE: dict[str, PartitionedModel] = {}
 
 
 def cut(mode: str | Mapping[str, int], devices: int) -> PartitionedModel:
-    """Two blocks, cut; made once for all tests, which only look."""
+    """Return two blocks, cut; made once for all tests, which only read."""
     key = f"{mode} {devices}"
     if key not in MADE:
         tokens = torch.zeros(8, 6, dtype=torch.long)
@@ -114,7 +114,7 @@ def test_every_communication_says_how_its_value_lies(mode: str | Mapping[str, in
 
 
 def numbers(value: Tensor, batch: Any, rows_here: int) -> int:
-    """How many numbers a traced tensor has."""
+    """Return the number of elements of a traced tensor."""
     sizes = [int(sympy.sympify(size_of(size)).subs({batch: rows_here})) for size in value.shape]
     return math.prod(sizes)
 

@@ -27,7 +27,7 @@ def step(pm: PartitionedModel, x: Tensor) -> Tensor:
 
 
 def profiled_names(mode: str) -> set[str]:
-    """The names of all ranges of a training step on this rank."""
+    """Return the names of all ranges of a training step on this rank."""
     pm, x = partitioned(mode)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         step(pm, x)

@@ -37,7 +37,7 @@ def run_embedded(size: int, write: Callable[[fx.Graph, int, Sequence[fx.Node]], 
 
 
 def run_case(case: CollectiveCase, n_ranks: int) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-    """For each rank what it got and what it should have got."""
+    """Return each rank's results and the expected ones."""
     parts = case.parts(n_ranks)
 
     def write(graph: fx.Graph, rank: int, given: Sequence[fx.Node]) -> fx.Node:

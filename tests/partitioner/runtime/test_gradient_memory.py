@@ -24,7 +24,7 @@ class OneGradient(nn.Module):
         self.first, self.second = (nn.Parameter(torch.rand(WIDTH, WIDTH)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         return torch.tanh(x @ (self.first + self.second))
 
 
@@ -36,7 +36,7 @@ class ExpandedGradient(nn.Module):
         self.weight = nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         return torch.tanh(x * self.weight.sum())
 
 

@@ -20,13 +20,13 @@ from tests.support.running.slow_values import slow
 
 
 def actions(pm: PartitionedModel, rank: int) -> set[str]:
-    """The actions of a rank, as its program has them."""
+    """Return the actions of a rank, as its program has them."""
     sections = {str(node.meta.get("section")) for node in pm.graph(rank).graph.nodes}
     return {name for name in sections if name[:1].isdigit()}
 
 
 def transfers(pm: PartitionedModel, rank: int) -> set[str]:
-    """The names of what a rank sends, receives and reduces."""
+    """Return the names of a rank's sends, receives and reductions."""
     return {node.name for node in pm.graph(rank).graph.nodes if node.target in (send, receive, *COLLECTIVES)}
 
 

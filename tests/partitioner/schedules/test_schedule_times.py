@@ -44,7 +44,7 @@ def test_zb1p_idle_time_is_the_formula_of_qi(durations: Durations, n_ranks: int)
 
 
 def _longest_span(timing: Timing) -> float:
-    """The longest time from a rank's first action to the end of its last."""
+    """Return the longest time from a rank's first action to the end of its last."""
     return max(finish - starts[0] for starts, finish in zip(timing.start, timing.finish, strict=True) if starts)
 
 
@@ -87,7 +87,7 @@ def test_dualpipe_v_idle_time_with_overlapped_pairs_is_the_formula_of_deepseek(d
 
 
 def _overlapped(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
-    """A rank's actions with each forward and the whole backward after it as one; the last rank runs its first such pair in sequence."""
+    """Return a rank's actions with each forward and the whole backward after it as one; the last rank runs its first pair in sequence."""
     groups: list[tuple[Action, ...]] = []
     apart = rank == schedule.n_ranks - 1
     for action in schedule.actions[rank]:
@@ -100,7 +100,7 @@ def _overlapped(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
 
 
 def _longest_path(schedule: Schedule, durations: Durations, groups: list[list[tuple[Action, ...]]]) -> float:
-    """The time of a step as the longest path over groups of actions, each of which starts and ends as one."""
+    """Return the time of a step as the longest path over groups of actions, each of which starts and ends as one."""
     home = {action: group for rank_groups in groups for group in rank_groups for action in group}
     gradient = {(action.stage, action.microbatch): home[action] for action in schedule if action.kind in BACKWARDS}
     before: dict[tuple[Action, ...], set[tuple[Action, ...]]] = {group: set() for group in home.values()}
@@ -170,9 +170,10 @@ def test_an_action_done_twice_is_named(ranks: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("share", "makespan"), [(0.0, 11.0), (0.5, 12.0), (1.0, 13.0)])
 def test_who_moves_a_message_computes_less_meanwhile(share: float, makespan: float) -> None:
-    """
+    """Charge the part of a transfer that its ends' processors do to their compute.
+
     rank 0   |F0|F1|. . . . .|B0 B0|B1 B1|        F1 came while rank 1 computed F0, and the gradient of B1 while rank 0 computed B0:
-    rank 1   . . |F0|F1|B0 B0|B1 B1|              each of 1 s, of which a part is the processor's; who is idle loses nothing
+    rank 1   . . |F0|F1|B0 B0|B1 B1|              each of 1 s, of which a part is the processor's; an idle rank loses nothing
     """
     stages = [StageTimes(1.0, 1.0, 1.0, 1.0, 1.0, share)] * 2
     assert simulate_step(make_schedule("GPipe", 2, 2), stages).makespan == makespan

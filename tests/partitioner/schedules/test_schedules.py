@@ -45,7 +45,7 @@ def _timeline(name: str, n_ranks: int, n_microbatches: int, v: int) -> Timing:
 
 
 def _rank_of(name: str, n_ranks: int, v: int, stage: int) -> int:
-    """Where the papers put a stage."""
+    """Return the rank of a stage in the papers."""
     if name in ("ZBV", "DualPipeV"):
         return stage if stage < n_ranks else 2 * n_ranks - 1 - stage
     return stage % n_ranks
@@ -89,7 +89,7 @@ def _check_dependencies(timeline: Timing) -> None:
 
 
 def _held(timeline: Timing, of: Callable[[int], int]) -> dict[int, int]:
-    """By brute force on the clock: for each group of stages, the most activations alive when one of them begins."""
+    """Return, by brute force on the clock, the most activations alive when a stage of each group begins."""
     lives: dict[tuple[int, int], list[float]] = {}
     for actions, starts in zip(timeline.schedule.actions, timeline.start, strict=True):
         for action, start in zip(actions, starts, strict=True):

@@ -38,7 +38,7 @@ def _rows(schedule: Schedule) -> list[list[str]]:
 
 
 def _torch_rows(kind: type, n_ranks: int, n_microbatches: int, stages_per_rank: int) -> list[list[str]]:
-    """The compute actions of each rank; an overlapped forward and backward in the order they are started. Raises torch's ValueError."""
+    """Return the compute actions of each rank; an overlapped forward and backward in starting order. Raise torch's ValueError."""
     n_stages = n_ranks * stages_per_rank
     stages = [SimpleNamespace(num_stages=n_stages, group_size=n_ranks, group_rank=0, submod=None) for _ in range(stages_per_rank)]
     order = kind(stages, n_microbatches).pipeline_order
@@ -47,7 +47,7 @@ def _torch_rows(kind: type, n_ranks: int, n_microbatches: int, stages_per_rank: 
 
 
 def _torch_single_row(kind: type, rank: int, n_ranks: int, n_microbatches: int) -> list[str]:
-    """What torch's single-stage schedule calls on the stage of one rank in a training step.
+    """Return the calls of torch's single-stage schedule on the stage of one rank in a training step.
 
     Its ``pipeline_order`` is for reading only, and wrong on the last rank of 1F1B (it begins with 2F1 on three ranks), so watch it run.
     """

@@ -325,7 +325,7 @@ def sized(model: Model, x: Tensor) -> Any:
 
 
 def twice(model: Model, x: Tensor) -> Any:
-    """The same function on other shapes."""
+    """Apply the same function to other shapes."""
     return apply(Swish, apply(Swish, x, 1.0).transpose(1, 2).contiguous(), 1.0).transpose(1, 2)
 
 

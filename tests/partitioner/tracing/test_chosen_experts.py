@@ -48,7 +48,7 @@ class Mixture(nn.Module):
 
 
 def hit(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor) -> Tensor:
-    """As in Mixtral of transformers 4.57."""
+    """Loop as Mixtral of transformers 4.57."""
     result = torch.zeros_like(x)
     mask = F.one_hot(chosen, num_classes=len(model.experts)).permute(2, 1, 0)
     for number in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
@@ -59,7 +59,7 @@ def hit(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor) -> 
 
 
 def visited_if_hit(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor) -> Tensor:
-    """As in DeepSeek-V3."""
+    """Loop as DeepSeek-V3."""
     result = torch.zeros_like(x)
     mask = F.one_hot(chosen, num_classes=len(model.experts)).permute(2, 0, 1)
     for number in range(len(model.experts)):
@@ -70,7 +70,7 @@ def visited_if_hit(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: 
 
 
 def every(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor) -> Tensor:
-    """As in OLMoE: an expert without tokens is called with no rows."""
+    """Loop as OLMoE: an expert without tokens is called with no rows."""
     result = torch.zeros_like(x)
     mask = F.one_hot(chosen, num_classes=len(model.experts)).permute(2, 1, 0)
     for number, expert in enumerate(model.experts):
@@ -80,7 +80,7 @@ def every(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor) -
 
 
 def compared(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor) -> Tensor:
-    """As in Mistral's reference."""
+    """Loop as Mistral's reference."""
     result = torch.zeros_like(x)
     for number, expert in enumerate(model.experts):
         row, place = torch.where(chosen == number)
@@ -89,7 +89,7 @@ def compared(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor
 
 
 def dropped(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor) -> Tensor:
-    """Some choices are of no expert."""
+    """Loop where some choices are of no expert."""
     result = torch.zeros_like(x)
     chosen = chosen.masked_fill(scale < 0.25, -1).masked_fill(scale > 0.4, EXPERTS)
     for number, expert in enumerate(model.experts):
@@ -99,7 +99,7 @@ def dropped(model: Mixture, x: Tensor, chosen: Tensor, scale: Tensor, _: Tensor)
 
 
 def matrices(model: Mixture, x: Tensor, chosen: Tensor, _: Tensor, probabilities: Tensor) -> Tensor:
-    """As in GPT-OSS: one parameter for all experts, and a class of tokens that chose none."""
+    """Loop as GPT-OSS: one parameter for all experts, and a class of tensors for tokens without an expert."""
     result = torch.zeros_like(x)
     with torch.no_grad():
         mask = F.one_hot(chosen, num_classes=EXPERTS + 1).permute(2, 1, 0)
@@ -124,7 +124,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def differences(loop: Callable[..., Tensor], options: Mapping[str, Any], rows: int) -> list[float]:
-    """Of outputs and gradients, after a step with a batch that was planned and one of another size."""
+    """Return the differences of outputs and gradients, after a step with a planned batch and one of another size."""
     torch.manual_seed(0)
     model = Mixture(loop).double()
     pm = partition(copy.deepcopy(model), example_inputs=(torch.randn(4, 3, WIDTH, dtype=torch.float64),), progress=False, **options)
@@ -180,7 +180,7 @@ def some(model: Mixture, x: Tensor, chosen: Tensor, _: Tensor, __: Tensor) -> Te
 
 
 def slices(model: Mixture, x: Tensor, chosen: Tensor, _: Tensor, __: Tensor) -> Tensor:
-    """Matrices by numbers of Python, as in DBRX."""
+    """Take matrices by numbers of Python, as DBRX."""
     result = torch.zeros_like(x)
     weights = [each.squeeze(0) for each in model.weight.chunk(EXPERTS)]
     for number in range(EXPERTS):
@@ -190,13 +190,13 @@ def slices(model: Mixture, x: Tensor, chosen: Tensor, _: Tensor, __: Tensor) -> 
 
 
 def padding(model: Mixture, x: Tensor, chosen: Tensor, _: Tensor, __: Tensor) -> Tensor:
-    """No experts: rows that have a zero somewhere."""
+    """Select rows that have a zero, without experts."""
     row, _ = torch.where(chosen == 0)
     return torch.zeros_like(x).index_add_(0, row, model.first(x[row]))
 
 
 def means(model: Mixture, x: Tensor, chosen: Tensor, _: Tensor, __: Tensor) -> Tensor:
-    """A body that mixes the tokens of an expert."""
+    """Mix the tokens of an expert in the body."""
     result = torch.zeros_like(x)
     for number, expert in enumerate(model.experts):
         row, _ = torch.where(chosen == number)

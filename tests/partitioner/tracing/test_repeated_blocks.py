@@ -369,7 +369,7 @@ def example_of(name: str) -> tuple[Any, ...]:
 
 
 def listed(graph: ModelGraph) -> list[Any]:
-    """All that is known of each node."""
+    """Return all facts of each node."""
     return [(node.op, node.name, str(node.target), str(node.args), str(node.kwargs), *known(node)) for node in graph.graph.nodes]
 
 

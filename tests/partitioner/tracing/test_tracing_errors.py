@@ -294,7 +294,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
 
 
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    """torch prints tracebacks and partial graphs before it raises."""
+    """Torch prints tracebacks and partial graphs before it raises."""
     for function in (branches, fails):
         with pytest.raises(TraceError):
             trace(Model(function), (torch.ones(4, 6),))
@@ -506,7 +506,7 @@ def remembers_a_size(model: Any, x: Tensor) -> Tensor:
 
 
 def grows(model: Any, x: Tensor) -> Tensor:
-    """Compares a number that the first call alone changes."""
+    """Compare a number that only the first call changes."""
     model.width = max(model.width, 6)
     return x
 

@@ -37,7 +37,7 @@ def analysed(model: nn.Module, *args: Any, batch_size: int | None = None) -> tup
 
 
 def of_parameter(graph: ModelGraph, axes: Axes, name: str) -> tuple[tuple[int, ...], ...]:
-    """The axes of a parameter by its name in the model."""
+    """Return the axes of a parameter by its name in the model."""
     return axes.of(next(placeholder for placeholder, original in graph.parameters.items() if original == name))
 
 

@@ -142,7 +142,7 @@ def check(built: Built, gradients: dict[str, Tensor]) -> None:
 
 
 def each_pair(*slow: str) -> pytest.MarkDecorator:
-    """Every model under every policy; those named take seconds."""
+    """Return every model under every policy; those named take seconds."""
     pairs = [(name, recompute, f"{name}-{recompute}") for name in MODELS for recompute in RECOMPUTE]
     parameters = [pytest.param(name, recompute, id=pair, marks=pytest.mark.slow if pair in slow else ()) for name, recompute, pair in pairs]
     return pytest.mark.parametrize(("name", "recompute"), parameters)

@@ -17,7 +17,7 @@ DEVICE = torch.device("cpu")
 
 
 def stages(*policies: str) -> list[StageGraph]:
-    """Two equal stages of two layers, with a region and its policy for each layer."""
+    """Return two equal stages of two layers, with a region and its policy for each layer."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
     graph = trace(model.train(), (torch.zeros(2, 4),), {})

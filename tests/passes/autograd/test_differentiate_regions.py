@@ -141,7 +141,7 @@ FAST = (("batch_norm", 1),)
 
 
 def stages_of(model: nn.Module, x: Tensor, n_stages: int = 1) -> tuple[list[StageGraph], frozenset[str], list[frozenset[str]]]:
-    """The stages, what is differentiable, and for each stage the outputs whose gradients are given."""
+    """Return the stages, the differentiable values, and for each stage the outputs whose gradients are given."""
     graph = split_randomness(trace(model, (x,), training=True))
     lowered = cut_stages([graph] * n_stages, even_plan(graph, "GPipe", n_stages, 1), [CPU] * n_stages)
     names = {name: original for name, original in graph.parameters.items() if model.get_parameter(original).requires_grad}
@@ -171,7 +171,7 @@ def assert_same(one: Joint, other: Joint) -> None:
 
 
 def sharing(graph: fx.Graph) -> list[frozenset[int]]:
-    """For each node the places of those that lie in memory with it."""
+    """Return, for each node, the places of the nodes that share its memory."""
     memory = aliasing(graph)
     at = [memory.storages.get(node.name, frozenset()) for node in graph.nodes]
     return [frozenset(place for place, other in enumerate(at) if not own.isdisjoint(other)) for own in at]

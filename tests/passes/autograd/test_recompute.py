@@ -45,7 +45,7 @@ def planned(recompute: str | None, memory_limit: int | None = None) -> Partition
 
 @functools.cache
 def saved_bytes(recompute: str) -> tuple[int, ...]:
-    """For each stage the bytes that its lowered forward saves for one microbatch, memory that values share counted once.
+    """Return, for each stage, the bytes that its lowered forward saves for one microbatch, shared memory counted once.
 
     What a stage is given of the step's inputs lies in these.
     """

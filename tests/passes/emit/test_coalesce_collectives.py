@@ -19,7 +19,7 @@ def gathered(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 
 def gathers_of(second: str) -> list[int]:
-    """How many tensors each gather of a program has, whose second gather is of a parameter or of what the first one gave."""
+    """Return the number of tensors in each gather of a program, whose second gather is of a parameter or of the first one's result."""
     graph = fx.Graph()
     first = gathered(graph, graph.create_node("get_attr", "weight"))
     source = first if second == "result" else graph.create_node("get_attr", "other")

@@ -42,7 +42,7 @@ class Collective:
 
 
 def collectives_of(graph: fx.Graph) -> Iterator[Collective]:
-    """All but that of the loss, which is a number."""
+    """Yield all collectives except that of the loss, which is a number."""
     for node in graph.nodes:
         if node.target in COLLECTIVES and "loss" not in node.name:
             section = str(node.meta["section"])
@@ -58,7 +58,7 @@ def after_a_step(model: nn.Module, x: Tensor, mode: str | dict[str, int], device
 
 
 def step_of(model: nn.Module, x: Tensor, mode: str | dict[str, int], devices: int, n_microbatches: int = 1) -> list[list[Collective]]:
-    """Of every rank."""
+    """Return the collectives of every rank."""
     pm = after_a_step(model, x, mode, devices, n_microbatches)
     return [list(collectives_of(pm.graph(rank).graph)) for rank in range(devices)]
 

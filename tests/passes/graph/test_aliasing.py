@@ -156,7 +156,7 @@ def test_numbers_that_ranks_draw_alike_lie_where_the_operator_puts_them(operator
 
 
 def views_of_some_arguments() -> Iterator[Sample]:
-    """Calls of operators whose schemas say nothing of a view: of those that return one, and of those that give new memory."""
+    """Yield calls of operators whose schemas do not state a view: those that return one, and those with new memory."""
     x = real(2, 4, 4)
     for equation in ("abc->abc", "abc->cab", "abb->ab", "abc->ab", "...->..."):
         yield Sample(aten.einsum.default, equation, [x])
@@ -186,7 +186,7 @@ def views_of_some_arguments() -> Iterator[Sample]:
 
 
 def copies_of_fake_tensors() -> Iterator[Sample]:
-    """Calls whose result shares memory in a run and not as a fake tensor, or the other way round."""
+    """Yield calls whose result shares memory in a run and not as a fake tensor, or the reverse."""
     dropouts = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.native_dropout)
     for operator, p, train in itertools.product(dropouts, (0.0, 0.3, 1.0), (True, False)):
         yield Sample(operator.default, real(2, 4, 4), p, train)
@@ -195,7 +195,7 @@ def copies_of_fake_tensors() -> Iterator[Sample]:
 
 
 def changes_nothing() -> Iterator[Sample]:
-    """Calls that equal their first argument: of some of them PyTorch returns the argument, or a view of it."""
+    """Yield calls that equal their first argument: of some of them PyTorch returns the argument, or a view of it."""
     x, image = real(2, 4, 4), real(2, 3, 4, 4)
     last = image.contiguous(memory_format=torch.channels_last)
     for value, form in itertools.product((image, last, x.mT), (torch.contiguous_format, torch.preserve_format, torch.channels_last)):
@@ -242,7 +242,7 @@ NOTHING = -1
 
 
 def viewed_in_a_run(sample: Sample) -> list[int | None]:
-    """For each tensor of the result the place of the argument in whose memory it lies."""
+    """Return, for each tensor of the result, the argument whose memory it shares."""
     given = [each for each in tree_leaves(sample.args) if isinstance(each, Tensor)]
     places = {each.untyped_storage().data_ptr(): place for place, each in reversed(list(enumerate(given))) if each.numel()}
     results = [each for each in tree_leaves(sample.operator(*sample.args, **sample.kwargs)) if isinstance(each, Tensor)]
@@ -250,7 +250,7 @@ def viewed_in_a_run(sample: Sample) -> list[int | None]:
 
 
 def viewed_as_known(sample: Sample) -> list[int | None]:
-    """The same as the graph of the call says, with fake tensors as tracing leaves them."""
+    """Return the same by the graph of the call, with fake tensors as tracing leaves them."""
     graph = fx.Graph()
     placeholders: list[fx.Node] = []
 
@@ -273,7 +273,7 @@ def viewed_as_known(sample: Sample) -> list[int | None]:
 
 
 def returns_fixed_sizes(sample: Sample) -> bool:
-    """Whether a call returns what it computes, of sizes that follow from sizes: others have no fake tensor."""
+    """Return whether a call returns what it computes, of sizes that follow from sizes: others have no fake tensor."""
     by_values = (aten.bincount, aten.masked_select, aten.nonzero, aten.where.default, aten.repeat_interleave.self_Tensor)
     by_mask = sample.operator is aten.index.Tensor and any(each is not None and each.dtype is torch.bool for each in sample.args[1])
     writes = sample.operator._schema.is_mutable

@@ -17,7 +17,7 @@ NAMES = ("perceptron", "gpt", "batch_norm_convolution", "nested_outputs", "integ
 
 
 def digests(names: Sequence[str]) -> list[str]:
-    """Of models of the zoo, in this order."""
+    """Return the digests of models of the zoo, in this order."""
     instances = [case_named(name).build() for name in names]
     return [graph_digest(trace(each.model, each.args, each.kwargs, training=None)) for each in instances]
 

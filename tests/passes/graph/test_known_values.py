@@ -42,7 +42,7 @@ class Pieces(nn.Module):
 
 
 def described(graph: ModelGraph) -> list[Any]:
-    """Every node with how its value lies."""
+    """Return every node with the memory layout of its value."""
     return [
         (
             node.name,

@@ -10,7 +10,7 @@ from passes.ir.errors import ConfigError, Place
 
 
 def of_package(name: str, inner: Callable[[], None]) -> Callable[[], None]:
-    """A function of a module of some package, that calls another one."""
+    """Return a function of a module of some package, that calls another one."""
     space = {"__name__": f"{name}.module", "inner": inner}
     exec("class Trainer:\n    def fit(self):\n        inner()\n", space)  # noqa: S102
     trainer = space["Trainer"]

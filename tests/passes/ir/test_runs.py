@@ -19,7 +19,7 @@ FILL = 7.0
 
 
 def elements(runs: Runs) -> list[int | None]:
-    """One by one; None is padding."""
+    """Return the elements one by one; None is padding."""
     return [None if run.step == 0 else run.start + run.step * offset for run in runs for offset in range(run.count)]
 
 
@@ -45,7 +45,7 @@ class Reading:
 
 
 def element_lists(size: int) -> st.SearchStrategy[tuple[int | None, ...]]:
-    """Windows that may begin and end beyond the ends, forwards or backwards, one after another."""
+    """Draw windows that may begin and end beyond the ends, forwards or backwards, one after another."""
 
     def window(bounds: tuple[int, int]) -> list[int | None]:
         first, last = bounds
@@ -63,20 +63,20 @@ def readings(draw: st.DrawFn) -> Reading:
 
 
 def whole_of(size: int, dim: int) -> Tensor:
-    """Whole numbers, all unlike: sums of them are exact."""
+    """Return different whole numbers: sums of them are exact."""
     shape = [2, 2, 2]
     shape[dim] = size
     return torch.arange(float(4 * size), dtype=torch.float64).view(shape)
 
 
 def picked(x: Tensor, dim: int, indices: Sequence[int | None]) -> Tensor:
-    """The elements one by one, padding where there is none: what ``take_runs`` and a halo exchange are to make."""
+    """Return the elements one by one, with padding: the expected result of ``take_runs`` and a halo exchange."""
     slices = [torch.full_like(x.select(dim, 0), FILL) if index is None else x.select(dim, index) for index in indices]
     return torch.stack(slices, dim)
 
 
 def added(gradient: Tensor, dim: int, indices: Sequence[int | None], size: int) -> Tensor:
-    """Every element's readers, one by one."""
+    """Add the gradients of every element's readers, one by one."""
     shape = list(gradient.shape)
     shape[dim] = size
     total = gradient.new_zeros(shape)
@@ -87,7 +87,7 @@ def added(gradient: Tensor, dim: int, indices: Sequence[int | None], size: int) 
 
 
 def carried_out(exchanges: Sequence[Exchange]) -> list[Tensor]:
-    """The results of all ranks: each gets what the others have put down for it."""
+    """Return the results of all ranks: each takes the pieces that other ranks have for it."""
     for reader, exchange in enumerate(exchanges):
         for owner, shape in enumerate(exchange.shapes):
             assert list(exchanges[owner].pieces[reader].shape) == list(shape)

@@ -40,7 +40,7 @@ def call_of_sample(sample: Sample) -> Call | None:
 
 
 def with_open_sizes(call: Call) -> Iterator[Call]:
-    """The call with each of its sizes open in turn, alone and together with the numbers that are equal to it."""
+    """Yield the call with each of its sizes open, alone and together with equal numbers."""
     for size in {size for shape in (*(operand.shape for operand in call.operands), *call.results) for size in shape} - {0, 1}:
         for opened in (BATCH, 2 * BATCH):
             for numbers in (False, True):

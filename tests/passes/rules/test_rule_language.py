@@ -106,7 +106,7 @@ def test_what_is_written_is_what_is_read(operands: list[list[tuple[str, ...]]], 
 
 @torch.library.custom_op("rule_language::gated", mutates_args=())
 def gated(x: torch.Tensor, gate: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """``sum_c x[a, c] gate[c, b]``, gated."""
+    """Return ``sum_c x[a, c] gate[c, b]``, gated."""
     return scale * x @ gate
 
 

@@ -19,7 +19,7 @@ aten: Any = torch.ops.aten
 
 
 def text(loops: Loops | None) -> str:
-    """The loops of one call as a line of the language, with a mark on every factor that has one."""
+    """Return the loops of one call as a line of the language, with a mark on every factor that has one."""
     assert loops is not None
 
     def name(number: int) -> str:

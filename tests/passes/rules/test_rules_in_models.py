@@ -48,7 +48,7 @@ class Recorder(fx.Interpreter):
 
 
 def placeholders(graph: ModelGraph, instance: Instance) -> list[Any]:
-    """Values of the graph's placeholders for one batch."""
+    """Return values of the graph's placeholders for one batch."""
     tensors = {**dict(instance.model.named_parameters()), **dict(instance.model.named_buffers())}
     given, _ = tree_flatten((instance.args, dict(instance.kwargs)))
     values: dict[str, Any] = dict(graph.constants)

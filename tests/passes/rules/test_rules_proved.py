@@ -17,12 +17,12 @@ SAMPLES = list(samples())
 
 
 def overloads_of(key: object) -> list[OpOverload]:
-    """What a line of the table is about."""
+    """Return the overloads that a line of the table covers."""
     return [key] if isinstance(key, OpOverload) else [getattr(key, name) for name in key.overloads()]  # type: ignore[attr-defined]
 
 
 def pointwise() -> list[OpOverload]:
-    """What PyTorch tags as pointwise, without variants that write their results into arguments."""
+    """Return the overloads tagged as pointwise, without variants that write their results into arguments."""
     found = []
     for name in dir(torch.ops.aten):
         operator = getattr(torch.ops.aten, name)
@@ -34,7 +34,7 @@ def pointwise() -> list[OpOverload]:
 
 
 def automatic() -> list[Sample]:
-    """A call of every elementwise overload, with a line in the table or without, whose arguments follow from its schema."""
+    """Return a call of every elementwise overload, with a line in the table or without, whose arguments follow from its schema."""
     lines = [each for rule, keys in ELEMENTWISE.items() if str(rule).startswith("...") for key in keys for each in overloads_of(key)]
     overloads = dict.fromkeys([*lines, *pointwise()])
     functional = [each for each in overloads if not any(argument.is_out for argument in each._schema.arguments)]

@@ -127,14 +127,14 @@ def depends_on(case: Windowed, window: Window) -> dict[int, set[int]]:
 
 
 def _raised(x: Tensor, dim: int, element: int) -> Tensor:
-    """So much that it is the maximum of every window that holds it."""
+    """Return a tensor raised so much that the element is the maximum of every window that has it."""
     changed = x.clone()
     changed.select(dim, element).add_(100.0)
     return changed
 
 
 def read(runs: Runs) -> set[int]:
-    """The elements, without padding."""
+    """Return the elements, without padding."""
     return {run.start + run.step * offset for run in runs if run.step for offset in range(run.count)}
 
 

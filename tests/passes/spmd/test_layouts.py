@@ -70,11 +70,11 @@ class Picture:
         return next(placeholder for placeholder, original in self.graph.parameters.items() if original == name)
 
     def held(self, name: str) -> str:
-        """How ranks hold a parameter."""
+        """Return how ranks hold a parameter."""
         return written(self.layouts.stored[self._placeholder(name)])
 
     def table(self) -> list[str]:
-        """Each call: ``linear(R, S0, S0) = S2``."""
+        """Return each call: ``linear(R, S0, S0) = S2``."""
         return [
             f"{operator(node)}({', '.join(written(each) for each in self.layouts.needs[node.name])}) "
             f"= {', '.join(written(each) for each in self.layouts.results[node.name])}"

@@ -13,7 +13,7 @@ FACTORS = [(32,), (2, 16), (4, 8), (8, 4), (2, 2, 8), (2, 8, 2), (16, 2)]
 
 
 def elements(sizes: tuple[int, ...], index: int, rank: int, ranks: int) -> list[int]:
-    """The elements of a dimension that a rank has which shards one of its axes."""
+    """Return the elements of a dimension on a rank that shards one of its axes."""
     part = math.ceil(sizes[index] / ranks)
     steps = [range(size) for size in sizes]
     steps[index] = range(min(rank * part, sizes[index]), min((rank + 1) * part, sizes[index]))

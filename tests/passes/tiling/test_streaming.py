@@ -119,7 +119,7 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def sizes_of(model: nn.Module) -> list[int]:
-    """Bytes of the values of a model: the budgets that make a difference."""
+    """Return bytes of the values of a model: the budgets that make a difference."""
     graph = trace(model, (IMAGE,), None, False)
     found = {int(node.meta["val"].nelement() * 8) for node in graph.computing_nodes() if isinstance(node.meta["val"], Tensor)}
     return sorted(found)
@@ -144,7 +144,7 @@ def test_any_budget_gives_the_same_numbers(build: Callable[[], nn.Module], tiles
 
 
 def computed(graph: ModelGraph, model: nn.Module, x: Tensor) -> Tensor:
-    """What a graph of a model gives."""
+    """Return the result of a model's graph."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = {**graph.parameters, **graph.buffers}
     given = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
@@ -198,7 +198,7 @@ def test_a_smaller_budget_holds_less_and_computes_more() -> None:
 
 
 def trained_alike(model: nn.Module, pm: nn.Module, x: Tensor) -> None:
-    """One step of both, and a forward and backward of both: loss, gradients of parameters and input, stored statistics."""
+    """Compare one step of both, and a forward and backward of both: loss, gradients of parameters and input, stored statistics."""
     expected, mine = copy.deepcopy(model), x.clone().requires_grad_()
     torch.manual_seed(1)
     result = expected(mine)

@@ -36,7 +36,7 @@ QUICK = {
 
 
 def matrix() -> Iterator[ParameterSet]:
-    """One case under every pair of ranks and schedule, the others under one: every lowering is verified anyway."""
+    """Yield one case under every pair of ranks and schedule, the rest under one: every lowering is verified anyway."""
     for row, case in enumerate(ZOO):
         own = (N_RANKS[row % 3], list(SCHEDULES)[(row + row // 6) % 6])
         for n_ranks, schedule in itertools.product(N_RANKS, SCHEDULES) if case.name == "residual" else (own,):
@@ -53,7 +53,7 @@ def test_every_emitted_program_is_accepted(case: Case, n_ranks: int, schedule: s
 
 
 def _check_bytes(program: Program, kind: str) -> None:
-    """What communication nodes say they move is what the proof finds, at the batch size that was traced."""
+    """Check that communication nodes state the bytes that the proof finds, at the traced batch size."""
     specs = describe_values(program)
     batch = program.module.meta["batch_size"]
     values = {specs.batch: batch, **dict(zip(specs.sizes, microbatch_sizes(batch, max(len(specs.sizes), 1)), strict=False))}
@@ -80,7 +80,7 @@ def test_recomputing_programs_are_accepted(recompute: str) -> None:
 
 
 def tied(schedule: str = "1F1B", n_ranks: int = 3) -> list[Program]:
-    """A training step with activations of different shapes, a skip and a tied weight, fresh to be tampered with."""
+    """Return a training step with activations of different shapes, a skip and a tied weight, fresh to be tampered with."""
     return fresh(programs(case_named("gpt"), schedule, n_ranks, 2)["train_step"])
 
 

@@ -42,7 +42,7 @@ class Call:
 
 
 def programs(*ranks: Sequence[Call]) -> list[Program]:
-    """Each rank starts its collectives in order, and waits for all of them."""
+    """Return programs in which each rank starts its collectives in order, and waits for all of them."""
     found = []
     for rank, calls in enumerate(ranks):
         graph = fx.Graph()
@@ -74,7 +74,7 @@ def exchange(shape: Sequence[int], split_dim: int, concat_dim: int, split_sizes:
 
 
 def halo(function: Any, size: int) -> Call:
-    """Two ranks with two elements each; each reads one of the other."""
+    """Return a call on two ranks with two elements each; each reads one of the other."""
     return Call(function, [(size,)], {"dims": (0,), "group": (0, 1), "owned": ((2, 2),), "wanted": ("0:3|1:4",)})
 
 
@@ -106,7 +106,7 @@ def test_what_runs_is_accepted_and_described(case: CollectiveCase, n_ranks: int)
 
 
 def batch_programs(order: Sequence[int]) -> list[Program]:
-    """Rank 0 has the rows of the first microbatch, rank 1 those of the second; ``order``: what they are said to have."""
+    """Return programs: rank 0 has the rows of the first microbatch, rank 1 those of the second; ``order``: the stated rows."""
     found = []
     for rank in range(2):
         graph = fx.Graph()

@@ -36,7 +36,7 @@ class Import:
 
 
 def imports_of(source: Source) -> Iterator[Import]:
-    """Every import, also inside functions and under TYPE_CHECKING."""
+    """Yield every import, also inside functions and under TYPE_CHECKING."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -47,7 +47,7 @@ def imports_of(source: Source) -> Iterator[Import]:
 
 
 def dotted_names(source: Source) -> Iterator[tuple[str, ast.Attribute]]:
-    """Every complete ``a.b.c`` in the code that starts at a plain name."""
+    """Yield every complete ``a.b.c`` in the code that starts at a plain name."""
     inner = {id(node.value) for node in source.nodes if isinstance(node, ast.Attribute)}
     for node in source.nodes:
         if not isinstance(node, ast.Attribute) or id(node) in inner:

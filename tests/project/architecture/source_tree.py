@@ -54,19 +54,19 @@ class Source:
         return tuple(ast.walk(self.tree))
 
     def at(self, node: ast.AST) -> str:
-        """Where a node is, as editors and terminals link it."""
+        """Return a node's place, as editors and terminals link it."""
         return f"{self.path}:{getattr(node, 'lineno', 1)}"
 
 
 @functools.cache
 def sources() -> tuple[Source, ...]:
-    """Every Python file of packages, tests, examples and benchmarks."""
+    """Return every Python file of packages, tests, examples and benchmarks."""
     paths = sorted(path for folder in _FOLDERS for path in (ROOT / folder).rglob("*.py"))
     return tuple(_read(path) for path in paths)
 
 
 def package_sources() -> tuple[Source, ...]:
-    """Every Python file of the three packages."""
+    """Return every Python file of the three packages."""
     return tuple(source for source in sources() if source.path.split("/")[0] in PACKAGES)
 
 
@@ -88,7 +88,7 @@ def _texts(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 
 def report(offences: list[str], remedy: str) -> str:
-    """The message of a failed rule: every place, one a line, then what to do."""
+    """Return the message of a failed rule: every place, one a line, then the remedy."""
     return "\n".join(["", *offences, f"-> {remedy}"])
 
 

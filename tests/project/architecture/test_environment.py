@@ -59,12 +59,12 @@ def test_the_environment_is_reached_by_its_full_name() -> None:
 
 
 def is_access(node: ast.AST) -> bool:
-    """Whether a node is ``os.environ`` or a twin of it."""
+    """Return whether a node is ``os.environ`` or a twin of it."""
     return isinstance(node, ast.Attribute) and node.attr in ACCESS and ast.unparse(node.value) == "os"
 
 
 def variable(node: ast.AST) -> str | None:
-    """The variable that an expression reads, ``"?"`` when it is no literal; None when it reads none."""
+    """Return the variable that an expression reads, ``"?"`` when it is no literal; None when it reads none."""
     key: ast.expr | None = None
     if isinstance(node, ast.Subscript) and is_access(node.value):
         key = node.slice

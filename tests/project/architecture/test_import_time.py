@@ -17,7 +17,7 @@ HEAVY = ("torch", "sympy", "numpy")
 
 
 def loaded_by(code: str) -> list[str]:
-    """The modules that a fresh interpreter has loaded when it has run some code."""
+    """Return the modules that a fresh interpreter has loaded when it has run some code."""
     run = subprocess.run([sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"], capture_output=True, text=True, check=True)
     return run.stdout.splitlines()[-1].split()
 

@@ -64,7 +64,7 @@ def test_importing_needs_the_base_dependencies_alone() -> None:
 
 
 def framework_of(module: str) -> set[str]:
-    """What a module inside of ``partitioner.integrations.NAME`` integrates, which is there when the module is imported."""
+    """Return the framework that a module inside ``partitioner.integrations.NAME`` integrates, installed when it is imported."""
     parts = module.split(".")
     return {parts[2]} if parts[:2] == ["partitioner", "integrations"] and len(parts) > 3 else set()
 

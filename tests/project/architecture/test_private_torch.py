@@ -179,7 +179,7 @@ def private_uses(source: Source) -> tuple[tuple[str, str], ...]:
 
 
 def is_private(name: str) -> bool:
-    """Whether a dotted name is below torch and private, or below ``torch.fx.experimental``."""
+    """Return whether a dotted name is below torch and private, or below ``torch.fx.experimental``."""
     first, *rest = name.split(".")
     if first != "torch":
         return False

@@ -55,7 +55,7 @@ def test_commands_that_the_texts_name_exist() -> None:
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as pip compares it."""
+    """Return a distribution's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

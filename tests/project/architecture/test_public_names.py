@@ -42,7 +42,7 @@ def test_public_names_are_annotated() -> None:
 
 
 def public_definitions() -> Iterator[tuple[Source, str, ast.stmt]]:
-    """Every name of every ``__all__``, where it is defined (a re-exported name is checked at home)."""
+    """Yield every name of every ``__all__``, where it is defined (a re-exported name is checked at home)."""
     for source in package_sources():
         defined = definitions(source.tree)
         for name in exported(source.tree) or ():
@@ -51,7 +51,7 @@ def public_definitions() -> Iterator[tuple[Source, str, ast.stmt]]:
 
 
 def exported(tree: ast.Module) -> list[str] | None:
-    """What ``__all__`` lists; None when there is none."""
+    """Return the names in ``__all__``; None when there is none."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
             return list(ast.literal_eval(node.value))
@@ -59,7 +59,7 @@ def exported(tree: ast.Module) -> list[str] | None:
 
 
 def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Name -> statement, for what a module defines at its top."""
+    """Return name -> statement, of a module's top-level definitions."""
     found: dict[str, ast.stmt] = {}
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef):
@@ -72,14 +72,14 @@ def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Names that a module takes from elsewhere, those that it imports when they are first used included."""
+    """Return names that a module takes from elsewhere, those that it imports when they are first used included."""
     typed = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
     imports = [node for node in (*tree.body, *typed) if isinstance(node, ast.Import | ast.ImportFrom)]
     return {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
 
 
 def is_documented(tree: ast.Module, node: ast.stmt) -> bool:
-    """Whether a function or class has a docstring, or a string stands right behind an assignment."""
+    """Return whether a function or class has a docstring, or a string stands right behind an assignment."""
     if isinstance(node, Function | ast.ClassDef):
         return ast.get_docstring(node) is not None
     behind = tree.body[tree.body.index(node) + 1 :][:1]
@@ -87,7 +87,7 @@ def is_documented(tree: ast.Module, node: ast.stmt) -> bool:
 
 
 def public_functions(name: str, node: ast.stmt) -> Iterator[tuple[str, Function]]:
-    """The function itself, or the public methods of a class."""
+    """Yield the function itself, or the public methods of a class."""
     if isinstance(node, Function):
         yield name, node
     elif isinstance(node, ast.ClassDef):
@@ -97,7 +97,7 @@ def public_functions(name: str, node: ast.stmt) -> Iterator[tuple[str, Function]
 
 
 def unannotated(function: Function) -> list[str]:
-    """Parameters without a type, and ``return``; ``self`` and ``cls`` need none."""
+    """Return parameters without a type, and ``return``; ``self`` and ``cls`` need none."""
     arguments = function.args
     parameters = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
     missing = [one.arg for one in parameters if one is not None and one.annotation is None and one.arg not in ("self", "cls")]

@@ -27,7 +27,7 @@ def test_folders_are_read_at_a_glance() -> None:
 
 
 def is_entry(path: Path) -> bool:
-    """Whether a reader of a folder sees it: neither what marks a package, or one that runs, nor what Python caches."""
+    """Return whether a folder's reader sees it: not a package marker, a ``__main__`` or a cache of Python."""
     return path.name not in {"__init__.py", "__main__.py", "__pycache__", "py.typed"}
 
 
@@ -42,7 +42,7 @@ def test_functions_are_short() -> None:
 
 
 def function_length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from ``def`` to the end. The docstring does not count (explaining more must cost nothing); comments and blank lines do."""
+    """Count lines from ``def`` to the end, without the docstring (explaining more must cost nothing), with comments and blank lines."""
     first = function.body[0]
     is_docstring = ast.get_docstring(function, clean=False) is not None
     assert function.end_lineno is not None

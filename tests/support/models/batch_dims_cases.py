@@ -51,7 +51,7 @@ def flat_loss(output: Tensor, target: Tensor) -> Tensor:
 def difference(
     original: nn.Module, pm: PartitionedModel, args: tuple[Tensor, ...], target: Any, loss_fn: Callable[..., Tensor], own: Any = None
 ) -> str | None:
-    """What of a step's loss and gradients is not the original model's.
+    """Return the difference of a step's loss and gradients from the original model's.
 
     Args:
         own: the arguments and the target that this process passes; None: the whole batch.
@@ -72,7 +72,7 @@ def difference(
 
 
 def recurrent_difference(mode: str, length: int, inputs: str = "global") -> str | None:
-    """``difference`` of an LSTM for labels (length, batch), in two parts."""
+    """Return ``difference`` of an LSTM for labels (length, batch), in two parts."""
     generator = torch.Generator().manual_seed(length)
     x = torch.randn(length, ROWS, WIDTH, generator=generator, dtype=torch.float64)
     target = torch.randint(WIDTH, (length, ROWS), generator=generator)
@@ -86,7 +86,7 @@ def recurrent_difference(mode: str, length: int, inputs: str = "global") -> str 
 
 
 def in_processes() -> list[str | None]:
-    """The same in processes, with the whole batch and with rows of their own; and an input without a batch."""
+    """Run the same in processes, with the whole batch and with local rows; and an input without a batch."""
     found = [recurrent_difference(mode, length) for mode, length in (("pipeline", ROWS), ("data", ROWS), ("fsdp", 3))]
     found.append(recurrent_difference("data", ROWS // 2, "local"))
     tokens, places = torch.randint(8, (ROWS, 6), generator=torch.Generator().manual_seed(0)), torch.arange(ROWS)

@@ -68,7 +68,7 @@ class Case:
     def build(
         self, seed: int = 0, batch_size: int = BATCH_SIZE, dtype: torch.dtype = torch.float64, device: str | torch.device = "cpu"
     ) -> Instance:
-        """The model and one batch on a device, all floating-point values of the dtype; the numbers are the same on every device."""
+        """Return the model and one batch on a device, all floating-point values of the dtype; the numbers are the same on every device."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             model = self.model().to(device, dtype).train()
@@ -79,7 +79,7 @@ class Case:
 
 
 def with_dtype(values: Any, dtype: torch.dtype, device: str | torch.device = "cpu") -> Any:
-    """The same nested values on a device, with every floating-point tensor converted; integers and flags keep their type."""
+    """Return the same nested values on a device, with every floating-point tensor converted; integers and flags keep their type."""
 
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -90,12 +90,12 @@ def with_dtype(values: Any, dtype: torch.dtype, device: str | torch.device = "cp
 
 
 def real(generator: Generator, *shape: int) -> Tensor:
-    """Normally distributed numbers."""
+    """Draw normally distributed numbers."""
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def classes(generator: Generator, count: int, *shape: int) -> Tensor:
-    """Integers in [0, count): tokens or class labels."""
+    """Return integers in [0, count): tokens or class labels."""
     return torch.randint(count, shape, generator=generator)
 
 

@@ -33,12 +33,12 @@ def _llama(**options: Any) -> Any:
 
 
 def _mistral(**options: Any) -> Any:
-    """Layers that see six positions back."""
+    """Return a model whose layers attend to six positions back."""
     return transformers.MistralForCausalLM(transformers.MistralConfig(**_GROUPED, sliding_window=6, **options))
 
 
 def _gpt_neo(**options: Any) -> Any:
-    """A layer that sees all positions, and one that sees four back."""
+    """Return a model with a layer that attends to all positions, and one to four back."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "window_size": 4}
     kinds = {"attention_types": [[["global", "local"], 1]], "attn_implementation": "eager"}
     return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, **kinds, **options))

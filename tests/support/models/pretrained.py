@@ -21,7 +21,7 @@ FLOAT32_INSIDE = 1e-6
 
 
 def gpt2(*, use_cache: bool = False) -> nn.Module:
-    """Decoder only; the embedding is the output projection."""
+    """Return a decoder whose embedding is the output projection."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=3, use_cache=use_cache,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
@@ -30,7 +30,7 @@ def gpt2(*, use_cache: bool = False) -> nn.Module:
 
 
 def gpt2_with_cache() -> nn.Module:
-    """Returns its keys and values too: a cache object among the outputs, from every depth."""
+    """Return a model that returns its keys and values: a cache object among the outputs, from every depth."""
     return gpt2(use_cache=True)
 
 
@@ -44,7 +44,7 @@ def llama() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """Encoder only, masked language model with a tied embedding."""
+    """Return an encoder, a masked language model with a tied embedding."""
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=24,
         max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
@@ -115,7 +115,7 @@ def _language(generator: Generator, batch_size: int) -> Inputs:
 
 
 def _padding(generator: Generator, batch_size: int) -> Tensor:
-    """One where a token is real: a prefix of each row, of one token at least."""
+    """Return a mask of ones where a token is real: a prefix of each row, of one token at least."""
     lengths = 1 + classes(generator, LENGTH, batch_size)
     return (torch.arange(LENGTH) < lengths.unsqueeze(1)).long()
 

@@ -29,12 +29,12 @@ def _tokens(rows: int = 8, length: int = 128) -> Tensor:
 
 
 def gpt2(**config: Any) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Its ``Conv1D`` flattens the rows in front of every product; it returns its cache."""
+    """Return GPT-2, whose ``Conv1D`` flattens the rows before every product; it returns its cache."""
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, **config)), (_tokens(),)
 
 
 def opt(**config: Any) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Flattens the rows in front of its feed-forward layers."""
+    """Return OPT, which flattens the rows before its feed-forward layers."""
     return transformers.OPTForCausalLM(transformers.OPTConfig(num_hidden_layers=2, **config)), (_tokens(),)
 
 

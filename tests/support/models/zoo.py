@@ -26,5 +26,5 @@ ZOO: tuple[Case, ...] = (
 
 
 def case_named(name: str) -> Case:
-    """The case of that name; raises KeyError when there is none."""
+    """Return the case of that name; raise KeyError when there is none."""
     return {case.name: case for case in ZOO}[name]

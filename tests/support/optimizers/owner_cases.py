@@ -87,7 +87,7 @@ def vectors(module: nn.Module) -> list[nn.Parameter]:
 
 
 def muon_beside_adamw(kind: type[Optimizer], module: nn.Module, owned: Any) -> list[Optimizer]:
-    """Matrices by one, vectors by the other; with weight decay."""
+    """Return one optimizer for matrices, another for vectors; with weight decay."""
     return [
         owned(matrices(module), kind, lr=0.02, momentum=0.9, weight_decay=0.1),
         torch.optim.AdamW(vectors(module), lr=1e-2, weight_decay=0.1),
@@ -95,7 +95,7 @@ def muon_beside_adamw(kind: type[Optimizer], module: nn.Module, owned: Any) -> l
 
 
 def adafactor(module: nn.Module, owned: Any) -> list[Optimizer]:
-    """One optimizer of all parameters, in two groups."""
+    """Return one optimizer of all parameters, in two groups."""
     groups = [
         {"params": [each for name, each in module.named_parameters() if "bias" not in name], "weight_decay": 0.3},
         {"params": [each for name, each in module.named_parameters() if "bias" in name], "lr": 5e-3},
@@ -104,7 +104,7 @@ def adafactor(module: nn.Module, owned: Any) -> list[Optimizer]:
 
 
 def shampoo(module: nn.Module, owned: Any) -> list[Optimizer]:
-    """Groups by name, of a class whose groups count."""
+    """Return groups by name, for a class whose groups count."""
     named = list(module.named_parameters())
     parts_of = {name: [parameter for other, parameter in named if other == name] for name, _ in named}
     groups = [{"params": parts, "lr": 1e-3 * (1 + len(name) % 3)} for name, parts in parts_of.items()]
@@ -158,7 +158,7 @@ def distance(pm: PartitionedModel, reference: nn.Module) -> float:
 
 @functools.cache
 def reference_of(name: str, steps: int = STEPS) -> tuple[nn.Module, list[Optimizer]]:
-    """The model after steps, and its optimizers."""
+    """Return the model after steps, and its optimizers."""
     reference = model()
     optimizers = MAKES[name](reference, on_the_model)
     train(reference, optimizers, range(steps), schedulers(optimizers))
@@ -166,7 +166,7 @@ def reference_of(name: str, steps: int = STEPS) -> tuple[nn.Module, list[Optimiz
 
 
 def counted_as_planned(optimizers: list[Optimizer], rank: int | None) -> list[str]:
-    """What differs between the plan and the count of the last step."""
+    """Return the differences between the plan and the count of the last step."""
     problems = []
     for optimizer in optimizers:
         if not isinstance(optimizer, OwnerOptimizer):
@@ -183,7 +183,7 @@ def counted_as_planned(optimizers: list[Optimizer], rank: int | None) -> list[st
 
 
 def owned_difference(pm: PartitionedModel, name: str, rank: int | None = None) -> float:
-    """How far the weights are from those of the model after steps; bytes must be counted as planned."""
+    """Return the distance of weights from the model's after steps; bytes must be counted as planned."""
     optimizers = MAKES[name](pm, OwnerOptimizer)
     rates = schedulers(optimizers)
     train(pm, optimizers, range(1), rates)
@@ -195,12 +195,12 @@ def owned_difference(pm: PartitionedModel, name: str, rank: int | None = None) -
 
 
 def by_number(states: Iterable[Any]) -> dict[str, Any]:
-    """States under text, since torch.distributed.checkpoint does not load what lies under numbers."""
+    """Return states with text keys, since torch.distributed.checkpoint does not load number keys."""
     return {str(number): state for number, state in enumerate(states)}
 
 
 def resumed_difference(name: str, before: PartitionedModel, after: PartitionedModel, folder: str) -> float:
-    """How far weights are from the model's when a run of one plan continues another's, from a sharded checkpoint."""
+    """Return the distance of weights from the model's when a run of one plan continues another's sharded checkpoint."""
     optimizers = MAKES[name](before, OwnerOptimizer)
     rates = schedulers(optimizers)
     train(before, optimizers, range(3), rates)
@@ -222,7 +222,7 @@ def resumed_difference(name: str, before: PartitionedModel, after: PartitionedMo
 
 
 def full_state_problems(pm: PartitionedModel, name: str) -> list[str]:
-    """What differs between full states of optimizers and those of the model's, by the package's functions and by torch's."""
+    """Return the differences of full optimizer states from the model's, by the package's functions and by torch's."""
     problems = []
     optimizers = MAKES[name](pm, OwnerOptimizer)
     train(pm, optimizers, range(STEPS), schedulers(optimizers))
@@ -242,7 +242,7 @@ def full_state_problems(pm: PartitionedModel, name: str) -> list[str]:
 
 
 def compared(found: Mapping[str, Any], expected: Mapping[str, Any], what: str, held: Mapping[str, Any] | None = None) -> list[str]:
-    """Names and values of states; ``held``: the names that this process has, of all of which the state is compared."""
+    """Return names and values of states; ``held``: the names that this process has, of all of which the state is compared."""
     names = [name for name in expected if held is None or name in held]
     problems = [f"{what}: {sorted(found)} in place of {sorted(names)}"] if sorted(found) != sorted(names) else []
     for name in names:
@@ -261,7 +261,7 @@ def in_processes() -> bool:
 
 
 def differences_in_processes(mode: Mode, names: list[str]) -> dict[str, float]:
-    """How far weights are from the model's with each kind of optimizer."""
+    """Return the distance of weights from the model's with each kind of optimizer."""
     pm = made(mode, world_size())
     found = {}
     for name in names:
@@ -271,7 +271,7 @@ def differences_in_processes(mode: Mode, names: list[str]) -> dict[str, float]:
 
 
 def restored(pm: PartitionedModel) -> PartitionedModel:
-    """A partitioned model as it was at first."""
+    """Return a partitioned model as it was at first."""
     pm.load_state_dict(model().state_dict())
     pm.zero_grad()
     pm.requires_grad_()
@@ -279,7 +279,7 @@ def restored(pm: PartitionedModel) -> PartitionedModel:
 
 
 def checkpoints_in_processes(modes: list[Mode], names: list[str], folder: str) -> dict[str, Any]:
-    """Problems of full states, and how far weights are when the run of one plan continues in another."""
+    """Return problems of full states, and distances of weights when the run of one plan continues in another."""
     before, after = (made(mode, world_size()) for mode in modes)
     found: dict[str, Any] = {}
     for name in names:
@@ -289,13 +289,13 @@ def checkpoints_in_processes(modes: list[Mode], names: list[str], folder: str) -
 
 
 def planned_in_processes(mode: Mode) -> tuple[str, dict[tuple[int, int], int], str]:
-    """The plan of one optimizer of all parameters, its bytes, and what one process a rank plans."""
+    """Return the plan of one optimizer of all parameters, its bytes, and the plan of one rank a process."""
     optimizer = OwnerOptimizer(made(mode, world_size()).parameters(), torch.optim.Adafactor)
     return str(optimizer.plan), optimizer.plan.bytes_between, str(optimizer.plan_of_processes)
 
 
 def refusals_in_processes(mode: Mode) -> dict[str, str]:
-    """What ranks that do not do the same say; and that training goes on."""
+    """Return the errors of ranks that differ in their calls; training goes on afterwards."""
     pm, own = made(mode, world_size()), int(os.environ["RANK"])
     x, target = batches(1)[0]
     named = dict(pm.named_parameters())

@@ -93,7 +93,7 @@ def sgd(module: nn.Module) -> Optimizer:
 
 
 def implementation_difference(name: str, pm: PartitionedModel) -> float:
-    """How far weights are from the model's after steps."""
+    """Return the distance of weights from the model's after steps."""
     reference = model()
     for module in (pm, reference):
         train(module, IMPLEMENTATIONS[name](list(module.parameters())), None, range(3))
@@ -101,7 +101,7 @@ def implementation_difference(name: str, pm: PartitionedModel) -> float:
 
 
 def scheduler_difference(name: str, pm: PartitionedModel) -> float:
-    """How far weights are from the model's when the schedule is resumed after two steps, and the model's is not interrupted."""
+    """Return the distance of weights from the model's when the schedule is resumed after two steps."""
     reference = model()
     theirs = sgd(reference)
     train(reference, theirs, SCHEDULERS[name](theirs), range(4))
@@ -129,7 +129,7 @@ AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
 
 
 def average_difference(name: str, pm: PartitionedModel) -> float:
-    """How far an average of weights, and what it computes, is from that of the model's."""
+    """Return the distance of an average of weights, and of its results, from the model's."""
     reference = model()
     averages = {}
     for module in (pm, reference):
@@ -176,7 +176,7 @@ class DeclaredSAM(SAM):
     """Reads elements, and a norm that is given to it."""
 
     def step(self, closure: Any = None) -> Any:
-        """The same."""
+        """Step as the base class."""
         return super().step(closure)
 
 
@@ -241,7 +241,7 @@ def rows() -> Iterator[tuple[str, Callable[[PartitionedModel], float]]]:
 
 
 def outcomes(pm: PartitionedModel, names: list[str] | None = None) -> dict[str, Outcome]:
-    """The table for one model; ``names``: of some tools."""
+    """Return the table for one model; ``names``: of some tools."""
     found: dict[str, Outcome] = {}
     for name, measure in rows():
         if names is None or name in names:

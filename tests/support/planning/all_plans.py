@@ -45,7 +45,7 @@ class Chain(nn.Module):
         self.layers, self.skips = nn.ModuleList(layers), skips
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         values = [x]
         for number, layer in enumerate(self.layers):
             value = layer(values[-1])
@@ -75,7 +75,7 @@ def some_model(draw: random.Random) -> tuple[Chain, int]:
 
 
 def some_cluster(draw: random.Random, n_devices: int) -> Cluster:
-    """Devices so slow that compute, starts and messages all matter; in a third of the clusters, of two kinds."""
+    """Return devices so slow that compute, starts and messages all matter; in a third of the clusters, of two kinds."""
     fast = Device("fast", {"float32": 1e9}, 2**30, 1e10, launch_overhead=draw.choice((0.0, 1e-7)))
     slow = replace(fast, name="slow", peak_flops={"float32": draw.choice((3e8, 6e8))}, memory_bandwidth=draw.choice((2e9, 1e10)))
     devices = [fast] * n_devices
@@ -119,7 +119,7 @@ def instance(seed: int) -> Instance:
 
 
 def meshes(given: Instance) -> Iterator[Mesh]:
-    """All products of rows, stages and axes of parameters; what lies outside of what matters where links or devices differ."""
+    """Yield all products of rows, stages and axes of parameters; their order matters where links or devices differ."""
     n = len(given.request.devices)
     differ = len(set(given.cluster.devices)) > 1 or not isinstance(given.cluster.links, Link)
     found: dict[tuple[tuple[str, int], ...], None] = {}
@@ -134,7 +134,7 @@ def meshes(given: Instance) -> Iterator[Mesh]:
 
 
 def shared(given: Instance, mesh: Mesh) -> Iterator[tuple[int, ...]]:
-    """All ways to give the places of a mesh's pipeline to fewer stages."""
+    """Yield all ways to give the positions of a mesh's pipeline to fewer stages."""
     n = mesh.length("pipeline")
     if given.request.schedule in (None, "GPipe", "1F1B", "ZB1P"):
         for n_stages in range(2, n):
@@ -142,7 +142,7 @@ def shared(given: Instance, mesh: Mesh) -> Iterator[tuple[int, ...]]:
 
 
 def unlike_widths(given: Instance, mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
-    """All ways to give the places of a pipeline to stages that are not all of one width; of more than four, to two, by powers of two."""
+    """Yield all ways to give positions to stages of different widths; of more than four, to two, by powers of two."""
     n, in_turn = mesh.length("pipeline"), given.request.schedule in (None, "GPipe", "1F1B", "ZB1P")
     if any(name not in ("data", "pipeline") for name in mesh.names):
         return
@@ -157,7 +157,7 @@ def unlike_widths(given: Instance, mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int
 
 
 def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: bool, replicas: tuple[int, ...] = ()) -> MeshProblem | None:
-    """The mesh with its axes cut, under the limit that the memory of its ranks sets; None where it cannot cut the model.
+    """Return the mesh with its axes cut, under the limit that the memory of its ranks sets; None where it cannot cut the model.
 
     Args:
         beside: whether replicas also cut weights, where those are large.
@@ -172,7 +172,7 @@ def mesh_problem(given: Instance, model: CuttableModel, mesh: Mesh, *, beside: b
 
 
 def held_at_most(given: Instance, mesh: Mesh) -> float:
-    """Bytes of parameters for which the ranks of a pipeline have memory, with their gradients and the optimizer's state."""
+    """Return bytes of parameters for which the ranks of a pipeline have memory, with their gradients and the optimizer's state."""
     memory = given.request.memory_limit
     held = max(float(device.memory_bytes) if memory is None else float(memory) for device in given.cluster.devices)
     held *= mesh.length("pipeline") * math.prod(mesh.length(name) for name in ("zero1", "fsdp"))
@@ -182,7 +182,7 @@ def held_at_most(given: Instance, mesh: Mesh) -> float:
 def problem_of(
     given: Instance, model: CuttableModel, mesh: Mesh, request: PlanRequest, *, extra_axes: bool = False, limit: float = math.inf
 ) -> MeshProblem:
-    """A mesh with its axes cut, once for each width of its stages."""
+    """Return a mesh with its axes cut, once for each width of its stages."""
     links = LinkTable(given.cluster)
     if mesh.cutting.size == 1:
         return MeshProblem(mesh, model.whole, given.cluster, request, Roofline(), links)
@@ -206,7 +206,7 @@ def candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recomput
 
 
 def memory(units: Units, schedule: Schedule, runs: tuple[range, ...], kinds: Sequence[int]) -> list[float]:
-    """The most that each rank holds, at any action of its stages or behind the last, when gradients are summed.
+    """Return each rank's peak memory, at any action of its stages or after the last, when gradients are summed.
 
     While one action goes on, what the next one waits for comes. Of ranks that share a stage, all gradients of such small models are in one
     message.
@@ -242,7 +242,7 @@ def memory(units: Units, schedule: Schedule, runs: tuple[range, ...], kinds: Seq
 
 
 def received(units: Units, runs: tuple[range, ...], action: Action) -> int:
-    """Bytes of the messages that an action waits for: what a stage reads of others, or the gradients of what it gave them."""
+    """Return the bytes of the messages that an action waits for: inputs of a stage, or gradients of its outputs."""
     run = runs[action.stage]
     if action.kind is ActionKind.FORWARD:
         return sum(value.gradient_size for value in units.values if value.producer < run.start and set(value.readers) & set(run))
@@ -252,7 +252,7 @@ def received(units: Units, runs: tuple[range, ...], action: Action) -> int:
 
 
 def at_borders(units: Units, run: range, kind: int) -> float:
-    """What a stage makes whole to send it, and what it reads in parts."""
+    """Return the bytes that a stage gathers to send, and that it reads in parts."""
     gathered = (item.size[kind] for item in units.gathered_values if item.producer in run and item.readers[-1] >= run.stop)
     parted = (item.size[kind] for item in units.gathered_gradients if item.producer < run.start and set(item.readers) & set(run))
     return sum(gathered) + sum(parted)
@@ -260,7 +260,7 @@ def at_borders(units: Units, run: range, kind: int) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def needed(working: TransientMemory, run: range) -> float:
-    """What a stage of these units holds at most while it computes."""
+    """Return the transient peak of a stage of these units."""
     moments = [0.0]
     for unit in run:
         made, trained = (sum(column[unit + 1 : run.stop].tolist()) for column in (working.saved, working.gradients))
@@ -274,7 +274,7 @@ def needed(working: TransientMemory, run: range) -> float:
 
 
 def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel) -> float:
-    """Seconds of a step by the definition; inf where a rank holds more than fits."""
+    """Return seconds of a step by the definition; inf where a rank holds more than fits."""
     units, stage_ranks = len(problems.points.units), staged.schedule.stage_ranks
     prices = problems.prices.at(problems.rows(staged.candidate))
     runs = [set(run) for run in staged.runs]
@@ -307,6 +307,6 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
 
 
 def copying(size: float, problem: MeshProblem, places: Sequence[int] | None = None) -> float:
-    """Seconds in which the slowest rank of those that sum so many bytes copies them into a message: it reads and writes each."""
+    """Return the seconds in which the slowest of the ranks that sum so many bytes copies them into a message."""
     devices = problem.places.devices if places is None else [problem.places.devices[place] for place in places]
     return 2 * size / min(device.bandwidth for device in devices)

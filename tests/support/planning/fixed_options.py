@@ -65,7 +65,7 @@ class Beaten:
 
 @functools.cache
 def graph_of(name: str) -> ModelGraph:
-    """A realistic model, traced for training."""
+    """Return a realistic model, traced for training."""
     with torch.device("meta"):
         model, inputs = REALISTIC[name]()
     return trace(model, inputs, {}, training=True)
@@ -73,12 +73,12 @@ def graph_of(name: str) -> ModelGraph:
 
 @functools.lru_cache(maxsize=2)
 def _models_of(name: str) -> SharedModels:
-    """What the plans of a model share."""
+    """Return the caches that a model's plans share."""
     return SharedModels()
 
 
 def plan_of(name: str, mode: Mode, cluster: str, **fixed: Any) -> Plan:
-    """The plan of a model, with what is fixed by hand."""
+    """Return the plan of a model, with user-fixed options."""
     hardware = Cluster.parse(cluster)
     devices = tuple(f"cuda:{rank}" for rank in range(len(hardware.devices)))
     mesh = resolve_mode(mode, len(devices))
@@ -87,7 +87,7 @@ def plan_of(name: str, mode: Mode, cluster: str, **fixed: Any) -> Plan:
 
 
 def fixed_options(name: str, mode: Mode) -> Iterator[Mapping[str, Any]]:
-    """What can be fixed by hand: every microbatch count, schedule, policy, number of stages and axis, and all axes together."""
+    """Yield the options that a user can fix: every microbatch count, schedule, policy, number of stages and axis, and all axes together."""
     graph, whole = graph_of(name), isinstance(mode, str) and mode != "auto"
     names = ("pipeline", "tensor") if mode == "auto" else (mode,) if whole else tuple(mode)
     for policy in ("none", "selective", "full"):
@@ -107,7 +107,7 @@ def fixed_options(name: str, mode: Mode) -> Iterator[Mapping[str, Any]]:
 
 
 def beaten_by(name: str, mode: Mode, cluster: str) -> tuple[Plan, list[Beaten]] | None:
-    """The default plan, and the plans that beat it by more than the gap that it states; None where the mode does not fit the model."""
+    """Return the default plan, and the plans that beat it by more than the gap that it states; None if the mode does not fit."""
     try:
         default = plan_of(name, mode, cluster)
     except PartitionError:

@@ -37,7 +37,7 @@ def wide() -> nn.Sequential:
 
 
 def planned_and_simulated(mode: Mapping[str, Any], n_microbatches: int) -> tuple[float, float, float]:
-    """Seconds of a step of ``wide`` under 1F1B, two layers in the first of two stages; and of a layer's forward of a microbatch."""
+    """Return seconds of a step of ``wide`` under 1F1B, two layers in the first of two stages; and of a layer's forward of a microbatch."""
     x = torch.randn(ROWS, FEATURES, dtype=torch.float64)
     arguments: dict[str, Any] = {"n_microbatches": n_microbatches, "schedule": "1F1B", "optimizer": "none", "progress": False}
     pm = partition(wide(), 3, mode, example_inputs=(x,), cluster=ALIKE, **arguments)
@@ -51,13 +51,13 @@ def perceptron() -> nn.Sequential:
 
 
 def inputs(rows: int) -> tuple[Tensor, Tensor]:
-    """A batch, and a target."""
+    """Return a batch, and a target."""
     generator = torch.Generator().manual_seed(rows)
     return torch.randn(rows, 8, dtype=torch.float64, generator=generator), torch.randn(rows, 4, dtype=torch.float64, generator=generator)
 
 
 def assert_alike(model: nn.Module, pm: PartitionedModel, rows: int) -> None:
-    """The loss of a step, gradients of the input and of parameters, and a call."""
+    """Compare the loss of a step, gradients of the input and of parameters, and a call."""
     x, target = inputs(rows)
     x.requires_grad_()
     expected = nn.functional.mse_loss(model(x), target)
@@ -78,7 +78,7 @@ def assert_gradients_alike(model: nn.Module, pm: PartitionedModel) -> None:
 
 
 def assert_accumulated_and_clipped(model: nn.Module, pm: PartitionedModel) -> None:
-    """Of two batches, the first without communication."""
+    """Check two batches, the first without communication."""
     with pm.no_sync():
         x, target = inputs(8)
         pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
@@ -92,7 +92,7 @@ def assert_accumulated_and_clipped(model: nn.Module, pm: PartitionedModel) -> No
 
 
 def assert_training_goes_on(model: nn.Module, plans: Iterable[PartitionedModel]) -> None:
-    """A step of AdamW under each plan, which gets weights and optimizer state from the one before, beside the model in one piece."""
+    """Check a step of AdamW under each plan, which gets weights and optimizer state from the one before it."""
     reference = torch.optim.AdamW(model.parameters(), 1e-2)
     state: tuple[dict[str, Any], Any] | None = None
     for pm in plans:

@@ -18,7 +18,7 @@ def perceptron() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def wide() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """On the meta device: nothing of it is ever computed."""
+    """Return a model on the meta device, which is never computed."""
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 64)), (torch.zeros(32, 64),)
 
@@ -35,10 +35,10 @@ class Branches(nn.Module):
 
 
 def branches() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model that is no graph."""
+    """Return a model that is no graph."""
     return Branches(), (torch.zeros(4, 4),)
 
 
 def fails() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """No model at all."""
+    """Fail to make a model."""
     raise ArithmeticError("the weights are gone")

@@ -38,7 +38,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def partitioned(mode: Mode, factor: float | None = 1.0) -> tuple[PartitionedModel, Optimizer]:
-    """The model with its weights times a factor, over all processes; without values (on the meta device) for None."""
+    """Return the model with its weights times a factor, over all processes; without values (on the meta device) for None."""
     whole = model().to("meta") if factor is None else scaled(factor)
     replicated_stages = isinstance(mode, Mapping) and isinstance(mode.get("pipeline"), tuple)
     pm = partition(
@@ -59,7 +59,7 @@ def scaled(factor: float) -> nn.Module:
 
 
 def trained(module: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
-    """The losses of steps."""
+    """Return the losses of steps."""
     losses = []
     for step in steps:
         x, target = BATCHES[step]
@@ -82,7 +82,7 @@ def reference(steps: int) -> tuple[nn.Module, Optimizer]:
 
 
 def unequal(found: Any, wanted: Any, path: str, *, exact: bool = False) -> Iterator[str]:
-    """Where two nested states differ; by more than rounding unless ``exact``."""
+    """Yield the places where two nested states differ; by more than rounding unless ``exact``."""
     if isinstance(wanted, Mapping):
         if found.keys() != wanted.keys():
             yield f"{path}: {sorted(found)} in place of {sorted(wanted)}"
@@ -98,7 +98,7 @@ def unequal(found: Any, wanted: Any, path: str, *, exact: bool = False) -> Itera
 
 
 def option_problems(mode: Mode) -> list[str]:
-    """What the functions give with each option, after two steps, against what they give of the model in one piece."""
+    """Return the differences of the functions with each option, after two steps, from those of the unpartitioned model."""
     pm, optimizer = partitioned(mode)
     trained(pm, optimizer, range(2))
     whole, whole_optimizer = reference(2)
@@ -137,7 +137,7 @@ def option_problems(mode: Mode) -> list[str]:
 
 
 def resumed_problems(saved: Mode, loaded: Mode, folder: str) -> list[str]:
-    """Two steps under one plan, saved asynchronously, and two under another: losses and weights against four steps of the model."""
+    """Return problems of two steps, an asynchronous save, and two steps under another plan, against four steps of the model."""
     pm, optimizer = partitioned(saved)
     trained(pm, optimizer, range(2))
     state: dict[str, Any] = {"model": get_model_state_dict(pm), "optimizer": get_optimizer_state_dict(pm, optimizer, options=FLAT)}
@@ -182,7 +182,7 @@ def dtensor_problems(mode: Mode, folder: str) -> list[str]:
 
 
 def fsdp2_problems(folder: str) -> list[str]:
-    """fsdp to ``fully_shard`` and back, weights and optimizer, through dcp and in memory, bit by bit."""
+    """Return problems of fsdp to ``fully_shard`` and back, weights and optimizer, through dcp and in memory, bit by bit."""
     pm, optimizer = partitioned("fsdp")
     trained(pm, optimizer, range(2))
     wanted: Any
@@ -212,7 +212,7 @@ def fsdp2_problems(folder: str) -> list[str]:
 
 
 def idle_rank_problems() -> list[str]:
-    """The second rank has no parameters, and takes part in everything."""
+    """Return problems where the second rank has no parameters, and takes part in everything."""
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh()).double()
     x, target = torch.rand(4, 4, dtype=torch.float64), torch.rand(4, 6, dtype=torch.float64)

@@ -64,19 +64,19 @@ class CollectiveCase:
 
 
 def numbers(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Integers from 0 to 7, in whatever dtype."""
+    """Draw integers from 0 to 7, in any dtype."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(0, 8, tuple(shape), generator=generator)
     return torch.complex(drawn.double(), drawn.double() + 1).to(dtype) if dtype.is_complex else drawn.to(dtype)
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values, in memory that is not contiguous."""
+    """Return the same values in memory that is not contiguous."""
     return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor.repeat_interleave(2)[::2]
 
 
 def unlike(n_ranks: int) -> tuple[int, ...]:
-    """Sizes of pieces that differ; the last of four is empty."""
+    """Return different sizes of pieces; the last of four is empty."""
     return (4, 1, 3, 0)[:n_ranks]
 
 
@@ -130,7 +130,7 @@ def resharded(
     split_sizes: Sequence[Sequence[int] | None] | None = None,
     concat_sizes: Sequence[Sequence[int] | None] | None = None,
 ) -> list[Part]:
-    """Each whole, cut along ``concat_dims`` before and along ``split_dims`` afterwards."""
+    """Return each whole, cut along ``concat_dims`` before and along ``split_dims`` afterwards."""
     before = [
         cut(w, dim, None if concat_sizes is None else concat_sizes[i], n_ranks)
         for i, (w, dim) in enumerate(zip(wholes, concat_dims, strict=True))
@@ -146,7 +146,7 @@ def resharded(
 
 
 def routed(n_ranks: int) -> list[Part]:
-    """Rank r gives rank s a block of its own size, as a mixture of experts does with tokens."""
+    """Return blocks of different sizes from rank r to rank s, as a mixture of experts routes tokens."""
     blocks = [[numbers(10 * r + s, ((3 * r + 2 * s) % 4, 5)) for s in range(n_ranks)] for r in range(n_ranks)]
     return [
         Part(

@@ -33,7 +33,7 @@ def train_step(pm: PartitionedModel, x: Tensor, target: Tensor) -> None:
 
 
 def skip_a_step(mode: str) -> None:
-    """Rank 1 leaves out the third of ten batches."""
+    """Leave out the third of ten batches on rank 1."""
     pm, optimizer = partitioned(mode)
     for number, x, target in batches(10):
         if number == 2 and dist.get_rank() == 1:
@@ -44,7 +44,7 @@ def skip_a_step(mode: str) -> None:
 
 
 def skip_a_train_step() -> None:
-    """Rank 1 leaves out ``train_step`` once, and not the step of its optimizer; the batch is always the same."""
+    """Leave out ``train_step`` once on rank 1, but not its optimizer step; the batch is always the same."""
     pm, optimizer = partitioned("fsdp")
     ((_, x, target),) = batches(1)
     for number in range(10):
@@ -54,7 +54,7 @@ def skip_a_train_step() -> None:
 
 
 def end_a_step_early(mode: str) -> None:
-    """Rank 1 makes a step less than the others, with the same batch, before all gather the weights."""
+    """Make one step less on rank 1, with the same batch, before all ranks gather the weights."""
     pm, _ = partitioned(mode)
     ((_, x, target),) = batches(1)
     for _ in range(4 - dist.get_rank()):
@@ -63,7 +63,7 @@ def end_a_step_early(mode: str) -> None:
 
 
 def call_alone(call: str, mode: str) -> None:
-    """Rank 0 makes a call that needs all ranks, or leaves out a backward, while the others go on in a loop of forward and backward."""
+    """Call on rank 0 alone a function that needs all ranks, or leave out a backward, while the rest loop."""
     pm, optimizer = partitioned(mode)
     calls: dict[str, Callable[[], object]] = {
         "state_dict": pm.state_dict,
@@ -80,7 +80,7 @@ def call_alone(call: str, mode: str) -> None:
 
 
 def without_environment() -> list[int]:
-    """The ranks of this process, where the script has made the process group and torchrun has not set its variables."""
+    """Return the ranks of this process, where the script has made the process group and torchrun has not set its variables."""
     kept = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     try:
         pm, optimizer = partitioned("pipeline")
@@ -94,7 +94,7 @@ def without_environment() -> list[int]:
 
 
 def unlike_values(mode: str) -> tuple[bool, float, float, list[str]]:
-    """Each process has a seed of its own: whether replicas are alike after a step, how far all is from rank 0's, and where it warns."""
+    """Return results of different seeds: whether replicas are equal after a step, distances from rank 0, and warnings."""
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.BatchNorm1d(5)).double()
     with warnings.catch_warnings(record=True) as said:

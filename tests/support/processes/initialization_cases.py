@@ -20,20 +20,20 @@ SEED = 5
 
 
 def on_meta(model: Callable[[], nn.Module]) -> nn.Module:
-    """A model of shapes alone, in float64."""
+    """Return a model of shapes alone, in float64."""
     with torch.device("meta"):
         return model().to(torch.float64)
 
 
 def reset(module: nn.Module) -> None:
-    """As a constructor does it."""
+    """Reset a module as its constructor does."""
     method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if method is not None:
         method()
 
 
 def initialized_difference(name: str, mode: Mode, devices: int) -> str | None:
-    """The first tensor that differs from that of one device by a bit, and the first step's loss by more than rounding."""
+    """Return the first tensor that differs from that of one device by a bit, and the first step's loss by more than rounding."""
     case = case_named(name)
     instance = case.build()
     model = on_meta(case.model)
@@ -52,7 +52,7 @@ def initialized_difference(name: str, mode: Mode, devices: int) -> str | None:
 
 
 def initialize_from_unlike_seeds() -> None:
-    """Each rank with its own."""
+    """Initialise each rank with its own seed."""
     case = case_named("perceptron")
     pm = partition(on_meta(case.model), 2, "data", example_inputs=case.build(batch_size=BATCH_SIZE).args, progress=False)
     pm.initialize(seed=int(os.environ["RANK"]))

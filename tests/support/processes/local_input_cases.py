@@ -51,18 +51,18 @@ def loader(rows: Rows, n_parts: int, part: int) -> DataLoader[Any]:
 
 
 def batches(rows: Rows, n_parts: int, part: int) -> Iterator[list[Tensor]]:
-    """A rank's own rows of three batches."""
+    """Yield a rank's own rows of three batches."""
     return iter(list(loader(rows, n_parts, part)))
 
 
 def whole_batches(rows: Rows, n_parts: int) -> Iterator[list[Tensor]]:
-    """The rows of all ranks, those of the first part first."""
+    """Yield the rows of all ranks, those of the first part first."""
     for parts in zip(*(loader(rows, n_parts, part) for part in range(n_parts)), strict=True):
         yield [torch.cat(leaves) for leaves in zip(*parts, strict=True)]
 
 
 def placeholders(pm: PartitionedModel) -> list[str]:
-    """What this rank's program takes."""
+    """Return the arguments of this rank's program."""
     return [str(node.target) for node in pm.graph(rank()).graph.nodes if node.op == "placeholder"]
 
 
@@ -91,7 +91,7 @@ def train(n_steps: int, model: nn.Module, step: Any, gradients: Any, state: Any)
 
 
 def training_difference(name: str, mode: Mode, leave_out: bool = False) -> str | None:
-    """Loss, gradients and weights of three steps against the model in one piece on the union of the ranks' rows.
+    """Compare loss, gradients and weights of three steps with the unpartitioned model on the union of the ranks' rows.
 
     Args:
         leave_out: let ranks whose stages read no input pass none, and those that compute no loss no target.
@@ -126,7 +126,7 @@ def training_difference(name: str, mode: Mode, leave_out: bool = False) -> str |
 
 
 def call_difference(name: str, mode: Mode) -> str | None:
-    """Results of a rank's own rows; after ``backward()`` of their loss its own gradients of inputs, and mean ones of parameters."""
+    """Compare results of local rows; after ``backward()`` of their loss, local gradients of inputs, and mean ones of parameters."""
     case = case_named(name)
     reference = case.build().model
     rows, tree = data_of(case)
@@ -155,12 +155,12 @@ def require_gradient(leaf: Tensor) -> Tensor:
 
 
 def gradients_of(args: Any, kwargs: Any) -> dict[str, Tensor | None]:
-    """Of inputs. The loss may be one with respect to which a target has a gradient, too: it is none."""
+    """Return the gradients of inputs. A target may have a gradient with respect to a loss, too: it has none here."""
     return {str(index): leaf.grad for index, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if leaf.requires_grad}
 
 
 def check_report(name: str, mode: Mode) -> tuple[bool, str]:
-    """What ``check`` says of a whole batch."""
+    """Return the report of ``check`` for a whole batch."""
     case = case_named(name)
     instance = case.build()
     report = partitioned(case, instance, mode).check(*instance.args, **instance.kwargs)
@@ -168,7 +168,7 @@ def check_report(name: str, mode: Mode) -> tuple[bool, str]:
 
 
 def unequal_rows(other: int) -> None:
-    """Two steps of as many rows, then one in which a rank has fewer."""
+    """Make two steps of equal rows, then one in which a rank has fewer."""
     case = case_named("perceptron")
     pm = partitioned(case, case.build(), "data")
     for rows in (4, 4, 3 if rank() == other else 4):
@@ -177,7 +177,7 @@ def unequal_rows(other: int) -> None:
 
 
 def nothing_where_inputs_are_read(everywhere: bool) -> None:
-    """A step in which the first rank, or all, pass no input."""
+    """Make a step in which the first rank, or all, pass no input."""
     case = case_named("perceptron")
     instance = case.build()
     pm = partitioned(case, instance, {"data": 2})
@@ -186,7 +186,7 @@ def nothing_where_inputs_are_read(everywhere: bool) -> None:
 
 
 def rows_that_mix() -> None:
-    """A target of own rows for a loss of a matrix over all pairs of rows."""
+    """Pass a local target for a loss of a matrix over all pairs of rows."""
     model = Similarity().double()
     x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     pm = make_partitioned(Instance(model, (x,), {}, None), devices=2, mode="data", inputs="local")

@@ -65,13 +65,13 @@ def model() -> nn.Module:
 
 
 def labelled(seed: int = 1, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Inputs and classes."""
+    """Return inputs and classes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64), torch.randint(WIDTH, (rows,), generator=generator)
 
 
 def difference(original: nn.Module, pm: PartitionedModel, loss_fn: Loss, x: Tensor, target: Any, **options: Any) -> str | None:
-    """What of a step's loss and gradients is not the original model's."""
+    """Return the difference of a step's loss and gradients from the original model's."""
     reference = copy.deepcopy(original)
     expected = loss_fn(reference(x), target)
     expected.backward()
@@ -92,7 +92,7 @@ def difference(original: nn.Module, pm: PartitionedModel, loss_fn: Loss, x: Tens
 
 
 def refused_then_exact(mode: Any) -> list[str]:
-    """The error of a loss that is no mean, on this rank; then what is wrong of the same step with ``loss_reduction="batch"``."""
+    """Return the error of a loss that is no mean, on this rank; then the differences of ``loss_reduction="batch"``."""
     original = model()
     x, target = labelled()
     pm = partition(model(), devices=2, mode=mode, example_inputs=(x,), n_microbatches=4 if mode == "pipeline" else None)
@@ -110,7 +110,7 @@ def refused_then_exact(mode: Any) -> list[str]:
 
 
 def trained_on_own_rows() -> list[str | None]:
-    """The same with rows of its own: a loss without a target takes all rows, one with a target is refused."""
+    """Train with local rows: a loss without a target takes all rows, one with a target is refused."""
     x, target = labelled()
     rank = int(os.environ["RANK"])
     half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
@@ -126,7 +126,7 @@ def trained_on_own_rows() -> list[str | None]:
 
 
 def _difference_of_rows(pm: PartitionedModel, loss_fn: Loss, x: Tensor, target: Tensor | None, rows: slice, reduction: Any) -> str | None:
-    """``difference`` of a process that passes its own rows."""
+    """Return ``difference`` of a process that passes its own rows."""
     own = _Rows(pm, rows)
     return difference(model(), own, loss_fn, x, target, loss_reduction=reduction)  # type: ignore[arg-type]
 

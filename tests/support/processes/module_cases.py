@@ -52,7 +52,7 @@ def mode_differences() -> str:
 
 
 def frozen_counts() -> list[str]:
-    """Models whose ``parameters()`` are not those of ``named_parameters()``, or that train, after the model or a copy was frozen."""
+    """Return the models whose ``parameters()`` and ``named_parameters()`` differ, or that train, after freezing."""
     wrong = []
     for mode in ("tensor", "pipeline"):
         model, x = switched()
@@ -70,7 +70,7 @@ def frozen_counts() -> list[str]:
 
 
 def copy_differences() -> str:
-    """Copies, pickles and averages, in processes that hold replicas, shards or stages."""
+    """Return differences of copies, pickles and averages, in processes that hold replicas, shards or stages."""
     found = ""
     for mode in ("data", "fsdp", "pipeline"):
         model, x = switched()

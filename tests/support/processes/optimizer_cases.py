@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.down = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         rows, length, width = x.shape
         query, key, value = self.qkv(self.norm(x)).view(rows, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(rows, length, width)
@@ -65,7 +65,7 @@ def made(mode: Mode, devices: int, **arguments: Any) -> PartitionedModel:
 
 
 def grouped(module: nn.Module) -> Optimizer:
-    """Weights decay, biases and norms do not; groups are found by names."""
+    """Return an optimizer in which weights decay, biases and norms do not; groups are found by names."""
     named = list(module.named_parameters())
     alone = [parameter for name, parameter in named if name.endswith(".bias") or "norm" in name or name.startswith("2.")]
     decayed = [parameter for name, parameter in named if not (name.endswith(".bias") or "norm" in name or name.startswith("2."))]
@@ -73,13 +73,13 @@ def grouped(module: nn.Module) -> Optimizer:
 
 
 def by_name(module: nn.Module) -> Optimizer:
-    """A rate of its own for each parameter, by its exact name."""
+    """Return an optimizer with a rate for each parameter, by its exact name."""
     groups = [{"params": [parameter], "lr": 1e-2 * (1 + len(name) % 3)} for name, parameter in module.named_parameters()]
     return torch.optim.AdamW(groups)
 
 
 def difference_after(pm: PartitionedModel, make: Make = grouped, *, steps: int = STEPS, max_norm: float | None = None) -> float:
-    """How far weights are from those of the model after steps of the same optimizer."""
+    """Return the distance of weights from the model's after steps of the same optimizer."""
     reference = model()
     optimizers = make(reference), make(pm)
     for x, target in batches(steps):
@@ -109,7 +109,7 @@ class Undeclared(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Of gradients alone."""
+        """Step by gradients only."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -121,7 +121,7 @@ class Declared(Undeclared):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """The same."""
+        """Step as the base class."""
         return super().step(closure)
 
 
@@ -163,7 +163,7 @@ TOTALS: dict[str, Callable[[list[Tensor]], Any]] = {
 
 
 def optimizers_of_parts(mode: Mode) -> dict[str, str]:
-    """What each kind of optimizer says, and norms of the gradients."""
+    """Return the error of each kind of optimizer, and of norms of the gradients."""
     pm = after_a_step(mode)
     gradients = [parameter.grad for parameter in pm.parameters() if parameter.grad is not None]
     parameters = list(pm.parameters())
@@ -191,7 +191,7 @@ def optimizers_of_parts(mode: Mode) -> dict[str, str]:
 
 
 def clipped(mode: Mode) -> float:
-    """How far torch's own clipping, of several orders, is from that of the model: its norms, and the weights after clipped steps."""
+    """Return the distance of torch's clipping, of several orders, from the model's: norms, and weights after clipped steps."""
     pm, reference = after_a_step(mode), model()
     x, target = batches(1)[0]
     square(reference(x), target).backward()
@@ -203,7 +203,7 @@ def clipped(mode: Mode) -> float:
 
 
 def whole_replicas() -> dict[str, float]:
-    """Every process has everything: all optimizers and clipping are right."""
+    """Return distances where every process has all parameters: all optimizers and clipping are right."""
     kinds: dict[str, Make] = {
         "Adafactor": lambda module: torch.optim.Adafactor(module.parameters(), lr=1e-2),
         "LBFGS": lambda module: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3),
@@ -226,7 +226,7 @@ def parts_of_sums() -> list[str]:
 
 
 def hooks_of_parts(mode: Mode) -> tuple[str, str]:
-    """What a hook on a parameter says, registered on the partitioned model and on the model before."""
+    """Return the errors of a hook on a parameter, registered on the partitioned model and on the model before."""
     pm = made(mode, world_size())
     next(pm.parameters()).register_hook(torch.neg)
     x, target = batches(1)[0]
@@ -239,7 +239,7 @@ def hooks_of_parts(mode: Mode) -> tuple[str, str]:
 
 
 def hooks_of_whole_parameters(mode: Mode) -> float:
-    """How far gradients are from the model's, with hooks on parameters of both."""
+    """Return the distance of gradients from the model's, with hooks on parameters of both."""
     reference = model()
     for parameter in reference.parameters():
         parameter.register_hook(lambda gradient: gradient / gradient.norm())
@@ -260,12 +260,12 @@ class Tied(nn.Module):
         self.mix = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         return self.mix(x @ self.code.T) @ self.code
 
 
 def a_stage_with_all_parameters() -> tuple[float, int]:
-    """How far a clipped step is from that of the model, and the number of parameters in the state of the optimizer."""
+    """Return the distance of a clipped step from the model's, and the number of parameters in the optimizer's state."""
     torch.manual_seed(0)
     reference = Tied().double()
     x, target = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
@@ -285,7 +285,7 @@ def a_stage_with_all_parameters() -> tuple[float, int]:
 
 
 def rates_in_processes(before: Mode, after: Mode, folder: str) -> list[str]:
-    """Parameters whose rate, changed after the optimizer was made, is not that of the loaded optimizer of another plan."""
+    """Return parameters whose rate, changed after the optimizer was made, differs in the loaded optimizer of another plan."""
     pm, other = made(before, world_size()), made(after, world_size())
     optimizer = by_name(pm)
     x, target = batches(1)[0]

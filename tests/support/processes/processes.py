@@ -162,7 +162,7 @@ class Workers:
 
 
 def serve(descriptor: int) -> None:
-    """What a worker does: calls functions until it is told of the last one, or the test is gone."""
+    """Call functions, as a worker, until the last one, or until the test has ended."""
     connection: Connection[Any, Any] = Connection(descriptor)
     torch.set_num_threads(1)
     started_with = dict(os.environ)

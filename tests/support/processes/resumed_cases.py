@@ -18,7 +18,7 @@ def model_of() -> nn.Sequential:
 
 
 def resumed_difference(first: str | Mapping[str, int], second: str | Mapping[str, int]) -> float:
-    """Two steps under one plan and two under another, with the optimizer's state: how far the weights are from those of one device."""
+    """Return the distance of weights from one device's, after two steps under each of two plans with one optimizer state."""
     x, target = torch.empty(4, 8, 6), torch.empty(4, 8, 4)
     x, target = torch.linspace(-1, 1, x.numel()).double().view_as(x), torch.linspace(1, -1, target.numel()).double().view_as(target)
     whole = model_of()

@@ -57,7 +57,7 @@ def named(name: str) -> Case:
 
 
 def partitioned(name: str, **arguments: Any) -> tuple[Case, Instance, PartitionedModel]:
-    """A case of the zoo over all ranks."""
+    """Return a case of the zoo over all ranks."""
     case = named(name)
     instance = case.build()
     options = {"devices": int(os.environ["WORLD_SIZE"]), "mode": "pipeline", "n_microbatches": N_MICROBATCHES, **arguments}
@@ -72,7 +72,7 @@ def step(case: Case, instance: Instance, pm: PartitionedModel) -> Tensor:
 
 
 def sequences(length: int) -> tuple[Tensor, Tensor]:
-    """Vectors for each step of four sequences, and their targets."""
+    """Return vectors for each step of four sequences, and their targets."""
     generator = torch.Generator().manual_seed(length)
     return real(generator, 4, length, 8), real(generator, 4, length, 8)
 
@@ -88,7 +88,7 @@ def encoder() -> nn.Module:
 
 
 def length_differences(mode: Any, inputs: str) -> list[float]:
-    """The largest differences of losses and gradients to those of one device, for lengths that were not planned."""
+    """Return the largest differences of losses and gradients from one device's, for lengths that were not planned."""
     model = perceptron() if mode == "pipeline" else encoder()
     pm = partition(model, int(os.environ["WORLD_SIZE"]), mode, example_inputs=(sequences(6)[0],), inputs=inputs, progress=False)
     differences = []
@@ -112,21 +112,21 @@ def length_differences(mode: Any, inputs: str) -> list[float]:
 
 
 def different_lengths() -> None:
-    """Rank 1 has its rows padded to another length."""
+    """Pad rank 1's rows to another length."""
     pm = partition(encoder(), 2, "data", example_inputs=(sequences(6)[0],), inputs="local", progress=False)
     x, target = sequences(7 if rank() == 1 else 5)
     pm.train_step(x[:2], target=target[:2], loss_fn=nn.functional.mse_loss)
 
 
 def training_difference(name: str, schedule: str, batch_size: int = BATCH_SIZE) -> str | None:
-    """Loss, gradients and weights of three AdamW steps, on this rank, against the model in one piece."""
+    """Compare loss, gradients and weights of three AdamW steps, on this rank, with the unpartitioned model."""
     devices = int(os.environ["WORLD_SIZE"])
     difference = first_difference(named(name), batch_size=batch_size, devices=devices, mode="pipeline", schedule=schedule)
     return None if difference is None else str(difference)
 
 
 def forward_difference(name: str, mode: Any = "pipeline") -> str | None:
-    """Outputs in evaluation, for the batch of the trace and another one."""
+    """Compare outputs in evaluation, for the batch of the trace and another one."""
     case = named(name)
     instance = case.build()
     instance.model.eval()
@@ -142,7 +142,7 @@ def forward_difference(name: str, mode: Any = "pipeline") -> str | None:
 
 
 def plans_by_measured_times() -> list[str]:
-    """The hashes of two plans by the same times; a step can be made by each, and processes may wait for each other before it."""
+    """Return the hashes of two plans by the same times; a step can be made by each."""
     costs, plans = MeasuredCosts(), []
     for _ in range(2):
         case, instance, pm = partitioned("linear", cost_model=costs)
@@ -153,7 +153,7 @@ def plans_by_measured_times() -> list[str]:
 
 
 def check_report(name: str) -> tuple[bool, str]:
-    """What ``check`` says on this rank, and whether a step still trains as before it."""
+    """Return the report of ``check`` on this rank, and whether a step still trains as before it."""
     case, instance, pm = partitioned(name)
     report = pm.check(*instance.args, **instance.kwargs)
     step(case, instance, pm)
@@ -161,7 +161,7 @@ def check_report(name: str) -> tuple[bool, str]:
 
 
 def state_moves() -> str | None:
-    """A full state, or the parts that the ranks hold, loaded into another model give the same outputs."""
+    """Compare outputs after a full state, or the parts of the ranks, are loaded into another model."""
     case, instance, pm = partitioned("shared_layer")
     _, _, other = partitioned("shared_layer", schedule="GPipe")
     optimizer = torch.optim.AdamW(pm.parameters(), lr=0.1)
@@ -180,7 +180,7 @@ def state_moves() -> str | None:
 
 
 def backward_of_unlike_losses() -> None:
-    """Rank 1 has another target: its gradient of the result is not that of the last stage's loss."""
+    """Give rank 1 another target: its gradient of the result differs from that of the last stage's loss."""
     case, instance, pm = partitioned("linear")
     assert case.loss_fn is not None
     case.loss_fn(pm(*instance.args), instance.target + rank()).backward()
@@ -191,7 +191,7 @@ def backward_of_unlike_losses() -> None:
 
 
 def backward_on_one_rank() -> None:
-    """Rank 0 looks at the result alone, and makes the next call."""
+    """Read the result on rank 0 only, and make the next call."""
     case, instance, pm = partitioned("linear")
     assert case.loss_fn is not None
     result = pm(*instance.args)
@@ -219,7 +219,7 @@ TENSORS = (
 
 
 def ring(size: int) -> ProgramSet:
-    """Every rank sends all tensors to the next one, receives those of the one before, and sums over all ranks and over two of them."""
+    """Return programs that send all tensors to the next rank, receive the previous one's, and sum over all ranks and over two."""
     programs = [Program("forward", number, ring_program(number, size), ()) for number in range(size)]
     return ProgramSet(tuple(programs), {rank(): Executable(programs[rank()])})
 
@@ -244,7 +244,7 @@ def ring_program(number: int, size: int) -> fx.GraphModule:
 
 
 def exchanged(tagged: bool) -> list[Tensor]:
-    """What a rank gets from the one before it is what that one sent; returns the sums, which are real numbers in two precisions."""
+    """Check that a rank receives the tensors of the previous one; return the sums, real numbers in two precisions."""
     size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     runtime = TorchrunRuntime([torch.device("cpu")] * size)
     if not tagged:
@@ -260,7 +260,7 @@ def exchanged(tagged: bool) -> list[Tensor]:
 
 
 def collectives(tagged: bool) -> list[Tensor]:
-    """Every case of ``tests.support.processes.collective_cases`` in one program, over all ranks, over two of them, and over one.
+    """Run every case of ``tests.support.processes.collective_cases`` in one program, over all ranks, over two, and over one.
 
     Each rank compares what it gets; returned are a small and a large sum of real numbers.
     """
@@ -286,7 +286,7 @@ def collectives(tagged: bool) -> list[Tensor]:
 
 
 def collective_program(number: int, size: int) -> tuple[fx.GraphModule, list[Part]]:
-    """All is started before anything is waited for."""
+    """Return a program that starts everything before it waits."""
     graph = fx.Graph()
     groups = [group for group in (tuple(range(size)), (0, size - 1), (number,)) if number in group]
     found = [(case, group, case.parts(len(group))[group.index(number)]) for case in CASES for group in dict.fromkeys(groups)]
@@ -317,7 +317,7 @@ def connect_anew(runtime: Runtime, seconds: int, *, tagged: bool = True) -> Conn
 
 
 def training_over_channels(name: str, schedule: str) -> str | None:
-    """A training step whose messages have no tags."""
+    """Compare a training step whose messages have no tags."""
     case, instance, pm = partitioned(name, schedule=schedule)
     use_channels(pm._session.runtime)
     loss = step(case, instance, pm).detach()
@@ -328,7 +328,7 @@ def training_over_channels(name: str, schedule: str) -> str | None:
 
 
 def take_existing_group(seconds: int) -> tuple[float, bool]:
-    """A script that initialises ``torch.distributed`` itself; returns the timeout that the runtime takes over."""
+    """Initialise ``torch.distributed`` as a script; return the timeout that the runtime takes over."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     mine = dist.group.WORLD
@@ -340,7 +340,7 @@ def take_existing_group(seconds: int) -> tuple[float, bool]:
 
 
 def different_batch_sizes(other: int) -> None:
-    """Two steps of 8 rows, then one in which a rank has 6."""
+    """Make two steps of 8 rows, then one in which a rank has 6."""
     case, instance, pm = partitioned("linear")
     for _ in range(2):
         step(case, instance, pm)
@@ -349,7 +349,7 @@ def different_batch_sizes(other: int) -> None:
 
 
 def partition_another_model(difference: str, measured: bool) -> None:
-    """Rank 1 has other weights, another operation without any, or another batch; a plan of the first rank would do for the last two."""
+    """Partition with other weights, another operation without any, or another batch on rank 1."""
     odd = rank() == 1
     width = 24 if odd and difference == "weights" else 16
     activation = nn.GELU() if odd and difference == "operation" else nn.ReLU()
@@ -370,7 +370,7 @@ def evaluate_on_one_rank() -> None:
 
 
 def failing_loss() -> None:
-    """In the second step the loss raises, where it is computed."""
+    """Raise in the loss of the second step, on the rank that computes it."""
     _, instance, pm = partitioned("linear")
     steps: list[int] = []
 
@@ -385,7 +385,7 @@ def failing_loss() -> None:
 
 
 def silent_loss() -> None:
-    """The loss takes until some rank has given up waiting for it."""
+    """Wait in the loss until some rank has timed out."""
     _, instance, pm = partitioned("linear")
     has_failed = [connect_anew(pm._session.runtime, 4).record.first]  # in a list, whose items do not tell one loss from another
     steps: list[int] = []
@@ -401,7 +401,7 @@ def silent_loss() -> None:
 
 
 def use_after_failure() -> str:
-    """What a model says whose ranks have failed together before."""
+    """Return the error of a model whose ranks have failed together before."""
     case, instance, pm = partitioned("linear")
     assert isinstance(pm._session.runtime, TorchrunRuntime)
     pm._session.runtime._connection.end(Failure(0, "rank 0 failed: ValueError: 17"))
@@ -437,7 +437,7 @@ def die_at_send(count: int) -> None:
 
 
 def fail_between_steps(failing: int) -> None:
-    """An error of the script itself, which the runtime does not see."""
+    """Raise an error of the script itself, which the runtime does not see."""
     case, instance, pm = partitioned("linear")
     step(case, instance, pm)
     if rank() == failing:

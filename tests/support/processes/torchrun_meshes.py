@@ -47,14 +47,14 @@ def n_microbatches(mode: Mode) -> int:
 
 
 def mesh_training_difference(name: str, mode: Mode) -> str | None:
-    """Loss, gradients and weights of three AdamW steps, on this rank, against the model in one piece."""
+    """Compare loss, gradients and weights of three AdamW steps, on this rank, with the unpartitioned model."""
     devices = int(os.environ["WORLD_SIZE"])
     difference = first_difference(CASES[name], devices=devices, mode=mode, n_microbatches=n_microbatches(mode))
     return None if difference is None else str(difference)
 
 
 def mesh_call_difference(name: str, mode: Mode) -> str | None:
-    """A call and its ``backward()`` as of any module, clipped gradients, and weights that are read back and loaded."""
+    """Compare a call and its ``backward()``, clipped gradients, and weights that are read back and loaded."""
     case = CASES[name]
     instance, loaded = case.build(), case.build()
     devices = int(os.environ["WORLD_SIZE"])
@@ -72,7 +72,7 @@ def mesh_call_difference(name: str, mode: Mode) -> str | None:
 
 
 def expert_training_difference(way: str, mode: Mode, dimension: str) -> str | None:
-    """As ``mesh_training_difference``, of a mixture whose tokens go to the rank that holds their expert."""
+    """Compare as ``mesh_training_difference`` a mixture whose tokens go to the rank of their expert."""
     devices = int(os.environ["WORLD_SIZE"])
     constraints = Constraints(axes={"experts": dimension})
     case = {**ROUTED, "dropless": DROPLESS}[way]
@@ -81,14 +81,14 @@ def expert_training_difference(way: str, mode: Mode, dimension: str) -> str | No
 
 
 def attention_training_difference(attention: str) -> str | None:
-    """As ``mesh_training_difference``, of a transformer over its sequence, with attention shared in this way."""
+    """Compare as ``mesh_training_difference`` a transformer over its sequence, with attention shared in this way."""
     devices, constraints = int(os.environ["WORLD_SIZE"]), Constraints(attention=attention)
     difference = first_difference(FOUR_TOKENS, devices=devices, mode="sequence", n_microbatches=1, constraints=constraints)
     return None if difference is None else str(difference)
 
 
 def expert_load_difference() -> str | None:
-    """The tokens of each expert, that the ranks of a step counted together, beside those that the routers of the model choose."""
+    """Compare the tokens of each expert, counted by the ranks of a step, with the choices of the model's routers."""
     other = DROPLESS.build()
     expected = chosen_experts(other.model, *other.args)
     instance, constraints = DROPLESS.build(), Constraints(axes={"experts": "tensor"})
@@ -100,7 +100,7 @@ def expert_load_difference() -> str | None:
 
 
 def checkpoint_difference(name: str, saved: Mode, loaded: Mode, folder: str) -> str | None:
-    """Each process saves the blocks that it holds; under another plan, from other weights, each loads those that it holds then."""
+    """Compare a checkpoint: each process saves its blocks; under another plan, from other weights, each loads its new ones."""
     devices = int(os.environ["WORLD_SIZE"])
     instance, other = CASES[name].build(seed=0), CASES[name].build(seed=5)
     pm = make_partitioned(instance, devices=devices, mode=saved, n_microbatches=n_microbatches(saved))
@@ -125,7 +125,7 @@ def _call_differences(case: Case, instance: Instance, pm: PartitionedModel) -> I
 
 
 def _clip_differences(case: Case, instance: Instance, pm: PartitionedModel) -> Iterator[Difference]:
-    """Gradients of the call before are clipped."""
+    """Yield differences of clipped gradients of the previous call."""
     for kind in (2.0, float("inf")):
         norm = nn.utils.clip_grad_norm_(instance.model.parameters(), 1e-3, kind)
         yield from _one(compare_values(norm, pm.clip_grad_norm_(1e-3, kind), case.tolerance))
@@ -133,7 +133,7 @@ def _clip_differences(case: Case, instance: Instance, pm: PartitionedModel) -> I
 
 
 def _state_differences(case: Case, instance: Instance, pm: PartitionedModel) -> Iterator[Difference]:
-    """Every process has all of it, whole."""
+    """Yield differences of whole states in every process."""
     expected = dict(instance.model.state_dict())
     yield from _one(compare_values(expected, pm.full_state_dict(), case.tolerance))
     yield from _one(compare_values(expected, pm.state_dict(), case.tolerance))

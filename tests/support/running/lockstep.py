@@ -77,7 +77,7 @@ def run_cut(cut: CutModel, model: nn.Module, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _placeholder_values(cut: CutModel, model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Whole values: parameters, buffers, constants, inputs."""
+    """Return whole values: parameters, buffers, constants, inputs."""
     graph = cut.graph
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values: dict[str, Any] = dict(graph.constants)
@@ -89,7 +89,7 @@ def _placeholder_values(cut: CutModel, model: nn.Module, args: Any, kwargs: Any)
 
 
 def _blocks(cut: CutModel, rank: int) -> dict[str, Block]:
-    """Which block of each placeholder a rank is given, for the batch size of the graph."""
+    """Return each placeholder's block on a rank, for the batch size of the graph."""
     graph, mesh = cut.graph, cut.cut.mesh
     sizes = tuple(int(sympy.sympify(size).subs({graph.batch: graph.batch_size} if graph.batch else {})) for size in cut.axes.sizes)
     extents = Extents(sizes, mesh.dimensions, tuple(mesh.coordinate(rank).values()), None, 1)
@@ -118,7 +118,7 @@ def _assert_alike(one: Sequence[Any], other: Sequence[Any]) -> None:
 
 
 def _run(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """Collective by collective, all ranks side by side; what each returns. Between them, ranks with other sizes may need other calls."""
+    """Run all ranks collective by collective; return each rank's results. Between them, ranks of other sizes may differ in calls."""
     values: list[dict[fx.Node, Any]] = [{} for _ in graphs]
     runs = (_collectives(graph, own, placeholders) for graph, own, placeholders in zip(graphs, values, given, strict=True))
     for nodes in zip(*runs, strict=True):
@@ -137,7 +137,7 @@ def _run(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapping[str, An
 
 
 def _collectives(graph: fx.Graph, values: dict[fx.Node, Any], given: Mapping[str, Any]) -> Iterator[fx.Node]:
-    """The collectives of one rank in order, and its output; all other calls are carried out on the way."""
+    """Yield the collectives of one rank in order, and its output; run all other calls between them."""
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = given[node.name]
@@ -171,7 +171,7 @@ def _communicate(operator: Any, mesh: Mesh, args: Sequence[tuple[Any, ...]]) -> 
 
 
 def _normalized(mesh: Mesh, given: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """By statistics of all parts, which autograd goes through; those that are given must be the same."""
+    """Normalise by statistics of all parts, which autograd differentiates; given statistics must be equal."""
     results: list[Tensor] = [torch.empty(0)] * mesh.size
     for ranks in {mesh.group(rank, tuple(given[0]["over"])) for rank in range(mesh.size)}:
         parts = [given[rank]["x"].unflatten(1, (given[rank]["mean"].shape[-1], -1)) for rank in ranks]

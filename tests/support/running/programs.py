@@ -30,7 +30,7 @@ FIXED_SIZE = 2
 
 @functools.cache
 def traced(case: Case, batch_size: int, input_gradients: bool) -> tuple[ModelGraph, Differentiation]:
-    """A case's graph, and all that can be differentiated in it."""
+    """Return a case's graph, and all that can be differentiated in it."""
     instance = case.build(batch_size=batch_size)
     graph = trace(instance.model, instance.args, instance.kwargs)
     if graph.batch is None:
@@ -71,7 +71,7 @@ def lowered_stages(
     input_gradients: bool = False,
     batch_size: int = 9,
 ) -> LoweredStages:
-    """The stages with their training graphs."""
+    """Return the stages with their training graphs."""
     graph, everything = traced(case, batch_size, input_gradients)
     plan = even_plan(graph, schedule, n_ranks, n_microbatches, recompute)
     stages = cut_stages([graph] * len(plan.stages), plan, [torch.device("cpu")] * len(plan.stages))
@@ -90,7 +90,7 @@ def programs(
     input_gradients: bool = False,
     batch_size: int = 9,
 ) -> Mapping[Kind, tuple[Program, ...]]:
-    """Every kind of program of every rank."""
+    """Return every kind of program of every rank."""
     lowered = lowered_stages(
         case, schedule, n_ranks, n_microbatches, recompute=recompute, input_gradients=input_gradients, batch_size=batch_size
     )

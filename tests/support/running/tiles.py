@@ -35,7 +35,7 @@ def first_difference_of_tiles(
     tolerance: float = 1e-9,
     constraints: Constraints | None = None,
 ) -> str:
-    """What differs from the model in one piece, in words; empty when nothing does.
+    """Describe the differences from the unpartitioned model; empty when there are none.
 
     Args:
         constraints: None: halos are exchanged in front of every layer.

@@ -80,7 +80,7 @@ def run_traced(
 
 
 def assert_equal_runs(actual: Run, expected: Run, tolerance: float = 1e-12) -> None:
-    """Results, gradients and buffers agree; None and non-tensor leaves are equal."""
+    """Check that results, gradients and buffers agree; None and non-tensor leaves are equal."""
     for got, wanted in zip(actual.leaves, expected.leaves, strict=True):
         _assert_equal(got, wanted, tolerance)
     assert actual.gradients.keys() == expected.gradients.keys()
@@ -102,7 +102,7 @@ def _assert_equal(actual: Any, expected: Any, tolerance: float, name: str = "") 
 
 
 def own_values(values: Any, gradient: bool) -> Any:
-    """The same values in memory of their own; floating-point leaves may require gradients."""
+    """Return the same values in their own memory; floating-point leaves may require gradients."""
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -113,7 +113,7 @@ def own_values(values: Any, gradient: bool) -> Any:
 
 
 def backward(leaves: Sequence[Any], weights: Sequence[int] | None = None) -> None:
-    """Of the sum of all results, each weighted differently: by its place, unless weights are given."""
+    """Differentiate the sum of all results, each weighted differently: by its place, unless weights are given."""
     total = sum(
         (weight + 1) * leaf.double().sin().sum()
         for weight, leaf in zip(weights or range(len(leaves)), leaves, strict=True)

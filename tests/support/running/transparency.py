@@ -103,7 +103,7 @@ class Difference:
 
 
 def microbatch_sizes(rows: int, count: int) -> tuple[int, ...]:
-    """Rows of each microbatch as ``torch.tensor_split`` cuts; a microbatch without rows is none.
+    """Return rows of each microbatch as ``torch.tensor_split`` cuts; a microbatch without rows is dropped.
 
     >>> microbatch_sizes(9, 4), microbatch_sizes(2, 4)
     ((3, 2, 2, 2), (1, 1))
@@ -112,12 +112,12 @@ def microbatch_sizes(rows: int, count: int) -> tuple[int, ...]:
 
 
 def reference_sizes(case: Case, batch_size: int = BATCH_SIZE, n_microbatches: int = N_MICROBATCHES) -> tuple[int, ...] | None:
-    """The microbatches that the reference trains on: None, the whole batch, unless the case normalises over it."""
+    """Return the microbatches that the reference trains on: None, the whole batch, unless the case normalises over it."""
     return microbatch_sizes(batch_size, n_microbatches) if case.batch_norm else None
 
 
 def loss_of(case: Case, output: Any, target: Any) -> Tensor:
-    """The loss of one output: the case's loss function, or what the model itself returned."""
+    """Return the loss of one output: the case's loss function, or the model's own result."""
     if case.loss_fn is not None:
         return case.loss_fn(output, target)
     return output if isinstance(output, Tensor) else output.loss
@@ -229,7 +229,7 @@ def first_difference(
 
 
 def compare(reference: Steps, other: Steps, tolerance: float) -> Difference | None:
-    """The first difference in the order of training: each step's loss and gradients, and the state after all steps.
+    """Return the first difference in the order of training: each step's loss and gradients, and the state after all steps.
 
     Two tensors agree when no element differs by more than ``tolerance`` times the largest element of the reference, plus what rounding
     leaves of a tensor that is zero in exact arithmetic: see ``UNITS`` and ``MOVED_BY_NOISE``.
@@ -244,7 +244,7 @@ def compare(reference: Steps, other: Steps, tolerance: float) -> Difference | No
 
 
 def _moved_by_rounding(reference: Steps, other: Steps) -> dict[str, float]:
-    """Parameters whose gradients are what rounding leaves of zero, in every step of both runs -> how far AdamW may move them apart.
+    """Return parameters whose gradients are rounding errors of zero, in every step of both runs -> their allowed distance after AdamW.
 
     A step moves a weight by the rate times a mean of its gradients over ``epsilon`` and the root of a mean of their squares, which is
     nothing beside ``epsilon``: so steps differ by no more than the rate times the largest difference of gradients over ``epsilon``.
@@ -266,17 +266,17 @@ def _moved_by_rounding(reference: Steps, other: Steps) -> dict[str, float]:
 def compare_gradients(
     reference: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None], tolerance: float, prefix: str = "gradient of "
 ) -> Difference | None:
-    """The first difference between the gradients of one step, each beside the largest of them all: see ``UNITS``."""
+    """Return the first difference between the gradients of one step, each relative to the largest of them all: see ``UNITS``."""
     return _compare_named(prefix, reference, other, tolerance, UNITS * _unit(reference))
 
 
 def _unit(gradients: Mapping[str, Tensor | None]) -> float:
-    """The rounding unit of their type."""
+    """Return the rounding unit of their type."""
     return max((torch.finfo(value.dtype).eps for value in gradients.values() if value is not None), default=0.0)
 
 
 def compare_values(reference: Any, other: Any, tolerance: float) -> Difference | None:
-    """The first difference between two nested values: their structure, their tensors, their other leaves."""
+    """Return the first difference between two nested values: their structure, their tensors, their other leaves."""
     leaves, tree = pytree.tree_flatten(reference)
     other_leaves, other_tree = pytree.tree_flatten(other)
     if tree != other_tree:
@@ -322,7 +322,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _cut(case: Case, instance: Instance, rows: int, sizes: Sequence[int], dtype: torch.dtype) -> list[Instance]:
-    """One instance a microbatch, all of the same model. The batch dimension is the one that grows with the batch."""
+    """Return one instance a microbatch, all of the same model. The batch dimension is the one that grows with the batch."""
     leaves, tree = pytree.tree_flatten((instance.args, instance.kwargs, instance.target))
     grown = case.build(batch_size=rows + 1, dtype=dtype)
     grown_leaves = pytree.tree_leaves((grown.args, grown.kwargs, grown.target))
@@ -346,7 +346,7 @@ def _compare_named(
     noise: float,
     moved: Mapping[str, float] | None = None,
 ) -> Difference | None:
-    """The first difference between tensors of one kind.
+    """Return the first difference between tensors of one kind.
 
     Args:
         noise: what rounding may leave, relative to the largest of them all.
@@ -381,7 +381,7 @@ def _compare_tensor(place: str, reference: Tensor, other: Tensor, tolerance: flo
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest magnitude; 0 for an empty tensor, nan when there is one."""
+    """Return the largest magnitude; 0 for an empty tensor, nan when there is one."""
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 

@@ -39,7 +39,7 @@ class Layers(nn.Module):
 
 
 def example(model: nn.Module, rows: int = 8) -> Tensor:
-    """Rows of an input that the model takes."""
+    """Return rows of an input that the model takes."""
     of_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
     return torch.randn(rows, 2, 8, 8, dtype=torch.float64) if of_images else torch.randn(rows, 8, dtype=torch.float64)
 
@@ -91,7 +91,7 @@ def _assert_equal_state(pm: PartitionedModel, original: nn.Module, tolerance: fl
 
 
 def refusal(model: nn.Module, devices: int, mode: Any, **options: Any) -> PartitionError | None:
-    """The error by which a partition is refused; None when the partitioned model trains as the original."""
+    """Return the error by which a partition is refused; None when the partitioned model trains as the original."""
     try:
         assert_trains_as_original(model, devices, mode, **options)
     except PartitionError as error:
@@ -111,7 +111,7 @@ def _two_names(_: nn.Module, y: Tensor) -> Tensor:
 
 
 def _lerp(_: Any, y: Tensor) -> Tensor:
-    """The other operand has no rows: it is broadcast to sizes that are not known."""
+    """Broadcast an operand without rows to sizes that are not given."""
     z = y.clone()
     z[:, 8:].lerp_(torch.ones((), dtype=y.dtype), 0.3).addcmul_(torch.ones((), dtype=y.dtype), y.new_full((), 0.5))
     return z
@@ -208,7 +208,7 @@ def _masked(_: nn.Module, y: Tensor) -> Tensor:
 
 
 def _overwritten(_: nn.Module, y: Tensor) -> Tensor:
-    """Parameters in front get gradients of zeros, and not none."""
+    """Give earlier parameters gradients of zeros, and not None."""
     z = y * 1
     z[:] = torch.linspace(-1, 1, 16, dtype=y.dtype)
     return z

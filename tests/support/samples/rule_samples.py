@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def samples() -> Iterator[Sample]:
-    """Every call that is written by hand."""
+    """Yield every call that is written by hand."""
     yield from itertools.chain(
         products(), attention(), convolutions(), normalisations(), recurrent(), space(), losses(), creation(), elementwise(),
         views(), pieces(), indexing(), along(),
@@ -30,7 +30,7 @@ def samples() -> Iterator[Sample]:
 
 
 def automatic_samples(operator: OpOverload) -> list[Sample]:
-    """Calls made from the schema alone: broadcast tensors, numbers where they must be given. Empty when that is no valid call."""
+    """Return calls made from the schema alone: broadcast tensors, numbers where they must be given. Empty when that is no valid call."""
     shapes = [(4, 3, 5), (3, 1), (5,), (1, 5)]
     for make in (positive, functools.partial(whole, 5), flags):
         made = iter(shapes)

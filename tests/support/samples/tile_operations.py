@@ -32,14 +32,14 @@ class Draw:
     rank: int
 
     def each(self, low: int, high: int) -> list[int]:
-        """A number for each dimension of space."""
+        """Return a number for each dimension of space."""
         return [self.rng.randint(low, high) for _ in range(self.rank)]
 
     def flag(self) -> bool:
         return self.rng.random() < 0.5
 
     def of_rank(self, **functions: Any) -> Any:
-        """The function for so many dimensions: ``one``, ``two`` or ``three``."""
+        """Return the function for so many dimensions: ``one``, ``two`` or ``three``."""
         return functions[("one", "two", "three")[self.rank - 1]]
 
     def real(self, *shape: int) -> Tensor:
@@ -70,7 +70,7 @@ def convolution(draw: Draw) -> Tiled:
 
 
 def padded_convolution(draw: Draw) -> torch.nn.Module:
-    """Every ``padding_mode`` of the modules."""
+    """Return every ``padding_mode`` of the modules."""
     kind: Any = draw.of_rank(one=torch.nn.Conv1d, two=torch.nn.Conv2d, three=torch.nn.Conv3d)
     mode = draw.rng.choice(["zeros", "reflect", "replicate", "circular"])
     found: torch.nn.Module = kind(CHANNELS, 3, draw.each(2, 3), draw.each(1, 2), draw.each(0, 2), draw.each(1, 2), padding_mode=mode)
@@ -145,7 +145,7 @@ def flip(draw: Draw) -> Tiled:
 
 
 def sliding_view(draw: Draw) -> Tiled:
-    """``Tensor.unfold`` of every dimension of space."""
+    """Call ``Tensor.unfold`` on every dimension of space."""
     sizes, steps = draw.each(1, 3), draw.each(1, 2)
 
     def windows(x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def pixel_shuffle(draw: Draw) -> Tiled:
 
 
 def pixel_unshuffle(draw: Draw) -> Tiled:
-    """Of what a convolution has made a multiple of two."""
+    """Unshuffle a convolution's result, whose sizes are multiples of two."""
     return Tiled(
         lambda x, weight: F.pixel_unshuffle(F.interpolate(F.conv2d(x, weight, padding=1), scale_factor=2), 2),
         weight=draw.real(3, CHANNELS, 3, 3),
@@ -174,7 +174,7 @@ def pixel_unshuffle(draw: Draw) -> Tiled:
 
 
 def patches(draw: Draw) -> Tiled:
-    """``unfold`` and ``fold``: between them lie rows of places."""
+    """Call ``unfold`` and ``fold``, with rows of places between them."""
     kernel, dilation, padding, stride = (tuple(draw.each(low, high)) for low, high in ((1, 3), (1, 2), (0, 1), (1, 2)))
     return Tiled(
         lambda x, weight: F.fold(
@@ -185,7 +185,7 @@ def patches(draw: Draw) -> Tiled:
 
 
 def normalisation(draw: Draw) -> Tiled:
-    """Statistics over space, between windows."""
+    """Compute statistics over space, between windows."""
     pool = draw.of_rank(one=F.avg_pool1d, two=F.avg_pool2d, three=F.avg_pool3d)
     kind = draw.rng.choice(["instance", "group", "batch", "layer"])
 
@@ -231,7 +231,7 @@ GRIDS: Mapping[int, tuple[int | tuple[int, ...], ...]] = {
 
 
 def drawn(name: str, seed: int) -> tuple[torch.nn.Module, Tensor, int | tuple[int, ...]]:
-    """A module that its own input fits, and a grid. Equal seeds give equal ones."""
+    """Return a module that its own input fits, and a grid. Equal seeds give equal ones."""
     rng = random.Random(f"{name} {seed}")
     make, ranks = OPERATIONS[name]
     with torch.random.fork_rng(devices=()):

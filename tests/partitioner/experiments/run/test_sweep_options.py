@@ -21,7 +21,7 @@ from tests.support.planning.sweep_models import perceptron
 
 
 def small(**more: Any) -> Results:
-    """A sweep of one model in this process."""
+    """Return a sweep of one model in this process."""
     return sweep(**{"models": {"net": perceptron}, "devices": 2, "modes": "data", "clusters": "h100:1x2", "workers": 0, **more})
 
 

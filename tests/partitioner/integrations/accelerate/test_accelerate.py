@@ -29,7 +29,7 @@ _whole: dict[tuple[str, int], Trained] = {}
 
 
 def whole(kind: str, accumulation: int, folder: Path) -> Trained:
-    """The run of the model in one piece."""
+    """Return the run of the model in one piece."""
     if (kind, accumulation) not in _whole:
         _whole[kind, accumulation] = trained(kind, None, str(folder), accumulation)
     return _whole[kind, accumulation]

@@ -54,7 +54,7 @@ def forget() -> None:
 
 
 def prepared(kind: str, mode: str | None, model: nn.Module | None = None, inputs: str = "global", **options: Any) -> Any:
-    """The accelerator, and all that it prepares; a model that was partitioned before may be given."""
+    """Return the accelerator, and all that it prepares; a model that was partitioned before may be given."""
     forget()
     of_process = accelerate.Accelerator if "WORLD_SIZE" not in os.environ else Accelerator  # in one process either serves
     accelerator = of_process(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True), **options)
@@ -110,7 +110,7 @@ def trained(kind: str, mode: str | None, folder: str, accumulation: int = 1) -> 
 
 
 def local_rows(kind: str) -> Trained:
-    """Each process reads its own rows, as with DistributedDataParallel."""
+    """Train with rows of each process's own, as with DistributedDataParallel."""
     accelerator, model, optimizer, loader, scheduler = prepared(kind, "fsdp", inputs="local")
     return steps(accelerator, model, optimizer, scheduler, loader)
 
@@ -124,7 +124,7 @@ class Stream(IterableDataset[Any]):
 
 
 def stream(mode: str | None) -> list[float]:
-    """The losses of a model that is shown rows of a stream."""
+    """Return the losses of a model trained on rows of a stream."""
     forget()
     accelerator = Accelerator(cpu=True)
     model = model_of("gpt")
@@ -136,7 +136,7 @@ def stream(mode: str | None) -> list[float]:
 
 
 def refusals() -> list[str]:
-    """What is said of an Accelerator that would give rows of their own to ranks of one replica."""
+    """Return the errors of an Accelerator that would give ranks of one replica different rows."""
     said = []
     example = (data_of("gpt", 1)[:][0],)
     cases: list[tuple[Any, str, dict[str, Any], bool | None]] = [
@@ -164,7 +164,7 @@ def refusals() -> list[str]:
 
 
 def shared_values() -> dict[str, Any]:
-    """What the functions of accelerate give for values that differ between processes, around one partitioned model."""
+    """Return results of accelerate's functions for values that differ between processes, around one partitioned model."""
     forget()
     rank = int(os.environ["RANK"])
     random.seed(rank)

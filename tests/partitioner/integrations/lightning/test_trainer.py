@@ -41,7 +41,7 @@ MODES = ("pipeline", "fsdp", "tensor")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Recording, dict[str, Any]]]:
-    """The framework's own run on one device, and the checkpoint at its end; each once."""
+    """Return the framework's own run on one device, and the checkpoint at its end; each once."""
     known: dict[Any, tuple[Recording, dict[str, Any]]] = {}
 
     def run(name: str, averages: bool = False, **options: Any) -> tuple[Recording, dict[str, Any]]:

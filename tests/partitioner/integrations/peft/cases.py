@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def lora(*targets: str, **options: Any) -> LoraConfig:
-    """Adapters of rank 2 with values of their own: those of peft begin at zero."""
+    """Return adapters of rank 2 with values of their own: those of peft begin at zero."""
     return LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, **options)
 
 
@@ -64,13 +64,13 @@ KINDS: Mapping[str, Callable[[], Any]] = {
 
 
 def adapted(kind: str) -> Any:
-    """The model with adapters, in training mode and float64."""
+    """Return the model with adapters, in training mode and float64."""
     torch.manual_seed(0)
     return get_peft_model(Net(), KINDS[kind]()).double().train()
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and targets."""
+    """Return tokens and targets."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(WORDS, (ROWS, LENGTH), generator=generator), torch.randn(ROWS, LENGTH, 4, generator=generator).double()
 
@@ -93,7 +93,7 @@ def train(module: nn.Module, steps: int = 3) -> tuple[list[float], torch.optim.O
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The largest difference of two state dicts with the same names."""
+    """Return the largest difference of two state dicts with the same names."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 

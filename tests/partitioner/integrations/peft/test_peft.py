@@ -145,7 +145,7 @@ def test_processes(workers: Callable[[int], Workers], modes: tuple[str, ...]) ->
 
 
 def language_model(config: Any) -> Any:
-    """A small Llama with adapters."""
+    """Return a small Llama with adapters."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     return get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=32, **sizes)).double(), config)

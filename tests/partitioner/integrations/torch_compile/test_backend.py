@@ -41,7 +41,7 @@ def _fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def partitioned(monkeypatch: pytest.MonkeyPatch) -> list[PartitionedModel]:
-    """The models that the backend makes, in their order."""
+    """Return the models that the backend makes, in their order."""
     models: list[PartitionedModel] = []
 
     def recording(*args: Any, **keywords: Any) -> PartitionedModel:

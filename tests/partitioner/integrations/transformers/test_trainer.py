@@ -37,7 +37,7 @@ _whole: dict[str, Trained] = {}
 
 
 def whole(kind: str, options: dict[str, Any], folder: Path) -> Trained:
-    """The run of the model in one piece."""
+    """Return the run of the model in one piece."""
     key = json.dumps((kind, options))
     if key not in _whole:
         _whole[key] = trained(kind, None, str(folder), options)

@@ -81,7 +81,7 @@ class Around(nn.Module):
 
 
 def partitioned(kind: str, model: nn.Module, mode: str, inputs: Any) -> nn.Module:
-    """A model that is partitioned; of the kinds "net inside" and "model inside", a part of it, with a module of the user's around."""
+    """Return a partitioned model; of the kinds "net inside" and "model inside", a part of it inside a user's module."""
     example = None if kind == "gpt" else (Rows(kind, 1).data[:][0],)  # GPT-2 has an example of its own, without labels
 
     def parts(module: nn.Module) -> nn.Module:
@@ -133,7 +133,7 @@ def trainer(
     *,
     model_init: bool = False,
 ) -> Trainer:
-    """A new Trainer; a model that was partitioned before may be given. Half of the rows are those of one of two processes."""
+    """Return a new Trainer, perhaps of a given partitioned model. Half of the rows are those of one of two processes."""
     rows = ROWS if inputs == "global" else ROWS // 2
     options = dict(options)
     function = summed_loss if options.pop("summed_loss", False) else None
@@ -162,7 +162,7 @@ def trainer(
 
 
 def refusals(folder: str) -> list[str]:
-    """What is said of transformers' Trainer around a model with one rank a process: when it is made, and when it evaluates."""
+    """Return the errors of transformers' Trainer around a model with one rank a process: when it is made, and when it evaluates."""
     said = []
     for kind, inputs in (("counted", "global"), ("counted", "local"), ("model inside", "global")):
         for state in (AcceleratorState, PartialState, GradientState):
@@ -177,13 +177,13 @@ def refusals(folder: str) -> list[str]:
 
 
 def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
-    """A loss of the user's, which counts the items of all processes."""
+    """Return a loss of the user's, which counts the items of all processes."""
     logits = outputs["logits"][..., :-1, :].flatten(0, -2), labels[..., 1:].flatten()
     return nn.functional.cross_entropy(*logits, reduction="sum") / num_items_in_batch
 
 
 def logged(run: Trainer) -> list[float]:
-    """Loss, norm and rate of every step; the loss is rounded by the Trainer."""
+    """Return loss, norm and rate of every step; the Trainer rounds the loss."""
     return [entry[key] for entry in run.state.log_history if "loss" in entry for key in ("loss", "grad_norm", "learning_rate")]
 
 
@@ -210,14 +210,14 @@ def local_rows(kind: str, mode: str | None, folder: str, options: dict[str, Any]
 
 
 def few_steps(kind: str, mode: str | None, inputs: str, folder: str, options: dict[str, Any]) -> list[float]:
-    """What two steps log."""
+    """Return the log of two steps."""
     run = trainer(kind, mode, folder, {**options, "save_strategy": "no", "max_steps": 2}, inputs=inputs)
     run.train()
     return logged(run)
 
 
 def best_of_new_model(mode: str | None, folder: str) -> list[float]:
-    """What four steps of a model that Trainer makes itself log, and the loss of its best checkpoint."""
+    """Return the log of four steps of a model that Trainer makes itself, and the loss of its best checkpoint."""
     options = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "load_best_model_at_end": True}
     run = trainer("gpt", mode, folder, options, model_init=True)
     run.train()
@@ -225,7 +225,7 @@ def best_of_new_model(mode: str | None, folder: str) -> list[float]:
 
 
 def smoothed_mean(folder: str, options: dict[str, Any]) -> float:
-    """The mean over two processes of the smoothed losses that the first rows of each have, of the model in one piece."""
+    """Return the mean over two processes of the smoothed losses of the first rows of each, of the unpartitioned model."""
     run = trainer("gpt", None, folder, options)
     batch = next(iter(run.get_train_dataloader()))
     losses = []

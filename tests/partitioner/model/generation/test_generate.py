@@ -37,7 +37,7 @@ def partitioned(name: str, mode: Any, devices: int) -> tuple[Any, PartitionedMod
 
 @pytest.fixture
 def caches(monkeypatch: pytest.MonkeyPatch) -> list[Decoding]:
-    """The caches of all calls of ``generate`` in a test."""
+    """Return the caches of all calls of ``generate`` in a test."""
     made: list[Decoding] = []
     begin = Decoder.begin
 

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def pair(mode: Mode, *, training: bool) -> tuple[Net, PartitionedModel, Tensor]:
-    """A model, its partition, and inputs."""
+    """Return a model, its partition, and inputs."""
     torch.manual_seed(0)
     model = Net().double().train(training)
     x = torch.randn(8, 6, dtype=torch.float64)
@@ -50,7 +50,7 @@ def values_for(model: nn.Module) -> dict[str, Tensor]:
 
 
 def outcome(module: nn.Module, given: Mapping[str, Tensor], x: Tensor, trained: Sequence[str]) -> dict[str, Any]:
-    """Results and gradients of two calls with other tensors, beside a call with the module's own whose backward comes last."""
+    """Return results and gradients of two calls with other tensors, and of a call with the module's own whose backward comes last."""
     values = {name: value.clone().requires_grad_(name in trained) for name, value in given.items()}
     inputs = x.clone().requires_grad_()
     own = module(x * 3).sum()

@@ -103,7 +103,7 @@ def test_a_backward_refuses_values_that_were_changed_after_its_forward(steps: Ca
 
 
 def two_calls(module: nn.Module) -> None:
-    """The second forward writes the running statistics again; the last layer changes, but the backwards read no bias."""
+    """Run two forwards, which write running statistics, and change the last layer, whose bias no backward reads."""
     first, second = module(X), module(OTHER)
     second.square().sum().backward()
     with torch.no_grad():
@@ -257,7 +257,7 @@ def under_checkpoint(module: nn.Module) -> list[Tensor | None]:
 
 
 def inside_checkpoint(module: nn.Module) -> list[Tensor | None]:
-    """Operations around the call are recomputed, and the call with them."""
+    """Recompute operations around the call, and the call with them."""
     x = X.clone().requires_grad_()
     y = checkpoint(lambda x: (2 * module(x.sin())).cos(), x, use_reentrant=False)
     y.sum().backward()

@@ -24,7 +24,7 @@ from tests.support.running.slow_values import slow
 
 
 def train_and_validate(module: nn.Module, x: Tensor, n_epochs: int = 2) -> list[Tensor]:
-    """Validation results, each after a training step that begins in training mode."""
+    """Return validation results, each after a training step that begins in training mode."""
     results, optimizer = [], torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(n_epochs):
         torch.manual_seed(epoch)

@@ -21,7 +21,7 @@ BATCHES = 3
 
 
 def model() -> nn.Module:
-    """A weight that is used twice, a norm, and a layer that is frozen."""
+    """Return a weight that is used twice, a norm, and a layer that is frozen."""
     torch.manual_seed(0)
     twice = nn.Linear(6, 6)
     layers = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), twice, nn.GELU(), twice, nn.Linear(6, 3)).double()
@@ -58,7 +58,7 @@ def step(pm: PartitionedModel, x: Tensor, target: Tensor, *, by_backward: bool) 
 
 @contextlib.contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[list[int]]:
-    """How many sums of gradients of parameters each run of a program starts on rank 0."""
+    """Count the sums of parameter gradients that each run of a program starts on rank 0."""
     counts: list[int] = []
     start = pm._session.runtime.start
 

@@ -52,7 +52,7 @@ def partitioned(model: nn.Module, devices: int = 2, mode: Any = "pipeline", **op
 
 
 def trained(pm: PartitionedModel) -> str:
-    """The actions of the last rank in a call and the backward of its loss."""
+    """Return the actions of the last rank in a call and the backward of its loss."""
     x, labels = batch()
 
     def run() -> None:
@@ -62,7 +62,7 @@ def trained(pm: PartitionedModel) -> str:
 
 
 def order(run: Callable[[], object], pm: PartitionedModel) -> str:
-    """The actions of the last rank in a run: ``"FBFBFBFB"``."""
+    """Return the actions of the last rank in a run: ``"FBFBFBFB"``."""
     with pm.record() as recording:
         run()
     sections = [

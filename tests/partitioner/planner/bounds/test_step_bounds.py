@@ -88,7 +88,7 @@ class Case:
         return PathCosts(self.problem(), self.halves, self.order)
 
     def seconds(self, starts: tuple[int, ...]) -> float:
-        """On the clock, from the definition; inf where the stages of some rank hold more than fits."""
+        """Return seconds on the clock, from the definition; inf where the stages of some rank do not fit."""
         runs = list(itertools.pairwise((*starts, self.n_units)))
         times, held = [], [0.0] * self.n_ranks
         for stage, (start, end) in enumerate(runs):
@@ -115,7 +115,7 @@ class Case:
 
 
 def some_case(seed: int, most_ranks: int = 4, *, shared: bool = False) -> Case:
-    """Stages on one rank each, several on a rank; or, if they are shared, on up to three ranks each."""
+    """Return stages on one rank each, several on a rank; or, if they are shared, on up to three ranks each."""
     draw = random.Random(seed)
     name, each = draw.choice([pair for pair in NAMES if pair[1] == 1 or not shared])
     n_stages = n_ranks = draw.randint(2 if shared else 1, most_ranks)
@@ -143,7 +143,7 @@ def some_case(seed: int, most_ranks: int = 4, *, shared: bool = False) -> Case:
 
 
 def unlike(case: Case, seed: int) -> Case:
-    """The same on stages of unlike kinds: of other lengths, memory that hardly fits, values that are made whole to be sent."""
+    """Return the case with stages of different kinds: other lengths, scarce memory, values gathered before they are sent."""
     draw, n_kinds = random.Random(-seed - 1), 3
     factors = np.array([[draw.choice((0.5, 0.7, 1.0, 2.0)) for _ in range(n_kinds)] for _ in range(case.n_units)])
     units = [tuple(sorted(draw.sample(range(case.n_units), draw.randint(1, min(2, case.n_units))))) for _ in range(6)]
@@ -162,7 +162,7 @@ def unlike(case: Case, seed: int) -> Case:
 
 
 def searched(case: Case) -> tuple[float, Floats, TimeFractions]:
-    """The best of all cuts, which the search has to find; the seconds of all units, and what is known of their halves."""
+    """Return the best of all cuts, which the search has to find; the seconds of all units, and the fractions of their halves."""
     best = min(case.seconds(starts) for starts in case.all_cuts())
     costs = case.costs()
     path = best_bottleneck(costs)
@@ -258,7 +258,7 @@ def test_equal_stages_take_what_the_bound_says(name: str) -> None:
 
 
 def on_a_v(name: str, n_ranks: int, count: int, halves: Floats) -> float:
-    """Seconds of a step on the clock; messages take no time."""
+    """Return seconds of a step on the clock; messages take no time."""
     (forward, inputs, weights), nothing = halves.tolist(), [0.0] * (2 * n_ranks)
     return step_clock(name, n_ranks, count, 2).makespan(forward, inputs, weights, nothing, nothing)
 
@@ -344,7 +344,7 @@ def test_what_waits_for_messages_in_closed_form_is_what_schedules_have(name: str
 def peak_memory(
     schedule: Schedule, kept: list[int], gradients: list[int], working: list[int], summed: float, entering: list[int], leaving: list[int]
 ) -> tuple[float, ...]:
-    """By the definition: at every action of a rank what its stages hold, what the one that acts needs, and what comes for the next one."""
+    """Return peak memory by the definition: at each action, memory held by stages, of the action, and of arriving messages."""
     peaks = []
     for actions in schedule.actions:
         held, made, moments = 0, dict[int, int](), [0.0]
@@ -364,7 +364,7 @@ def peak_memory(
 
 
 def held_later(schedule: Schedule, stage: int) -> int:
-    """The most microbatches that a stage holds when it acts while it has gradients."""
+    """Return the most microbatches that a stage holds when it acts while it has gradients."""
     actions = [action for action in schedule.actions[schedule.stage_ranks[stage][0]] if action.stage == stage]
     ends = [place for place, action in enumerate(actions) if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)]
     held = []

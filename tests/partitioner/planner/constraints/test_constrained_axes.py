@@ -71,7 +71,7 @@ def equal_after_a_step(model: nn.Module, *args: Tensor, **arguments: Any) -> Par
 
 
 def collectives(pm: PartitionedModel) -> dict[str, list[tuple[str, int]]]:
-    """What rank 0 starts for activations: section of its program -> collectives and their bytes."""
+    """Return rank 0's collectives of activations: section of its program -> collectives and their bytes."""
     functions = (communication.all_reduce, communication.all_gather, communication.reduce_scatter)
     found: dict[str, list[tuple[str, int]]] = {"0F0": [], "0B0": []}
     for node in pm.graph(0).graph.nodes:

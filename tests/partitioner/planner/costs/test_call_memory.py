@@ -48,14 +48,14 @@ CASES: Mapping[str, tuple[Callable[[], nn.Module], int, Any, dict[str, Any]]] = 
 
 
 def example(build: Callable[[], nn.Module]) -> tuple[Tensor, Tensor]:
-    """Inputs and target."""
+    """Return inputs and target."""
     if build is gpt:
         return torch.randint(VOCABULARY, (ROWS, LENGTH)), torch.randint(VOCABULARY, (ROWS, LENGTH))
     return torch.randn(4 * ROWS, WIDTH), torch.randint(VOCABULARY, (4 * ROWS,))
 
 
 def measured_call(pm: PartitionedModel, x: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What ``measured`` says of a call and its backward that are not the first and find no gradients."""
+    """Return ``measured`` of a later call and its backward that start without gradients."""
 
     def step() -> None:
         output = pm(x)

@@ -58,7 +58,7 @@ def run(nodes: Iterable[fx.Node], values: dict[str, Any]) -> None:
 
 
 def run_cut(graph: ModelGraph, points: CutPoints, boundary: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all nodes when the graph is cut in front of a unit."""
+    """Return the values of all nodes when the graph is cut before a unit."""
     replicated = [node for node in graph.computing_nodes() if node.name in points.replicated]
     unit_of = points.unit_of
     sides: list[dict[str, Any]] = []

@@ -151,7 +151,7 @@ MEASURED_TILES = ("layer by layer", "fetched once", "interiors apart", "pipeline
 
 
 def of_tiles(name: str) -> tuple[PartitionedModel, torch.Tensor]:
-    """A setting on four devices, with images for it."""
+    """Return a setting on four devices, with images for it."""
     model, mode, options = TILES[name]
     make, size = MODELS[model]
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_a_plan_of_tiles_holds_what_the_simulation_of_its_programs_holds(name: s
 
 
 def tensor_of(output: Any) -> torch.Tensor:
-    """Of what a model returns."""
+    """Return the tensor of a model's output."""
     found: torch.Tensor = getattr(output, "logits", output)
     return found
 

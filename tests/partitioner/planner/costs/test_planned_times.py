@@ -47,7 +47,7 @@ SETTINGS: Mapping[str, tuple[Mode, int, Mapping[str, Any]]] = {
 
 
 def on_a100s(setting: tuple[Any, int, Mapping[str, Any]]) -> PartitionedModel:
-    """A wide GPT, on paper."""
+    """Return a wide GPT, on paper."""
     mode, devices, options = setting
     with torch.device("meta"):
         model, tokens = gpt(4, 2048), torch.zeros(16, 512, dtype=torch.int64)

@@ -70,7 +70,7 @@ def both() -> Widths:
 
 
 def of_kinds(lists: tuple[UnitCosts, UnitCosts]) -> list[MicrobatchCosts]:
-    """What prices each kind."""
+    """Return the prices of each kind."""
     return [lists[place].at(ROWS) for place in OF_KIND]
 
 
@@ -167,7 +167,7 @@ def test_stages_are_described_by_the_prices_of_their_kinds(both: Widths) -> None
 
 
 def bytes_read(parameters: Iterable[str], prices: UnitCosts, run: range) -> int:
-    """Of the parameters that some units read."""
+    """Return the bytes of the parameters that some units read."""
     return sum(prices.held_bytes[0][name] for name in parameters if set(prices.users[name]) & set(run))
 
 

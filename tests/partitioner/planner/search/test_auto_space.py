@@ -38,7 +38,7 @@ from tests.support.planning.all_plans import (
 
 
 def best_by_brute_force(given: Instance) -> float:
-    """Seconds of the fastest of all plans; inf where none fits. What is proved of a mesh is true of each of its plans."""
+    """Return the seconds of the fastest of all plans; inf where none fits. Bounds of a mesh hold for each of its plans."""
     model = CuttableModel(given.graph, given.request, clock_rate=clock_rate_of(given.graph, given.cluster, asked=False))
     bounds = MeshBounds(model, given.cluster, given.request, Roofline())
     best = math.inf
@@ -60,7 +60,7 @@ def best_by_brute_force(given: Instance) -> float:
 
 
 def plans(given: Instance, problem: MeshProblem) -> Iterator[float]:
-    """Seconds of every plan of a mesh."""
+    """Yield seconds of every plan of a mesh."""
     for policy, candidate in candidates(given, problem):
         problems = problem.problems(policy)
         n_stages, n_units = candidate.n_stages(problem.n_places), len(problems.points.units)
@@ -95,13 +95,13 @@ class Sliced(nn.Module):
         self.table, self.layer = nn.Parameter(torch.zeros(65536, 64)), nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, 4, 64) -> (B, 4, 64)."""
+        """Map (B, 4, 64) to (B, 4, 64)."""
         given: torch.Tensor = self.layer(x + self.table[:4])
         return given
 
 
 def light_and_heavy(width: int) -> nn.Module:
-    """A convolution that takes all the time, and a product that has all the parameters."""
+    """Return a convolution that takes all the time, and a product that has all the parameters."""
     layers = nn.Conv2d(8, 8, 9, padding=4, bias=False), nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(512, width, bias=False)
     return nn.Sequential(*layers)
 
@@ -116,7 +116,7 @@ class Attending(nn.Module):
         self.up, self.down = nn.Linear(256, inside, bias=False), nn.Linear(inside, 256, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, length, 256) to the same."""
+        """Map (batch, length, 256) to the same."""
         q, k, v = self.into(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         result: torch.Tensor = x + self.down(torch.relu(self.up(x)))
@@ -146,7 +146,7 @@ UNLIKE_STAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...], tupl
 
 
 def schedules_of(name: str) -> tuple[str, ...]:
-    """Those that the stages of a case can have."""
+    """Return the schedules that the stages of a case can have."""
     _, _, dimensions, replicas = UNLIKE_STAGES[name]
     if "pipeline" not in dict(dimensions):
         return ("1F1B",)

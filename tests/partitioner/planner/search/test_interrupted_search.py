@@ -35,7 +35,7 @@ class Interrupts(Roofline):
         self.left = after
 
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
-        """Seconds; on the way, perhaps, Ctrl-C."""
+        """Return seconds; interrupt at the chosen call."""
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt  # what Python makes of the signal, if it is not ignored, as it is in the background of a shell
@@ -54,7 +54,7 @@ def planned(prices: Roofline, tell: Callable[[str], None] | None) -> Plan:
 
 @cache
 def finished() -> tuple[Plan, int]:
-    """The plan of a whole search, and how many prices it asks for."""
+    """Return the plan of a whole search, and its number of requested prices."""
     prices = Interrupts(0)
     return planned(prices, None), -prices.left
 

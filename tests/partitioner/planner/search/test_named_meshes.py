@@ -37,7 +37,7 @@ from tests.support.running.slow_values import all_but
 
 
 def with_stages(seed: int) -> tuple[Instance, Mesh]:
-    """A small model, and a mesh of it that has a pipeline."""
+    """Return a small model, and a mesh of it that has a pipeline."""
     draw, given = random.Random(seed), instance(seed)
     n_devices = len(given.request.devices)
     could_halve = n_devices % 2 == 0 and n_devices > 2 and given.graph.batch_size % 2 == 0
@@ -50,13 +50,13 @@ def with_stages(seed: int) -> tuple[Instance, Mesh]:
 
 
 def with_shapes(seed: int) -> tuple[Instance, list[tuple[int, ...]]]:
-    """A small model, and the ways to give unlike numbers of its ranks to stages: none where its schedule has several stages a rank."""
+    """Return a small model, and its possible stage shapes with different numbers of ranks: none with several stages a rank."""
     given = instance(seed)
     return given, [shape for shape in shared(given, Mesh((("pipeline", len(given.request.devices)),))) if max(shape) > 1]
 
 
 def open_candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Recompute, Candidate]]:
-    """Policies, microbatch counts that divide the batch, and schedules."""
+    """Yield policies, microbatch counts that divide the batch, and schedules."""
     request, rows = given.request, problem.part.graph.batch_size
     counts = [count for count in range(1, rows + 1) if rows % count == 0]
     if request.n_microbatches or problem.n_places == 1:
@@ -69,7 +69,7 @@ def open_candidates(given: Instance, problem: MeshProblem) -> Iterator[tuple[Rec
 
 
 def forced_unit(given: Instance, problem: MeshProblem) -> int | None:
-    """The unit that must begin a stage."""
+    """Return the unit that must begin a stage."""
     if not given.request.constraints.split_spec:
         return None
     ((layer, where),) = given.request.constraints.split_spec.items()
@@ -81,7 +81,7 @@ def forced_unit(given: Instance, problem: MeshProblem) -> int | None:
 
 
 def best_by_brute_force(given: Instance, mesh: Mesh) -> float:
-    """Seconds of the fastest of all plans of the mesh; inf where none fits."""
+    """Return seconds of the fastest of all plans of the mesh; inf where none fits."""
     model = CuttableModel(given.graph, given.request, clock_rate=clock_rate_of(given.graph, given.cluster, asked=True))
     problem, best = problem_of(given, model, mesh, given.request), math.inf
     forced = forced_unit(given, problem)
@@ -95,7 +95,7 @@ def best_by_brute_force(given: Instance, mesh: Mesh) -> float:
 
 
 def best_plan(given: Instance, mesh: Mesh) -> Plan | None:
-    """The plan of the mesh, which is as fast as the fastest of all and says so; None where there is none, which is said, too."""
+    """Return the plan of the mesh, checked to be as fast as the fastest of all; None where there is none."""
     try:
         best = best_by_brute_force(given, mesh)
     except ConfigError:  # the mesh cannot cut the model
@@ -139,7 +139,7 @@ def test_the_plan_is_the_best_of_all_cuts_of_stages_of_unlike_width(seed: int) -
 
 
 def with_widths(seed: int) -> tuple[Instance, list[tuple[Mesh, tuple[int, ...]]]]:
-    """An instance, and the meshes of unlike width that its devices make, with rows beside or without."""
+    """Return an instance, and the meshes of different widths that its devices make, with or without rows."""
     given = instance(seed)
     return given, [found for mesh in meshes(given) if mesh.length("pipeline") > 2 for found in unlike_widths(given, mesh)]
 

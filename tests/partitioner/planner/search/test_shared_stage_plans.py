@@ -29,7 +29,7 @@ class HeavyFront(nn.Module):
         self.classifier = nn.Sequential(*(nn.Linear(16 * 4, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, 3, 16, 16) to (batch, 10)."""
+        """Map (batch, 3, 16, 16) to (batch, 10)."""
         scores: Tensor = self.classifier(self.features(images).flatten(1))
         return scores
 

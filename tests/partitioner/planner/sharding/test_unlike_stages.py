@@ -32,7 +32,7 @@ class SmallAlexNet(nn.Module):
         self.classifier = nn.Sequential(nn.Linear(8 * 16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, 3, 32, 32) to (batch, 10)."""
+        """Map (batch, 3, 32, 32) to (batch, 10)."""
         scores: Tensor = self.classifier(self.features(images).flatten(1))
         return scores
 

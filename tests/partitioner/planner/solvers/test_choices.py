@@ -36,7 +36,7 @@ def random_problem(seed: int) -> ChoiceProblem:
 
 
 def whole_table(problem: ChoiceProblem) -> tuple[Floats, Floats]:
-    """Seconds and bytes of every choice, a dimension for each variable."""
+    """Return seconds and bytes of every choice, a dimension for each variable."""
     seconds, held = np.zeros(problem.n_options), np.zeros(problem.n_options)
     for term in problem.terms:
         shape = [count if variable in term.scope else 1 for variable, count in enumerate(problem.n_options)]

@@ -12,7 +12,7 @@ from partitioner.planner.solvers.region_policies import RegionCosts, cheapest_po
 
 
 def memory(regions: Sequence[RegionCosts], choice: Sequence[int], counts: Sequence[int]) -> float:
-    """The formula of the module's text, term by term."""
+    """Return the formula of the module's text, term by term."""
     saved = [region.saved[policy] for region, policy in zip(regions, choice, strict=True)]
     moments = []
     for place, (region, policy) in enumerate(zip(regions, choice, strict=True)):
@@ -22,7 +22,7 @@ def memory(regions: Sequence[RegionCosts], choice: Sequence[int], counts: Sequen
 
 
 def some_regions(draw: random.Random) -> list[RegionCosts]:
-    """Whole numbers, so that ties are common; some regions are equal, and some have one policy alone."""
+    """Draw whole numbers, so that ties are common; some regions are equal, and some have one policy only."""
     kinds = []
     for _ in range(draw.randint(1, 3)):
         n_policies = draw.choice((1, 2, 2, 3))

@@ -29,7 +29,7 @@ def some_units(draw: random.Random, n_units: int) -> tuple[int, ...]:
 
 
 def some_values(draw: random.Random, n_units: int) -> tuple[Value, ...]:
-    """A chain, and skips over it that one or several later units read."""
+    """Return a chain, and skips over it that one or several later units read."""
     chain = [Value(unit, (unit + 1,), 8 * draw.randint(1, 6), 8 * draw.randint(0, 6)) for unit in range(n_units - 1)]
     skips = []
     for _ in range(draw.randint(0, 4)):
@@ -48,7 +48,7 @@ def some_kept(draw: random.Random, n_units: int) -> Shared:
 
 
 def some_working(draw: random.Random, n_units: int) -> TransientMemory | None:
-    """What a unit adds to what is kept is never more than what its backward holds: else a longer run could need less."""
+    """Return transient memory that is at most a unit's backward: otherwise a longer run could need less."""
     if draw.random() < 0.3:
         return None
     made, trained, bundled, forward, backward = (
@@ -59,7 +59,7 @@ def some_working(draw: random.Random, n_units: int) -> TransientMemory | None:
 
 
 def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
-    """Whole numbers everywhere, so that sums are exact and ties are common."""
+    """Draw whole numbers, so that sums are exact and ties are common."""
     draw = random.Random(seed)
     n_kinds = draw.choice((1, 1, 2, 3))
     if shared_ranks:
@@ -117,7 +117,7 @@ def random_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
 
 
 def unlike_problem(seed: int, *, shared_ranks: bool) -> StageProblem:
-    """One of which every stage is of a kind of its own choice, with other memory and times; some values are made whole to be sent."""
+    """Return a problem with stages of different kinds, memory and times; some values are gathered to be sent."""
     problem, draw = random_problem(seed, shared_ranks=shared_ranks), random.Random(-seed - 1)
     n_units, n_kinds, units = problem.n_units, draw.randint(2, 3), problem.units
 
@@ -159,7 +159,7 @@ def runs(problem: StageProblem, starts: Starts) -> list[range]:
 
 
 def parts_of_memory(problem: StageProblem, starts: Starts) -> Iterator[tuple[float, float, float, float]]:
-    """Of each stage: what it holds all the time, for a microbatch, as gradients, and while it computes."""
+    """Yield each stage's memory: constant, for a microbatch, gradients, and transient."""
     units = problem.units
     for kind, run in zip(problem.kind, runs(problem, starts), strict=True):
         fixed, gradients = (
@@ -221,7 +221,7 @@ def permitted(problem: StageProblem, starts: Starts) -> bool:
 
 
 def fits(problem: StageProblem, starts: Starts) -> bool:
-    """Stages that share a rank hold the most that they do between actions at once; on top comes what one of them needs."""
+    """Return whether stages fit: those of one rank hold their peaks between actions at once, plus the transient memory of one."""
     alone = stage_memory(problem, starts)
     held, needed = [0.0] * len(problem.limit), [0.0] * len(problem.limit)
     for stage, (fixed, kept, gradients, _) in enumerate(parts_of_memory(problem, starts)):
@@ -232,7 +232,7 @@ def fits(problem: StageProblem, starts: Starts) -> bool:
 
 
 def sent(problem: StageProblem, run: range) -> tuple[list[Value], list[Value]]:
-    """What a stage sends forward, and the values whose gradients it sends back."""
+    """Return the values that a stage sends forward, and those whose gradients it sends back."""
     inside = set(run)
     forward = [value for value in problem.units.values if value.producer in inside and max(value.readers) >= run.stop]
     entering = [value for value in problem.units.values if value.producer < run.start and inside & set(value.readers)]
@@ -240,7 +240,7 @@ def sent(problem: StageProblem, run: range) -> tuple[list[Value], list[Value]]:
 
 
 def at_borders(problem: StageProblem, run: range) -> tuple[list[Gathered], list[Gathered]]:
-    """What a stage makes whole to send it, and what it reads in parts."""
+    """Return the values that a stage gathers to send, and those that it reads in parts."""
     gathered = [item for item in problem.units.gathered_values if item.producer in run and item.readers[-1] >= run.stop]
     return gathered, [item for item in problem.units.gathered_gradients if item.producer < run.start and set(item.readers) & set(run)]
 
@@ -263,7 +263,7 @@ def slowest_stage(problem: StageProblem, starts: Starts) -> float:
 
 
 def price(problem: StageProblem, starts: Starts) -> tuple[int, int]:
-    """Bytes sent, modules cut."""
+    """Return bytes sent, and modules cut."""
     size = 0
     for run in runs(problem, starts):
         forward, backward = sent(problem, run)
@@ -328,7 +328,7 @@ def test_the_shortfall_is_the_least_that_the_worst_stage_lacks(make: MakeProblem
 
 
 def chain(n_units: int, n_stages: int) -> StageProblem:
-    """A long transformer-like chain: repeating times, a residual stream, one tied parameter at both ends."""
+    """Return a long transformer-like chain: repeating times, a residual stream, one tied parameter at both ends."""
     time = np.array([[(unit % 34 + 1) * 1e-4] for unit in range(n_units)])
     values = [
         Value(unit, (unit + 1, *((unit + 9,) if unit % 9 == 0 and unit + 9 < n_units else ())), 1000, 1000) for unit in range(n_units - 1)

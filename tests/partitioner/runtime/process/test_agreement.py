@@ -62,7 +62,7 @@ Question = tuple[str, int | None]
 def ask(
     values: Sequence[Sequence[Question]], seed: int = 0, timeout: float = 10.0, answers: list[list[str | None]] | None = None
 ) -> list[str]:
-    """Each rank asks its questions in order, now and then starting a program behind one; returns what each raised."""
+    """Ask each rank's questions in order, at times with a program started after one; return the error of each."""
     store, record = MemoryStore(), MemoryRecord()
     said = [""] * len(values)
 

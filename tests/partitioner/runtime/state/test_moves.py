@@ -26,7 +26,7 @@ def elements(held: Block) -> set[int]:
 
 
 def drawn(draw: random.Random, n_ranks: int) -> dict[int, Block]:
-    """What ranks hold: blocks along one axis, or the whole; some hold nothing."""
+    """Return the blocks of ranks: along one axis, or the whole; some ranks have none."""
     unfolded = draw.choice(UNFOLDED)
     cut = draw.randrange(len(unfolded))
     held = {}

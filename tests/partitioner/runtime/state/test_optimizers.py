@@ -42,7 +42,7 @@ _made: dict[tuple[str, int], PartitionedModel] = {}
 
 
 def fresh(mode: Mode, devices: int) -> PartitionedModel:
-    """The model partitioned once for all tests, as it was at first."""
+    """Return the model partitioned once for all tests, as it was at first."""
     key = str(mode), devices
     if key not in _made:
         _made[key] = made(mode, devices)
@@ -124,7 +124,7 @@ class Renormed(nn.Module):
         self.head = nn.Linear(4, 6)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         with torch.no_grad():
             self.head.weight.mul_(0.9)
         found: torch.Tensor = self.head(self.words(tokens))
@@ -153,7 +153,7 @@ def test_copies_on_several_devices_do_not_diverge(mode: Mode, devices: int) -> N
 
 
 def gradient_norm() -> torch.Tensor:
-    """Of the model, after one step."""
+    """Return the model's gradient norm after one step."""
     whole = model()
     x, target = batches(1)[0]
     square(whole(x), target).backward()

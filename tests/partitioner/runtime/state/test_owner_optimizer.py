@@ -25,7 +25,7 @@ _made: dict[str, PartitionedModel] = {}
 
 
 def fresh(mode: Mode, devices: int) -> PartitionedModel:
-    """The model partitioned once for all tests, as it was at first."""
+    """Return the model partitioned once for all tests, as it was at first."""
     key = f"{mode} {devices}"
     if key not in _made:
         _made[key] = made(mode, devices)
@@ -115,7 +115,7 @@ class Insisting(cases.Shampoo):
     """Its step runs the model."""
 
     def step(self, closure: Any) -> Any:  # type: ignore[override]
-        """Not without one."""
+        """Refuse a step without a closure."""
         raise NotImplementedError
 
 

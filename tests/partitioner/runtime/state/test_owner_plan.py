@@ -16,7 +16,7 @@ def rows(count: int, width: int, first: int, last: int) -> Block:
 
 
 def matrix(name: str, count: int, width: int, ranks: tuple[int, ...], *, copies: int = 1) -> Sharded:
-    """Rows over ranks; each part ``copies`` times."""
+    """Return rows over ranks; each part ``copies`` times."""
     n_parts = len(ranks) // copies
     bounds = [count * part // n_parts for part in range(n_parts + 1)]
     holders = {rank: rows(count, width, bounds[index // copies], bounds[index // copies + 1]) for index, rank in enumerate(ranks)}

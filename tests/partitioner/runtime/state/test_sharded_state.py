@@ -38,7 +38,7 @@ def test_chunks_of_a_strided_block() -> None:
 
 
 def made(mode: Mode, factor: float = 1.0, name: str = "gpt") -> tuple[nn.Module, PartitionedModel]:
-    """A model and its partition, with weights scaled so that they can be told apart."""
+    """Return a model and its partition, with scaled weights that identify them."""
     instance = case_named(name).build()
     with torch.no_grad():
         for parameter in instance.model.parameters():

@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any number of rows."""
+        """Map any number of rows."""
         return self.down(torch.tanh(self.norm(self.up(x))))
 
 
@@ -55,7 +55,7 @@ def pm(shared: PartitionedModel) -> PartitionedModel:
 
 
 def trained(module: nn.Module, make: Make) -> Optimizer:
-    """Its optimizer after two steps."""
+    """Return the module's optimizer after two steps."""
     optimizer = make(module)
     for _ in range(2):
         optimizer.zero_grad()

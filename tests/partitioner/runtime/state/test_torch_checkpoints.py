@@ -55,7 +55,7 @@ class Net(nn.Module):
         self.last = nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images of any number."""
+        """Map images of any number."""
         shift = self.get_buffer("shift")
         x = torch.tanh(self.norm(self.conv(x))).mean((2, 3)) * self.scale + shift
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -68,7 +68,7 @@ def model(seed: int = 0) -> nn.Module:
 
 
 def adamw(module: nn.Module) -> Optimizer:
-    """With two groups, by name."""
+    """Return an optimizer with two groups, by name."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     biases = [parameter for name, parameter in named if name.endswith(".bias")]
     others = [parameter for name, parameter in named if not name.endswith(".bias")]
@@ -94,7 +94,7 @@ def equal(found: Any, wanted: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[PartitionedModel, Optimizer, nn.Module, Optimizer]:
-    """A model cut by columns, and the model in one piece, each with its optimizer after a step."""
+    """Return a model cut by columns, and the model in one piece, each with its optimizer after a step."""
     whole = model()
     pm = partition(model(), 2, "fsdp", example_inputs=(X,), progress=False)
     optimizer, whole_optimizer = adamw(pm), adamw(whole)
@@ -268,7 +268,7 @@ def rows(start: int, stop: int, of: int) -> Block:
 
 
 def heads(index: int) -> Block:
-    """One of two heads of each of q, k and v."""
+    """Return one of two heads of each of q, k and v."""
     return Block((12, 4), (3, 2, 2, 4), ((0, 3), (index, index + 1), (0, 2), (0, 4)), (6, 4))
 
 

@@ -78,7 +78,7 @@ class Between(nn.Module):
 
 
 def only_output(operation: Callable[[Tensor], Tensor], batch_size: int | None) -> Output:
-    """What becomes of the result; traced with an open batch, or for one size."""
+    """Return the result's role; traced with an open batch, or for one size."""
     (output,) = trace(Between(operation), (torch.randn(4, 6, 6, dtype=torch.float64),), batch_size=batch_size).outputs
     return output
 

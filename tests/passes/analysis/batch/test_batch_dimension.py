@@ -40,13 +40,13 @@ class Function(nn.Module):
 
 
 def rows(batch: int) -> tuple[Tensor, Tensor]:
-    """``(batch, 4, 6)`` numbers and ``(batch,)`` classes below 6."""
+    """Return ``(batch, 4, 6)`` numbers and ``(batch,)`` classes below 6."""
     generator = torch.Generator().manual_seed(2)
     return torch.randn(batch, 4, 6, generator=generator, dtype=torch.float64), torch.randint(6, (batch,), generator=generator)
 
 
 def image(x: Tensor) -> Tensor:
-    """``(batch, 2, 3, 4)``."""
+    """Return a tensor of shape ``(batch, 2, 3, 4)``."""
     return x.reshape(x.shape[0], 2, 3, 4)
 
 
@@ -57,7 +57,7 @@ def evaluate(graph: ModelGraph, model: Function, x: Tensor, labels: Tensor) -> t
 
 
 def put_together(combine: str, dimension: int | None, parts: list[Any]) -> Any:
-    """What a claim says that the parts make."""
+    """Combine the parts as a claim says."""
     if combine == "concatenate":
         return torch.cat(parts, dim=dimension or 0)
     if combine == "same":

@@ -28,7 +28,7 @@ Step = tuple[str, Any]
 
 @st.composite
 def sequences(draw: st.DrawFn) -> tuple[Shape, int, list[Step]]:
-    """A shape with the batch in one dimension, and steps: reshapes to shapes of as many elements, and permutations."""
+    """Return a shape with the batch in one dimension, and steps: reshapes to shapes of as many elements, and permutations."""
     factors = draw(st.lists(st.sampled_from([2, 3]), min_size=1, max_size=3))
     shape, dimension = draw(_arranged(factors, True))
     rank, steps = len(shape), []
@@ -44,7 +44,7 @@ def sequences(draw: st.DrawFn) -> tuple[Shape, int, list[Step]]:
 
 @st.composite
 def _arranged(draw: st.DrawFn, factors: list[int], alone: bool) -> tuple[Shape, int]:
-    """The factors, some multiplied together, with the batch as one dimension or within one."""
+    """Return the factors, some multiplied together, with the batch as one dimension or within one."""
     sizes: list[Any] = []
     for factor in draw(st.permutations(factors)):
         merges: bool = draw(st.booleans())
@@ -61,7 +61,7 @@ def _arranged(draw: st.DrawFn, factors: list[int], alone: bool) -> tuple[Shape, 
 
 
 def run_rules(shape: Shape, dimension: int, steps: Sequence[Step]) -> Rows | None:
-    """Where the batch is after the steps; None when rows meet."""
+    """Return the batch's place after the steps; None when rows are mixed."""
     role = Rows(dimension)
     for kind, argument in steps:
         after = argument if kind == "reshape" else tuple(shape[index] for index in argument)
@@ -76,7 +76,7 @@ def run_rules(shape: Shape, dimension: int, steps: Sequence[Step]) -> Rows | Non
 
 
 def run_tensors(shape: Shape, dimension: int, steps: Sequence[Step], batch: int) -> Tensor:
-    """For each element at the end, the row that it came from."""
+    """Return, for each element at the end, the row that it came from."""
 
     def concrete(sizes: Shape) -> list[int]:
         return [int(sympy.sympify(size).subs(BATCH, batch)) for size in sizes]
@@ -89,7 +89,7 @@ def run_tensors(shape: Shape, dimension: int, steps: Sequence[Step], batch: int)
 
 
 def places(rows: Tensor, batch: int) -> Iterator[tuple[int, int]]:
-    """Every dimension, with the number of blocks before the batch in it, where the rows count up as a role says."""
+    """Yield every dimension, with the number of blocks before the batch in it, where rows count up as a role says."""
     for dimension, size in enumerate(rows.shape):
         for before in range(1, size // batch + 1):
             if size % (before * batch) == 0:
@@ -114,7 +114,7 @@ def test_views(sequence: tuple[Shape, int, list[Step]]) -> None:
 
 
 def _mixes_on_the_way(shape: Shape, dimension: int, steps: Sequence[Step]) -> bool:
-    """Whether, after some step, no dimension holds the batch."""
+    """Return whether, after some step, no dimension holds the batch."""
 
     def held(count: int) -> set[tuple[int, int]]:
         return set.intersection(*(set(places(run_tensors(shape, dimension, steps[:count], batch), batch)) for batch in SIZES))

@@ -45,7 +45,7 @@ def gradients(pm: PartitionedModel | nn.Module, x: Tensor) -> dict[str, Any]:
 
 
 def casts_of_forwards(pm: PartitionedModel) -> list[int]:
-    """For each stage, the casts to bfloat16 in its forward."""
+    """Return, for each stage, the casts to bfloat16 in its forward."""
     stages = [module for module in pm.graph(0).modules() if isinstance(module, StageCall)]
     graphs: list[fx.Graph] = [stage.graph.graph for stage in stages if "Forward" in type(stage.graph).__name__]
     is_cast = {"dtype": torch.bfloat16}

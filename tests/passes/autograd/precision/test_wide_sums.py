@@ -12,7 +12,7 @@ from tests.support.models.attention.gpt import VOCABULARY, Gpt
 
 
 def sums(graph: fx.Graph) -> list[tuple[str, torch.dtype]]:
-    """The type of each operand of a sum over ranks."""
+    """Return the type of each operand of a sum over ranks."""
     found = []
     for node in graph.nodes:
         if node.target in (all_reduce, reduce_scatter) and not node.meta.get("reduces"):

@@ -211,7 +211,7 @@ def test_positions_that_both_sides_read() -> None:
 
 
 def test_the_mask_of_the_library() -> None:
-    """transformers picks sequences by the number of the row, of rows that are all alike."""
+    """Transformers picks sequences by the number of the row, from equal rows."""
 
     class ByRow(Masked):
         def forward(self, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def by_one_hot(keys: Tensor) -> Tensor:
 
 
 def traced(model: nn.Module, x: Tensor) -> fx.Graph:
-    """The model's graph, after it was run beside the model: outputs, gradients of the input and of all weights."""
+    """Return the model's graph, after a comparison with the model: outputs, gradients of the input and of all weights."""
     graph = trace(model.double(), (x,))
     assert equal(model, graph.graph, x)
     return graph.graph

@@ -32,7 +32,7 @@ class Of(nn.Module):
 
 
 def count(function: Callable[..., Tensor], target: object, of: str = "", autocast: Autocast | None = None) -> int:
-    """How often a traced model calls an operation, on a value of a name."""
+    """Count a traced model's calls of an operation on a value of a name."""
     torch.manual_seed(0)
     model, x = Of(function), torch.randn(3, 4, requires_grad=True)
     graph = trace(model, (x,), autocast=autocast).graph

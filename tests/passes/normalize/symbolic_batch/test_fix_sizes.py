@@ -29,7 +29,7 @@ class Masked(nn.Module):
 
 
 def values_with_numbers() -> dict[str, tuple[Tensor, bool]]:
-    """Name of a node -> its value behind the phase, and whether a call writes in its memory; later phases change the graph."""
+    """Return name of a node -> its value after the phase, and whether a call writes its memory; later phases change the graph."""
     values: dict[str, tuple[Tensor, bool]] = {}
 
     def observe(name: str, state: Any, _seconds: float) -> None:

@@ -18,7 +18,7 @@ from passes.spmd.shard_graph import AxisCut, layouts_of_cut
 
 
 def layouts_over(model: nn.Module, x: Tensor, mode: str, autocast: Autocast | None = None) -> Layouts:
-    """The layouts of a model over two ranks that share the rows of the batch."""
+    """Return the layouts of a model over two ranks that share the rows of the batch."""
     graph = trace(model, (x,), autocast=autocast)
     axes = find_axes(graph.graph)
     cut = AxisCut(Mesh(((mode, 2),)), {mode: tuple(batch_axes(graph, axes))}, (mode,), () if mode == "data" else (mode,))

@@ -40,7 +40,7 @@ def operands(shape: str, dtype: torch.dtype, device: str) -> list[Tensor]:
 
 
 def mask_of(kind: str, dtype: torch.dtype, device: str) -> Tensor | None:
-    """A mask that hides all keys of a row, and all keys of one block of another; or that is added, or hides by the least number."""
+    """Return a mask that hides all keys of a row, and all keys of a block of another; or an added mask, or one of least numbers."""
     if kind == "boolean":
         mask = torch.rand(LENGTH, LENGTH) > 0.4
         mask[3], mask[5, : LENGTH // 2] = False, False

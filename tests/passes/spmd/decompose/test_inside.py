@@ -206,7 +206,7 @@ ARGS = (torch.arange(4, dtype=torch.float64),)
 
 
 def cut(example: Example, mesh: tuple[tuple[str, int], ...]) -> tuple[nn.Module, CutModel]:
-    """The one call, cut over its factor along every mesh dimension."""
+    """Return the one call, cut over its factor along every mesh dimension."""
     model = OneCall(example)
     graph = trace(model, ARGS)
     axes = find_axes(graph.graph)

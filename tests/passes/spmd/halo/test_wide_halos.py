@@ -66,13 +66,13 @@ class Residual(nn.Module):
         self.first, self.second = first, second
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of its input."""
+        """Return a tensor of the shape of its input."""
         result: Tensor = x + self.second(F.silu(self.first(x)))
         return result
 
 
 def drawn_chain(seed: int) -> tuple[nn.Module, Tensor, Grid]:
-    """Layers with windows of every kind behind statistics over space, which nobody computes again."""
+    """Return layers with windows of every kind after statistics over space, which are not recomputed."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
 
@@ -263,7 +263,7 @@ def pm_of(model: nn.Module, x: Tensor, grid: Grid, constraints: Constraints | No
 
 
 def messages(pm: PartitionedModel) -> tuple[int, int]:
-    """Exchanges of halos, and of their gradients, in the step of a rank."""
+    """Return the numbers of halo exchanges, and of their gradients, in the step of a rank."""
     nodes = [node.target for node in pm.graph(0).graph.nodes]
     return nodes.count(halo_exchange), nodes.count(halo_add)
 
@@ -322,7 +322,7 @@ FLOPS, BANDWIDTH = 1e9, 1e9
 
 
 def pair(latency: float, overhead: float) -> Cluster:
-    """Two devices that move bytes in no time.
+    """Return two devices that move bytes in no time.
 
     Args:
         latency: of a message, s.

@@ -86,7 +86,7 @@ class PaddedAttention(nn.Module):
 
 
 def _padding(generator: Generator, batch_size: int) -> Tensor:
-    """True beyond each row's length, which is at least one."""
+    """Return True beyond each row's length, which is at least one."""
     lengths = 1 + classes(generator, SOURCE_LENGTH, batch_size)
     return torch.arange(SOURCE_LENGTH) >= lengths.unsqueeze(1)
 

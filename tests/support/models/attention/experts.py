@@ -78,10 +78,10 @@ class Routed(nn.Module, ABC):
 
     @abstractmethod
     def computed(self, groups: Tensor, chosen: Tensor, place: Tensor) -> Tensor:
-        """What the experts make of the tokens."""
+        """Return the experts' results for the tokens."""
 
     def experts(self, places: Tensor) -> Tensor:
-        """Of the tokens in their places: (group, expert, place, width)."""
+        """Compute the experts on tokens in their places: (group, expert, place, width)."""
         return torch.einsum("gecf,efd->gecd", nn.functional.silu(torch.einsum("gecd,edf->gecf", places, self.up)), self.down)
 
 
@@ -121,11 +121,11 @@ class Dropless(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, inside, width) / inside**0.5)
 
     def sort(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts in the order of the rows, and that order."""
+        """Return the experts in the order of the rows, and that order."""
         return chosen.sort()
 
     def hidden(self, y: Tensor) -> Tensor:
-        """What becomes of the sorted rows between the two products."""
+        """Map the sorted rows between the two products."""
         return y
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,19 +139,19 @@ class Dropless(nn.Module):
 
 
 def back_by_inverse(order: Tensor, y: Tensor, best: int) -> Tensor:
-    """As transformers writes it."""
+    """Restore the order as transformers does."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0])
     return y[inverse].unflatten(0, (-1, best)).sum(1)
 
 
 def ends_by_histogram(keys: Tensor) -> Tensor:
-    """Where the tokens of each expert end, as transformers counts them."""
+    """Return the end of each expert's tokens, counted as transformers does."""
     return torch.histc(keys.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
 
 
 def chosen_experts(model: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
-    """Name of each mixture without a capacity -> how many tokens its router sends to each expert."""
+    """Return name of each mixture without a capacity -> the tokens that its router sends to each expert."""
     found: dict[str, tuple[int, ...]] = {}
 
     def count(name: str, mixture: Dropless, tokens: Tensor) -> None:

@@ -14,7 +14,7 @@ NAME = "transformers::grouped_mm_fallback"
 
 
 def intervals(ends: Tensor) -> list[tuple[int, slice]]:
-    """Each group with its rows."""
+    """Return each group with its rows."""
     bounds = [0, *ends.tolist()]
     return [(group, slice(*pair)) for group, pair in enumerate(pairwise(bounds))]
 

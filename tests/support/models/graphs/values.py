@@ -79,7 +79,7 @@ class Detector(nn.Module):
 
 
 def detection_loss(detection: Detection, target: dict[str, Tensor]) -> Tensor:
-    """Boxes and classes, each a mean over the batch."""
+    """Return the loss of boxes and classes, each a mean over the batch."""
     boxes = nn.functional.smooth_l1_loss(detection.boxes, target["boxes"])
     return boxes + nn.functional.cross_entropy(detection.scores["logits"], target["labels"])
 

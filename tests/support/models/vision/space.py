@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.last_norm = nn.GroupNorm(2, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Keeps height and width."""
+        """Keep height and width."""
         return self.last_norm(self.second(self.norm(self.first(x)).relu())).relu()
 
 
@@ -51,7 +51,7 @@ class UShaped(nn.Module):
     head: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to images of the same size."""
+        """Map images to images of the same size."""
         skips = []
         for down in self.down:
             x = down(x)
@@ -83,7 +83,7 @@ class Sampled(nn.Module):
         self.inner, self.args = inner, args
 
     def forward(self, x: Tensor) -> Tensor:
-        """What it makes of the tensor."""
+        """Return the result for the tensor."""
         inner: Any = self.inner
         decoded = inner.decode(x) if hasattr(inner, "decode") else inner(x, *self.args)
         return decoded.sample
@@ -98,7 +98,7 @@ def images_of_noise() -> nn.Module:
 
 
 def segmentation_of_volumes() -> nn.Module:
-    """In three dimensions, with an uneven size."""
+    """Return a network in three dimensions, with an uneven size."""
     return nn.Sequential(
         nn.Conv3d(1, 4, 3, padding=1, bias=False), nn.BatchNorm3d(4), nn.ReLU(), nn.MaxPool3d(2),
         nn.Conv3d(4, 4, 3, padding=1, bias=False), nn.InstanceNorm3d(4, affine=True), nn.LeakyReLU(),
@@ -107,7 +107,7 @@ def segmentation_of_volumes() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    """Three stages of strided residual blocks."""
+    """Return three stages of strided residual blocks."""
     config = transformers.ResNetConfig(
         embedding_size=4, hidden_sizes=[4, 6, 6], depths=[1, 1, 1], layer_type="basic", num_labels=LABELS,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def segformer() -> nn.Module:
 
 
 def unet_of_diffusers() -> nn.Module:
-    """``UNet2DModel`` with attention at its lower level, at one time step."""
+    """Return ``UNet2DModel`` with attention at its lower level, at one time step."""
     from diffusers import UNet2DModel  # noqa: PLC0415  an extra of the tests
 
     down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
@@ -143,7 +143,7 @@ def unet_of_diffusers() -> nn.Module:
 
 
 def autoencoder_of_diffusers() -> nn.Module:
-    """The decoder of ``AutoencoderKL``; the encoder gets no gradient."""
+    """Return the decoder of ``AutoencoderKL``; the encoder gets no gradient."""
     from diffusers import AutoencoderKL  # noqa: PLC0415  an extra of the tests
 
     down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
@@ -151,7 +151,7 @@ def autoencoder_of_diffusers() -> nn.Module:
 
 
 def _case(name: str, model: Any, shape: tuple[int, ...], result: tuple[int, ...], **more: Any) -> Case:
-    """One whose result is regressed; of ``result`` without dimensions, a class is found.
+    """Return a case whose result is regressed; a ``result`` without dimensions is a class.
 
     In front of a batch normalisation, gradients that are zero in exact arithmetic are what rounding leaves, and AdamW makes steps of them.
     """
@@ -185,5 +185,5 @@ SPACE: tuple[Case, ...] = (
 
 
 def space_case(name: str) -> Case:
-    """The case of that name; raises KeyError when there is none."""
+    """Return the case of that name; raise KeyError when there is none."""
     return {case.name: case for case in SPACE}[name]

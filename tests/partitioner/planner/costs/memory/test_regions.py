@@ -57,7 +57,7 @@ def graph_of(model: nn.Module, x: Tensor = X) -> ModelGraph:
 
 
 def modules_of(graph: ModelGraph, regions: tuple[Region, ...]) -> list[str]:
-    """The module of the first node of each region."""
+    """Return the module of the first node of each region."""
     nodes = {node.name: node for node in graph.graph.nodes}
     return [module_path(nodes[region.first_node]) for region in regions]
 

@@ -44,7 +44,7 @@ class Rotated(nn.Module):
 
 
 def llama(layers: int = 4) -> LlamaForCausalLM:
-    """A model of transformers with its default cache, tied embeddings and grouped heads."""
+    """Return a model of transformers with its default cache, tied embeddings and grouped heads."""
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=64, **SIZES)).eval()
 
 
@@ -76,7 +76,7 @@ def loaded(mode: Any, devices: int, folder: str) -> tuple[list[list[int]], int]:
 
 
 def unlike_files(folder: str) -> None:
-    """The second rank sees a file with another shape."""
+    """Load a file that has another shape on the second rank."""
     rank = int(os.environ["RANK"])
     path = Path(folder) / f"{rank}.safetensors"
     save_file({"weight": torch.zeros(4 + rank, 4), "bias": torch.zeros(4)}, path)
