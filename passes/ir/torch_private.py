@@ -5,15 +5,14 @@ Nothing else imports from a private module of torch or from ``torch.fx.experimen
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -41,7 +40,6 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode as SelectiveCheckpo
 __all__ = [
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
-    "FakeResult",
     "FakeTensorMode",
     "FloorDiv",
     "HigherOrderOperator",
@@ -63,7 +61,6 @@ __all__ = [
     "autograd_dispatch",
     "dynamo_source",
     "enable_python_dispatcher",
-    "fake_results_by",
     "flash_attention",
     "flash_attention_gradients",
     "foreach_add_",
@@ -335,92 +332,6 @@ def without_fake_cache() -> AbstractContextManager[None]:
 
     context: AbstractContextManager[None] = dynamo.patch(fake_tensor_cache_enabled=False)
     return context
-
-
-class FakeResult(NamedTuple):
-    """The result of an operator on fake tensors.
-
-    Attributes:
-        strides: None: contiguous.
-        source: the tensor whose memory it is a view of; None: it has memory of its own.
-    """
-
-    shape: Sequence[Any]
-    dtype: torch.dtype
-    strides: Sequence[Any] | None = None
-    source: Tensor | None = None
-
-
-@contextmanager
-def fake_results_by(results: Mapping[OpOverload, Callable[..., Sequence[FakeResult] | None]]) -> Iterator[None]:
-    """While active, operators on fake tensors with open sizes have the results that functions say; else each one is decomposed and run.
-
-    Other threads that run fake tensors meanwhile have the same results. Only one table is active at a time.
-
-    Args:
-        results: operator -> function of its arguments to its results; None: decompose this call as usual.
-    """
-    from torch._subclasses.fake_impls import get_fast_op_impls  # noqa: PLC0415  an export loads it
-
-    known = get_fast_op_impls()
-    with _FAKE_RESULTS:
-        assert all(table is results for table in _TABLES)
-        if not _TABLES:
-            missing = {operator: function for operator, function in results.items() if operator not in known}
-            known.update({operator: functools.partial(_fake_result, operator, function) for operator, function in missing.items()})
-            _ADDED.update(missing)
-        _TABLES.append(results)
-    try:
-        yield
-    finally:
-        with _FAKE_RESULTS:
-            _TABLES.pop()
-            if not _TABLES:
-                for operator in _ADDED:
-                    del known[operator]
-                _ADDED.clear()
-
-
-_FAKE_RESULTS = threading.RLock()
-"""Held while operators are added to torch's table of fake results, or taken out of it."""
-
-_TABLES: list[Mapping[OpOverload, Any]] = []
-"""The table of results, as often as ``fake_results_by`` is active in any thread."""
-
-_ADDED: set[OpOverload] = set()
-"""The operators of it that torch's table did not have."""
-
-
-def _fake_result(operator: OpOverload, results: Callable[..., Sequence[FakeResult] | None], mode: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the result of an operator as a function says; where that is None, as torch computes it without the function."""
-    from torch._subclasses.fake_impls import get_fast_op_impls  # noqa: PLC0415
-    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
-
-    found = results(*args, **kwargs)
-    if found is not None:
-        fakes = tuple(FakeTensor(mode, _on_meta(mode, result), args[0].device) for result in found)
-        return fakes[0] if len(fakes) == 1 else fakes
-    with _FAKE_RESULTS:
-        this = get_fast_op_impls().pop(operator, None)  # None: taken out since the caller, in another thread, has looked it up
-        try:
-            with mode:
-                return operator(*args, **kwargs)
-        finally:
-            if this is not None:
-                get_fast_op_impls()[operator] = this
-
-
-def _on_meta(mode: Any, result: FakeResult) -> Tensor:
-    from torch._subclasses.fake_tensor import in_kernel_invocation_manager  # noqa: PLC0415
-
-    shape, strides, source = tuple(result.shape), None if result.strides is None else tuple(result.strides), result.source
-    if source is not None:
-        with in_kernel_invocation_manager(mode):
-            view: Tensor = aten.as_strided.default(source, shape, strides, source.storage_offset())
-        return view
-    if strides is None:
-        return torch.empty(shape, dtype=result.dtype, device="meta")
-    return torch.empty_strided(shape, strides, dtype=result.dtype, device="meta")
 
 
 def graph_break(module: fx.GraphModule) -> tuple[str, str, int] | None:

@@ -46,9 +46,7 @@ from partitioner.tracing.repeated.find import Copies, calls_of, find_copies
 from partitioner.tracing.repeated.replay import NotCopyableError, trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
 from passes.graph.fakes.fake_tensors import plain_autograd
-from passes.graph.fakes.plain_results import PLAIN_RESULTS
 from passes.ir.torch_private import (
-    fake_results_by,
     indexing_as_operator,
     masks_as_given,
     records_as_dicts,
@@ -113,7 +111,6 @@ def export(
             decompose_flex_attention(),
             indexing_as_operator(),
             masks_as_given(),
-            fake_results_by(PLAIN_RESULTS),
             without_fake_cache(),
             preserve(model),
             drawn_from(generators),

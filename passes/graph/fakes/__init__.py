@@ -1,1 +1,1 @@
-"""Fake tensors: running calls on them, once for equal calls, and results that are plain to see."""
+"""Fake tensors: calls on them, run once for equal calls."""

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
-from passes.graph.fakes.plain_results import PLAIN_RESULTS
 from passes.graph.schemas import argument_form, node_leaves, views_its_arguments, written_arguments
 from passes.graph.symbolic_sizes import size_of, traced_size
-from passes.ir.torch_private import OpOverload, enable_python_dispatcher, fake_results_by, without_saved_tensors_hooks
+from passes.ir.torch_private import OpOverload, enable_python_dispatcher, without_saved_tensors_hooks
 
 __all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result", "memory_among", "plain_autograd"]
 
@@ -45,7 +44,7 @@ def fake_mode(graph: fx.Graph) -> Iterator[None]:
     mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
     # Composite operations written in C++ (aten.pad) read sizes as numbers, which would fix the batch to the size that was traced;
     # the Python dispatcher takes their symbolic decompositions instead.
-    with mode, enable_python_dispatcher(), plain_autograd(), fake_results_by(PLAIN_RESULTS):
+    with mode, enable_python_dispatcher(), plain_autograd():
         yield
 
 
