@@ -8,7 +8,6 @@ SEEDS     ?= 0:500
 
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-NEWER     := $(VENV)-transformers-5
 SOURCES   := partitioner passes cost_models tests examples benchmarks
 PYTEST    := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 
@@ -16,7 +15,7 @@ PYTEST    := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-transformers-5 fuzz lint format bench docs clean
+.PHONY: help demo test test-all test-gpu fuzz lint format bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,10 +38,6 @@ test-all: lint ## the same, with the full matrices
 
 test-gpu: $(INSTALLED) ## the tests that need an accelerator
 	$(BIN)/python -m pytest -q -m gpu
-
-test-transformers-5: $(NEWER)/installed ## the tests of models of transformers 5, in an environment beside
-	$(NEWER)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -q -m "not gpu" tests/end_to_end/experts/test_transformers_experts.py \
-		tests/end_to_end/families tests/partitioner/model/generation
 
 fuzz: $(INSTALLED) ## random models, partitioned at random, beside the same in one piece: SEEDS=FIRST:LAST
 	@$(BIN)/python -m tests.fuzz $(SEEDS) --workers $(WORKERS)
@@ -69,16 +64,8 @@ docs: $(INSTALLED) ## the pages as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove the environment, caches and builds
-	rm -rf $(VENV) $(NEWER) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
-
-# The versions of constraints.txt, all but those that transformers 5 needs newer.
-$(NEWER)/installed: pyproject.toml constraints.txt
-	@test -x $(NEWER)/bin/python || $(PYTHON) -m venv $(NEWER)
-	@grep -vE '^(transformers|huggingface[-_]hub|tokenizers)==' constraints.txt > $(NEWER)/constraints.txt
-	@PIP_CONSTRAINT=$(NEWER)/constraints.txt PIP_BUILD_CONSTRAINT=$(NEWER)/constraints.txt $(NEWER)/bin/python -m pip install \
-		--quiet --quiet --disable-pip-version-check $(PIP_FLAGS) -c $(NEWER)/constraints.txt -e '.[test]' 'transformers==5.24.0'
-	@touch $@
 
 # The constraints hold inside pip's isolated build too: old pip reads them from one variable, new pip from the other.
 $(INSTALLED): pyproject.toml constraints.txt

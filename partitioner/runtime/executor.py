@@ -51,7 +51,7 @@ from passes.emit.random_state import drawing_calls
 from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, share_random_state, wait
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
-from passes.rules.ops.grouped_mm import MIXTURE, PRODUCT_CUTS, grouped_mm, grouped_mm_of_each
+from passes.rules.ops.grouped_mm import MIXTURE, PRODUCT_CUTS, grouped_mm
 
 __all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call"]
 
@@ -217,9 +217,6 @@ class _Writer:
         if node.op == "get_attr":
             attribute = operator.attrgetter(str(node.target))(self.module)
             return [f"{node.name} = {self._object(node.target, attribute)}"]
-        if _is_read_by_group(node):
-            matrices: Any = node.args[0]
-            return [f"{node.name} = {self._value(tuple(matrices))}"]
         if node.target is operator.getitem:
             value, index = node.args
             return [f"{node.name} = {self._value(value)}[{self._value(index)}]"]
@@ -352,19 +349,8 @@ _KEYWORDS = frozenset({"dtype", "memory_format"})
 """Keywords that these functions take with the same meaning as the operations."""
 
 
-def _is_read_by_group(node: Any) -> bool:
-    """Return whether a node stacks matrices, one a group, for products that read single matrices and need no stack."""
-    if not isinstance(node, fx.Node) or node.target is not aten.stack.default or node.args[1:] not in ((), (0,)):
-        return False
-    return bool(node.users) and all(
-        user.target is grouped_mm and user.args[1] is node and [*user.args, *user.kwargs.values()].count(node) == 1 for user in node.users
-    )
-
-
 def quick_call(node: fx.Node) -> Callable[..., Any]:
     """Return the function to call for a node: that of ``BINDINGS`` if it takes the same arguments, else the node's target."""
     assert callable(node.target)
-    if node.target is grouped_mm and _is_read_by_group(node.args[1]):
-        return grouped_mm_of_each
     takes_arguments = node.kwargs.keys() <= _KEYWORDS and bool(node.args)
     return BINDINGS.get(node.target, node.target) if takes_arguments else node.target

@@ -19,7 +19,6 @@ from partitioner.tracing.inputs.flatten import has_own_rules
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.ir.errors import Place, TraceError
-from passes.normalize.rows.expert_rows import EXPERT_REMEDY, ChosenExpertsError
 
 __all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_sparse", "refuse_unplaceable", "trace_error", "why_fixed"]
 
@@ -140,12 +139,6 @@ _KINDS = (
         _PLAIN_PARTS,
     ),
     _Kind(
-        lambda error: isinstance(error, ChosenExpertsError),
-        "asks torch.where for the rows of one number, as a loop over the experts that some token chose does, and {error}",
-        EXPERT_REMEDY,
-        whatever_size=True,
-    ),
-    _Kind(
         _mentions("device propagation", "found two different devices", "Device Propagation"),
         "mixes devices: {error}",
         "create tensors inside the model on the device of its inputs: torch.arange(n, device=x.device)",
@@ -153,9 +146,9 @@ _KINDS = (
 )
 
 _EXPERTS_REMEDY = (
-    "loop over the experts as transformers does, token, place = torch.where(mask[expert]), rows = x[token], which is traced; or sort the "
-    "tokens by expert and multiply them with torch.nn.functional.grouped_mm (in bfloat16), as transformers does in every dtype from "
-    "version 5 on; or let every expert compute every token, and multiply what a token did not choose by zero"
+    "a loop over the experts that some token chose has no graph: for models of transformers, install transformers 5 or newer, and call "
+    'model.set_experts_implementation("grouped_mm"); in own code, sort the tokens by expert and multiply them with '
+    "torch.nn.functional.grouped_mm (in bfloat16), or let every expert compute every token, and multiply what was not chosen by zero"
 )
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SIZE_REMEDY = (
@@ -202,7 +195,7 @@ def _named_class(message: str) -> str:
 
 def _has_experts(model: nn.Module, place: Place) -> bool:
     """Return whether a module is one of experts, or has some, by its name and the names of what it has."""
-    if place.module is None:
+    if place.module is None or place.module not in dict(model.named_modules()):
         return False
     module = model.get_submodule(place.module)
     own = (name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False)))
@@ -275,10 +268,11 @@ def refuse_data_dependent(model: nn.Module, graph: fx.Graph) -> None:
         has_unknown_number = any(isinstance(value, _NUMBERS) and not value.node.has_hint() for value in values)
         if has_unknown_size or has_unknown_number:
             what = "how large another is" if has_unknown_size else "a plain number that it computes with"
+            place, remedy = place_of(node), _SIZE_REMEDY if has_unknown_size else _NUMBER_REMEDY
             raise TraceError(
                 f"{type(model).__name__} lets the values of a tensor decide {what}",
-                place=place_of(node),
-                remedy=_SIZE_REMEDY if has_unknown_size else _NUMBER_REMEDY,
+                place=place,
+                remedy=_EXPERTS_REMEDY if has_unknown_size and _has_experts(model, place) else remedy,
             )
 
 

@@ -24,7 +24,6 @@ from passes.normalize.inline.subgraphs import inline_subgraphs
 from passes.normalize.inline.vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
 from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
-from passes.normalize.rows.expert_rows import erase_expert_rows
 from passes.normalize.rows.mixtures import name_mixtures
 from passes.normalize.rows.row_orders import keep_rows_in_order
 from passes.normalize.shared.equal_computations import share_equal_computations
@@ -159,7 +158,7 @@ def _tidy(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     return replace(exported, graph=graph, n_bases=add_bases(graph, exported.inputs))
 
 
-FUNCTIONAL = ("functionalize", "remove_noise", "causal_masks", "expert_rows", "row_orders", "draw_order", "tidy")
+FUNCTIONAL = ("functionalize", "remove_noise", "causal_masks", "row_orders", "draw_order", "tidy")
 """The steps after which no call writes memory, except the declared writes of buffers."""
 
 NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
@@ -174,14 +173,13 @@ NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("functionalize", _functionalize),
     Phase("remove_noise", _rewriting(lambda exported: remove_noise(exported.graph, exported.without_gradient))),
     Phase("causal_masks", _rewriting(lambda exported: name_masks(exported.graph, exported.batch))),
-    Phase("expert_rows", _rewriting(lambda exported: erase_expert_rows(exported.graph))),
     Phase("row_orders", _rewriting(lambda exported: keep_rows_in_order(exported.graph))),
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )
 """The order: one name for each tensor, operators of control flow inlined, ``vmap`` inlined, casts as calls, subgraphs inlined, equal casts
-and tables shared, lengths numbers, sizes read from the batch, no writes, no no-ops, causal masks by their name, no marks around the rows of
-experts, rows in their own order, draws in the order of memory, names."""
+and tables shared, lengths numbers, sizes read from the batch, no writes, no no-ops, causal masks by their name, rows in
+their own order, draws in the order of memory, names."""
 
 _N_FOR_ALL_SIZES = [phase.name for phase in NORMALIZE].index("fix_sizes")
 """The steps in front of ``fix_sizes`` are the same for all sizes."""

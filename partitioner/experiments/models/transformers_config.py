@@ -76,9 +76,10 @@ def _config(transformers: Any, path: str) -> Any:
             f"transformers {transformers.__version__} has no model_type {kind!r}",
             remedy="use a version that has it, or a factory, net.py:factory, for a model with code of its own",
         )
+    strict = importlib.import_module("huggingface_hub.errors").StrictDataclassError  # of an entry of another type
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(fields)
-    except _REFUSALS as error:
+    except (*_REFUSALS, strict) as error:
         raise ConfigError(f"transformers refuses the configuration {file}: {error}", remedy="correct its entries") from error
     config.use_cache = False  # of decoding: a step of training has none
     return config

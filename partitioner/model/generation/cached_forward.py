@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.tracing.export.chosen_experts import one_expert_for_all
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.export.on_meta.meta_models import autocast_as_cpu
 from partitioner.tracing.restore import preserve
@@ -76,7 +75,7 @@ def cached_tensors(model: nn.Module, autocast: Autocast | None) -> tuple[Layer, 
         cache = given_cache_type()(torch.arange(2, device=device), {})
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
         try:
-            with autocast.enabled() if autocast is not None else torch.autocast("cpu", enabled=False), one_expert_for_all(model):
+            with autocast.enabled() if autocast is not None else torch.autocast("cpu", enabled=False):
                 logits_of(model, type(model), ids, torch.ones_like(ids), ids, cache)
         except Exception as error:
             raise _failed(model, error) from error

@@ -32,7 +32,6 @@ from partitioner.tracing.carried.decisions import Run, drawn_from, refuse_decisi
 from partitioner.tracing.carried.generators import generators_of
 from partitioner.tracing.carried.left_results import LeftByCall, keep_results
 from partitioner.tracing.carried.program_state import Reading, preserve_program, reach_of
-from partitioner.tracing.export.chosen_experts import export_with_experts, one_expert_for_all
 from partitioner.tracing.export.cumulative_averages import trace_running_statistics
 from partitioner.tracing.export.fast_path import record_fast_paths
 from partitioner.tracing.export.flex_attention import decompose_flex_attention
@@ -128,17 +127,17 @@ def export(
         if layout is not None and one_size:
             _equate_sizes(model, layout)
         with drawn_from(generators) as drawn, record_left(model) as left:
-            program, of_experts = _export(model, inputs, shapes or None, left)
+            program = _export(model, inputs, shapes or None, left)
         changed = _set_back(reach.readings)
         refuse_read_tensors(model, before, left, program)
         refuse_written_buffers(program, of_buffers)
         calls = functools.partial(calls_of, model, inputs.args, inputs.kwargs)
         again = functools.partial(_export, model, inputs, None)
-        refuse_decisions(Run(model, calls, lambda: again(Left())[0]), reach, drawn, changed)
-        edits = refuse_carried_values(model, before, left, calls, lambda each: again(each)[0])
+        refuse_decisions(Run(model, calls, lambda: again(Left())), reach, drawn, changed)
+        edits = refuse_carried_values(model, before, left, calls, again)
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
         by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
-    notes = (*_notes(_lines_about_batch(comparisons, program, layout)), *of_fast_paths, *of_experts)
+    notes = (*_notes(_lines_about_batch(comparisons, program, layout)), *of_fast_paths)
     return program, notes, tuple(sorted(questions)), tuple(reach.readings), by_call, of_buffers
 
 
@@ -150,25 +149,24 @@ def _set_back(readings: Sequence[Reading]) -> list[tuple[Reading, dict[str, Any]
     return changed
 
 
-def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, left: Left) -> tuple[ExportedProgram, tuple[str, ...]]:
+def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, left: Left) -> ExportedProgram:
     """Call ``torch.export``: with repeated modules traced once if possible, else with the model as it is. Return notes, too."""
 
-    def run() -> tuple[ExportedProgram, tuple[str, ...]]:
+    def run() -> ExportedProgram:
         args, kwargs = records_as_dicts((inputs.args, inputs.kwargs))
-        program, notes = export_with_experts(model, lambda: torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False))
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         _erase_own_frames(program)
-        return program, notes
+        return program
 
-    with one_expert_for_all(model):
-        copies = find_copies(model, inputs.args, inputs.kwargs)
+    copies = find_copies(model, inputs.args, inputs.kwargs)
     if copies:
         # An error of the model itself is raised again.
         with contextlib.suppress(Exception):
             with preserve(model), trace_copies_once(model, copies):
-                program, notes = run()
+                program = run()
             _refuse_left(left, copies)
             write_copies(program, copies)
-            return program, notes
+            return program
     with preserve(model):
         return run()
 

@@ -29,7 +29,7 @@ def name_mixtures(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is not grouped_mm:
             continue
-        module, choice = _module_of_experts(node), _choice(node.args[2])
+        module, choice = module_path(node), _choice(node.args[2])
         known = choices.setdefault(module, [])
         if choice not in known:
             known.append(choice)
@@ -42,18 +42,3 @@ def _choice(group: fx.Node) -> fx.Node:
     while packet(group.target) in _VIEWS:
         group = group.all_input_nodes[0]
     return group
-
-
-def _module_of_experts(product: fx.Node) -> str:
-    """Return the module of a product; of experts that are modules of their own, ``"mlp.experts.0.up"``, the list: ``"mlp.experts"``.
-
-    Their matrices are stacked.
-    """
-    path, weight = module_path(product), product.args[1]
-    while isinstance(weight, fx.Node) and weight.target is not aten.stack.default and len(weight.all_input_nodes) == 1:
-        weight = weight.all_input_nodes[0]
-    if not isinstance(weight, fx.Node) or weight.target is not aten.stack.default:
-        return path
-    parts = path.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[-1]]) if numbers else path

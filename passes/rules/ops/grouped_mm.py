@@ -9,7 +9,6 @@ by itself. A row whose group has no matrix gives zeros, and so a rank with a par
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from passes.rules.call import Call
 
-__all__ = ["MIXTURE", "PRODUCT_CUTS", "grouped_mm", "grouped_mm_of_each", "grouped_outer", "product"]
+__all__ = ["MIXTURE", "PRODUCT_CUTS", "grouped_mm", "grouped_outer", "product"]
 
 torch.library.define("partitioner::grouped_mm", "(Tensor input, Tensor weight, Tensor group, bool transposed=False) -> Tensor")
 torch.library.define("partitioner::grouped_outer", "(Tensor input, Tensor other, Tensor group, int n_groups) -> Tensor")
@@ -88,25 +87,10 @@ def _grouped_mm(rows: Tensor, weight: Tensor, group: Tensor, transposed: bool = 
     weight = weight.transpose(1, 2) if transposed else weight
     if _fits_kernel(rows, weight):
         return _by_kernel(rows, weight, group)
-    return _by_group(rows, weight, group)
-
-
-def _by_group(rows: Tensor, matrices: Tensor | Sequence[Tensor], group: Tensor) -> Tensor:
-    """Multiply the rows of each group that has some."""
-    result = rows.new_zeros(rows.shape[0], matrices[0].shape[1])
-    for index, rows_of_group in _rows_of_groups(group, len(matrices)):
-        result[rows_of_group] = rows[rows_of_group] @ matrices[index]
+    result = rows.new_zeros(rows.shape[0], weight.shape[2])
+    for index, rows_of_group in _rows_of_groups(group, weight.shape[0]):
+        result[rows_of_group] = rows[rows_of_group] @ weight[index]
     return result
-
-
-def grouped_mm_of_each(rows: Tensor, matrices: Sequence[Tensor], group: Tensor, transposed: bool = False) -> Tensor:
-    """Return ``grouped_mm(rows, torch.stack(matrices), group, transposed)``; without a copy of the matrices where rows are few.
-
-    A token of a text is computed by few experts, and a copy of all of them would take longer than it.
-    """
-    if rows.shape[0] < len(matrices) or not rows.is_cuda:
-        return _by_group(rows, [matrix.t() for matrix in matrices] if transposed else matrices, group)
-    return _grouped_mm(rows, torch.stack(tuple(matrices)), group, transposed)
 
 
 def _outer_by_kernel(rows: Tensor, other: Tensor, group: Tensor, n_groups: int) -> Tensor:

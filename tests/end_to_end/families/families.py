@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -43,7 +42,7 @@ VIT = {
 
 Precision = Literal["double", "inside", "single"]
 """In what a model computes that is in float64: in that; partly in float32 (normalisations, rotations of positions, scores), as its code
-says; or not at all, since torch has no grouped products of doubles, and DeepSeek-V3 of 4.57 adds its experts in float32."""
+says; or not at all, since torch has no grouped products of doubles."""
 
 
 @dataclass(frozen=True)
@@ -95,23 +94,20 @@ class Family:
         return {"input_ids": tokens} | ({"decoder_input_ids": target.flip(1)} if self.inputs == "pairs" else {}), target
 
 
-MIXTURES: Precision = "single" if int(version("transformers").partition(".")[0]) >= 5 else "inside"
-
-
 def _decoder(name: str, sizes: Mapping[str, Any] = GROUPED, precision: Precision = "inside", **more: Any) -> Family:
     return Family(f"{name}ForCausalLM", f"{name}Config", {**sizes, **more}, precision)
 
 
 FAMILIES: Mapping[str, Family] = {
-    "mixtral": _decoder("Mixtral", ROUTED, MIXTURES, num_local_experts=4),
-    "qwen2_moe": _decoder("Qwen2Moe", ROUTED, MIXTURES, num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=24),
-    "qwen3_moe": _decoder("Qwen3Moe", ROUTED, MIXTURES, num_experts=4, moe_intermediate_size=24, head_dim=8),
+    "mixtral": _decoder("Mixtral", ROUTED, "single", num_local_experts=4),
+    "qwen2_moe": _decoder("Qwen2Moe", ROUTED, "single", num_experts=4, moe_intermediate_size=24, shared_expert_intermediate_size=24),
+    "qwen3_moe": _decoder("Qwen3Moe", ROUTED, "single", num_experts=4, moe_intermediate_size=24, head_dim=8),
     "deepseek_v3": _decoder(
         "DeepseekV3", ROUTED, "single", n_routed_experts=4, moe_intermediate_size=24, n_group=2, topk_group=1, first_k_dense_replace=1,
         q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
     ),
     "gpt_oss": _decoder(
-        "GptOss", ROUTED, MIXTURES, num_local_experts=4, head_dim=8, sliding_window=4,
+        "GptOss", ROUTED, "single", num_local_experts=4, head_dim=8, sliding_window=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "llama": _decoder("Llama"),

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  it defines the operator
 from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, mean_squared_error, real
@@ -23,11 +23,6 @@ __all__ = [
     "CAPACITY", "CASES", "DROPLESS", "EXPERTS", "LENGTH", "ROUTED", "WIDTH", "Dropless", "Mixture", "back_by_inverse", "chosen_experts",
     "ends_by_histogram",
 ]  # fmt: skip
-
-if int(version("transformers").partition(".")[0]) >= 5:
-    import transformers.integrations.moe  # noqa: F401  it defines the operator
-else:
-    from tests.support.models.attention import grouped_mm_fallback  # noqa: F401  it does, too
 
 grouped_mm = torch.ops.transformers.grouped_mm_fallback
 """The product of transformers 5 for sorted rows, where torch's own (bfloat16 alone, when it is traced) does not fit."""
