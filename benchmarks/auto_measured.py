@@ -5,10 +5,10 @@
 
 Operations of each model are timed, and what two processes wait that swap tensors between pieces of work, seven times over; the planner
 chooses with the medians. The others are each mode alone, the pipeline under two schedules with 2, 4 and 8 microbatches; ``data``,
-``tensor`` and a pipeline are what one chooses without a planner. All plans of a model take turns; plans that decide alike are measured
+``tensor`` and a pipeline are what one chooses without a planner. All plans of a model alternate; plans that decide alike are measured
 once.
 
-Then the automatic plan and those that took at most a tenth longer than the fastest take turns again, three times as often, and with them
+Then the automatic plan and those that took at most a tenth longer than the fastest alternate again, three times as often, and with them
 the automatic plan a second time: the fastest of ten is partly the luckiest of ten, and what a plan takes beside itself is the noise. Ratios
 are medians over rounds of what one plan took in a round by what the other took in it.
 

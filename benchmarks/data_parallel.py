@@ -52,7 +52,7 @@ def fully_sharded(model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
         if isinstance(layer, Block):
             fully_shard(layer, mesh=mesh)
     fully_shard(cut, mesh=mesh)
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of writing into it, which nobody does here
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of writing into it, which nothing does here
     return _step(cut, tokens)
 
 

@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "Llama": (llama, "model.layers.4"),
     "Qwen3-MoE": (qwen3_moe, "model.layers.4"),
 }
-"""Model -> what makes it, and the layer in front of which the second stage begins."""
+"""Model -> what makes it, and the layer at which the second stage begins."""
 
 
 def _generating(model: Any, prompt: Tensor | list[Tensor]) -> Callable[[], Any]:
@@ -85,7 +85,7 @@ def _requests(name: str, model: Any, pm: PartitionedModel, prompt: Tensor, round
     assert all(torch.equal(tokens, step()) for tokens, step in zip(in_flight(), alone, strict=True)), f"other tokens than those of {name}"
     contestants = {
         "one process": _in_one_process(lambda: [step() for step in alone]),
-        "in turn": lambda: [step() for step in stages],
+        "in sequence": lambda: [step() for step in stages],
         "in flight": in_flight,
     }
     found = measure(contestants, rounds, 1)
@@ -109,7 +109,7 @@ def generation(rounds: int) -> None:
             several.append(_requests(f"{name}, batch {batch}", model, split["pipeline"], prompt, rounds))
     head = ("ms a token", "one process", "pipeline", "tensor", "tokens/s, one", "pipeline", "tensor", "pipeline / one", "tensor / one")
     table(f"Generation: {LAYERS} layers of width {WIDTH}, prompts of {PROMPT} tokens, {NEW} new ones; tokens are equal", head, rows)
-    heading = ("tokens/s", "one process", "pipeline, in turn", "pipeline, in flight", "in flight, times one process")
+    heading = ("tokens/s", "one process", "pipeline, in sequence", "pipeline, in flight", "in flight, times one process")
     table("Two requests; tokens are equal", heading, several)
 
 

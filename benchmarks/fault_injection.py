@@ -208,7 +208,7 @@ def killed_while_saving() -> None:
 
 
 def _die_in_checkpoint(step: int) -> None:
-    """Be killed in the middle of what the checkpoint behind a step writes."""
+    """Be killed while the checkpoint after a step is written."""
     save, write = elastic_training.save, torch.save
     written: list[int] = []
 

@@ -110,7 +110,7 @@ def _full_disk() -> Row:
     last = max(failed.losses)
     losses = failed.losses | found.losses
     holds = "No space left" in failed.output and last < 16 and 1 < found.first_steps[0] <= last and losses == expected.losses
-    said = [f"ended behind step {last}: no space left; then began with step {found.first_steps[0]}, from {failed.checkpoints[-1]}"]
+    said = [f"ended after step {last}: no space left; then began with step {found.first_steps[0]}, from {failed.checkpoints[-1]}"]
     return Row(fault, None, said, reach, holds)
 
 

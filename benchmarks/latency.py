@@ -8,7 +8,7 @@ Each line is a process of its own that builds the model on the meta device, part
 exports for the first time, and then partitions the model for training once in each mode. Seconds are those of the processor, so that other
 work on the machine counts little; "export" is torch.export alone, of the same call and with no size open, by which machines compare. A
 dash: the mode does not fit the model, and the seconds of its refusal count too. A mode writes its programs, with their backward, when they
-are first asked for: "programs" is that, and the simulation of a step; the reports behind it read them. Last come a model of 2,000 layers,
+are first asked for: "programs" is that, and the simulation of a step; the reports after it read them. Last come a model of 2,000 layers,
 and 4,000 devices for one of three, which are refused.
 """
 

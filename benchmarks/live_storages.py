@@ -23,7 +23,7 @@ class LiveStorages(TorchDispatchMode):
     Tensors on the meta device have no memory.
 
     Attributes:
-        rank: who runs now, where several ranks take turns in one process.
+        rank: the running rank, where several ranks run in one process.
         peaks: rank -> the most bytes that it held.
     """
 
@@ -35,7 +35,7 @@ class LiveStorages(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run an operator, and count what it makes: a result that lies in the memory of an argument is not made."""
+        """Run an operator, and count what it makes: a result that shares memory with an argument is not counted."""
         given = tree_leaves((args, kwargs))
         before = {_key(leaf.untyped_storage()) for leaf in given if isinstance(leaf, Tensor)}
         before |= {_key(leaf) for leaf in given if isinstance(leaf, torch.UntypedStorage)}  # of a file that is mapped into memory

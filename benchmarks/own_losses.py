@@ -3,7 +3,7 @@
     python -m benchmarks.own_losses                               # ten models on 4 and 8 ranks; minutes
     python -m benchmarks.own_losses --models GPT-2 --ranks 4      # two lines
 
-tensor       bytes that a rank sends to the next one of a ring, beside Megatron's formula: four sums of activations a layer, those behind
+tensor       bytes that a rank sends to the next one of a ring, beside Megatron's formula: four sums of activations a layer, those after
              the embedding and of its gradient, and three numbers a token for a loss over a cut vocabulary (Shoeybi et al., "Megatron-LM",
              2019). A sum that is a reduce_scatter and an all_gather, with the sequence cut between (Korthikanti et al., 2022), is as much
 sequence     the same with attention that gathers, beside keys and values of every attention, their gradients, and those of all parameters

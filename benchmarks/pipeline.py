@@ -7,7 +7,7 @@ Three tables:
 1. at size: a GPT of 8 layers; step time of ours over torch's 1F1B;
 2. tiny: the CPU time that a microbatch costs beyond its compute, summed over both processes. The compute is the two halves of the
    model run eagerly, forward and backward, with nothing between them;
-3. unlike layers: our cut against the cut that gives every stage as many layers.
+3. different layers: our cut against the cut that gives every stage as many layers.
 """
 
 from __future__ import annotations
@@ -164,11 +164,11 @@ def unlike_layers(rounds: int) -> None:
         ("planned", f"layer {first}", f"{found['planned'].wall * 1e3:.1f}"),
         ("equal layer count", f"layer {of.cut}", f"{found['equal'].wall * 1e3:.1f}"),
     ]
-    table("Eight unlike layers, the costly ones first", ("cut", "second stage from", "ms"), rows)
+    table("Eight different layers, the costly ones first", ("cut", "second stage from", "ms"), rows)
     say(f"the equal cut takes {ratio(found['equal'], found['planned'])} of the planned one\n")
 
 
-TABLES = {"size": at_size, "tiny": tiny, "unlike": unlike_layers}
+TABLES = {"size": at_size, "tiny": tiny, "different": unlike_layers}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.predictions              # all ranks in one process, then two processes on gloo
     python -m benchmarks.predictions --rounds 15  # on a noisy machine
 
-A program is simulated with costs of this machine, and run. In one process of one thread ranks take turns: a step takes as long as all of
+A program is simulated with costs of this machine, and run. In one process of one thread ranks alternate: a step takes as long as all of
 them compute, and add up what others have, together; it is measured in processor seconds, of which other processes take none. Two processes
 compute at once, and messages take what is measured between them. Each round measures every placement, times the operations and messages
 anew and predicts with them, since a shared machine is not equally fast all the time; the tables show medians over rounds. The last lines

@@ -9,7 +9,7 @@ of ``Cluster.preset("a100-80gb")``. Nothing is fitted to a row. What the predict
 
     peaks, bandwidths, latencies, tiles     cost_models/presets.toml, each with its source
     fusion="hand"                           the paper's implementation: scale, mask and softmax are a kernel, bias-GELU and
-                                            bias-dropout-add are; dropout behind the softmax is one of its own
+                                            bias-dropout-add are; dropout after the softmax is one of its own
     18 bytes a parameter                    mixed precision with Adam: 2 + 4 (float32 gradient) + 4 (float32 parameter) + 8
     64 bytes moved a parameter              Megatron-LM's step with float32 gradients (megatron/optimizer/optimizer.py): 4 to clear them,
                                             8 to unscale them and look for infinities, 4 for the norm, 8 to clip, as training begins,
@@ -17,7 +17,7 @@ of ``Cluster.preset("a100-80gb")``. Nothing is fitted to a row. What the predict
                                             and 6 for sums: each product of a microbatch adds 8 bytes in float32 (apex
                                             fused_weight_gradient_mlp_cuda), where programs write 2, and from the second on add 6
 
-The published memory is that of the transformer layers of the first stage; embeddings are told apart. "kept" is what lies between a
+The published memory is that of the transformer layers of the first stage; embeddings are separate. "kept" is memory between a
 forward and its backward, which the paper's formula counts.
 """
 
@@ -60,7 +60,7 @@ Value = TypeVar("Value")
 
 
 class Block(nn.Module):
-    """A transformer block whose attention is written out: products, softmax, dropout."""
+    """A transformer block with decomposed attention: products, softmax, dropout."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Predictions beside a published table.")
     parser.add_argument("--rows", nargs="*", help="names of rows; all where nothing is said")
-    parser.add_argument("--layers", type=int, help="blocks in the place of the row's")
+    parser.add_argument("--layers", type=int, help="blocks instead of the row's")
     parser.add_argument("--policies", nargs="*", default=["full", "seqsel", "none"], help="full, seqsel, none; all where nothing is said")
     parser.add_argument("--replicas", type=int, help="each with the row's devices and batch; not compared")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What every benchmark shares: contestants that take turns, medians over rounds, tables, and the processes that run them."""
+"""What every benchmark shares: alternating contestants, medians over rounds, tables, and the processes that run them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Measured:
 
 
 def measure(steps: Mapping[Name, Callable[[], object]], rounds: int, repeats: int) -> dict[Name, Measured]:
-    """Run the contestants in turn, round after round, and take medians."""
+    """Run the contestants in sequence, round after round, and take medians."""
     wall: dict[Name, list[float]] = {name: [] for name in steps}
     processor: dict[Name, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):

@@ -3,7 +3,7 @@
     python -m benchmarks.tensor_parallel            # starts two processes with one thread each, gloo
 
 One table: forward and backward of four transformer layers, narrow and wide. By hand is what Megatron does: attention heads and the
-inner width of the perceptron are cut, with one all-reduce behind each in the forward and one in front of each in the backward: 16.
+inner width of the perceptron are cut, with one all-reduce after each in the forward and one before each in the backward: 16.
 """
 
 from __future__ import annotations

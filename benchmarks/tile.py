@@ -4,7 +4,7 @@
 
 One table is of one device (``benchmarks.tile_memory``): memory, error and time of a decode in one piece and in two kinds of tiles.
 The other is of two: forward and backward of a U-Net on one image, its height cut in two. By hand is what one would write for this network:
-in front of each convolution of 3 x 3, one row to and from the neighbour by ``isend`` and ``irecv``, and one all-reduce for all gradients.
+before each convolution of 3 x 3, one row to and from the neighbour by ``isend`` and ``irecv``, and one all-reduce for all gradients.
 The process with two threads runs while the other waits.
 """
 

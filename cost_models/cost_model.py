@@ -36,7 +36,7 @@ class Roofline:
     def operation_time(self, work: Work, device: Device, dtype: torch.dtype) -> float:
         """Return the longer of arithmetic and memory traffic, plus the starts of kernels.
 
-        On a device that runs behind the host, a start costs ``kernel_latency``, and only operations shorter than ``launch_overhead``
+        On an asynchronous device, a start costs ``kernel_latency``, and only operations shorter than ``launch_overhead``
         wait for the host; on any other each start takes the host's time too.
         """
         busy = max(self.arithmetic_time(work, device, dtype), work.bytes / device.bandwidth) + work.launches * device.kernel_latency

@@ -81,7 +81,7 @@ class GraphCost:
         allocation_bytes: allocation -> its size.
         bytes: node -> the size of the tensors that it gives, or that the rank holds of it.
         maker: allocation -> the node that makes it.
-        part_of: allocation of a value as somebody reads it, gathered -> the allocation in which the rank has its part.
+        part_of: allocation of a value as it is read, gathered -> the allocation in which the rank has its part.
         copies: those of them that calls make for themselves, and whether they hold elements that neighbours sent.
         touched: computing node, and the output -> step by step the allocations that it reads or makes, as it reads them, but for those
             that are there all the time.
@@ -132,7 +132,7 @@ class _ReadCall:
         bound: its arguments by name.
         inputs: the nodes among them, each once.
         gradients: see ``operation_cost``.
-        is_view: whether its results lie in the memory of its arguments.
+        is_view: whether its results share the memory of its arguments.
         held: the arguments that are parameters.
     """
 
@@ -258,7 +258,7 @@ class _Kept:
         shapes: of what each node gives.
         sizes: node -> the bytes of these.
         parts: of the shapes that are a rank's: allocations then have the size of what their makers give, and a value that is read in
-            another shape than it lies in is another allocation.
+            another shape than its own is another allocation.
     """
 
     def __init__(self, reading: Reading, shapes: Shapes, sizes: Mapping[str, Size], parts: Parts | None) -> None:

@@ -25,7 +25,7 @@ def document(kind: str, width: float, height: float, label: str, style: str, par
     Args:
         kind: its class, which its style names.
         width, height: in pixels.
-        label: what it shows, for who hears it.
+        label: its content, for screen readers.
         style: rules, the text of a ``style`` element.
         parts: elements, the lowest first.
     """

@@ -4,7 +4,7 @@
     python examples/convolution_channels.py --devices 3            # 22, 21 and 21 channels
 
 No device has the whole weight, forward or backward. The explanation names the axis; the program of rank 0 shows the one thing that is
-communicated: the channels, put together for whoever called the model.
+communicated: the channels, gathered for the caller of the model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/elastic_training.py                                                # all ranks in this process, nothing saved
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic_training.py --folder checkpoints --kill 7 12
 
-The last rank kills itself in steps 7 and 12. The losses, printed to the last bit, are those of a run that nobody kills.
+The last rank kills itself in steps 7 and 12. The losses, printed to the last bit, are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def save(folder: Path, step: int, pm: PartitionedModel, optimizer: torch.optim.O
 
 
 def load_last(folder: Path, pm: PartitionedModel, optimizer: torch.optim.Optimizer) -> int:
-    """Load the last whole checkpoint; returns the step that it was made behind, 0 if there is none."""
+    """Load the last whole checkpoint; return its step, 0 if there is none."""
     found = sorted(folder.glob("step-*"))
     if not found:
         return 0

@@ -4,7 +4,7 @@
     python examples/llama_tensor.py --devices 4 --data 2          # two replicas, each cut over two devices
     python examples/llama_tensor.py --sequence                    # between the layers' weights the sequence is cut
 
-The explanation lists each axis that is cut, how every weight lies, and what is communicated: two sums a layer forward, two backward,
+The explanation lists each axis that is cut, the layout of every weight, and the communication: two sums a layer forward, two backward,
 and of the loss, which is computed on parts of the vocabulary, a few numbers a token.
 """
 

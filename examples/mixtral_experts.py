@@ -5,7 +5,7 @@
 
 The library's block visits an expert only if some token chose it. Its loop is traced as one product of all tokens, each with the matrices of
 the experts that it chose (``partitioner.grouped_mm`` in the programs), so no expert computes a token that did not choose it. Heads, the
-insides of the experts and the vocabulary are cut; what is computed whole on every device is told under NOTES.
+insides of the experts and the vocabulary are cut; replicated computations are listed under NOTES.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""AlexNet on several GPUs: the batch is cut in the convolutions, the channels in the linear layers. Nobody says so: the planner finds it.
+"""AlexNet on several GPUs: the batch is cut in the convolutions, the channels in the linear layers. The planner finds it.
 
     python examples/one_weird_trick.py
     python examples/one_weird_trick.py --devices 8 --batch-size 1024 --plan-only     # of V100s, in seconds, on a laptop
 
 Convolutions have few weights and much to compute, linear layers have most of the weights. Summing the gradients of these over replicas
 takes longer than to bring the rows of all replicas together and to compute a part of the channels on each (Krizhevsky, "One weird trick
-for parallelizing convolutional neural networks", 2014). One dimension of the mesh cuts unlike axes in unlike layers.
+for parallelizing convolutional neural networks", 2014). One dimension of the mesh cuts different axes in different layers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/tiled_unet.py
 
-It learns to remove noise from stripes; down by pooling, up by transposed convolutions. The list shows what is fetched in front of each run
+It learns to remove noise from stripes; down by pooling, up by transposed convolutions. The list shows what is fetched before each run
 of layers: `"0:18|14:32"` says that the upper tiles read rows 0 to 17, the lower ones rows 14 to 31: two rows of the neighbour, with which a
 tile computes the row that the second of two layers reads of it.
 """

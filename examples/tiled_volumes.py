@@ -3,7 +3,7 @@
     python examples/tiled_volumes.py
     python examples/tiled_volumes.py --grid 2 2 2            # eight blocks
 
-The network finds balls in noise. Each device holds its block and fetches one layer of voxels from its neighbours in front of each
+The network finds balls in noise. Each device holds its block and fetches one layer of voxels from its neighbours before each
 convolution; the last line of the program's communication says how many bytes that are.
 """
 

@@ -214,7 +214,7 @@ def _pipelines_to_lower(lowered: Lowered, target: Target) -> list[int]:
 
 
 def _stage_devices(lowered: Lowered, target: Target, pipeline: int, replica: int) -> tuple[torch.device, ...]:
-    """Return the device of each stage of a pipeline for one replica; a stage with fewer replicas uses them in turn."""
+    """Return the device of each stage of a pipeline for one replica; a stage with fewer replicas uses them in sequence."""
     ranks = lowered.pipelines[pipeline]
     return tuple(target.devices[ranks[positions[replica % len(positions)]]] for positions in lowered.plan.stage_ranks)
 

@@ -16,7 +16,7 @@ settings.register_profile("partitioner", deadline=None, derandomize=True, print_
 settings.load_profile("partitioner")  # timings never decide a test, and a failure comes back on the next run
 
 torch.set_num_threads(1)  # test workers share the cores
-gc.set_threshold(100_000, 20, 50)  # graphs are many objects that live: looking through them at Python's pace takes a tenth of the time
+gc.set_threshold(100_000, 20, 50)  # graphs are many objects that live: Python's collector takes a tenth of the time
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -37,7 +37,7 @@ def collective_time(kind: Collective, size: float, group: Group, cluster: Cluste
     Args:
         kind: what is done.
         size: bytes of the whole tensor; see ``cost_models.collectives.alpha_beta``.
-        group: who takes part.
+        group: its ranks.
         cluster: where they are.
         at_once: groups that do the same at the same time; ``group`` may be one of them.
 

@@ -11,7 +11,7 @@ reduce_scatter consumes; of an all_to_all, what one rank holds. With a the laten
 
 Rings: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005; Patarasuk, Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", 2009. Trees: Sanders, Speck, Traeff, "Two-tree algorithms for full bandwidth
-broadcast, reduction and scan", 2009; NCCL's double binary trees. Who is in a group and who shares a link:
+broadcast, reduction and scan", 2009; NCCL's double binary trees. Membership of groups and shared links:
 ``cost_models.collectives.algorithms``.
 """
 

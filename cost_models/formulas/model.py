@@ -1,10 +1,10 @@
 """The work of a model as formulas in its batch and in the lengths of its sequences, operation by operation, forward and backward.
 
-    linear      24*batch*sequence*hidden**2 with numbers in the place of what a model fixes: 14155776*batch*sequence
+    linear      24*batch*sequence*hidden**2 with numbers for the sizes that a model fixes: 14155776*batch*sequence
     attention   4*batch*sequence**2*hidden                                                    3072*batch*sequence**2
 
 Products and bytes follow from the rules of the operations (``cost_models.graph_cost``). What a sequence is follows from the axes of the
-graph: wherever an axis of that name runs, in a position table as in scores, its symbol stands in the place of the traced size. The
+graph: wherever an axis of that name runs, in a position table as in scores, its symbol replaces the traced size. The
 formulas hold for the whole model, before any of it is cut; at the traced sizes they are the prices that plans are made from. Where an
 operation gives another length than it takes (labels shifted by one, a mask made of positions), what follows keeps that of the trace.
 """

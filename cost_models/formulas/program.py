@@ -109,7 +109,7 @@ def program_work(values: ValueSpecs, microbatch_rows: int, trained: Collection[s
 
     Args:
         values: those of the program of one rank.
-        microbatch_rows: rows of its microbatch 0, for which sizes of messages are told.
+        microbatch_rows: rows of its microbatch 0, for which sizes of messages are given.
         trained: the parameters that get gradients.
     """
     return _Reader(values, microbatch_rows, trained).read()

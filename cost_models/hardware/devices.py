@@ -123,7 +123,7 @@ class Device:
             check(0 <= number < math.inf, f"device {self.name!r}: {name} must be finite and not negative, got {number}")
         check(all(min(tile) > 0 for tile in self.tiles), f"device {self.name!r}: tiles must be positive, got {self.tiles}")
         for name in ("compute_efficiency", "bandwidth_efficiency"):
-            check(0 < getattr(self, name) <= 1, f"device {self.name!r}: {name} must lie in (0, 1], got {getattr(self, name)}")
+            check(0 < getattr(self, name) <= 1, f"device {self.name!r}: {name} must be in (0, 1], got {getattr(self, name)}")
 
     def flops(self, dtype: torch.dtype) -> float:
         """FLOP/s that large matrix products of this dtype reach."""
@@ -151,7 +151,7 @@ class Link:
             the whole.
         gathered_bytes: of all ranks' tensors up to which an all-reduce is one exchange, each rank reducing what it gathers.
         start: s that a collective takes once, whatever its steps.
-        copies: whether ranks copy tensors into the message of a collective and out of it, where they lie otherwise than it needs them: all
+        copies: whether ranks copy tensors into the message of a collective and out of it, where their memory order differs: all
             but ranks of one process do.
     """
 
@@ -169,7 +169,7 @@ class Link:
         check(self.bandwidth > 0, f"a link's bandwidth must be positive, got {self.bandwidth}")
         check(0 <= self.start < math.inf, f"a link's start must be finite and not negative, got {self.start}")
         check(self.gathered_bytes >= 0, f"a link's gathered_bytes must not be negative, got {self.gathered_bytes}")
-        check(0 <= self.host_share <= 1, f"a link's host_share must lie in [0, 1], got {self.host_share}")
+        check(0 <= self.host_share <= 1, f"a link's host_share must be in [0, 1], got {self.host_share}")
 
 
 SAME_DEVICE = Link(latency=0.0, bandwidth=math.inf)

@@ -30,10 +30,10 @@ from passes.ir.comm.backends import GATHERED_BYTES
 __all__ = ["Measuring", "gloo_link", "measure_machine"]
 
 Measuring = Callable[[str], None]
-"""Is told what is measured next."""
+"""Called with the name of the next measurement."""
 
 STEPS = 7
-"""How often it is told."""
+"""Its number of calls."""
 
 _SIZES = (512, 1024, 2048)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -52,7 +52,7 @@ def measure_machine(device: torch.device, tell: Measuring) -> tuple[Device, Link
 
     Args:
         device: what is measured; others of its type are taken to be equal.
-        tell: is told each step before it begins.
+        tell: called with each step before it begins.
     """
     flops = {}
     for dtype in _DTYPES:

@@ -49,7 +49,7 @@ def optimizer_states(optimizer: str) -> int:
 def training_bytes(size: int, dtype: torch.dtype, optimizer: str, *, mixed: bool = False) -> int:
     """Return the bytes that the optimizer holds for a parameter, besides the parameter and its gradient.
 
-    Mixed precision keeps a float32 copy of a 16-bit parameter and its state in float32, and adds gradients up in float32 in the place of
+    Mixed precision keeps a float32 copy of a 16-bit parameter and its state in float32, and adds gradients up in float32 instead of
     16 bits (Micikevicius et al., "Mixed Precision Training", 2018; Megatron-LM): 18 bytes a parameter with Adam, all counted.
 
     Args:

@@ -88,7 +88,7 @@ def operation_cost(
         results: its tensors.
         arguments: its arguments by name: tensors as shapes, nested as the schema nests them.
         gradients: argument -> ``"activation"`` or ``"weight"``, for those whose gradient the backward computes; empty: no backward.
-        is_view: whether its results lie in the memory of its arguments.
+        is_view: whether its results share the memory of its arguments.
         weights: the arguments that are parameters.
     """
     dtype = results[0].known_dtype if results else torch.float32

@@ -5,10 +5,10 @@
     mul      reads b and c, writes d'
     add      reads d' and d, writes the sum
 
-Each node keeps its place in the program and pays for what it alone reads from memory or writes to it, the first of a kernel for the
+Each node keeps its place in the program and costs its own reads from memory and writes to it, the first of a kernel for the
 start. torch.compile ("compiled") fuses pointwise operations with each other and into normalisations and softmax. Kernels written by
-hand ("hand"), as in Megatron-LM, fuse pointwise operations with each other (bias-GELU, bias-dropout-add), those in front of a softmax
-into it, and those behind its backward into that (megatron/fused_kernels, scaled_masked_softmax.h); what reads a softmax, its dropout, is
+hand ("hand"), as in Megatron-LM, fuse pointwise operations with each other (bias-GELU, bias-dropout-add), those before a softmax
+into it, and those after its backward into that (megatron/fused_kernels, scaled_masked_softmax.h); the dropout of a softmax is
 another kernel (megatron/model/transformer.py, CoreAttention).
 """
 

@@ -108,4 +108,4 @@ class Work:
 
 
 NO_WORK = Work(0, 0, 0)
-"""Of a view, or of a gradient that nobody wants."""
+"""Work of a view, or of an unused gradient."""

@@ -28,7 +28,7 @@ _LENGTH = 16
 """Samples of a stretch, at most: a second or two of timing."""
 
 _PAUSE = 10.0
-"""Seconds without a sample that end a stretch: nobody knows what the machine did meanwhile. Timing one call takes a fifth of a second."""
+"""Seconds without a sample that end a stretch: the machine may have changed meanwhile. Timing one call takes a fifth of a second."""
 
 _SWEEPS = 20
 """Medians of medians settle after a few."""

@@ -24,7 +24,7 @@ def moved_bytes(
 
     Args:
         shapes: of what the collective gives.
-        rest: its arguments behind the tensors.
+        rest: its arguments after the tensors.
         keywords: its arguments by name.
     """
     if function in (communication.halo_exchange, communication.halo_add):
@@ -39,7 +39,7 @@ def copied_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that a rank copies into the message of a collective, and out of it.
 
-    What is summed is summed in a copy. A single tensor whose parts are runs of memory is sent from where it lies, and lies where it is
+    What is summed is summed in a copy. A single tensor whose parts are runs of memory is sent without a copy, and stays where it is
     received; all others are put together. What a halo is put together with is no part of the message, and not counted.
 
     Args:

@@ -59,7 +59,7 @@ class NodePrices:
         Args:
             values: of the nodes that it reads.
             result: what it gives.
-            is_view: whether its result lies in memory of its arguments.
+            is_view: whether its result shares memory of its arguments.
         """
         assert isinstance(node.target, OpOverload)
         results = tuple(TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves_of(result))

@@ -52,7 +52,7 @@ class RankWork:
     """Steps of one rank.
 
     Attributes:
-        rank: who.
+        rank: its number.
         steps: in order.
         stays: what it holds before it starts: parameters, buffers, constants, and its inputs.
         trained: bytes and dtype of each parameter that gets a gradient.
@@ -177,7 +177,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         rank, template = self._templates[key]
         there = functools.partial(self._group_here, rank)
         self._inside, results = template.call(node.name, _section(node), arguments, state, self._next, there)
-        # A count over the batch is unknown, whose graph nobody traced.
+        # A count over the batch is unknown: its graph was not traced.
         return self.traced(node) if results is UNKNOWN and isinstance(node.meta.get("val"), Tensor) else results
 
     def _handed_over(self, arguments: Sequence[Any]) -> Given:

@@ -35,10 +35,10 @@ _COPIES = frozenset({aten.clone, aten._to_copy})  # noqa: SLF001  the operator's
 """Their results are new whatever tracing says: passes write them with the meta of what they copy."""
 
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten, aten.to, aten.type_as, aten.unflatten, aten.dropout, aten.einsum})
-"""Their schemas say that they view; whether they do depends on how the argument lies, which tracing knows."""
+"""Their schemas say that they view; whether they do depends on the strides of the argument, known from tracing."""
 
 _RESHAPES = frozenset({aten.reshape, aten.flatten, aten.unflatten, aten.contiguous})
-"""Those of them that copy nothing where the argument lies densely, as what comes from another rank does."""
+"""Those of them that copy nothing where the argument is contiguous, as received values are."""
 
 _NO_SOURCES: Mapping[Hashable, Storage] = MappingProxyType({})
 

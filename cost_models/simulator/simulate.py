@@ -75,7 +75,7 @@ def simulate_programs(
         batch: rows of the whole batch.
         optimizer: whose state every rank holds for the parameters that it trains.
         n_row_parts: into how many parts ranks cut the batch.
-        representatives: who stands for whom; None: every rank is simulated.
+        representatives: rank -> its representative; None: every rank is simulated.
         fusion: which operators one kernel does together, as compiled or hand-written code does.
         mixed_precision: whether the optimizer keeps 16-bit parameters and gradients in float32, too.
     """

@@ -1,7 +1,7 @@
 """Abstract values of a program: shape, dtype and storage.
 
-h = addmm(bias, x, w)        h lies in a storage of its own
-v = view(h, ...)             v lies in the storage of h
+h = addmm(bias, x, w)        h has a storage of its own
+v = view(h, ...)             v shares the storage of h
 del h                        nothing is free yet: v holds it
 """
 
@@ -20,7 +20,7 @@ Category = Literal["parameters", "gradients", "optimizer", "activations", "commu
 """What memory is for."""
 
 CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer", "activations", "communication")
-"""All of them, in the order in which they are told."""
+"""All of them, in the order of reports."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Storage:
         name: the node that makes it.
         bytes: its size.
         category: what it is for.
-        holders: how many values that are alive lie in it.
+        holders: the number of live values that use it.
         stays: whether it outlives the program.
         parts: what it is made of, where several are made and dropped together: their names and sizes.
     """
@@ -59,7 +59,7 @@ class Held:
     """A tensor.
 
     Attributes:
-        storage: where it lies.
+        storage: its memory.
         shape: its sizes, as numbers.
         dtype: of its elements.
         key: the storage that tracing saw it in: values of one graph with one key share memory.

@@ -63,7 +63,7 @@ class Step:
         section: the action that it belongs to (``"0F1"``), or words.
         seconds: of computing.
         made: storages that it makes; at its start, or at its end where ``rise`` tells of its way.
-        dropped: storages that nobody holds behind it.
+        dropped: storages that are free after it.
         transfer: what is started or waited for.
         rise: for several steps in one, what they need in between.
     """
@@ -126,7 +126,7 @@ def combine_storages(steps: list[Step], apart: Iterable[Storage]) -> list[Step]:
     step 0 makes a (8 bytes) and b (4 bytes), step 3 drops both    ->    a (12 bytes), whose ``parts`` are a and b
 
     Args:
-        apart: storages that are never combined, since somebody else may hold them; nor are those of transfers.
+        apart: storages that are never combined, since other steps may hold them; nor are those of transfers.
     """
     separate = {id(storage) for storage in apart}
     for step in steps:

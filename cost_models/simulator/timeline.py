@@ -40,7 +40,7 @@ class Timeline:
         ranks: the devices that are shown; of many that do the same, one.
         computed: slices of computing: one for each action, as ``actions`` gathers nodes.
         communicated: slices of communication.
-        memory: for each device bytes over time; empty where nobody looked.
+        memory: for each device bytes over time; empty where it was not recorded.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Timeline:
         """Return Chrome's trace format for https://ui.perfetto.dev: a process for each device, threads for streams, memory as a counter.
 
         Args:
-            others: timelines to lay beside this one.
+            others: timelines to show with this one.
         """
         events = [event for number, timeline in enumerate((self, *others)) for event in timeline.events(number)]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -64,7 +64,7 @@ def _add_partition_commands(commands: Commands) -> None:
     )
     timeline = "also write the timeline: .svg a picture, .json for\nhttps://ui.perfetto.dev"
     simulate.add_argument("--timeline", metavar="FILE", help=timeline)
-    inference = "latency and throughput in evaluation mode, in the place of\na step; a model that generates continues prompts"
+    inference = "latency and throughput in evaluation mode, instead of\na step; a model that generates continues prompts"
     simulate.add_argument("--inference", action="store_true", help=inference)
     simulate.add_argument("--batches", type=numbers, metavar="N,N", help="with --inference: rows of each batch (default: 1,8,64)")
     simulate.add_argument("--prompt", type=int, metavar="N", help="with --inference: tokens that are given (default: 128)")

@@ -55,7 +55,7 @@ _SPECIAL_HELP: Mapping[str, str] = MappingProxyType(
         "plan": "lower the plan of this file, which plan --json wrote, instead of making one",
     }
 )
-"""Option -> help in the place of the docstring's, where a shell passes another kind of value than Python."""
+"""Option -> help that replaces the docstring's, where a shell passes another kind of value than Python."""
 
 _WIDTH = 60
 _SHORT = 240

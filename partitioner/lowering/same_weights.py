@@ -1,4 +1,4 @@
-"""Lower another graph that computes with the weights of a partitioned model: each stays where it is, sharded as it is.
+"""Lower another graph that computes with the weights of a partitioned model: each stays where it is, with its shards.
 
 first graph, its plan                               second graph: the forward of one token
 axes of parameters ("heads" over tensor)     ──>    the axes of the same dimensions of the same parameters

@@ -131,7 +131,7 @@ def _lacks_axis(name: str) -> ConfigError:
 
 
 def _with_what_is_new(first: str, keys: Sequence[tuple[str, _Key]], known: Container[_Key]) -> str:
-    """Return the first of the operations in front of ``first`` that are of its module and new: they read buffers of the module."""
+    """Return the first of the operations before ``first`` that are of its module and new: they read buffers of the module."""
     index = [name for name, _ in keys].index(first)
     module = keys[index][1][0]
     while index > 0 and keys[index - 1][1] not in known and keys[index - 1][1][0] == module:

@@ -60,7 +60,7 @@ _SIZES = {"FloorDiv": operator.floordiv, "Mod": operator.mod}
 
 
 def size_at_rows(size: Any, rows: int | torch.SymInt) -> Any:
-    """Return the value of an expression in the batch, for rows that may be symbolic; anything else is returned as it is."""
+    """Return the value of an expression in the batch, for rows that may be symbolic; anything else is returned unchanged."""
     if not isinstance(size, sympy.Expr):
         return size
     symbols = list(size.free_symbols)

@@ -528,7 +528,7 @@ class PartitionedModel(ModuleInPlan):
     def dtensor_state_dict(self) -> dict[str, Tensor]:
         """Return this process's parameters and buffers as DTensors over a ``DeviceMesh``, as FSDP2 and torchtitan have them.
 
-        Each lies on the ranks that hold the tensor, with the plan's mesh dimensions, ``Shard`` where the plan shards and ``Replicate``
+        Each is on the ranks that hold the tensor, with the plan's mesh dimensions, ``Shard`` where the plan shards and ``Replicate``
         where it does not; shards that ``Shard`` does not describe are resharded by ``Shard(0)``. All ranks must call it. With all ranks
         in one process, tensors are whole, on a mesh of one rank; a process group of that rank is made if there is none.
         """

@@ -136,7 +136,7 @@ class Session:
     def stand_in(self) -> tuple[nn.Parameter, ...]:
         """An empty parameter where this process trains none of the model's, and others may; else nothing.
 
-        That is decided by the model as it was partitioned: whoever freezes parameters later, or a copy of them, meets the same number.
+        That is decided by the model as it was partitioned: later freezing, also of a copy, does not change the number.
         """
         trains = self.tracing.structure.trains
         own = [trains(name) for name, _ in self.state.named_parameters()]

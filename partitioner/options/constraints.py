@@ -45,13 +45,13 @@ class Constraints:
             ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism. Over ``"tile"``,
             spatial axes that are named are cut; other axes may be cut in place of the remaining spatial ones: ``{"batch": "tile"}``.
         pin: module or node name -> stage.
-        halo: halo strategy for spatial sharding: ``"exchange"``, in front of every layer;
+        halo: halo strategy for spatial sharding: ``"exchange"``, before every layer;
             ``"overlap"``, the same while the layer computes its interior; ``"recompute"``, a wider halo once, whose overlap both neighbours
             compute; of all layers, or module name -> of its layers. A module has the entry of its longest prefix; what has none is planned.
         attention: how the ranks of the mesh dimension ``"sequence"`` share attention: ``"gather"``, each gathers all keys and values;
             ``"ulysses"``, they exchange their part of the sequence for a part of the heads and back; ``"ring"``, keys and values go round
             the ranks, a part at a time; ``"zigzag"``, the same with an early and a late piece of the sequence on each rank, so that what a
-            causal mask hides is computed by nobody.
+            causal mask hides is not computed.
     """
 
     device_map: Mapping[str, int | str | torch.device] | None = None

@@ -164,7 +164,7 @@ def _size(name: str, size: int | Sequence[int]) -> tuple[int, ...]:
     if len(lengths) > 1 and name not in (TILE, "pipeline", WIDTH):
         raise ConfigError(
             f"the mesh dimension {name!r} has size {size!r}",
-            remedy='only tiles make a grid, {"tile": (2, 2)}, and only stages have unlike numbers of ranks, '
+            remedy='only tiles make a grid, {"tile": (2, 2)}, and only stages have different numbers of ranks, '
             '{"pipeline": (2, 1)} or {"pipeline": 2, "tensor": (2, 1)}',
         )
     if name == TILE and len(lengths) > len(TILES):

@@ -58,7 +58,7 @@ class Progress(_Line):
             self._write("")
 
     def tell(self, news: str) -> None:
-        """Rewrite the line, with news of the current step behind its name."""
+        """Rewrite the line, with news of the current step after its name."""
         bar = "#" * self._done + "-" * (self._total - self._done)
         text = f"{self._title}  [{bar}]  {self._done + 1}/{self._total}  {self._name}{'  ' if news else ''}{news}"
         self._write(_fitting(text) if news else text)

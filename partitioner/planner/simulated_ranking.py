@@ -5,7 +5,7 @@
     pipeline 8, ZBV               0.752 s         0.889 s
 
 Prices of a search leave out what only programs show: which messages share a link, what is gathered ahead of its use, which sums overlap the
-backward. Plans of unlike meshes that are nearly as fast by these prices are therefore lowered, and compared by the simulation of their
+backward. Plans of different meshes that are nearly as fast by these prices are therefore lowered, and compared by the simulation of their
 programs. The step time of the plan is then the simulated one.
 """
 
@@ -35,7 +35,7 @@ def fastest_simulated(plans: Sequence[Plan], simulated: Simulated, limits: Seque
     """Return the plan with the shortest simulated step, of those whose simulated memory fits, if any does.
 
     Args:
-        plans: of unlike meshes, the first of the search's choice. One that cannot be lowered is left out, and named in the notes.
+        plans: of different meshes, the first of the search's choice. One that cannot be lowered is left out, and named in the notes.
         limits: the memory limit of each rank in bytes.
         deadline: of the search; once it is over, no further plan is simulated.
     """

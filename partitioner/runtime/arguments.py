@@ -271,7 +271,7 @@ def as_traced(graph: ModelGraph, signature: inspect.Signature, args: tuple[Any, 
 
 
 def reorder_keywords(graph: ModelGraph, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in the order of the trace; unchanged if their names are others."""
+    """Return keyword arguments in the order of the trace; unchanged if their names differ."""
     traced_kwargs = pytree.tree_unflatten([None] * graph.input_tree.num_leaves, graph.input_tree)[1]
     if isinstance(traced_kwargs, dict) and set(traced_kwargs) == set(kwargs):
         return {name: kwargs[name] for name in traced_kwargs}
@@ -342,7 +342,7 @@ def _is_same(value: Any, constant: Any) -> bool:
 
 
 def _at_traced_precision(graph: ModelGraph, leaf: Input, value: Any) -> Any:
-    """Return an input in the traced dtype if a framework has rounded it to that of mixed precision, as Fabric does; else as it is."""
+    """Return an input in the traced dtype if a framework has rounded it to that of mixed precision, as Fabric does; else unchanged."""
     is_rounded = isinstance(value, Tensor) and graph.autocast is not None and value.dtype == graph.autocast.dtype
     return value.to(leaf.dtype) if is_rounded and leaf.dtype == torch.float32 else value
 

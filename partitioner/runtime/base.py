@@ -36,7 +36,7 @@ class Runtime(Protocol):
     ) -> Callable[[], dict[int, Any]]:
         """Run the program of every rank of this process; return what returns rank -> result.
 
-        A rank in a process of its own runs until it waits for the message of the results, if it starts no communication behind; the
+        A rank in a process of its own runs until it waits for the message of the results, if it starts no communication after; the
         function that is returned waits for it. Other runs may start meanwhile, and end in the same order.
 
         Args:
@@ -51,8 +51,8 @@ class Runtime(Protocol):
         Args:
             what: the question, in the words of errors; the same on all ranks, which remember the last value agreed on.
             value: of this process.
-            in_step: whether ``start``, ``collect`` or ``reduce`` follows. A process whose value was agreed on last does not wait; those who
-                wait, with another value or None, must hear that it went on. The method that follows tells them; else ``agree`` does.
+            in_step: whether ``start``, ``collect`` or ``reduce`` follows. A process whose value was agreed on last does not wait; those
+                that wait, with another value or None, must be notified that it went on: by the next method, else by ``agree``.
 
         Returns:
             The value as text; None where no rank knows it.

@@ -28,7 +28,7 @@ def broadcast_values(model: nn.Module, state: State, runtime: Runtime) -> None:
     Nothing is compared if a value is on the meta device.
 
     Raises:
-        ConfigError: processes have unlike constants in the model's code, which are not sent.
+        ConfigError: processes have different constants in the model's code, which are not sent.
     """
     if len(runtime.local_ranks) == runtime.n_ranks:
         return
@@ -41,7 +41,7 @@ def broadcast_values(model: nn.Module, state: State, runtime: Runtime) -> None:
     own = _digest(values.values())
     first = runtime.agree("values of the model", own if is_first else None)
     differs = own is not None and first not in (None, own)
-    if runtime.agree("values of the model unlike those of rank 0", "some" if differs else None) is not None:
+    if runtime.agree("values of the model that differ from rank 0", "some" if differs else None) is not None:
         device = runtime.devices[runtime.local_ranks[0]]
         for name, tensor in values.items():  # one at a time: whole models need not fit
             whole = runtime.collect({name: tensor.detach().to(device)} if is_first else {})[name]
@@ -49,7 +49,7 @@ def broadcast_values(model: nn.Module, state: State, runtime: Runtime) -> None:
             state.set(name, whole)
         if is_first:
             warnings.warn(
-                "the processes have built models with unlike values: all take those of rank 0. The same seed before the model is built "
+                "the processes have built models with different values: all take those of rank 0. The same seed before the model is built "
                 "(torch.manual_seed), or the same checkpoint, saves sending them",
                 stacklevel=level_of_caller(),
             )

@@ -53,7 +53,7 @@ class Recording:
 
     def _check_over(self) -> None:
         if self._timeline is None:
-            raise ConfigError("the recording is not over", remedy="read it behind the with block")
+            raise ConfigError("the recording is not over", remedy="read it after the with block")
 
     def finish(self, recorders: Mapping[int, Recorder], runtime: Runtime, mesh: Mesh) -> None:
         """Gather what all ranks recorded."""

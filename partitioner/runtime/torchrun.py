@@ -205,7 +205,7 @@ def _go_on(run: Run) -> Any:
 def _broadcast(own: Tensor | None, shape_and_dtype: tuple[torch.Size, torch.dtype], source: int, connection: Connection) -> Tensor:
     """Return a tensor of rank ``source``, given there as ``own``, on every rank; it travels as bytes, since backends know few dtypes."""
     empty = torch.empty(shape_and_dtype[0], dtype=shape_and_dtype[1], device=connection.device)
-    tensor = empty if own is None else own.to(connection.device)  # step counts lie on the CPU
+    tensor = empty if own is None else own.to(connection.device)  # step counts are on the CPU
     if tensor.numel() > 0:
         group = connection.group(connection.everyone)
         wait_for(dist.broadcast(as_bytes(tensor.detach().contiguous()), group=group, async_op=True, group_src=source))

@@ -47,12 +47,12 @@ class ScheduleKind:
         default_stages_per_rank: stages a rank unless the user says otherwise.
         any_stages_per_rank: whether other numbers than the default are possible.
         splits_backward: whether some backwards run in two halves, so that the stages' programs need both.
-        forwards_first: whether all forwards of a rank come in front of all its backwards.
-        alternates: whether a rank with one stage runs a forward for each rank behind it first, and then alternates forward and backward.
-        forwards_ahead: function from (n_ranks, rank), for two stages a rank, to the most forwards of a rank's first stage in front of the
-            first forward of its second. With it, a V schedule promises that its order before and after the steady state is the same
-            for ``2 * n_ranks`` microbatches and for more; a looped one promises whole backwards, and at most as many of the first stage
-            behind the last one of the second. None: nothing is promised.
+        forwards_first: whether all forwards of a rank come before all its backwards.
+        alternates: whether a rank with one stage runs a forward for each later rank first, and then alternates forward and backward.
+        forwards_ahead: function from (n_ranks, rank), for two stages a rank, to the most forwards of a rank's first stage before the
+            first forward of its second. With it, a V schedule guarantees that its order before and after the steady state is the same
+            for ``2 * n_ranks`` microbatches and for more; a looped one guarantees whole backwards, and at most as many of the first stage
+            after the last one of the second. None: no guarantee.
         in_flight_alone: function from (n_ranks, n_microbatches), for one stage a rank, to the microbatches in flight. None: they are
             counted in the schedule.
         idle: guess of the part of 1F1B's bubble that is left beyond the lower bounds; it only orders the search.

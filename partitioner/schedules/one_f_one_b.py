@@ -24,13 +24,13 @@ __all__ = ["ONE_F_ONE_B", "alternate", "one_f_one_b"]
 
 
 def one_f_one_b(rank: Rank) -> list[Move]:
-    """Run as many forwards as ranks come after, then one forward, one backward in turn, then the backwards that are left."""
+    """Run as many forwards as ranks come after, then one forward, one backward alternately, then the backwards that are left."""
     (stage,) = rank.stages
     return alternate([on(stage, "F")] * rank.n_microbatches, [on(stage, "B")] * rank.n_microbatches, n_ahead=rank.n_after)
 
 
 def alternate(forwards: Sequence[list[Move]], backwards: Sequence[list[Move]], n_ahead: int) -> list[Move]:
-    """Return ``n_ahead`` forwards, then one forward and one backward in turn, then the backwards that are left.
+    """Return ``n_ahead`` forwards, then one forward and one backward alternately, then the backwards that are left.
 
     >>> [kind.value for _, kind in alternate([on(0, "F")] * 3, [on(0, "B")] * 3, n_ahead=1)]
     ['F', 'F', 'B', 'F', 'B', 'B']

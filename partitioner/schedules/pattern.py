@@ -32,7 +32,7 @@ class Rank:
         n_microbatches: microbatches that it computes in a step.
         n_before: ranks that come before it, nearer to where microbatches enter; for a replicated stage, how many microbatches fewer it has
             in flight than the first stage.
-        n_after: ranks that come after it; for a replicated stage, its forwards in front of its first backward, less one.
+        n_after: ranks that come after it; for a replicated stage, its forwards before its first backward, less one.
     """
 
     n_ranks: int

@@ -1,6 +1,6 @@
 """ZB1P: 1F1B with the backward in two halves; input gradients run first, weight gradients fill the bubble at the end.
 
-ZB-H1 of Qi et al. 2023. W on rank r stays r microbatches behind I, so that every rank holds as much as the first one.
+ZB-H1 of Qi et al. 2023. W on rank r stays r microbatches later than I, so that every rank holds as much as the first one.
 
     >>> from partitioner.schedules.clocks.unit_time import draw
     >>> print(draw(ZERO_BUBBLE.build(3, 4)))
@@ -23,7 +23,7 @@ __all__ = ["ZERO_BUBBLE", "zero_bubble"]
 
 
 def zero_bubble(rank: Rank) -> list[Move]:
-    """Run forwards and input gradients as 1F1B; the weight gradients stay as many microbatches behind as ranks come before."""
+    """Run forwards and input gradients as 1F1B; the weight gradients stay as many microbatches late as ranks come before."""
     (stage,) = rank.stages
     n_behind = min(rank.n_before, rank.n_microbatches)
     forwards = [on(stage, "F")] * rank.n_microbatches

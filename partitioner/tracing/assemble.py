@@ -153,7 +153,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 def _ordered_graph(exported: Exported, lifted: Lifted) -> tuple[fx.Graph, dict[str, str]]:
     """Return a copy of the graph, ``batch`` in front and no placeholders for plain values, and old -> new names of placeholders.
 
-    Calls of ``torch.distributed.pipelining.pipe_split`` compute nothing: nodes of a model that has some hold how many are in front of them.
+    Calls of ``torch.distributed.pipelining.pipe_split`` compute nothing: nodes of a model that has some hold how many are before them.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}

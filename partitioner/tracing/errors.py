@@ -152,11 +152,11 @@ _EXPERTS_REMEDY = (
 )
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SIZE_REMEDY = (
-    "keep all elements and choose among them: torch.where(mask, x, 0), or a product with the mask, in the place of x[mask], nonzero, "
+    "keep all elements and choose among them: torch.where(mask, x, 0), or a product with the mask, instead of x[mask], nonzero, "
     "masked_select, unique and repeat_interleave; or choose outside of the model: for convolutions of graphs, pass add_self_loops=False, "
     "and edges that hold one self-loop a node"
 )
-_NUMBER_REMEDY = "keep it a tensor: y.max() in the place of y.max().item(), or compute it outside of the model and pass it as an argument"
+_NUMBER_REMEDY = "keep it a tensor: y.max() instead of y.max().item(), or compute it outside of the model and pass it as an argument"
 _SPARSE_GRADIENTS = (torch.ops.aten.embedding, torch.ops.aten.embedding_bag, torch.ops.aten.gather)
 
 
@@ -301,7 +301,7 @@ def _values_of(node: fx.Node) -> Sequence[Any]:
 
 
 _CAUSE = re.compile(r"Explanation: .*\bgot \w+\((['\"])(.*?)(?:\\n|\1\))")
-"""The message of the error behind one of Dynamo, which traces the bodies of loops and branches and calls its own failure first."""
+"""The cause of an error of Dynamo, which traces the bodies of loops and branches and calls its own failure first."""
 
 
 def _first_line(error: Exception) -> str:

@@ -49,7 +49,7 @@ class Structure:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """While active, the model is as it was; on exit, as it is now."""
+        """While active, the model is as it was; on exit, in its present state."""
         modules = dict.fromkeys([*self._model.modules(), *(module for module, _ in self._contents)])
         now = [(module, _contents(module)) for module in modules]
         flags = [(each, each.requires_grad) for each, _ in self._is_trained.values()]
@@ -76,7 +76,7 @@ def _copy(value: object, around: frozenset[int] = frozenset()) -> Any:
     """Return a shallow copy of a list or dict, and pairs of each list or dict in it and its copy; None for other objects.
 
     Args:
-        around: ids of the lists and dicts that it lies in, which it may hold in turn.
+        around: ids of the lists and dicts around it, which it may contain again.
     """
     if not isinstance(value, _CONTAINERS) or id(value) in around:
         return None

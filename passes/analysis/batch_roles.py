@@ -145,7 +145,7 @@ def _row_number_roles(call: Call, roles: Sequence[Role], batch: sympy.Symbol) ->
 def _total_roles(call: Call, loops: Loops, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
     """Return the roles of a call on totals: a total of the same kind where the call is linear in them, else None.
 
-    The totals must lie in one linear set of operands. For sums, that set must have no other operands; for means it may have values that
+    The totals must be in one linear set of operands. For sums, that set must have no other operands; for means it may have values that
     are the same in every microbatch, since such a value is the mean of itself.
     """
     totals = [role for role in roles if isinstance(role, Total)]

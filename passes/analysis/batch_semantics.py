@@ -231,7 +231,7 @@ def _empty_roles(call: Call, batch: sympy.Symbol) -> Roles | None:
 
 
 def _reshaped(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:
-    """Return the role of a reshape: the number of blocks of the batch in front of the rows, in the flattened index, stays the same.
+    """Return the role of a reshape: the number of blocks of the batch before the rows, in the flattened index, stays the same.
 
         (3, batch)    Rows(1)       ->   (3 * batch,)   Rows(0, before=3)
         (batch, 3)    Rows(0)       ->   (3 * batch,)   Rows(0)

@@ -4,7 +4,7 @@
     bias = index(b_up, [group])                   reads nothing but the experts of these rows
     gated = mul(silu(add(up, bias)), ...)         row by row, on the way to another product: the same rows
     down = grouped_mm(gated, w_down, group)
-    y = mul(down, weights)                        no product behind it: the rank's own tokens again
+    y = mul(down, weights)                        no product after it: the rank's own tokens again
 
 A call computes row by row if each of its operands and results has the rows of the mixture as its first dimension, or does not have them.
 """

@@ -4,8 +4,8 @@
     joint       (parameters, h | h_2_gradient)
                 -> forward of block 0, forward of block 1 | backward of block 1, backward of block 0
 
-The joint graph is the one that the stage as a whole gives: autograd runs backward what ran last first, so regions come out one behind the
-other. A value that several regions read has a gradient from each; it goes into an earlier region's backward as it is so far, and autograd
+The joint graph is the one that the stage as a whole gives: autograd runs backward what ran last first, so regions come out one after the
+other. A value that several regions read has a gradient from each; its partial sum goes into an earlier region's backward, and autograd
 adds to it there, in its own order.
 """
 
@@ -36,7 +36,7 @@ class _Values:
     """The values of a stage.
 
     Attributes:
-        examples: of each a fake tensor (or a size) as it lies in memory.
+        examples: of each a fake tensor (or a size) with its strides.
         tracked: those that autograd tracks.
     """
 
@@ -209,7 +209,7 @@ class _Copies:
                 self._memory[inside] = outside
 
     def write(self, node: fx.Node) -> fx.Node:
-        """Copy a node; it comes from where its counterpart in this region does, and lies in memory of its own."""
+        """Copy a node; it comes from where its counterpart in this region does, and has memory of its own."""
         arguments, keywords = fx.map_arg((node.args, node.kwargs), self.of)
         size = (node.target, arguments) if isinstance(node.meta.get("val"), torch.SymInt) else None
         if size in self._sizes:

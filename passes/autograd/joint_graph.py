@@ -1,7 +1,7 @@
-"""A joint graph with its nodes sorted: what is given, forward, backward, and who shares memory with whom.
+"""A joint graph with its nodes sorted: what is given, forward, backward, and shared memory.
 
 placeholders      (parameters, x | dy)       bound, inputs, tangents
-nodes             y = f(x)                   forward: all in front of the first node that reads a gradient
+nodes             y = f(x)                   forward: all before the first node that reads a gradient
                   dx, dw = ...               backward
 """
 
@@ -29,7 +29,7 @@ _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to
 _GATHERS = frozenset({all_gather, replicate})
 
 _MAY_BE_ARGUMENT = frozenset({take, vary})
-"""Operators between layouts whose result lies in the memory of their argument once they are lowered."""
+"""Operators between layouts whose result shares the memory of their argument once they are lowered."""
 
 
 class JointNodes:
@@ -48,7 +48,7 @@ class JointNodes:
         bound_views: views of what is bound, and what is gathered from ranks that hold parts of it: whole for as long as it is read.
             So is the cast of a part that is gathered. What is gathered of a buffer that is written later is none: gathered again, it would
             have the new value.
-        uneven_dimensions: mesh dimensions whose ranks have parts of unlike sizes of a value.
+        uneven_dimensions: mesh dimensions whose ranks have parts of different sizes of a value.
     """
 
     def __init__(self, joint: Joint, again: Mapping[fx.Node, fx.Node]) -> None:

@@ -5,7 +5,7 @@
     forward         F   (parameters, x)          -> y, (saved...)
     backward        B   (parameters, saved, dy)  -> dx, (dw,)
     input gradient  I   (parameters, saved, dy)  -> dx, (kept...)       what earlier stages wait for
-    weight gradient W   (parameters, kept)       -> (dw,)               what nobody waits for
+    weight gradient W   (parameters, kept)       -> (dw,)               not waited for
 
 What the forward saves is the policy of ``recompute`` (``passes.autograd.recompute``).
 """
@@ -50,7 +50,7 @@ class DifferentiatedStage:
         parameters_with_gradient: parameters whose gradients it gives, in order.
         saved_values: the fake tensors (or ints) that the forward saves: their bytes are the activation memory.
         dependence: argument or parameter -> the outputs whose gradients its gradient is computed from.
-        received: which gradients of parameters may lie in memory that is in use elsewhere: what collectives and the like give.
+        received: which gradients of parameters may share memory that is in use elsewhere: results of collectives.
         gathers: bound -> (parameters that the forward takes gathered, after the bound ones...); None: it takes none.
         scatters: (sums of gradients of parameters over microbatches...) -> (gradients...); None: they are those sums.
     """

@@ -13,7 +13,7 @@
 A value that is larger than what it is made from costs less than one byte read for each that it gives back; a norm or an activation
 reads as much as it gives back; a contraction with weights reads the weights too, and multiplies. Random draws are expensive where they are
 no part of what is made again anyway: one that is drawn takes a CPU as long as 20 that are copied, and gives back a byte. In a transformer
-whose attention is written out, the first step leaves what Korthikanti et al. (Reducing Activation Recomputation in Large Transformer
+with decomposed attention, the first step leaves what Korthikanti et al. (Reducing Activation Recomputation in Large Transformer
 Models, 2022) keep: 34 of the 34 + 5 heads x length / width bytes an element.
 
 Whatever the policy, results of random operations other than masks and of operations that write to buffers are saved: computing them again
@@ -127,7 +127,7 @@ def _is_expensive(node: fx.Node, nodes: JointNodes) -> bool:
 def _is_uneven(node: fx.Node, nodes: JointNodes) -> bool:
     """Return whether a gather is along a mesh dimension whose ranks have parts of different sizes.
 
-    Every rank saves by its own sizes. One that gathers a value again while another has saved it waits for a message that nobody sends.
+    Every rank saves by its own sizes. One that gathers a value again while another has saved it waits for a message that is not sent.
     """
     return computed_by(node).target in GATHERS and node not in nodes.bound_views and node.args[2] in nodes.uneven_dimensions
 

@@ -45,7 +45,7 @@ class LoweredStages:
         differentiation: what the training graphs differentiate; None when there are none.
         requiring: the values between stages, and those returned, that autograd would track.
         templates: what is known of their regions, however often they are differentiated.
-        parts: for each stage the model as it is cut from it; empty where that is ``graph`` for all.
+        parts: for each stage the model from which it is cut; empty where that is ``graph`` for all.
         holders: parameter -> ranks that hold it besides those that read it.
     """
 
@@ -137,7 +137,7 @@ def cut_stages(
     for stage in stages:
         if missing := [name for name in stage.values if name not in sent]:
             raise ConfigError(
-                f"stage {stage.index} reads {missing[0]}, which the stages in front of it, of another width, do not send",
+                f"stage {stage.index} reads {missing[0]}, which the stages before it, of another width, do not send",
                 remedy="give all stages as many ranks of the tensor dimension",
             )
     of_stages = tuple(parts[stage.ranks[0]] for stage in plan.stages)

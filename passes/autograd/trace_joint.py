@@ -165,7 +165,7 @@ class _Differentiable(fx.Interpreter):
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give a normalisation its running statistics by names of their own, whose later writes autograd does not count.
 
-        In training its backward does not read them. Autograd keeps them nevertheless, and would refuse a backward behind another write:
+        In training its backward does not read them. Autograd keeps them nevertheless, and would refuse a backward after another write:
         a second call of the module may update them by ``copy_``, where its axes are cut, in place of the operation's own update.
         """
         statistics = frozenset(mutated_arguments(n)) if n.op == "call_function" and writes_statistics(n) else frozenset()
@@ -219,7 +219,7 @@ def _named(stage: StageGraph, traced: fx.Graph, given: Sequence[str], found: Seq
 
 
 def _allow_any_layout(graph: fx.Graph) -> None:
-    """Let a view be a copy where need be: kernels may lay results out unlike what their fake results say (softplus_backward)."""
+    """Let a view be a copy where need be: kernels may return other strides than their fake results (softplus_backward)."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
 

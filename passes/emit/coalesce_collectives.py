@@ -1,4 +1,4 @@
-"""Send several small tensors in one message: what is gathered for the next calls, and what nobody reads before the end.
+"""Send several small tensors in one message: gathers for the next calls, and values read only at the end.
 
     before                                      after
 
@@ -7,8 +7,8 @@
     w2_all = all_gather([w2])                   y = linear(h, both[1])
     y = linear(h, w2_all)
 
-Gathers of parameters are bundled in the order of their first use, so that a bundle is about a layer; scattered gradients in the order in
-which they are there. What a forward gathers and what its backward gathers again are bundles of their own. A bundle is closed when it holds
+Gathers of parameters are coalesced in the order of their first use, so that a message is about a layer; scattered gradients in the order in
+which they are there. Gathers of a forward and repeated gathers of its backward are separate messages. A message is closed when it holds
 enough bytes, or when something of it is read before the next one is there. Large parts are sent alone, and not copied.
 """
 
@@ -27,23 +27,23 @@ from passes.ir.torch_private import OpOverload
 __all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bytes_of_bundle", "coalesce_collectives", "is_held"]
 
 BUNDLE_BYTES = 4 * 2**20
-"""How many bytes a rank gives to a bundle of scatters: about where a message stops being dominated by its latency."""
+"""How many bytes a rank gives to coalesced scatters: about where a message stops being dominated by its latency."""
 
 ALONE_BYTES = 2**18
-"""Parts of at least this size are sent alone: copying one into a bundle and out again takes longer than the latency of a message between
-processes of one machine. A bundle of gathers holds as much of each rank: a gathered bundle is in memory whole while any of it is read."""
+"""Parts of at least this size are sent alone: copying one into a message and out again takes longer than the latency of a message between
+processes of one machine. Coalesced gathers hold as much of each rank: the result is in memory whole while any of it is read."""
 
 _GATHERED_BYTES = 32 * 2**20
-"""The most bytes that a bundle of gathers makes, over many ranks."""
+"""The most bytes that coalesced gathers make, over many ranks."""
 
 
 def bytes_of_bundle(n_ranks: int) -> int:
-    """Return the most bytes that a rank gives to a bundle of gathers among so many ranks."""
+    """Return the most bytes that a rank gives to coalesced gathers among so many ranks."""
     return min(ALONE_BYTES, _GATHERED_BYTES // n_ranks)
 
 
 def coalesce_collectives(graphs: Sequence[fx.Graph]) -> None:
-    """Bundle the gathers and scatters of programs, in place.
+    """Coalesce the gathers and scatters of programs, in place.
 
     Args:
         graphs: of ranks that start the same collectives: what one of them cannot send together, the others do not either.
@@ -63,10 +63,10 @@ def coalesce_collectives(graphs: Sequence[fx.Graph]) -> None:
 
 
 def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[fx.Node]]:
-    """Group the starts of one collective into bundles of two and more.
+    """Coalesce the starts of one collective into messages of two and more.
 
     Args:
-        close_early: the bundle goes when the last is there, so nothing of it may be read before; else all of it is there from the start.
+        close_early: the message is sent when the last is there, so nothing of it may be read before; else all is there from the start.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     found: list[list[fx.Node]] = []
@@ -92,7 +92,7 @@ def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[
 
 
 def _largest_bytes(start: fx.Node) -> int:
-    """Return the bytes of the largest part in the group, so that ranks with uneven parts bundle alike."""
+    """Return the bytes of the largest part in the group, so that ranks with uneven parts coalesce equally."""
     if start.target is not all_gather or "sizes" not in start.kwargs:
         return int(start.meta.get("bytes", 0))
     value, dim, sizes = start.args[0][0].meta["val"], start.args[1][0], start.kwargs["sizes"][0]  # type: ignore[index, union-attr]
@@ -109,7 +109,7 @@ def is_held(node: Any) -> bool:
 
 
 def _first_reader(start: fx.Node, position: dict[fx.Node, int]) -> int:
-    """Return the position of the first node that reads a collective's result, behind its wait and getitems: it is sent before that."""
+    """Return the position of the first node that reads a collective's result, after its wait and getitems: it is sent before that."""
     to_visit = [start]
     reader_positions = []
     while to_visit:

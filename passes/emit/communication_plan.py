@@ -78,9 +78,9 @@ def _sharing(messages: Sequence[Message], rank: int) -> Item:
 
 
 def _scripts_of_losses(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ...]:
-    """Return the items of a step whose collectors compute the loss of each microbatch behind its forward."""
+    """Return the items of a step whose collectors compute the loss of each microbatch after its forward."""
     last = Action(lowered.stages[-1].index, ActionKind.FORWARD, schedule.n_microbatches - 1)
-    (collector, *more) = lowered.collectors  # several sum their losses over all ranks: nothing is told
+    (collector, *more) = lowered.collectors  # several sum their losses over all ranks: no message is needed
     told = [rank for rank in range(lowered.n_ranks) if rank != collector] if not more else []
     loss = {rank: Message("loss", "loss", None, -1, collector, rank) for rank in told}
     scripts = []
@@ -232,7 +232,7 @@ def _gradients_sent(lowered: LoweredStages, action: Action) -> tuple[Message, ..
 
 
 def _loss_gradients(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
-    """Behind the last stage's forward: gradients of outputs that other ranks computed."""
+    """After the last stage's forward: gradients of outputs that other ranks computed."""
     if lowered.differentiation is None or action.stage != len(lowered.stages) - 1:
         return ()
     messages = [_gradient(lowered, value, action.microbatch, -1) for value in differentiated_outputs(lowered)]

@@ -109,7 +109,7 @@ def inline_stages(module: ProgramModule, mesh: Mesh, rank: int, inline: Inline =
     Args:
         mesh: whose dimensions the stages' collectives name.
         rank: whose program it is.
-        inline: which calls of stages; others than ``"all"`` are for programs that are read, and do not run.
+        inline: which calls of stages; other values than ``"all"`` are for programs that are read, and do not run.
     """
     inliner = _Inliner(module, mesh, rank, inline)
     sends = any(node.target is communication.send for node in module.graph.nodes)

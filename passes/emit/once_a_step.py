@@ -68,7 +68,7 @@ def _module(graph: fx.Graph, like: fx.GraphModule, suffix: str = "") -> fx.Graph
 
 
 def _gathered_first(stage: StageGraph, module: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule]:
-    """Return the graph that gathers a stage's parameters, and the forward that takes them; None, and the forward as it is, if none is.
+    """Return the graph that gathers a stage's parameters, and the forward that takes them; None, and the forward unchanged, if none is.
 
     Forward: bound, gathered parameters, arguments -> as before.
     """

@@ -7,7 +7,7 @@
     dw1 = mm(...)                           dx = mm(...)
     pending = all_reduce([dw2])             dw1 = mm(...)
     sums = wait(pending)                    ...
-    ...                                     sums = wait(pending)             in front of its first reader
+    ...                                     sums = wait(pending)             before its first reader
     store(sums)                             store(sums)
 
 At most two reductions of a backward are under way: what a third sends would be a third copy of gradients in memory, since a message is held
@@ -151,7 +151,7 @@ def _gathers_saved(node: fx.Node) -> bool:
 
 
 def _is_saved(operand: fx.Node, start: fx.Node) -> bool:
-    """Return whether a backward sends a value that its forward saved: sent earlier, what is received would lie in memory till then."""
+    """Return whether a backward sends a value that its forward saved: sent earlier, a received value would stay in memory until then."""
     kinds = [section.kind for section in (operand.meta.get("section"), start.meta.get("section")) if isinstance(section, Action)]
     return len(kinds) == 2 and kinds[0] is ActionKind.FORWARD and kinds[1] is not ActionKind.FORWARD
 

@@ -65,7 +65,7 @@ def place_on_mesh(
         mesh: of all ranks.
         pipeline: for each rank of the pipeline, the rank of the mesh.
         gradients: whether those of parameters are summed.
-        results: whether those that lie by rows are put together, or stay with the ranks that have the rows.
+        results: whether row-sharded ones are gathered, or stay on the ranks that have the rows.
         inline: which calls of stages that communicate are inlined.
     """
     writer = _Writer(program, graph, mesh, pipeline)
@@ -85,10 +85,10 @@ def place_on_mesh(
 
 
 def arrange_collectives(placed: Iterable[tuple[int, Program]]) -> None:
-    """Bundle and overlap what programs of several pipelines start together, in place: alike on all ranks that do.
+    """Coalesce and overlap the collectives that programs of several pipelines start together, in place: alike on all ranks that do.
 
     Args:
-        placed: programs on a mesh, each behind the rank of its pipeline.
+        placed: programs on a mesh, each after the rank of its pipeline.
     """
     together: dict[int, list[fx.Graph]] = {}
     for place, program in placed:
@@ -135,7 +135,7 @@ class _Writer:
             node.update_kwarg("destination", self.pipeline[place])
             return
         for rank in receivers(self.mesh, self.rank, self.program.rank, place):
-            with self.nodes.inserting_before(node):  # named by its rank when it is written out
+            with self.nodes.inserting_before(node):  # named by its rank when it is emitted
                 copy = self.nodes.create_node("call_function", send, node.args, {**node.kwargs, "destination": rank}, name=node.name)
             copy.meta = dict(node.meta)
         self.nodes.erase_node(node)

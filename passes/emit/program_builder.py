@@ -7,7 +7,7 @@ What nodes say of themselves beside fx's own ``meta``:
     "section"   the action that they belong to, or words: "gradients of parameters"
     "message"   on a receive, its wait and a send: what is communicated
     "reduces"   on an all_reduce: the parameters or the input whose gradients it sums
-    "dtype"     on the loss of the batch: in which it is told
+    "dtype"     on the loss of the batch: in which it is sent
     "bytes"     on a receive, a send and an all_reduce: how much, at the batch size that the model was traced with
 
 Stage calls of a program: forwards, backwards, and what becomes of the gradients of parameters and inputs.
@@ -68,7 +68,7 @@ class Emitter:
         n_microbatches: microbatches of the batch.
         tags: the tag of every message of the program set.
         extra: arguments of the program besides the batch size and the model's inputs.
-        loss_dtype: dtype in which the loss is told to the other ranks.
+        loss_dtype: dtype in which the loss is sent to the other ranks.
     """
 
     def __init__(

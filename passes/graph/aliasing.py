@@ -120,9 +120,9 @@ class Aliasing:
     """The memory of a graph.
 
     Attributes:
-        storages: node -> the alias sets that its tensors lie in, numbered in graph order (a list of tensors may lie in several).
+        storages: node -> the alias sets of its tensors, numbered in graph order (a list of tensors may have several).
         writers: alias set -> the nodes that write in it, in graph order; absent for memory that is only read once computed.
-        first: alias set -> the first node that lies in it.
+        first: alias set -> the first node with it.
     """
 
     storages: Mapping[str, frozenset[int]]
@@ -130,7 +130,7 @@ class Aliasing:
     first: Mapping[int, str]
 
     def written(self, node: fx.Node) -> bool:
-        """Return whether any node writes in memory that this node's value lies in."""
+        """Return whether any node writes into the memory of this node's value."""
         return any(storage in self.writers for storage in self.storages.get(node.name, ()))
 
 
@@ -195,7 +195,7 @@ def aliasing(graph: fx.Graph) -> Aliasing:
 def viewed_node(node: fx.Node) -> fx.Node | None:
     """Return the node that a tensor is a view of, or the same tensor as; None for a tensor with memory of its own.
 
-    It holds for this call alone, where alias sets cover every call that a schema allows. Asked in turn: the known behaviour of the
+    It holds for this call alone, where alias sets cover every call that a schema allows. Checked in order: the known behaviour of the
     operator, the fake tensors, the schema.
     """
     value = node.meta.get("val")
@@ -243,7 +243,7 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
 
 
 def new_memory() -> Hashable:
-    """Return a key of memory that no other tensor lies in."""
+    """Return a key of memory that no other tensor uses."""
     return object()
 
 
@@ -284,7 +284,7 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def _memory_arguments(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory this node's value may lie in."""
+    """Return the nodes whose memory this node's value may share."""
     if node.op != "call_function" or node.target is operator.getitem:
         return []  # an item keeps its own storage: joining it with its list would join all items
     is_draw = node.target is draw_alike  # draw_alike(function, group, *arguments) gives the result of the function

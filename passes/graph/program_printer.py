@@ -1,6 +1,6 @@
 """Print a program as readable Python.
 
-Unlike fx's own text: functions have their imported names, every action has a heading, every communication has its bytes in a comment, and
+Beyond fx's text: functions have their imported names, every action has a heading, every communication has its bytes in a comment, and
 ``x = None`` after a last use is left out (the executor frees values). A ``"comment"`` or an ``"origin"`` (line of the model's code) in a
 node's ``meta`` is printed above it. The text is valid Python, equivalent to the graph.
 
@@ -82,7 +82,7 @@ def _is_in_torch(target: Any) -> bool:
 
 
 def _method(graph: fx.Graph, batch_size: int | None) -> list[str]:
-    """Return the lines of ``forward``: a heading above each section, origin and comment above a statement, bytes behind it."""
+    """Return the lines of ``forward``: a heading above each section, origin and comment above a statement, bytes after it."""
     arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
     prints_bytes = batch_size is not None and any("bytes" in node.meta for node in graph.nodes)
     lines = [f"def forward({', '.join(['self', *arguments])}):" + (f"  # bytes: for a batch of {batch_size}" if prints_bytes else "")]
@@ -241,7 +241,7 @@ def _records(graph: fx.Graph) -> list[Record]:
 
 
 def _pickled(value: Any) -> Any:
-    """Return a leaf of arguments as it is pickled: nodes and operators as their names."""
+    """Return the pickled form of a leaf of arguments: nodes and operators as their names."""
     if isinstance(value, OpOverload):
         return _OperatorName(str(value))
     return _NodeName(value.name) if isinstance(value, fx.Node) else value

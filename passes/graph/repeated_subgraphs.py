@@ -236,7 +236,7 @@ def _reads_counterparts(
 def _is_closed(nodes: list[fx.Node], position: dict[fx.Node, int], run: Run, weights: Collection[str]) -> bool:
     """Return whether the copies of a run can be left out.
 
-    A copy may read itself, the copy before, and values in front of the run. Only the next copy may read it, except for the last copy. A
+    A copy may read itself, the copy before, and values before the run. Only the next copy may read it, except for the last copy. A
     weight is read by all copies, or by one copy and no node outside of the run.
     """
     readers: dict[fx.Node, set[int]] = {}  # weight -> the copies that read it

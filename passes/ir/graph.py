@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 SPLITS = "pipe_splits"
-"""Where in ``meta`` a node has how many calls of ``torch.distributed.pipelining.pipe_split`` are in front of it, if a model has some."""
+"""Where in ``meta`` a node has how many calls of ``torch.distributed.pipelining.pipe_split`` are before it, if a model has some."""
 
 VARIES = "varies"
 """Entry of ``meta`` of a call that takes elements of a dimension of a fixed size, for other sizes of the inputs another number of them:
@@ -271,7 +271,7 @@ class ModelGraph:
           |            |                          |          |
           +------------+---- embedding, linear ... ----------+--> (logits,)
 
-    ``partitioner.tracing`` guarantees: sizes come from ``batch`` alone (no ``sym_size``); getitems stand right behind their
+    ``partitioner.tracing`` guarantees: sizes come from ``batch`` alone (no ``sym_size``); getitems stand directly after their
     producer; a tied parameter is one placeholder; nested graphs are inlined; operations that do nothing are gone; an in-place
     operation is functional, and buffers are written by declared writes alone (``passes.graph.buffer_writes``).
 

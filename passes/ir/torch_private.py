@@ -189,7 +189,7 @@ _TRIED = itertools.count(1_000_003)
 
 
 def nonstrict_trace(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a function whose calls Dynamo writes into its graph without looking inside; compilers behind it do."""
+    """Return a function whose calls Dynamo writes into its graph without tracing them; later compilers do."""
     import torch._dynamo  # noqa: PLC0415  it takes seconds
 
     marked: Callable[..., T] = torch._dynamo.nonstrict_trace(function)
@@ -344,7 +344,7 @@ def graph_break(module: fx.GraphModule) -> tuple[str, str, int] | None:
 
 
 def is_resumed(module: fx.GraphModule) -> bool:
-    """Return whether a graph of Dynamo begins behind a graph break."""
+    """Return whether a graph of Dynamo begins after a graph break."""
     stack = getattr(getattr(module, "compile_subgraph_reason", None), "user_stack", ())
     return any(frame.name.startswith("torch_dynamo_resume_in") for frame in stack)
 
@@ -438,7 +438,7 @@ def _mask_of_kernel(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor |
 
 
 def _with_four_dimensions(x: Tensor) -> Tensor:
-    """Return a tensor with rows, heads, positions and features, and features that lie beside each other."""
+    """Return a tensor with rows, heads, positions and features, and contiguous features."""
     x = x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -458,7 +458,7 @@ def _has_flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 
 # -- pytrees, with dataclasses -----------------------------------------------------------------------------------------------------
 #
-# torch takes a dataclass apart only if its class is registered, for the whole process. A class of the user's stays as it is: an instance is
+# torch takes a dataclass apart only if its class is registered, for the whole process. A user's class stays unchanged: an instance is
 # replaced by a ``_Record``, a class of this file that is registered. Its fields are the children, and unflattening gives the user's class.
 
 
@@ -471,7 +471,7 @@ class RecordKind:
 
 
 class _Record:
-    """Stands for an instance of a dataclass whose class nobody has registered."""
+    """Represents an instance of a dataclass whose class is not registered."""
 
     def __init__(self, value: Any) -> None:
         fields = dict.fromkeys((*type(value).__dataclass_fields__, *getattr(value, "__dict__", ())))

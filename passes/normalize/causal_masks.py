@@ -7,7 +7,7 @@ Before:                                                      After:
     attention = aten.scaled_dot_product_attention(q, k, v, mask)
 
 Libraries build such masks where they cannot see that no sample is padded, as in a trace. Fused kernels leave out what ``is_causal`` hides,
-ranks that share a sequence balance it, and nobody keeps a mask of queries times keys.
+ranks that share a sequence balance it, and no rank keeps a mask of queries times keys.
 
 A mask that depends on no tensor that a model is given is computed once, here, for a batch of two. It must be the triangle in all of its
 elements: a window, a prefix, or packed sequences stay a mask. That its rows of a larger batch are no others is proved by the operations
@@ -145,7 +145,7 @@ def _has_equal_rows(mask: fx.Node, in_order: list[fx.Node], batch: fx.Node | Non
 
 
 def _dimension_of_rows(node: fx.Node) -> int | None:
-    """Return the one dimension whose size depends on the batch; None: there are others, or none."""
+    """Return the one dimension whose size depends on the batch; None: there are several, or none."""
     value = node.meta.get("val")
     own = (
         [dimension for dimension, size in enumerate(value.shape) if not isinstance(size_of(size), int)] if isinstance(value, Tensor) else []
@@ -212,7 +212,7 @@ def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _erase_unread(graph: fx.Graph, mask: fx.Node) -> None:
-    """Erase a mask that nobody reads, and what it alone has read."""
+    """Erase a mask that nothing reads, and what it alone has read."""
     needed = with_ancestors([mask])
     for node in reversed([node for node in graph.nodes if node in needed]):
         if node.op == "call_function" and not node.users:

@@ -5,7 +5,7 @@ Before:                                         After:
     loss = cross_entropy_loss(logits, labels)       loss = cross_entropy_loss(logits, labels)
     return (loss, logits, key, value)               return (loss, None, None, None)
 
-What is not returned is gathered by nobody, and kept for nobody. New values of inputs that forward writes are always returned.
+Other results are neither gathered nor kept. New values of inputs that forward writes are always returned.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def results_in_parts(graph: ModelGraph) -> tuple[int, ...] | None:
 
 
 def return_only(graph: ModelGraph, kept: Collection[int]) -> ModelGraph:
-    """Return a model that gives some of its results, and None for all others; what it computes stays as it is."""
+    """Return a model that gives some of its results, and None for all others; what it computes stays unchanged."""
     copied, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -92,7 +92,7 @@ def return_only(graph: ModelGraph, kept: Collection[int]) -> ModelGraph:
 def graph_of_step(graph: ModelGraph) -> ModelGraph:
     """Return what a training step computes of a model: of one that returns its loss, this alone.
 
-    A model with an output that mixes rows stays as it is: its forward cannot be cut into microbatches.
+    A model with an output that mixes rows stays unchanged: its forward cannot be cut into microbatches.
     """
     kept = results_of_step(graph, has_own_loss=not graph.mixed) if graph.training else None
     return graph if kept is None else return_only(graph, kept)

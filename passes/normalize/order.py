@@ -144,8 +144,8 @@ def _draw_order(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
 
 def _note_of_draw(node: fx.Node) -> str:
     return (
-        f"{place_of(node)} draws random numbers for an expanded value that is not row-major; for a batch of one row they may be others "
-        f"than the model's: call .contiguous() in front of it"
+        f"{place_of(node)} draws random numbers for an expanded value that is not row-major; for a batch of one row they may differ "
+        f"from the model's: call .contiguous() before it"
     )
 
 
@@ -182,7 +182,7 @@ and tables shared, lengths numbers, sizes read from the batch, no writes, no no-
 their own order, draws in the order of memory, names."""
 
 _N_FOR_ALL_SIZES = [phase.name for phase in NORMALIZE].index("fix_sizes")
-"""The steps in front of ``fix_sizes`` are the same for all sizes."""
+"""The steps before ``fix_sizes`` are the same for all sizes."""
 
 
 class Normalizer:

@@ -196,7 +196,7 @@ def read_sizes_from_batch(graph: fx.Graph, batch: fx.Node, symbol: sympy.Symbol)
 
 
 def _write(node: fx.Node, size: sympy.Expr, symbol: sympy.Symbol, batch: fx.Node) -> fx.Node:
-    """Arithmetic in front of a node; it comes from where the node comes from."""
+    """Arithmetic before a node; it comes from where the node comes from."""
     before = node.prev
     with node.graph.inserting_before(node):
         result = emit_size(node.graph, size, symbol, batch)

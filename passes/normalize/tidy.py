@@ -1,4 +1,4 @@
-"""Put every ``getitem`` right behind its producer.
+"""Put every ``getitem`` directly after its producer.
 
 Before:                                  After:
 
@@ -22,7 +22,7 @@ Before:                          After:
     return (x, linear)               alias = aten.alias(x)
                                      return (alias, linear)
 
-What is returned as it was given (an input, a parameter, a buffer) is otherwise nobody's result.
+What is returned as it was given (an input, a parameter, a buffer) otherwise has no producer.
 
 Name every computing node after its operation, numbered in the order of the graph.
 
@@ -82,7 +82,7 @@ def assign_by_mask(graph: fx.Graph) -> None:
 
 
 def compute_outputs(graph: fx.Graph) -> None:
-    """Put an alias behind every tensor placeholder that the output reads, in place."""
+    """Put an alias after every tensor placeholder that the output reads, in place."""
     output = graph.output_node()
     for placeholder in dict.fromkeys(output.all_input_nodes):
         if placeholder.op == "placeholder" and isinstance(placeholder.meta.get("val"), Tensor):

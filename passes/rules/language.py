@@ -211,7 +211,7 @@ class _Parser:
             elif keyword == "linear":
                 linear = self.linear_sets()
             else:
-                raise self.unexpected(f"'=' behind {keyword!r}")
+                raise self.unexpected(f"'=' after {keyword!r}")
         if self.current:
             raise self.unexpected("';'")
         self.check_reductions(results)

@@ -271,7 +271,7 @@ def _cut(tensor: Tensor, dimensions: Sequence[Dimension], sizes: Sequence[int], 
 
 
 def _narrow(result: Tensor, dimensions: Sequence[Dimension], factor: int, skipped: int, size: int) -> Tensor:
-    """Return the results of a part alone, without those before and behind it."""
+    """Return the results of a part alone, without those before and after it."""
     (position,) = [position for position, dimension in enumerate(dimensions) if factor in dimension]
     return result.narrow(position, skipped, size)
 

@@ -62,7 +62,7 @@ class Reach:
         return _at(self.skip, start)
 
     def _elements(self, indices: Sequence[int]) -> list[int | None]:
-        """Return the elements at indices, which may lie beyond the ends; None for padding."""
+        """Return the elements at indices, which may be beyond the ends; None for padding."""
         size = self.size
         if self.border == "clamp":
             return [index for index in indices if 0 <= index < size]

@@ -451,7 +451,7 @@ class _Localizer:
         return tuple(found)
 
     def _size_node(self, size: Size) -> fx.Node | int:
-        """Emit a size given in the rank's own rows; return an int as it is."""
+        """Emit a size given in the rank's own rows; return an int unchanged."""
         if isinstance(size, int):
             return size
         if isinstance(size, RowCount):

@@ -12,7 +12,7 @@ loops over; it needs operands without this axis whole. With heads and ffn cut ov
 A call that could be cut over several assigned axes takes one that also cuts a parameter, and then the one that moves fewest bytes. Over
 tiles axes of space come first, others where no axis of space can be cut (early in a model the height, late the batch).
 Partial sums pass through calls that are linear in them, so that two of them are added before they are reduced. A partial sum that meets no
-other one is reduced in front of a call that can be cut: as many bytes are sent, and each rank computes its own part only.
+other one is reduced before a call that can be cut: as many bytes are sent, and each rank computes its own part only.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ class LayoutWalk:
     def _replicate_call(
         self, loops: Loops | None, current: Sequence[Placement | None], needs: Sequence[list[Placement]], results: Sequence[list[Placement]]
     ) -> None:
-        """Append Replicate to ``needs`` and ``results`` of a call that is not cut; an operand that it does not read stays as it is."""
+        """Append Replicate to ``needs`` and ``results`` of a call that is not cut; an operand that it does not read stays unchanged."""
         unread = loops.unread if loops is not None else frozenset()
         for position, layout in enumerate(needs):
             layout.append((current[position] if position in unread else None) or _WHOLE)

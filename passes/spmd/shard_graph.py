@@ -201,7 +201,7 @@ def _with_sharded_storage(graph: ModelGraph, axes: Axes, layouts: Layouts, cut: 
     """Shard parameters in storage over ``cut.stored`` (FSDP); those of ``given`` layouts stay as they are.
 
     A parameter no longer varies over a dimension that shards it: its gradient is not reduced at the end of the step, since the backward of
-    the gather in front of its use is a reduce_scatter.
+    the gather before its use is a reduce_scatter.
     """
     stored, varying, results = dict(layouts.stored), dict(layouts.varying), dict(layouts.results)
     read = {node.name for node in graph.graph.nodes if node.users}

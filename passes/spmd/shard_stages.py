@@ -43,7 +43,7 @@ class StoredShard:
 
     Attributes:
         dimension: of the tensor.
-        outer: the number of blocks that the axes in front of the sharded one make.
+        outer: the number of blocks that the axes before the sharded one make.
         size: of the sharded axis.
         inner: the number of elements that each step of it has.
         ranks: how many share it.
@@ -96,7 +96,7 @@ class StoredLayouts:
         """Return the layouts at a pipeline position of those stored tensors that a graph has.
 
         Raises:
-            ConfigError: the graph has no axes by which a tensor could be sharded as it is stored.
+            ConfigError: the graph has no axes by which a tensor could be sharded as its stored shard.
         """
         shards = self.of_places[place]
         names = (*graph.parameters, *graph.buffers, *graph.constants, *graph.resident)

@@ -1,6 +1,6 @@
 """Cut the model's graph into one graph a stage.
 
-Before (one graph, cut in front of ``relu``; ``position`` is replicable):
+Before (one graph, cut before ``relu``; ``position`` is replicable):
 
     x, weight_0, weight_1 -> linear -> position -> add -> | relu -> add_1(position) -> linear_1 -> out
 
@@ -168,7 +168,7 @@ def _within(stage: StageGraph, of_nodes: Mapping[str, T]) -> dict[str, T]:
 
 
 def read_by_one_stage(graph: ModelGraph) -> frozenset[str]:
-    """Return the placeholders that a stage of the whole graph reads; what nobody reads of replicable nodes is not computed."""
+    """Return the placeholders that a stage of the whole graph reads; unread replicable nodes are not computed."""
     needed = _needed_nodes(graph, stage_of_nodes(graph, [""]), 0, graph.returned)
     return frozenset(name for name in _read(needed, graph.returned) if name not in {node.name for node in needed})
 

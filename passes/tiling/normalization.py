@@ -119,7 +119,7 @@ def apply_scaling(write: TileWriter, node: fx.Node, x: fx.Node, scaling: Scaling
 
 
 def _grouped(write: TileWriter, node: fx.Node, x: fx.Node) -> fx.Node:
-    """Split the channels into groups for group_norm, [batch, group, channel, *space]; return ``x`` as it is for other normalizations."""
+    """Split the channels into groups for group_norm, [batch, group, channel, *space]; return ``x`` unchanged for other normalizations."""
     if packet(node.target) is not aten.group_norm:
         return x
     groups = bound_arguments(node)["num_groups"]

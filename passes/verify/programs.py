@@ -128,7 +128,7 @@ def _trace(program: Program, n_ranks: int) -> _Trace:
         program.module.graph.lint()
     except (RuntimeError, ValueError) as error:
         raise VerificationError(
-            f"the graph of rank {program.rank} is not well formed: {error}", remedy="a node reads one that stands behind it or is gone"
+            f"the graph of rank {program.rank} is not well formed: {error}", remedy="a node reads a later or a removed one"
         ) from error
     specs = describe_values(program)
     counts: defaultdict[Group, int] = defaultdict(int)
@@ -156,7 +156,7 @@ def _message(rank: int, node: fx.Node, specs: ValueSpecs, n_ranks: int) -> _Mess
     if not 0 <= peer < n_ranks or peer == rank:
         raise VerificationError(
             f"rank {rank}, {node.name}: there is no other rank {peer} to communicate with",
-            remedy=f"ranks are 0 to {n_ranks - 1}; a value that stays on its rank is read as it is",
+            remedy=f"ranks are 0 to {n_ranks - 1}; a value that stays on its rank is read unchanged",
         )
     if not isinstance(value, TensorSpec):
         raise VerificationError(
@@ -428,5 +428,5 @@ def _deadlock(waiting: Mapping[int, tuple[fx.Node, fx.Node]], rank_of: Mapping[f
         lines.append(f"  rank {blocked} waits at {wait_node.name} for {missing.name} of rank {rank_of[missing]}")
     return VerificationError(
         "the ranks wait for each other in a circle\n" + "\n".join(lines),
-        remedy="order each rank's actions so that what it sends never stands behind what it waits for",
+        remedy="order each rank's actions so that a send never comes after the wait that depends on it",
     )

@@ -39,7 +39,7 @@ MODELS = [
 ]
 SLOW = ("bert", "gpt", "lstm", "padded_attention", "resnet", "t5", "unet")
 RECURRENT = ("lstm", "gru")
-"""The price counts every step alike; autograd leaves out the gradient of the first step's state, which nobody asks for."""
+"""The price counts every step alike; autograd leaves out the gradient of the first step's state, which is not requested."""
 
 ATTENTION_RECOMPUTED = {"gpt", "padded_attention", "bert"}
 """Their backward is priced as FlashAttention's; the counter's reference here does not compute the scores again."""

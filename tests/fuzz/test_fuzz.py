@@ -69,7 +69,7 @@ def test_case_is_of_its_seed_alone() -> None:
 
 
 def chain(length: int) -> Case:
-    """Linear layers and functions in turn, on two ranks."""
+    """Linear layers and functions, alternating, on two ranks."""
     layers = tuple(Layer(f"linear{place}", f"self.linear{place} = nn.Linear(4, 4)") for place in range(length))
     statements = []
     for place in range(length):

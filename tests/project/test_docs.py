@@ -27,7 +27,7 @@ class Fence:
     """A block of code in a page.
 
     Attributes:
-        language: behind the fence.
+        language: after the fence.
         title: the file that it is written to; empty for what is run.
         text: what is in it.
         line: where it stands.

@@ -35,7 +35,7 @@ class ExecutorPool:
     """Evaluates placements on an executor, with the interface of ``WorkerProcesses``.
 
     Args:
-        executor: of the caller, who shuts it down.
+        executor: of the caller, which shuts it down.
         sources: the models by name, which other processes can unpickle.
         clusters: name -> machine.
         key: returns the key of a placement.

@@ -17,7 +17,7 @@ class Sampler(Protocol):
     """Chooses placements one at a time and receives their results.
 
     A sweep calls ``start`` once, then ``ask`` whenever a worker is free and ``tell`` for every result. ``ask`` returns None when it has no
-    placement to give; the sweep ends when it has none and every result has been told.
+    placement to give; the sweep ends when it has none and every result has been reported.
     """
 
     def start(self, placements: Sequence[Placement]) -> int:

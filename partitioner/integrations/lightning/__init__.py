@@ -1,6 +1,6 @@
 """Strategies of Lightning's Trainer, which partitions a ``LightningModule``, and of Fabric, which takes partitioned models.
 
-    Trainer(strategy=PartitionStrategy(devices=4, mode="fsdp"))      the user's LightningModule, as it is written
+    Trainer(strategy=PartitionStrategy(devices=4, mode="fsdp"))      the user's unchanged LightningModule
     Fabric(strategy=FabricPartitionStrategy())                       fabric.setup(pm, optimizer): a loop of its own
     Fabric(strategy=FabricDDPStrategy(), devices=2)                  Fabric's "ddp", which passes partitioned models through
 

@@ -1,4 +1,4 @@
-"""Lightning's StochasticWeightAveraging on partitioned models: its averages lie as the parameters of this process do."""
+"""Lightning's StochasticWeightAveraging on partitioned models: its averages are sharded as the parameters of this process are."""
 
 from __future__ import annotations
 

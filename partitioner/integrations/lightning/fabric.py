@@ -38,7 +38,7 @@ class _WithPartitionedModels:
         return models
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Return a partitioned model, or a module around one, as it is: its gradients are those of all ranks already."""
+        """Return a partitioned model, or a module around one, unchanged: its gradients are those of all ranks already."""
         models = partitioned_models(module)
         if not models:
             return cast(nn.Module, cast(Any, super()).setup_module(module))
@@ -107,7 +107,7 @@ class FabricPartition(Processes, _WithPartitionedModels):
             share_random_states()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Return a partitioned model as it is."""
+        """Return a partitioned model unchanged."""
         if partitioned_models(module) or next(module.parameters(), None) is None:
             return super().setup_module(module)
         raise ConfigError(

@@ -64,7 +64,7 @@ _LARGE = 2**20
 
 
 def _idle(loader: Any) -> Any:
-    """Return a ``DataLoader`` without its worker processes, which read ahead; anything else as it is."""
+    """Return a ``DataLoader`` without its worker processes, which read ahead; anything else unchanged."""
     if getattr(loader, "_iterator", None) is None:
         return loader
     idle = copy.copy(loader)

@@ -1,4 +1,4 @@
-"""Put a partitioned model in the place of a module of a LightningModule, or of its ``forward``, and take it out again.
+"""Replace a module of a LightningModule, or its ``forward``, by a partitioned model, and restore it.
 
 lightning_module.net  = pm of net                               self.net(x), self.parameters(), self.state_dict() are those of pm
 lightning_module      + parameters and modules of its pm        self(x) calls pm, whose trace is that of self.forward
@@ -22,7 +22,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Replacement:
-    """A partitioned model in the place of what a step calls.
+    """A partitioned model that replaces a module called by a step.
 
     Args:
         root: the LightningModule.

@@ -157,7 +157,7 @@ class TrainerPartition(Processes):
                 part.teardown()
 
     def _partition(self, trainer: Any, function: str) -> None:
-        """Put a partitioned model in the place of each module that a step calls; those of an earlier run are used again."""
+        """Replace each module that a step calls by a partitioned model; those of an earlier run are used again."""
         self._has_failed = False
         root = self.lightning_module
         calls = self._calls(trainer, function)
@@ -298,7 +298,7 @@ class TrainerPartition(Processes):
         return [callback for callback in self.lightning_module.trainer.callbacks if isinstance(callback, kind)]
 
     def _average_parts(self, trainer: Any) -> None:
-        """Let callbacks that average weights, which have copied the whole LightningModule, keep averages that lie as the parameters do."""
+        """Let callbacks that average weights, and have copied the LightningModule, keep averages sharded as the parameters."""
         stochastic = self._callbacks("StochasticWeightAveraging")
         for model in self.partitioned_models if stochastic else ():
             refuse_reset_statistics(model)

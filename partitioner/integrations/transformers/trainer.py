@@ -178,7 +178,7 @@ class Trainer(transformers.Trainer):
 
 
 class _OneReplica:
-    """accelerate's state of processes that are one model: the number of processes is 1, all else is as it is.
+    """accelerate's state of processes that are one model: the number of processes is 1, all else is unchanged.
 
     Args:
         state: accelerate's ``PartialState``.

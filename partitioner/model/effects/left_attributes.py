@@ -127,7 +127,7 @@ class LeftAttributes:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a list or dict, and of those in it; any other value as it is."""
+    """Return a copy of a list or dict, and of those in it; any other value unchanged."""
     if type(value) is list:
         return [_copied(item) for item in value]
     return {key: _copied(item) for key, item in value.items()} if type(value) is dict else value

@@ -8,7 +8,7 @@
          (batch, heads, length, width), resident
 
 The model's own forward runs, with a cache whose tensors are inputs of the trace. The model makes its own mask from ``attention_mask`` and
-``cache_position``, so a sliding window or a bias by distance is the model's. Entries behind the last token of a chunk are not seen, and are
+``cache_position``, so a sliding window or a bias by distance is the model's. Entries after the last token of a chunk are not seen, and are
 overwritten before they are: a chunk may be longer than the tokens in it.
 """
 
@@ -92,14 +92,14 @@ def language_model(model: nn.Module) -> nn.Module:
     """Return the model of transformers that generates: the model itself, or the one whose layers a wrapper of peft has adapted.
 
     Raises:
-        ConfigError: the wrapper computes with prompts of its own in front of the tokens.
+        ConfigError: the wrapper computes with prompts of its own before the tokens.
     """
     if not _is_peft(model):
         return model
     wrapper: Any = model
     if wrapper.active_peft_config.is_prompt_learning:
         raise ConfigError(
-            f"generate() does not take the prompts that {wrapper.active_peft_config.peft_type.value} of peft puts in front of the tokens",
+            f"generate() does not take the prompts that {wrapper.active_peft_config.peft_type.value} of peft puts before the tokens",
             remedy="model.generate(), after model.load_state_dict(pm.full_state_dict()), decodes on one device",
         )
     adapted: nn.Module = wrapper.get_base_model()

@@ -57,7 +57,7 @@ class Decoding:
     Attributes:
         length: positions of the cache.
         caches: rank of this process -> placeholder -> its part of keys or values.
-        used: positions that hold a token, or padding in front of one.
+        used: positions that hold a token, or padding before one.
     """
 
     length: int

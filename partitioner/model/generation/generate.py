@@ -154,7 +154,7 @@ def most_in_flight(session: Session) -> int:
     """Return how many requests keep the ranks of a pipeline busy: one each.
 
     It is one request where ranks have several stages, of which they do not leave the first for another request, and where they gather
-    rows behind the last.
+    rows after the last.
     """
     first_ranks = [ranks[0] for ranks in session.plan.stage_ranks]
     return 1 if len(set(first_ranks)) < len(first_ranks) or session.lowerings.rows.count > 1 else len(first_ranks)

@@ -1,4 +1,4 @@
-"""Answer several requests at once: while the ranks behind compute a token of one, this rank computes one of the next.
+"""Answer several requests at once: while later ranks compute a token of one, this rank computes one of the next.
 
     rank 0   a0 b0 a1 b1 a2 b2          a, b: requests; 0, 1, 2: tokens
     rank 1      a0 b0 a1 b1 a2 b2

@@ -26,7 +26,7 @@ from passes.ir.graph import Autocast
 __all__ = ["check_static_cache"]
 
 _PROMPT = 3
-"""Tokens in front of the one that is decoded: keys in front of the first would be those of padding."""
+"""Tokens before the one that is decoded: keys before the first would be those of padding."""
 
 
 def check_static_cache(model: nn.Module, length: int, autocast: Autocast | None) -> None:
@@ -80,7 +80,7 @@ def _with_fixed_length(model: nn.Module, ids: Tensor, length: int) -> Tensor:
 
 @functools.cache
 def _padded_cache_type() -> Any:
-    """Return a cache class that keeps the tokens so far, and gives them to a layer with zeros behind them."""
+    """Return a cache class that keeps the tokens so far, and gives them to a layer, followed by zeros."""
     base: Any = given_cache_type()
 
     class PaddedCache(base):  # type: ignore[misc]

@@ -326,7 +326,7 @@ class Losses:
                 targets_per_row = "".join(f" {of_mean[0] / sizes[0]}" for of_mean in counts) if is_local else ""
                 return _Combination("counted", counts=counts[0], counter=first, targets_per_row=targets_per_row)
             is_empty = proof.is_sole
-            reason = "a part of the batch has no weight" if is_empty else "it adds means over unlike numbers of targets"
+            reason = "a part of the batch has no weight" if is_empty else "it adds means over different numbers of targets"
         elif proof.kind is not None and not (proof.is_fitted and self._contradiction(step, prepared, proof, sizes)):
             return _Combination("mean" if proof.kind == "counted" else proof.kind)
         else:
@@ -363,7 +363,7 @@ class Losses:
         total = divisor(self._total_count(prepared.lowering, combination.counts))
         if total:
             weights = tuple(divisor(count) / total for count in combination.counts)
-        else:  # no target counts: the loss is NaN with any weights, as it is unpartitioned
+        else:  # no target counts: the loss is NaN with any weights, as without partitions
             weights = tuple(size / batch for size in _passed_microbatches(rows, batch, n_microbatches))
         starts = {rank: 0 if _has_local_rows(rows) else rows.part_index(rank) * n_microbatches for rank in self._runtime.local_ranks}
         return {rank: weights[start : start + n_microbatches] for rank, start in starts.items()}

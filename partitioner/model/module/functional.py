@@ -93,7 +93,7 @@ class FunctionalModel:
                 self._state.refresh()
 
     def _as_read(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor as it lies in memory for programs: those of a call, a slice of a vector say, as parameters do."""
+        """Return a tensor in the memory order of programs: tensors of a call, such as a slice of a vector, get that of parameters."""
         return tensor if self._keeps or name in self._written else tensor.contiguous()
 
     def run_tracked(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:

@@ -55,7 +55,7 @@ def refuse_changed_buffers(session: Session) -> None:
                 if not torch.equal(copy_of(values, block, tensor.device), tensor):
                     raise ConfigError(
                         f"the buffer {name} has other values than when the model was traced, and these decided what programs compute",
-                        remedy="load the values into the model and partition it again; or choose by torch.where in the place of a decision",
+                        remedy="load the values into the model and partition it again; or choose by torch.where instead of a decision",
                     )
 
 

@@ -72,7 +72,7 @@ def _refuse_replicas() -> NoReturn:
 def refuse_call_in_ddp(session: Session) -> None:
     """Raise ConfigError for a call in the forward of a DistributedDataParallel that has tensors of the partitioned model.
 
-    Tensors that it was told to ignore are not among them.
+    Ignored tensors are not among them.
     """
     from passes.ir.torch_private import running_ddp  # noqa: PLC0415  importing partitioner imports little
 

@@ -69,7 +69,7 @@ class Source:
 
 
 class ModuleInPlan(nn.Module):
-    """A module whose tensors lie where a plan says, and that was traced: its structure and options are fixed."""
+    """A traced module whose tensors are placed by a plan: its structure and options are fixed."""
 
     def stand_for(self, source: Source) -> None:
         """Set the module of the model that this one stands for; its own attributes are set before."""
@@ -354,7 +354,7 @@ for _method in HOOKS:
 
 
 class _Shards(dict[str, Any]):
-    """The parameters of a module; a parameter that lies in several parts on devices of one process comes once for each part.
+    """The parameters of a module; a parameter with several parts on devices of one process comes once for each part.
 
     Args:
         parameters: key -> its first part, or None.
@@ -433,7 +433,7 @@ def build_structure(
 
 
 def _fill(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, structure: Structure, left: LeftAttributes) -> None:
-    """Build the modules of the model as it is now, and register their tensors."""
+    """Build the modules of the model in its present state, and register their tensors."""
     built: dict[nn.Module, ModuleInPlan] = {model: root}
     parameters = _by_name(state.named_parameters())
     buffers = dict(state.named_buffers())

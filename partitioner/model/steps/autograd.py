@@ -104,7 +104,7 @@ class Versions:
 
     Attributes:
         named: (placeholder, name for the user, tensor, version) of each input, parameter and buffer.
-        saved: (tensor, version) of each saved tensor; some lie in the memory of an input or a result.
+        saved: (tensor, version) of each saved tensor; some share memory with an input or a result.
     """
 
     named: tuple[tuple[str, str, Tensor, int | None], ...]
@@ -215,7 +215,7 @@ def tracked_forward(
         """Run the backward, with zeros for outputs without a gradient; return the gradients of this process's inputs."""
         rows, graph = lowering.rows, lowering.graph
         present = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
-        if not present:  # a function behind the call returned None
+        if not present:  # a function after the call returned None
             return (None,) * len(names)
         filled = _filled(present, {name: metas[name] for name in differentiated})
         extra = {

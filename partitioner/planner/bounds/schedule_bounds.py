@@ -41,7 +41,7 @@ _ALIKE = 1e-9
 """Relative differences up to which sums of units are the same."""
 
 _MOST_SUMS = 600
-"""Distinct sums of runs up to which those of several runs are told apart."""
+"""Distinct sums of runs up to which those of several runs are distinguished."""
 
 
 def shared_load(seconds: Floats, kinds: Sequence[int]) -> float:
@@ -86,7 +86,7 @@ def least_load(seconds: Floats, n_parts: int, n_runs: int) -> float:
     from_first = np.unique(np.cumsum(rounded[common]))  # sums of some of the runs
     if np.count_nonzero(from_first <= most) > _MOST_SUMS:
         return evenly
-    sums = _sums_of_runs(rounded[common], most)  # whatever other units lie between
+    sums = _sums_of_runs(rounded[common], most)  # whatever other units are between
     if len(sums) > _MOST_SUMS:
         return evenly
     but_one = np.zeros(1)  # sums of all runs of a part but one

@@ -5,7 +5,7 @@ the one before it:
 
     before     forwards of the first microbatch through all stages before the rank's first stage, or before its second one
     on it      the rank's actions from there on: all, or all up to the last backward of its second stage, or of its first stage
-    behind     backwards of the last microbatch through the stages before that one, down to stage 0, and the last actions of rank 0
+    after      backwards of the last microbatch through the stages before that one, down to stage 0, and the last actions of rank 0
 
     two ranks, two microbatches, ZBV; one of the paths through rank 1, in capitals
 
@@ -47,10 +47,10 @@ _MIXTURES = np.array(
 """(T, 2, 3) weights of the kinds of paths in T means; all are tried, as the best depends on the number of microbatches for each rank."""
 
 _N_WITHOUT_BEHIND = 3
-"""The first mixtures, which have no backwards behind a rank."""
+"""The first mixtures, which have no backwards of later ranks."""
 
 _MOST_RANKS = 32
-"""The most ranks for which the actions behind a rank are read from the schedule."""
+"""The most ranks for which the actions of later ranks are read from the schedule."""
 
 _ROUNDS = 12
 """Number of adjustments of the weights of ranks."""
@@ -132,8 +132,8 @@ class _Paths:
         starts, ends = mixtures.sum(axis=2), mixtures.sum(axis=1)
         on_rank = self._on_rank * weights[:, None, :, None]
         counts = np.concatenate([on_rank[..., 0], on_rank[..., ::-1, 1]], axis=2)
-        down = 1 - np.cumsum(weights, axis=1)  # for each stage of the way down, the weights of the ranks whose first stage is behind it
-        up = (np.cumsum(weights, axis=1) - weights)[:, ::-1]  # for each stage of the way up, those whose second stage is behind it
+        down = 1 - np.cumsum(weights, axis=1)  # for each stage of the way down, the weights of the ranks whose first stage is after it
+        up = (np.cumsum(weights, axis=1) - weights)[:, ::-1]  # for each stage of the way up, those whose second stage is after it
         before_first, before_second = np.concatenate([down, 0 * up], axis=1), np.concatenate([0 * down + 1, up], axis=1)
         behind = ends[:, 1] * before_second + ends[:, 2] * before_first
         counts[:, 0] += starts[:, 0] * before_first + starts[:, 1] * before_second

@@ -80,7 +80,7 @@ def _marked_boundaries(graph: ModelGraph, points: CutPoints) -> frozenset[int]:
         if len(numbers) > 1:
             raise ConfigError(
                 f"pipe_split() stands where something crosses that cannot be sent: {', '.join(unit)} stay together",
-                remedy="call it in front of them, or behind",
+                remedy="call it before them, or after",
             )
         if max(numbers, default=passed) > passed and index > 0:
             found.append(index)

@@ -161,7 +161,7 @@ class GradientSum:
         parameter: its placeholder.
         size: bytes.
         dimension: the mesh dimension that it is summed over.
-        held: bytes of the gradient as it is stored.
+        held: bytes of the stored gradient.
     """
 
     parameter: str

@@ -4,7 +4,7 @@
                                             `-- a list crosses: one unit --'
 
 A boundary between two nodes is a cut point unless something crosses it that cannot be sent: a list of tensors, an integer, a tensor whose
-size is no function of the batch, memory that is written later, or a written buffer that both sides use. What nobody reads, a number that is
+size is no function of the batch, memory that is written later, or a written buffer that both sides use. An unread value, a number that is
 drawn and forgotten, is no unit of its own: in another mode of the model a stage of it would be empty. Replicable nodes
 (``passes.analysis.replicable``) belong to no unit: every stage computes those that it needs.
 
@@ -59,14 +59,14 @@ class CrossingValue:
 
 @dataclass(frozen=True)
 class CutPoints:
-    """The units of a graph, in order; a cut is in front of a unit.
+    """The units of a graph, in order; a cut is before a unit.
 
     Attributes:
         units: the nodes of each.
-        starts: for each unit, the node by which a plan names a cut in front of it: its first node, of those that it may begin with.
+        starts: for each unit, the node by which a plan names a cut before it: its first node, of those that it may begin with.
         values: the tensors that cross between them.
         replicated: replicable node -> the units that need it.
-        depth: for each unit, the number of modules that a cut in front of it goes through.
+        depth: for each unit, the number of modules that a cut before it goes through.
     """
 
     units: tuple[tuple[str, ...], ...]
@@ -110,7 +110,7 @@ def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> Cut
 
 
 def _units(nodes: Sequence[fx.Node], may_begin: Sequence[bool]) -> list[list[str]]:
-    """Return the nodes of each unit. Those in front of the first node that a unit may begin with belong to the first unit."""
+    """Return the nodes of each unit. Those before the first node that a unit may begin with belong to the first unit."""
     first = next((index for index, may in enumerate(may_begin) if may), 0)
     units: list[list[str]] = []
     for index, node in enumerate(nodes):
@@ -144,7 +144,7 @@ def _untransferable(graph: ModelGraph, nodes: Iterable[fx.Node], position: Mappi
 
 
 def _unread(graph: ModelGraph, nodes: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
-    """Yield the positions of each node that nobody reads, and of the node behind it; of the last node, of the one in front."""
+    """Yield the positions of each unread node and of the next node; for the last node, of the previous one."""
     returned = set(graph.returned)
     for index, node in enumerate(nodes):
         if not (node.users or node.name in returned or mutated_arguments(node)) and len(nodes) > 1:

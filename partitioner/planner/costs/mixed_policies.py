@@ -1,4 +1,4 @@
-"""Costs of units that are recomputed by unlike policies, from the tables of each policy.
+"""Costs of units that are recomputed by different policies, from the tables of each policy.
 
 policy     none   none   full   full          of each unit, the row of its policy's table
 time       none   none   full   full

@@ -166,7 +166,7 @@ class PartSizes:
         return self.part(self._shapes[node][0], self._axes.of(node.name), whole)
 
     def axis(self, axis: int, counts: tuple[int, ...]) -> Size:
-        """Return the local size of an axis, sharded by each count in turn: size 10, counts (2, 2) -> 3."""
+        """Return the local size of an axis, sharded by each count in sequence: size 10, counts (2, 2) -> 3."""
         key = (axis, counts)
         if key not in self._known:
             size = self._in_own_rows(self._axes.sizes[axis])

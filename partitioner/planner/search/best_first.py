@@ -57,7 +57,7 @@ _MOST_CUTS, _FEW_CUTS = 1_000, 8
 """Limits of simulated cuts per candidate: of few possible cuts, and of many."""
 
 _NEAR = 1.1
-"""Of many cuts, others than the most balanced are simulated only if that is at most this much slower than the best plan: they seldom gain
+"""Of many cuts, cuts besides the most balanced are simulated only if that is at most this much slower than the best plan: they seldom gain
 10 %."""
 
 _MOST_CUT_ACTIONS = 100_000
@@ -147,7 +147,7 @@ class PlanSearch:
         open_mesh: opens a closed mesh: returns it with its sharding and candidates, or None if an equal one is known. It must not refer to
             the search, so that the solutions are freed with the search.
         breadth: the share of the limits of units and runs that this search has.
-        deadline: ends the search, in the place of limits of work; None: these do.
+        deadline: ends the search, instead of limits of work; None: these do.
 
     Attributes:
         best: the fastest solution.

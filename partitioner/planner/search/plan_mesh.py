@@ -165,7 +165,7 @@ def _seconds_without(
 ) -> float:
     """Return the seconds of a step on the mesh without its tensor dimension; inf if it has none, or there is no such plan.
 
-    Contenders may only be taken if they beat it: a user who asks for tensor parallelism that gains nothing gets the usual axes.
+    Contenders may only be taken if they beat it: a request of tensor parallelism that gains nothing gets the usual axes.
     """
     if TENSOR not in mesh.names:
         return math.inf

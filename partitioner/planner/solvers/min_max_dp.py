@@ -12,7 +12,7 @@ are sent; among those, cuts run through the fewest modules; among those, the fir
 
 Method: dynamic programming over (stage, unit) from the last stage back, ``F(s, i) = min over j of max(cost(i, j, s), F(s+1, j))``, all
 stages of one unit at once. A run's compute time grows with its length, so under a bound on the slowest stage only short runs matter; the
-bound is guessed low and raised until a solution lies under it, which is then optimal. A second pass under the optimum minimises what is
+bound is guessed low and raised until a solution is below it, which is then optimal. A second pass under the optimum minimises what is
 sent. The tables treat the limit of a rank as that of each of its stages alone. That is exact with one stage on each rank; otherwise
 ``shared_rank_memory`` searches if their sums do not fit.
 """

@@ -323,7 +323,7 @@ class RunCosts:
         return self._of_stages(runs.fixed, stages)
 
     def _of_stages(self, table: Floats, stages: slice) -> Floats:
-        """Return (stages, ...) the row of each stage's kind, given one for each kind; a table of one row as it is."""
+        """Return (stages, ...) the row of each stage's kind, given one for each kind; a table of one row unchanged."""
         return table[self._kind[stages]] if len(table) > 1 else table
 
     def dynamic_memory(self, runs: Runs, stages: slice) -> DynamicMemory:

@@ -406,7 +406,7 @@ class StageProblem:
         later: (S,) the same after its first parameter gradients exist; 0: it computes nothing after that.
         awaiting: (S,) the same while messages arrive.
         limit: (R,) bytes of each rank; the stages of a rank share them.
-        forced: boundaries that must be cuts: b is the boundary in front of unit b.
+        forced: boundaries that must be cuts: b is the boundary before unit b.
         allowed: (N, S) whether a unit may be in a stage; None: all may.
         replicas: (S,) how many replicas each stage has; empty: one.
     """

@@ -56,7 +56,7 @@ def affordable_blocks(costs: RunCosts, bound: float) -> Iterator[tuple[Runs, sli
 
 
 def _fill(table: Floats, runs: Runs, stages: slice, values: Floats) -> None:
-    """Set a block's entries of a min-max table: the least over its runs of ``max(value of the run, entry behind the run)``."""
+    """Set a block's entries of a min-max table: the least over its runs of ``max(value of the run, entry after the run)``."""
     for stage in reversed(range(stages.start, stages.stop)):
         table[stage, runs.starts] = np.maximum(values[stage - stages.start], table[stage + 1][runs.behind]).min(axis=1)
 
@@ -80,7 +80,7 @@ def best_bottleneck(costs: RunCosts, at_least: float = 0.0) -> float:
 def could_fit(costs: RunCosts) -> bool:
     """Return False if no cuts fit the limits of all stages; True if some do, or only the tables can tell.
 
-    Without received values, a part of a run needs no more memory than the run. So it suffices to give each stage in turn as many units as
+    Without received values, a part of a run needs no more memory than the run. So it suffices to give each stage in order as many units as
     fit: if that does not reach the last unit, no cuts do. Problems with ``allowed`` are left to the tables.
     """
     problem, end = costs.problem, 0

@@ -142,7 +142,7 @@ def _with_numbers(tensor: TensorSpec, values: Mapping[Any, int]) -> TensorSpec:
 
 @functools.lru_cache(maxsize=65536)
 def _number(size: Size, values: tuple[tuple[Any, int], ...]) -> int:
-    """Return a size for numbers in the place of symbols: programs have many collectives of few shapes."""
+    """Return a size with numbers for symbols: programs have many collectives of few shapes."""
     return int(sympy.sympify(expected_size(size)).subs(dict(values)))
 
 

@@ -28,7 +28,7 @@ class Purpose:
     """The purpose of a collective; reports give one line to all collectives of one purpose.
 
     Attributes:
-        subject: in front of the names: ``"gradient of "``.
+        subject: before the names: ``"gradient of "``.
         names: parameters, modules or values.
         operation: the operation on several tensors of different shapes: ``"summed"``; empty if their one shape is reported instead.
         why: the reason, in words.

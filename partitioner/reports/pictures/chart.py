@@ -156,7 +156,7 @@ def _ticks(axis: Axis, scale: _Scale) -> list[float]:
 
 
 def _logarithmic_ticks(scale: _Scale, *, binary: bool) -> list[float]:
-    """Return at most ``2 * _TICKS`` powers of two, or numbers like 1, 10, 100 or 1, 3, 10, 30; the ends if too few lie in the scale."""
+    """Return at most ``2 * _TICKS`` powers of two, or numbers like 1, 10, 100 or 1, 3, 10, 30; the ends if too few are in the scale."""
     if binary:
         powers = [2.0**power for power in range(math.ceil(math.log2(scale.low)), math.floor(math.log2(scale.high)) + 1)]
         return _thin_out(powers) if len(powers) > 1 else [scale.low, scale.high]

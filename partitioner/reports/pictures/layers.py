@@ -45,7 +45,7 @@ class Layers:
 
 
 def arrange(lanes: Sequence[int], edges: Sequence[Edge], last: Sequence[int] = ()) -> Layers:
-    """Lay out a graph without cycles.
+    """Place the nodes of a graph without cycles.
 
     Args:
         lanes: the lane of each node, from 0.
@@ -98,7 +98,7 @@ def _rows(count: int, edges: Sequence[Edge]) -> list[int]:
 
 
 def _places(nodes_in: dict[tuple[int, int], list[int]], links: Sequence[Edge], count: int) -> list[int]:
-    """Order the nodes of each (lane, row) by the mean place of their neighbours above, then below, in turn; return each node's place."""
+    """Order the nodes of each (lane, row) by the mean place of their neighbours above, then below; return each node's place."""
     above: defaultdict[int, list[int]] = defaultdict(list)
     below: defaultdict[int, list[int]] = defaultdict(list)
     for source, target in links:

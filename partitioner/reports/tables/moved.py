@@ -29,7 +29,7 @@ def moved_text(before: str, after: str, plan: Plan, moves: Moves) -> str:
     lines += [f"  {line}" for line in align(_rows_by_rank(plan, moves), ">>>>>" if lost else ">>>>")]
     if moves.moves:
         lines += ["", *(f"  {line}" for line in align(_rows_by_tensor(moves), "<>>>"))]
-    lines += ["  bytes of parameters and buffers, and of what the optimizer keeps for them; a checkpoint serves both plans as it is"]
+    lines += ["  bytes of parameters and buffers, and of what the optimizer keeps for them; a checkpoint serves both plans unchanged"]
     return "\n".join(lines)
 
 

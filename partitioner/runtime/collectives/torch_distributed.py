@@ -225,7 +225,7 @@ def _incoming_counts(exchanges: Sequence[Exchange]) -> list[int]:
 
 
 def _assemble(flat: Tensor, exchanges: Sequence[Exchange]) -> list[Tensor]:
-    """Return the results of a received message; a single one whose pieces lie in order is a view of it."""
+    """Return the results of a received message; a single one whose pieces are in order is a view of it."""
     first = exchanges[0]
     if len(exchanges) == 1 and first.assemble is None and first.concat_dim is not None and is_leading(first.shapes[0], first.concat_dim):
         whole = list(first.shapes[0])

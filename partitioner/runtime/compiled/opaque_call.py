@@ -1,6 +1,6 @@
 """The call of a partitioned model inside ``torch.compile``: one operator, which no compiler looks into.
 
-    torch.compile(pm)      graph of Dynamo               graphs of a compiler behind it
+    torch.compile(pm)      graph of Dynamo               graphs of a later compiler
       pm(x)                opaque_call(number, x)        forward    out, token = partitioner::forward(x, number)
                                                          backward   x.grad = partitioner::backward(token, out.grad)
 
@@ -35,7 +35,7 @@ class _Form:
 
     Attributes:
         tree: the structure of ``(args, kwargs)``.
-        leaves: in pytree order; None in the place of a tensor.
+        leaves: in pytree order; None for a tensor.
         places: indices of the tensors among the leaves.
     """
 

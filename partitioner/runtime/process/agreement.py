@@ -161,7 +161,7 @@ class Agreement:
         return line.value if line.question == self._question else None
 
     def _other_call(self, rank: int, line: _Line, what: str, value: str | None) -> str:
-        """Return how a rank's call differs, which this one has not begun: all ranks come to a question before the call behind it."""
+        """Return how a rank's call differs, which this one has not begun: all ranks come to a question before the call after it."""
         asks = f"asks for the {what}" if value is None else f"has {what} {value}"
         return f"call {line.call} is not the same on all ranks: {rank_list([rank])} runs {line.what}, rank {self._rank} {asks}"
 

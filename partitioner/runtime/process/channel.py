@@ -80,7 +80,7 @@ def connect(address: str, port: int, hello: Mapping[str, Any], silence: float) -
     channel.send(hello)
     if not _is_welcome(connected, hello["token"]):
         channel.close()
-        raise ConnectionAbortedError(f"{address}:{port} is somebody else")
+        raise ConnectionAbortedError(f"{address}:{port} belongs to another job")
     connected.settimeout(None)
     return channel
 

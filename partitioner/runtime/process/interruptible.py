@@ -137,7 +137,7 @@ class ThreadStore:
         self._requests = threading.Lock()
 
     def end(self) -> None:
-        """Wait for the present request, and let the thread wait in front of the next one for ever; at the exit of the process."""
+        """Wait for the present request, and let the thread wait before the next one for ever; at the exit of the process."""
         self._requests.acquire(timeout=_GRACE)
 
     def set(self, key: str, value: str) -> None:

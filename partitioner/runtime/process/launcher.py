@@ -121,7 +121,7 @@ def numbers_of_torchrun() -> tuple[int, int] | None:
 def local_rank(rank: int, size: int) -> int | None:
     """Return the number of a process among those on its machine; None if nothing says.
 
-    ``LOCAL_RANK`` says it whoever has set it; variables of other launchers say it where these number the processes as ``rank`` and ``size``
+    ``LOCAL_RANK`` says it for every launcher; variables of other launchers say it where these number the processes as ``rank`` and ``size``
     do: processes that a script of one SLURM task spawns all have that task's.
     """
     named = _number(_TORCHRUN.local_rank)
@@ -130,7 +130,7 @@ def local_rank(rank: int, size: int) -> int | None:
 
 
 def local_size(size: int) -> int | None:
-    """Return how many of ``size`` processes are on this machine; None if nothing says. Where machines have unlike numbers, the largest."""
+    """Return how many of ``size`` processes are on this machine; None if nothing says. The largest number if machines differ."""
     named = _number(_TORCHRUN.local_size)
     if named:
         return named

@@ -87,7 +87,7 @@ def arrivals_shown(programs: Sequence[Program], rank: int) -> dict[int, dict[int
 
 
 def awaited_result(program: Program) -> tuple[int, int] | None:
-    """Return source and tag of the message of results for which a rank waits last, with nothing to communicate behind the wait.
+    """Return source and tag of the message of results for which a rank waits last, with nothing to communicate after the wait.
 
     There the rank can leave its program for another run: whatever that communicates starts later than all of this run. None: there is no
     such wait, because the rank computes the results, or because it still sends or gathers some of what it waits for.

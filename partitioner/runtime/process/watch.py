@@ -360,7 +360,7 @@ class Watch:
                 elif now > since.setdefault(rank, now) + _CONNECTING:
                     self._note_lost(rank, _DEATH)
             except RuntimeError:
-                return  # the store is gone: whoever needs it says so
+                return  # the store is gone: the next use of it reports that
         if not unknown:
             self._settled.set()
 
@@ -369,7 +369,7 @@ class Watch:
         try:
             channel = self._connect()
         except RuntimeError:
-            channel = None  # the store is gone: whoever needs it says so
+            channel = None  # the store is gone: the next use of it reports that
         self._settled.set()
         if channel is None:
             return

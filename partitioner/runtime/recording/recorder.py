@@ -10,7 +10,7 @@
     ...                                         the call that blocks, or takes what has come
     recorder.arrived("receive_h_mb2")           the action goes on
 
-``pm.record()`` keeps the times of the host. On a CPU that is when things are computed; a GPU computes behind its host. A profiler of torch
+``pm.record()`` keeps the times of the host. On a CPU that is when things are computed; a GPU computes later. A profiler of torch
 that is active gets the same as ranges; without both, programs are run that call no recorder.
 """
 
@@ -200,7 +200,7 @@ class ProfilerRecorder:
 
 
 class _Several:
-    """Calls several recorders in turn."""
+    """Calls several recorders in sequence."""
 
     def __init__(self, recorders: Sequence[ProgramRecorder]) -> None:
         self._recorders = recorders

@@ -260,7 +260,7 @@ _BEFORE_NORM = frozenset(
 )
 """Ops that may come between a gradient and its norm. Copies are not among them: optimizers use them for their state."""
 _MOVES = frozenset(_functions("to", "cpu", "cuda", "detach"))
-"""Ops that leave the value of a norm as it is."""
+"""Ops that leave the value of a norm unchanged."""
 _NUMBERS = frozenset(_functions("item", "tolist", "numpy", "__float__", "__array__"))
 """What makes Python numbers of a tensor; ``torch.tensor([norm, norm])`` calls ``__float__``."""
 _ADDITIONS = frozenset(_functions("add", "__add__", "__radd__", "add_", "__iadd__"))

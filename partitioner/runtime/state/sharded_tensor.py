@@ -43,7 +43,7 @@ def block_chunks(block: Block) -> Iterator[tuple[tuple[int, ...], tuple[slice, .
 
 
 def _runs(axes: Sequence[tuple[int, tuple[int, int]]]) -> list[Run]:
-    """Return the runs of a dimension that consists of axes ``(size, interval in the block)``; whole last axes lie within one run."""
+    """Return the runs of a dimension that consists of axes ``(size, interval in the block)``; whole last axes are within one run."""
     cut = max((index for index, (size, interval) in enumerate(axes) if interval != (0, size)), default=-1)
     if cut < 0:
         return [(0, 0, math.prod(size for size, _ in axes))]

@@ -1,6 +1,6 @@
 """The parameters of this process, and the tensors that the programs of its ranks read.
 
-Ranks of one process whose parameters lie on one device share one whole ``nn.Parameter``; each rank's program reads its part of it:
+Ranks of one process whose parameters are on one device share one whole ``nn.Parameter``; each rank's program reads its part of it:
 
     weight            nn.Parameter, 64 x 32                    optimizers, clipping and parameter groups see this one
       rank 0 reads    rows 0 to 31        a view               or, if the block is not contiguous, a copy that is refreshed from the

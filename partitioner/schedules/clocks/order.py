@@ -20,7 +20,7 @@ class Order:
         n_microbatches: of a step.
         stage_ranks: for each stage, the ranks that run it.
         splits: whether backwards are done in two halves.
-        fills: whether all forwards come in front of all backwards.
+        fills: whether all forwards come before all backwards.
         ahead: for each stage, the most forwards that a rank begins before the backward (the input half, if split) of the first of them has
             ended.
         in_flight: for each stage, the most microbatches whose activations a rank holds at once. Equals ``ahead`` if backwards are whole.

@@ -172,7 +172,7 @@ def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:
                     backwards[action.stage * n + action.microbatch] = row
                 done[rank], last[rank], progress = done[rank] + 1, row, True
     if len(rows) < sum(map(len, schedule.actions)):
-        raise VerificationError(f"schedule {schedule.name} cannot run: ranks wait for each other", remedy="see schedules.clock for who")
+        raise VerificationError(f"schedule {schedule.name} cannot run: ranks wait for each other", remedy="see schedules.clock")
     return rows
 
 

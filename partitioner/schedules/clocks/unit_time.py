@@ -58,7 +58,7 @@ def draw(schedule: Schedule, durations: Durations = _UNIT) -> str:
         if durations.of(kind) < 1 or durations.of(kind) % 1:
             raise ConfigError(f"a {kind.value} of {durations.of(kind)} units cannot be drawn", remedy="give whole durations of 1 or more")
     timing = simulate(schedule, durations)
-    cell = max(len(str(action)) for action in schedule) + 1  # characters for a unit of time, with the bar behind it
+    cell = max(len(str(action)) for action in schedule) + 1  # characters for a unit of time, with the bar after it
     lines = []
     for rank, (actions, starts) in enumerate(zip(schedule.actions, timing.start, strict=True)):
         line = "|"

@@ -52,7 +52,7 @@ class CustomFunctionError(Exception):
 
 @contextlib.contextmanager
 def keep_custom_functions() -> Iterator[None]:
-    """Let this thread call an operator in the place of each custom autograd function that it applies to values that carry gradients.
+    """Let this thread call an operator instead of each custom autograd function that it applies to values that carry gradients.
 
     The patch is in a base class, because ``Function.apply`` looks up ``super().apply`` at each call: bound copies of it are noticed too.
     """

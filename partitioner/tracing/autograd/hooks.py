@@ -157,7 +157,7 @@ def _ignore_or_refuse(hooks: saved_tensors_hooks) -> None:
     """Do nothing for hooks of torch, which return what they were given.
 
     Raises:
-        AutogradUseError: they are somebody else's, and may return something else.
+        AutogradUseError: they belong to other code, and may return something else.
     """
     if not _module(hooks).startswith("torch."):
         raise AutogradUseError(

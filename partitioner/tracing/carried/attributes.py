@@ -51,7 +51,7 @@ def _by_path(model: nn.Module, attributes: Mapping[nn.Module, Mapping[str, objec
     names = {module: path for path, module in model.named_modules()}
     found: dict[str, object] = {}
     for module, values in attributes.items():
-        for name, value in values.items() if module in names else ():  # forward may put modules in the place of others
+        for name, value in values.items() if module in names else ():  # forward may replace modules
             if name not in _OF_EVERY_MODULE:
                 _add(_path(names[module], name), value, found, frozenset())
     return found
@@ -62,7 +62,7 @@ def _path(module: str, name: str) -> str:
 
 
 def _add(path: str, value: Any, found: dict[str, object], around: frozenset[int]) -> None:
-    """Add what an attribute, or an item of one, holds; ``around``: ids of the containers that it lies in."""
+    """Add what an attribute, or an item of one, holds; ``around``: ids of the containers around it."""
     if isinstance(value, _PLAIN):
         found[path] = value
     elif type(value) in _CONTAINERS and id(value) not in around:
@@ -80,7 +80,7 @@ class Left:
 
     Attributes:
         attributes: module -> its attributes, containers copied.
-        modules: module -> its children, which forward may have put in the place of others.
+        modules: module -> its children, which forward may have replaced.
         hooks: module -> its tables of hooks around forward, which forward may have registered.
         asked: paths of the watched values that it asked for.
         edits: what it left since the call began.
@@ -102,7 +102,7 @@ def record_left(model: nn.Module, asking: set[str] | None = None) -> Iterator[Le
     A call that leaves tensors, or sizes, returns a pair of its result and the list of these.
 
     Args:
-        asking: gets the paths of watched values while they are asked for, whoever asks.
+        asking: gets the paths of watched values while they are read.
     """
     left, asking = Left(), set() if asking is None else asking
     before: Contents = {}
@@ -216,7 +216,7 @@ def _made_again(edits: Sequence[Edit], first: Sequence[Edit], second: Sequence[E
 
 
 def _calls_again(model: nn.Module, before: Attributes, calls: Callable[[], Hashable | None]) -> bool:
-    """Return whether a second call computes as the first, and leaves what that left, so that all calls behind it do, too.
+    """Return whether a second call computes as the first, and leaves what that left, so that all calls after it do, too.
 
     False does not say that they differ: only numbers and texts in attributes are compared so, which a trace costs more to tell.
     """
@@ -228,7 +228,7 @@ def _calls_again(model: nn.Module, before: Attributes, calls: Callable[[], Hasha
 
 
 def _changed(before: Attributes, after: Attributes) -> list[str]:
-    """Return the paths whose values a call has changed; a tensor in the place of a tensor is none."""
+    """Return the paths whose values a call has changed; replacing a tensor by a tensor is none."""
 
     def differs(old: object, new: object) -> bool:
         if isinstance(old, Tensor) or isinstance(new, Tensor):

@@ -1,4 +1,4 @@
-"""Refuse a forward whose computation follows from what is neither a tensor nor an argument, and keep what must stay as it is.
+"""Refuse a forward whose computation follows from what is neither a tensor nor an argument, and keep what must stay unchanged.
 
     random.random() < 0.1     draws are set to the least and the largest, and others: another computation? then it is refused by name
     time.time()               the model runs again, later
@@ -37,7 +37,7 @@ class Run:
 
     Attributes:
         model: is as it was after each run.
-        calls: returns all calls of one run on the meta device; None: they cannot be told.
+        calls: returns all calls of one run on the meta device; None: they cannot be compared.
         export: traces it with fixed sizes.
     """
 

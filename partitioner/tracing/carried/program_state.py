@@ -76,7 +76,7 @@ class Reading:
             return True
 
     def changed(self) -> dict[str, Any]:
-        """Return the names whose values are others now -> their values, ``Ellipsis`` for one that was deleted."""
+        """Return the names whose values have changed -> their values, ``Ellipsis`` for one that was deleted."""
         found = {name: (self._holder[name] if name in self._holder else ...) for name in self.values}  # noqa: SIM401  not every holder has get()
         return {name: value for name, value in found.items() if value != self.values[name]}
 

@@ -7,7 +7,7 @@
                     again, with one size
 
 A candidate is a tensor that has the batch size of the example as a size. The size that is traced is no other size of the inputs, so
-that a mask of (sequence, sequence) is told from one of (batch, sequence).
+that a mask of (sequence, sequence) is distinguished from one of (batch, sequence).
 
 Other sizes (lengths) are traced open together with the batch, each with the size of the example, if the caller asks for it. A model that
 cannot be traced so is traced with the batch alone.

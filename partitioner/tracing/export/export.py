@@ -150,7 +150,7 @@ def _set_back(readings: Sequence[Reading]) -> list[tuple[Reading, dict[str, Any]
 
 
 def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, left: Left) -> ExportedProgram:
-    """Call ``torch.export``: with repeated modules traced once if possible, else with the model as it is. Return notes, too."""
+    """Call ``torch.export``: with repeated modules traced once if possible, else with the unchanged model."""
 
     def run() -> ExportedProgram:
         args, kwargs = records_as_dicts((inputs.args, inputs.kwargs))

@@ -28,7 +28,7 @@ _INDICES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None),
 
 @contextlib.contextmanager
 def decompose_flex_attention() -> Iterator[None]:
-    """While active, let ``torch.nn.attention.flex_attention.flex_attention`` call PyTorch's operations; nothing if nobody imported it."""
+    """While active, let ``torch.nn.attention.flex_attention.flex_attention`` call PyTorch's operations; nothing if it is not imported."""
     module: Any = sys.modules.get(_MODULE)
     if module is None:
         yield

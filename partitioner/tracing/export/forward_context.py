@@ -38,7 +38,7 @@ def entered_in_forward(
             args, kwargs = as_called(args, kwargs)
             return with_records(own(*args, **kwargs) if own is not None else original.forward(self, *args, **kwargs))
 
-    if own is not None:  # somebody else has replaced it
+    if own is not None:  # other code has replaced it
         vars(model)["forward"] = functools.wraps(own)(functools.partial(forward, model))
     else:
         names = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}

@@ -19,7 +19,7 @@ _LAYER_STATE = ("sliding_window", "cumulative_length")
 
 
 def register_caches() -> None:
-    """Register ``DynamicCache`` and ``EncoderDecoderCache``, if transformers is imported and nobody has registered them."""
+    """Register ``DynamicCache`` and ``EncoderDecoderCache``, if transformers is imported and they are not registered."""
     module = sys.modules.get("transformers.cache_utils")
     if module is None:
         return

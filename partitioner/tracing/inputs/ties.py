@@ -25,7 +25,7 @@ def merged_parameters(model: nn.Module) -> tuple[str, ...]:
     """Return a note for each tensor object that has the memory of another one: the two are trained as one parameter."""
     tensors = dict(_named_tensors(model))
     return tuple(
-        f"{name} lies in the memory of {first}: partitioned, the two are one parameter, with the sum of their gradients"
+        f"{name} shares the memory of {first}: partitioned, the two are one parameter, with the sum of their gradients"
         for name, first in first_names(model).items()
         if tensors[name] is not tensors[first]
     )
@@ -45,7 +45,7 @@ def refuse_overlaps(model: nn.Module) -> None:
         if device == other_device and start < end and _tensor_key(tensor) != _tensor_key(other):
             raise TraceError(
                 f"{name} and {other_name} share part of their memory",
-                remedy=f"give one of them memory of its own: {other_name} = {other_name}.clone(); or use the very same tensor for both",
+                remedy=f"give one of them memory of its own: {other_name} = {other_name}.clone(); or use one tensor for both",
             )
 
 

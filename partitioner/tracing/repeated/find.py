@@ -6,7 +6,7 @@
 
 Weights are compared by size and type, everything else by value; objects that hold something and do not compare by value are equal to
 themselves alone.
-Attributes in which such modules differ are left out of the comparison while nobody reads them (``unread_attributes.py``).
+Attributes in which such modules differ are left out of the comparison while they are not read (``unread_attributes.py``).
 
 Such modules are candidates. The model runs on the meta device, which logs every PyTorch call with its arguments: numbers by value, tensors
 by their source. Candidates of one form with equal logs are copies, and are traced once:
@@ -79,7 +79,7 @@ class Forms:
 
     def _number(self, module: nn.Module, known: dict[nn.Module, int]) -> int:
         attributes = {name: self._value(module, name) for name in vars(module) if name not in _REGISTERED}
-        own_tensors = {**module._parameters, **module._buffers}  # noqa: SLF001  unlike named_parameters(), these include None
+        own_tensors = {**module._parameters, **module._buffers}  # noqa: SLF001  in contrast to named_parameters(), these include None
         tensors = [(name, None if tensor is None else layout_of(tensor)) for name, tensor in own_tensors.items()]
         children = [(name, None if child is None else self.number(child, known)) for name, child in module._modules.items()]  # noqa: SLF001
         form = type(module), comparison_key(attributes, _identity_key), tuple(tensors), tuple(children)
@@ -236,7 +236,7 @@ class Copies:
         template: path of the module that is traced.
         others: paths of the modules whose graph is copied from the template's.
         stand_in: gives a result like that of each of them.
-        unread: attributes in which they may differ, since nobody has read them.
+        unread: attributes in which they may differ, since they were not read.
     """
 
     template: str
@@ -262,7 +262,7 @@ def intercept_calls(modules: Mapping[str, nn.Module], handler: Handler) -> Itera
 
 
 def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """Return all PyTorch calls of a model on the meta device, equal for equal calls in the same order; None if they cannot be told.
+    """Return all PyTorch calls of a model on the meta device, equal for equal calls in the same order; None if they cannot be compared.
 
     The model keeps what it changes in its attributes.
     """

@@ -42,7 +42,7 @@ torch.library.impl("partitioner::border", "CompositeExplicitAutograd", lambda _v
 torch.library.register_fake("partitioner::border", lambda _values, _module: None)
 
 border = torch.ops.partitioner.border.default
-"""Marks the nodes of a module: stands in front of them, with the module's arguments, and behind them, with its new result tensors."""
+"""Marks the nodes of a module: stands before them, with the module's arguments, and after them, with its new result tensors."""
 
 fx.node.has_side_effect(border)
 
@@ -177,7 +177,7 @@ def _check_copyable(template: _Block, block: _Block, pairs: Sequence[tuple[fx.No
     """Raise NotCopyableError where a block's call differs from the template's: ``pairs`` are the inputs and results of both."""
     for template_node, node in pairs:
         if _layouts(template_node) != _layouts(node):
-            raise NotCopyableError(f"{template_node} and {node} lie in memory in another way")
+            raise NotCopyableError(f"{template_node} and {node} differ in memory order")
     if [*map(template.inputs.index, template.inputs)] != [*map(block.inputs.index, block.inputs)]:
         raise NotCopyableError(f"{block.path} is given one tensor twice where {template.path} is given two")
 
@@ -232,7 +232,7 @@ def _name_modules_from_root(template: _Block) -> None:
 
 
 def _provenance(node: fx.Node, template: _Block, block: _Block) -> dict[str, Any]:
-    """Return where the copy of a template's node comes from: behind the call of its own block, the modules and lines of the template."""
+    """Return where the copy of a template's node comes from: after the call of its own block, the modules and lines of the template."""
     within = [*node.meta.get("nn_module_stack", {}).items()][len(template.begin.meta.get("nn_module_stack", {})) :]
     stack = {
         _renamed(key, template.path, block.path, _ROOT): (_renamed(path, template.path, block.path), kind) for key, (path, kind) in within

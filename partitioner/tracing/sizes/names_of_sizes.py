@@ -123,7 +123,7 @@ class _Renaming:
 
 
 def _lacking(pairs: list[_Pair]) -> dict[fx.Node, list[fx.Node]]:
-    """Return for calls of a graph those of the other one that come in front of them, and have no partner."""
+    """Return for calls of a graph those of the other one that come before them, and have no partner."""
     lacking: dict[fx.Node, list[fx.Node]] = {}
     waiting: list[fx.Node] = []
     for own, other in pairs:

@@ -4,7 +4,7 @@
     graph          swish = torch.ops.autograd_function.Swish(x)         2.0 belongs to the operator
     joint graph    mul, sigmoid, mul | mul, sub, mul, add, mul          what its forward calls, and its backward
 
-A graph keeps the function as one call. Its operator is composite: wherever the graph is run, it applies the function again, so that whoever
+A graph keeps the function as one call. Its operator is composite: wherever the graph runs, it applies the function, so that code that
 differentiates the graph follows PyTorch into ``backward``.
 """
 
@@ -45,7 +45,7 @@ class AppliedFunction:
 
     Attributes:
         function: what is applied.
-        leaves: the arguments, flat, ``_OPERAND`` in the place of each tensor and size.
+        leaves: the arguments, flat, ``_OPERAND`` for each tensor and size.
         tree: their structure.
         device: of the tensors; it may decide what the function calls.
         autocast: the dtype that autocast casts to; None where it is off.
@@ -114,7 +114,7 @@ def _parameters(function: type[Function]) -> list[str]:
     return [f"{name}_" if keyword.iskeyword(name) else name for name in names[has_context:]]
 
 
-# -- applying it as it is ----------------------------------------------------------------------------------------------------------
+# -- applying it unchanged ----------------------------------------------------------------------------------------------------------
 
 
 _DEPTH = threading.local()

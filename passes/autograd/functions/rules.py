@@ -348,7 +348,7 @@ def _same_arguments(
 
 
 def _without_minus_one(value: Any, shape: Sequence[Size]) -> Any:
-    """Return a shape with the size that ``-1`` stands for; any other argument as it is."""
+    """Return a shape with the size for ``-1``; any other argument unchanged."""
     if not isinstance(value, list) or len(value) != len(shape) or value.count(-1) != 1:
         return value
     return [size if each == -1 else each for each, size in zip(value, shape, strict=True)]

@@ -61,7 +61,7 @@ class FakeTensorCache:
         self._forms: dict[int, tuple[Any, Hashable]] = {}
 
     def add_traced(self, node: fx.Node, target: Callable[..., Any]) -> None:
-        """Take the result of a call that was traced for that of equal new calls, of this target, where it lies as in a run of the call."""
+        """Take a traced call's result for equal new calls of this target, where its memory is that of a run of the call."""
         inputs = _inputs(node)
         results = memory_keys(node)
         call_key = self._call_key(node, target, inputs)
@@ -69,7 +69,7 @@ class FakeTensorCache:
             self._known[call_key] = node.meta["val"], _memory_sources([key for _, key in results], [key for _, key in inputs])
 
     def describe(self, node: fx.Node) -> None:
-        """Set the fake result of a new node (``meta["val"]``), and the memory that it lies in (``meta[OWN_MEMORY]``)."""
+        """Set the fake result of a new node (``meta["val"]``), and its memory (``meta[OWN_MEMORY]``)."""
         if written := written_arguments(node):
             node.meta["val"] = written[0].meta["val"]
             node.meta[OWN_MEMORY] = MemoryOf(node.meta["val"], tuple(key for _, key in memory_keys(written[0])))
@@ -155,7 +155,7 @@ def _inputs(node: fx.Node) -> list[tuple[Tensor, Hashable]]:
 
 
 def _lies_as_run(node: fx.Node, result: tuple[Tensor, Hashable], inputs: Sequence[tuple[Tensor, Hashable]]) -> bool:
-    """Return whether a traced result lies in memory as a run of the call leaves it: a view in its input's, or alone in memory of its size.
+    """Return whether a traced result has the memory of a run of the call: a view in its input's, or alone in memory of its size.
 
     Another pass may have written the call in place of one that had its result elsewhere.
     """

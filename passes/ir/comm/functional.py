@@ -63,7 +63,7 @@ def _cannot_run(*_: object) -> Any:
 
 
 def _define(name: str, schema: str) -> Any:
-    """Define ``torch.ops.partitioner.<name>``, which graphs may contain but nobody may run."""
+    """Define ``torch.ops.partitioner.<name>``, which graphs may contain but which must not run."""
     torch.library.define(f"partitioner::{name}", schema)
     torch.library.impl(f"partitioner::{name}", "CompositeExplicitAutograd", _cannot_run)
     return getattr(torch.ops.partitioner, name).default

@@ -1,6 +1,6 @@
 """Runs: the elements of a sharded dimension that each rank of a group reads, in order, its own and those of other ranks.
 
-A dimension of 16 lies over two ranks, eight elements each. A window of three with a padding of one at both ends reads
+A dimension of 16 is sharded over two ranks, eight elements each. A window of three with a padding of one at both ends reads
 
     rank 0   _1 0:9         one element of padding, then 0..8: the last one is the neighbour's
     rank 1   7:16 _1        7 is the neighbour's

@@ -66,7 +66,7 @@ def collective_spec(
 
     Args:
         function: one of ``COLLECTIVES``.
-        arguments: of the function, by name; specs in the place of tensors.
+        arguments: of the function, by name; specs for tensors.
         rank: the rank.
         same_size: whether two sizes are equal for every batch size.
 

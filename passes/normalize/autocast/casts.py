@@ -35,7 +35,7 @@ aten = torch.ops.aten
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to
 _PRODUCTS = frozenset({aten.einsum.default, aten.tensordot.default, aten.linalg_multi_dot.default, aten.chain_matmul.default})
-"""Operations that are nothing but products inside, behind views: what is cast there may be cast in front."""
+"""Operations made of products only, after views: a cast after them may move before them."""
 _SINGLE = frozenset({aten.cross_entropy_loss.default, *map(overload, SINGLE_UNLESS_SAID)}) - {None}
 """Operations that autocast tells to give single precision, where it casts no argument: casts in front give as much, or more precision."""
 
@@ -192,7 +192,7 @@ def _dtypes(value: Any) -> list[torch.dtype]:
 
 
 def _insert_casts(node: fx.Node, leaves: Sequence[Any], tree: TreeSpec, casts: dict[int, torch.dtype]) -> None:
-    """Replace the leaves with an index in ``casts`` by conversions in front of the node; equal conversions are written once."""
+    """Replace the leaves with an index in ``casts`` by conversions before the node; equal conversions are written once."""
     new_leaves = list(leaves)
     conversions: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
     with node.graph.inserting_before(node):

@@ -14,7 +14,7 @@ Before:                                            After:
 
 Every tensor is a base or a view of another. A write through any name of a base gives the base a new value
 (``view_inverses``); a later reader of any other name takes its view again from the new value. A write to a buffer is declared once, by a
-``copy_`` of its new value behind the last write. Normalisations in training write their running statistics themselves, which is declared,
+``copy_`` of its new value after the last write. Normalisations in training write their running statistics themselves, which is declared,
 too.
 
 A write through a detached name changes values without gradients: the base keeps its history and takes the new numbers.
@@ -59,14 +59,14 @@ _UNTRACKED = frozenset(
         aten._unsafe_view,  # noqa: SLF001
     }
 )  # fmt: skip
-"""Operators whose results may lie in memory of their argument, which autograd does not know: a write changes its numbers alone."""
+"""Operators whose results may share memory with their argument, unseen by autograd: a write changes its numbers alone."""
 
 _STATISTICS_AS_RESULTS: Mapping[Any, OpOverload] = {
     aten._batch_norm_with_update: aten._batch_norm_with_update_functional.default,  # noqa: SLF001
     aten._native_batch_norm_legit: aten._native_batch_norm_legit_functional.default,  # noqa: SLF001
     aten.native_batch_norm: aten._native_batch_norm_legit_functional.default,  # noqa: SLF001
 }
-"""Normalisation -> the one that returns new running statistics behind its other results."""
+"""Normalisation -> the one that returns new running statistics after its other results."""
 
 
 def functionalize(
@@ -277,7 +277,7 @@ class _Functionalizer:
             node.meta[FILLED] = node.meta["val"]
         if target is aten.copy.default:
             source = node.args[1]
-            if isinstance(source, fx.Node) and source is written[0].value:  # what self.steps += 1 leaves behind for a buffer
+            if isinstance(source, fx.Node) and source is written[0].value:  # the rest of self.steps += 1 for a buffer
                 node.target, node.args, node.kwargs = aten.alias.default, (source,), {}
                 self._names[node] = written[0]
                 self._track_gradient(node)
@@ -435,7 +435,7 @@ class _Functionalizer:
     def _update_buffers(self, node: fx.Node) -> None:
         """Have a normalisation write the buffers themselves, whatever earlier write its arguments are the results of.
 
-        Those writes have been declared in front of it, and stay: it reads what they left in the buffers.
+        Those writes have been declared before it, and stay: it reads what they left in the buffers.
         """
         for source in mutated_arguments(node):
             name = self._names[source]

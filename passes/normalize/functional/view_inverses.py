@@ -62,7 +62,7 @@ def inverse(view: View, source: fx.Node, base: fx.Node, value: fx.Node, emit: Em
         return _emit_scatter(emit, aten.slice_scatter.default, base, value, bound_arguments(call)["dim"], *interval)
     if kind is aten.as_strided and not (_is_dense(source) and _is_dense(base)):
         raise TraceError(
-            "the model writes by strides (as_strided) into a tensor that is itself a view, or lies in memory in another way here",
+            "the model writes by strides (as_strided) into a tensor that is itself a view, or has another memory order here",
             place=place_of(call),
             remedy="write it with slices, reshape and transpose",
         )

@@ -63,7 +63,7 @@ def inline_control_flow(module: fx.GraphModule) -> None:
 
 
 def _both_branches(owner: fx.GraphModule, call: fx.Node) -> Sequence[fx.Node]:
-    """Write both branches of ``cond`` in front of it; return its results."""
+    """Write both branches of ``cond`` before it; return its results."""
     chosen, *branches, operands = call.args
     if not isinstance(chosen, fx.Node) or not isinstance(chosen.meta.get("val"), Tensor):
         raise TraceError(
@@ -109,7 +109,7 @@ def _refuse_effects(inner: fx.GraphModule, call: fx.Node) -> None:
 
 
 def _all_steps(owner: fx.GraphModule, call: fx.Node) -> Sequence[fx.Node]:
-    """Write the steps of ``scan`` in front of it, one after the other; return its results: the last state, and what the steps give."""
+    """Write the steps of ``scan`` before it, one after the other; return its results: the last state, and what the steps give."""
     body, state, scanned, further = call.args
     inner = _graph_of(owner, body)
     carried, rows = list(state), []  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def _all_steps(owner: fx.GraphModule, call: fx.Node) -> Sequence[fx.Node]:
 
 
 def _all_rows(owner: fx.GraphModule, call: fx.Node) -> Sequence[fx.Node]:
-    """Write the steps of ``map`` in front of it; return its results."""
+    """Write the steps of ``map`` before it; return its results."""
     body, mapped, further = call.args
     inner = _graph_of(owner, body)
     steps = range(_steps(call, mapped, "map"))
@@ -175,7 +175,7 @@ def _provenance(call: fx.Node) -> dict[str, Any]:
 
 
 def _write_out(owner: fx.GraphModule, call: fx.Node, inner: fx.GraphModule, arguments: Sequence[Any]) -> Sequence[Any]:
-    """Copy a graph in front of its call; return its results."""
+    """Copy a graph before its call; return its results."""
     known = iter(arguments)
     copies: dict[fx.Node, Any] = {}
     for node in inner.graph.nodes:

@@ -62,7 +62,7 @@ def draw_in_memory_order(graph: fx.Graph) -> list[fx.Node]:
         filled = values_of_kernels.get(node, filled)
         order = memory_order(filled)
         is_permuted = order != sorted(order)
-        has_gaps = not is_permuted and not of_numbers(filled, "meta").is_contiguous()  # ``normal_`` fills such memory in turn
+        has_gaps = not is_permuted and not of_numbers(filled, "meta").is_contiguous()  # ``normal_`` fills such memory in sequence
         if is_permuted and any(_is_expanded(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)):
             ambiguous.append(node)
         if is_permuted or (has_gaps and packet(node.target) in _NORMAL):

@@ -11,7 +11,7 @@ Before:                                             After:
 The backward saves the mask, one byte an element, or draws it again from the saved generator state:
 
     forward     mask, state = dropout_mask_with_state(shape, p)      draws as dropout_mask does
-    backward    mask = dropout_mask_again(state, shape, p)           the same mask; the generator stays as it is
+    backward    mask = dropout_mask_again(state, shape, p)           the same mask; the generator stays unchanged
 
 A mask is where ``aten.dropout`` of ones of that shape is not zero: the very numbers of one device for the same seed. (Fused attention
 kernels of accelerators draw in an order of their own, which nothing else reproduces.)

@@ -1,10 +1,10 @@
-"""Find how kernels lay values out in memory, where their fake results say otherwise.
+"""Find memory orders of kernels that differ from their fake results.
 
     x       (4, 3, 7, 13), strides of a transpose
     y = batch_norm(x)       fake: the strides of x;  the kernel for CPU: row-major, or channels-last
     z = y + 1               fake: the strides of y
 
-The order of memory decides which element gets which random number (``draw_order``). So the calls behind such a kernel are looked at anew,
+The order of memory decides which element gets which random number (``draw_order``). So the calls after such a kernel are checked again,
 on fake tensors of numbers with the strides that it gives.
 """
 

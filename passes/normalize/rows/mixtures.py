@@ -1,4 +1,4 @@
-"""Name the mixtures of experts of a model, on the first of the products of each, for those who count what it computes.
+"""Name the mixtures of experts of a model, on the first of the products of each, for recorders of expert loads.
 
     up = partitioner.grouped_mm(tokens, p_mlp_up, group)           meta["custom"] = {"mixture": "mlp"}
     down = partitioner.grouped_mm(gated, p_mlp_down, group)

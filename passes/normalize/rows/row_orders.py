@@ -10,7 +10,7 @@ Before:                                                       After:
     inverse = aten.index_put(empty, [order], aten.arange(n))
     z = aten.index(z_sorted, [inverse])
 
-A sort mixes all rows of the batch in memory, although no row depends on another. What is behind it can then neither be cut by rows nor
+A sort mixes all rows of the batch in memory, although no row depends on another. Later calls can then neither be cut by rows nor
 computed in microbatches. ``partitioner.grouped_mm`` takes rows in any order, and sorts them in its kernel.
 
 Every value between is followed, by the rules of its operations: one whose rows are sorted has a twin whose rows are not. If a value shows
@@ -58,7 +58,7 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Overwritten:
-    """A tensor like the order, whose elements nobody reads before they are written."""
+    """A tensor like the order, whose elements nothing reads before they are written."""
 
     sort: fx.Node
 
@@ -122,7 +122,7 @@ class _Walk:
         self.kept.update(fact.sort for fact in facts)
 
     def replace(self) -> None:
-        """Let the readers of what does not depend on a sort read the node that computes it without, and erase what nobody reads."""
+        """Let the readers of what does not depend on a sort read the node that computes it without, and erase unread nodes."""
         for node, (sort, twin) in self.replaced.items():
             if sort not in self.kept:
                 node.replace_all_uses_with(twin)
@@ -347,7 +347,7 @@ def _by_ends(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 
 
 def _untransposed(weight: fx.Node, group: Any) -> tuple[Any, ...]:
-    """Return the arguments of ``grouped_mm`` behind the rows: the weight as it is stored, so that it is the parameter itself."""
+    """Return the arguments of ``grouped_mm`` after the rows: the stored weight, so that it is the parameter itself."""
     arguments = bound_arguments(weight) if packet(weight.target) is aten.transpose else {}
     if arguments and {arguments["dim0"] % 3, arguments["dim1"] % 3} == {1, 2}:
         return arguments["self"], group, True

@@ -94,7 +94,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, group: Tensor, transposed: bool = 
 
 
 def _outer_by_kernel(rows: Tensor, other: Tensor, group: Tensor, n_groups: int) -> Tensor:
-    """Sum products of sorted rows in torch's kernel, which leaves out what is behind the end of the last group."""
+    """Sum products of sorted rows in torch's kernel, which leaves out rows after the end of the last group."""
     order, ends = _sorted_rows(group, n_groups)
     return F.grouped_mm(rows[order].t(), other[order], offs=ends.to(torch.int32))
 

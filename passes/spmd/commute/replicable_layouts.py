@@ -89,7 +89,7 @@ def _layout_for(
 
 
 def _cut_read(node: fx.Node, axes: Axes, reads: set[Placement]) -> Cut | None:
-    """Return the cut of a call that gives the part that all readers take; None where they take unlike parts, or need a whole."""
+    """Return the cut of a call that gives the part that all readers take; None where they take different parts, or need a whole."""
     if len(reads) != 1:
         return None
     (read,) = reads

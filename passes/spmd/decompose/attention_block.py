@@ -9,7 +9,7 @@ and top and total of all blocks (Dao et al., "FlashAttention", 2022):
 
     P = exp(scores - top) / total      D = sum(dO O)      dS = P (dO V^T - D)      dQ += dS K      dK += dS^T Q      dV += P^T dO
 
-which is what the backward of a fused kernel computes, if it is given them in the place of its own. Kernels give and take top + log(total),
+which is what the backward of a fused kernel computes, if it is given them instead of its own. Kernels give and take top + log(total),
 which is enough for a mask of true and false. A mask that is added may hide by the least number that there is: then all scores of a row may
 be that, and only their number is left to tell them apart, which no logarithm beside it keeps. So these are computed by the formula, as are
 masks on GPUs, and values that are wider or narrower than keys: with the scores of a block in memory.

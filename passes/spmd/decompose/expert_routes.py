@@ -14,7 +14,7 @@ Before (whole shapes), experts and rows over two ranks:       After, on each ran
                                                                   z = mul(y, weights)
 
 So no rank computes rows of experts that it does not store, each row goes once in each direction, and how many go where is known when the
-program runs. The backward of an exchange is the one back. Gradients of the experts are whole on the rank that stores them: nobody sums
+program runs. The backward of an exchange is the one back. Gradients of the experts are whole on the rank that stores them: no rank sums
 them.
 """
 
@@ -180,7 +180,7 @@ class RouteWriter:
         return [int(part) for part in self._extents.parts(axis, route.dimension, layout)]
 
     def _path(self, route: Route, node: fx.Node) -> _Path:
-        """Return how the rows of a mixture go, written in front of the first of its calls."""
+        """Return how the rows of a mixture go, written before the first of its calls."""
         if route not in self._paths:
             name, over, count = route.group, *self._extents.mesh[route.dimension]
             product, axis = next(iter(route.experts.items()))

@@ -79,7 +79,7 @@ def write_windows(node: fx.Node, write: WindowWriter) -> fx.Node:
     writer = _WRITERS.get(packet(node.target))
     if writer is None:
         raise PartitionError(
-            f"nothing writes a part of {node.target}", remedy="passes/spmd/decompose/pooling_resize.py lacks what its rule promises"
+            f"nothing writes a part of {node.target}", remedy="passes/spmd/decompose/pooling_resize.py lacks the case that its rule allows"
         )
     return writer(write)
 

@@ -24,7 +24,7 @@ A causal mask hides half of all that, but each step lasts as long as the rank th
 
 Of the keys j, 2n - 1 - j of another rank it then needs, at every step, two products of pieces: late queries with early keys, and the early
 queries with the early keys if j < r, or the late ones with the late keys if not. Of its own it needs three: 2n + 1 in place of 4n. Queries,
-keys and values come into this order in front of the ring, and the result leaves it behind: a ``halo_exchange`` each.
+keys and values come into this order before the ring, and the result leaves it afterwards: a ``halo_exchange`` each.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Visit:
     Attributes:
         queries, keys: the pieces.
         mask: of these queries and keys; None: none.
-        is_causal: whether a query attends to no keys behind its own place in the piece.
+        is_causal: whether a query attends to no keys after its own place in the piece.
         counts: a node (tensor) that is true on the ranks where the block counts; None: on all.
     """
 
@@ -85,7 +85,7 @@ class _Ring:
         call: emits a call, or runs it: ``call(function, *arguments, **keywords)``.
         value_of: gives the tensor that a node stands for; of a tensor, itself.
         mask: of own queries and all keys, boolean or added to scores; None: none.
-        is_causal: whether a query attends to no keys behind its own position.
+        is_causal: whether a query attends to no keys after its own position.
         is_zigzag: whether a rank has two pieces of the sequence, an early and a late one; else it has one.
         scale: of the products of queries and keys.
         n_queries, n_keys: number of own queries, and of own keys, in a piece.
@@ -137,7 +137,7 @@ class _Ring:
         return pieces[which] if isinstance(which, int) else self.call(aten.where.self, which, *pieces)
 
     def replaced(self, pieces: Sequence[Any], which: Which, piece: Any) -> list[Any]:
-        """Return pieces with another in the place of one."""
+        """Return pieces with one replaced."""
         if isinstance(which, int):
             return [piece if place == which else each for place, each in enumerate(pieces)]
         return [self.call(aten.where.self, which, piece, pieces[0]), self.call(aten.where.self, which, pieces[1], piece)]
@@ -178,7 +178,7 @@ class _Ring:
         return self.call(aten.index_select.default, self.mask, -1, self._positions(like, self.n_keys, step))
 
     def _causal_mask(self, like: Any, step: int) -> Any:
-        """Return where the keys of a step are not behind the queries."""
+        """Return where the keys of a step are not after the queries."""
         columns = self.call(aten.unsqueeze.default, self._positions(like, self.n_keys, step), 0)
         return self.call(aten.le.Tensor, columns, self.call(aten.unsqueeze.default, self._positions(like, self.n_queries, 0), 1))
 
@@ -341,7 +341,7 @@ def _gradients(
 
 
 def _zeros(ring: _Ring, x: Tensor, *, is_precise: bool) -> list[Tensor]:
-    """Return zeros in the place of each piece; in the dtype of sums over blocks if they stay on this rank."""
+    """Return zeros for each piece; in the dtype of sums over blocks if they stay on this rank."""
     dtype = torch.promote_types(x.dtype, torch.float32) if is_precise else x.dtype
     return [torch.zeros(piece.shape, dtype=dtype, device=piece.device) for piece in ring.pieces(x)]
 

@@ -68,7 +68,7 @@ class Slide:
 
     @property
     def skip(self) -> int:
-        """Return the number of surplus results in front of this rank's own."""
+        """Return the number of surplus results before this rank's own."""
         return self.window.reach.skipped(self.parts[self.place][0])
 
     @property
@@ -106,7 +106,7 @@ class Slide:
 
 
 def _shifted(runs: Runs, start: int) -> Runs:
-    """Return runs counted from ``start``; padding (step 0) stays as it is."""
+    """Return runs counted from ``start``; padding (step 0) stays unchanged."""
     return tuple(Run(run.start - start * (run.step != 0), run.count, run.step) for run in runs)
 
 

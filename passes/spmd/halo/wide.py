@@ -1,4 +1,4 @@
-"""Fetch a wider halo once and compute the overlap on both sides of a border, instead of a halo in front of every layer.
+"""Fetch a wider halo once and compute the overlap on both sides of a border, instead of a halo before every layer.
 
 Two convolutions, kernel 3, padding 1, of a height of 16 over two ranks; rank 0:
 

@@ -109,7 +109,7 @@ def test_calls_are_timed_again_for_medians(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_times_and_paces_are_found_together() -> None:
-    """Of samples that are a call's time multiplied by the pace of the machine, which changes with every sixteenth."""
+    """Of samples that are a call's time multiplied by the clock rate of the machine, which changes with every sixteenth."""
     draw, paces, number = random.Random(0), Paces(), itertools.count()
     times = {product(rows): draw.uniform(1, 100) for rows in range(1, 49)}
 
@@ -129,7 +129,7 @@ def test_times_and_paces_are_found_together() -> None:
 
 
 def test_a_pace_lasts_no_longer_than_a_pause() -> None:
-    """The machine is slow for a round, and then is not: a call timed right behind it was timed at its pace, one a minute later was not."""
+    """The machine is slow for one round: a call timed right after it has its clock rate, one a minute later does not."""
     now = [0.0]
     paces, calls = Paces(lambda: now[0]), [product(rows) for rows in range(1, 9)]
     for pace in (1.0, 1.0, 1.5):
@@ -162,7 +162,7 @@ def test_times_too_short_for_the_clock_say_nothing_of_paces(samples: tuple[float
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1e-6])
 def test_what_is_no_time_is_refused(seconds: float) -> None:
-    """One of them would be in every pace."""
+    """One of them would be in every clock rate."""
     paces = Paces()
     with pytest.raises(ValueError, match="is no number of seconds"):
         paces.add(product(8), seconds)

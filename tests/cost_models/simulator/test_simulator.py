@@ -124,7 +124,7 @@ def _held(*shape: int) -> Held:
     ("kind", "given", "got", "dims", "goes_in", "comes_out"),
     [
         ("all_reduce", [(4, 6)], [(4, 6)], [], 24, 0),  # what is summed in place is a copy
-        ("all_gather", [(4, 6)], [(8, 6)], [[0]], 0, 0),  # parts arrive where they lie
+        ("all_gather", [(4, 6)], [(8, 6)], [[0]], 0, 0),  # parts arrive in place
         ("all_gather", [(4, 6)], [(4, 12)], [[1]], 0, 48),  # are put together, row by row
         ("all_gather", [(1, 6)], [(1, 12)], [[1]], 0, 0),  # of one row they are one run of memory
         ("all_gather", [(4, 6), (2,)], [(8, 6), (4,)], [[0], [0]], 26, 52),  # two in one message
@@ -186,7 +186,7 @@ def test_transfers_that_share_a_link_share_its_bandwidth() -> None:
         (0.0, 3.0, 1.0, 4.0),  # 2 s on the way, all of them beside computing
         (0.5, 3.0, 1.0, 5.0),  # half of 2 s are the processor's
         (0.5, 1.0, 1.0, 3.5),  # 1 s of computing is held up by half, then 1 s of waiting
-        (1.0, 0.0, 1.0, 3.0),  # who only waits loses nothing more
+        (1.0, 0.0, 1.0, 3.0),  # a rank that only waits loses nothing more
         (1.0, 9.0, 0.0, 11.0),
     ],
 )
@@ -215,7 +215,7 @@ def test_memory_adds_up_to_the_peak_and_names_what_is_alive() -> None:
 
 
 def test_representatives_stand_for_all_ranks() -> None:
-    """A mesh simulated rank by rank, written out, and by one pipeline whose stages are calls."""
+    """A mesh simulated rank by rank, inlined, and by one pipeline whose stages are calls."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)))
     mesh = {"data": 2, "pipeline": 2, "tensor": 2}
     cluster = Cluster([DEVICE] * 8, Link(1e-6, 1e9))
@@ -237,7 +237,7 @@ def test_representatives_stand_for_all_ranks() -> None:
 
 @pytest.mark.slow
 def test_one_reading_serves_all_ranks_of_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each rank reads for itself, storage by storage, comes to the very same."""
+    """What each rank reads for itself, storage by storage, is equal."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(8)))
     cluster = Cluster([DEVICE] * 16, Link(1e-6, 1e9))
     mesh = {"data": 2, "pipeline": 4, "tensor": 2}

@@ -70,7 +70,7 @@ def test_training_is_that_of_the_model(name: str, mesh: str) -> None:
 
 
 class Block(nn.Module):
-    """Dropout in front of, inside and behind attention, and in a feed-forward."""
+    """Dropout before, inside and after attention, and in a feed-forward."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

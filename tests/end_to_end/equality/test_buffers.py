@@ -34,7 +34,7 @@ class SharedNorm(nn.Module):
     """Batch normalisation that is called for images, whose height tiles cut, and for their means, which they do not.
 
     Args:
-        calls: in order, of "images", "means"; with "unread " in front those whose results nobody reads.
+        calls: in order, of "images", "means"; with "unread " in front calls with unread results.
     """
 
     def __init__(self, *calls: str, affine: bool = True) -> None:

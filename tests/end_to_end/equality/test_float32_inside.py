@@ -1,6 +1,6 @@
 """Models that compute norms or losses in float32 whatever they are given, as they are: casts among the calls that are cut.
 
-``tests.end_to_end.equality.test_mesh_transparency`` compares them to 1e-9 with float64 in the place of float32.
+``tests.end_to_end.equality.test_mesh_transparency`` compares them to 1e-9 with float64 instead of float32.
 Here the casts stay, and one step is compared to what float32 is exact to: loss and gradients, which no optimizer has enlarged.
 """
 

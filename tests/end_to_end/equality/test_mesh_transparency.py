@@ -142,7 +142,7 @@ def _float64_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 def exact(case: Case) -> Case:
     """Return the case, compared as float64 allows.
 
-    Where a gradient is zero in exact arithmetic (of a bias in front of a batch normalisation), AdamW makes steps of what rounding leaves
+    Where a gradient is zero in exact arithmetic (of a bias before a batch normalisation), AdamW makes steps of what rounding leaves
     of it: such cases get more.
     """
     return dataclasses.replace(case, tolerance=(10 if case.batch_norm else 1) * EXACT)

@@ -77,7 +77,7 @@ def test_a_batch_that_the_microbatches_do_not_divide(n_microbatches: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case_named("batch_norm_convolution"), case_named("resnet")], ids=lambda case: case.name)
 def test_batch_normalisation_under_microbatching_is_reported_and_defined(case: Case) -> None:
-    """There the gradients change and nothing says so. Here it is said; the numbers are those of the microbatches trained in turn."""
+    """There the gradients change without a warning. Here is one; the numbers are those of the microbatches trained in sequence."""
     pm = make_partitioned(case.build(), devices=2, mode="pipeline", n_microbatches=4)
     (note,) = [note for note in pm.plan.notes if "batch normalisation" in note]
     assert note in " ".join(str(pm).split())

@@ -97,7 +97,7 @@ def test_cut_models_draw_the_masks_of_the_whole(mesh: dict[str, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"tensor": 2}, {"data": 2, "pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
 def test_a_model_that_begins_with_dropout(mesh: dict[str, int]) -> None:
-    """The mask is written in front of all that a plan knows by name."""
+    """The mask is written before all that a plan knows by name."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Dropout(0.3), *network().children())
     pm = partition(model, devices=math.prod(mesh.values()), mode=mesh, example_inputs=(X,), n_microbatches=1)
@@ -180,7 +180,7 @@ KERNELS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
 @pytest.mark.parametrize("mode", ["data", *slow("model")])
 @pytest.mark.parametrize("kind", all_but(["roll, channels last"], KERNELS))
 def test_numbers_lie_as_kernels_lay_values_out(kind: str, mode: str) -> None:
-    """These lay results out otherwise than their fake results say, and what follows keeps the order."""
+    """These return other strides than their fake results, and later values keep the order."""
     torch.manual_seed(1)
     model = nn.Sequential(*KERNELS[kind](), nn.Tanh(), nn.Dropout(0.4)).double()
     x = torch.randn(4, 8, 6, 7, dtype=torch.float64)
@@ -223,7 +223,7 @@ def test_numbers_lie_as_the_memory_of_a_channels_last_input_does(shape: tuple[in
 
 
 class Recurrent(nn.Module):
-    """Recurrent layers that drop what one gives to the next, behind a layer."""
+    """Recurrent layers with dropout between them, after a layer."""
 
     def __init__(self, layers: nn.RNNBase, width: int) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def test_an_input_in_another_memory_format_than_the_traced_is_reported() -> None
 
 
 class Towers(nn.Module):
-    """Two branches that read the input, and a third whose result nobody reads: all of them drop."""
+    """Two branches that read the input, and a third whose result nothing reads: all of them drop."""
 
     def __init__(self) -> None:
         super().__init__()

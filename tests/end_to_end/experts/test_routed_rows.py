@@ -117,7 +117,7 @@ def test_one_partition_serves_every_batch(rows: int) -> None:
     "first", ["silu", *(pytest.param(name, marks=pytest.mark.slow) for name in ("index", "add", "mul", "grouped_mm_1"))]
 )
 def test_rows_are_back_where_a_stage_ends(first: str) -> None:
-    """A cut between two products of a mixture: tokens go to their experts once more behind it."""
+    """A cut between two products of a mixture: tokens go to their experts once more after it."""
     pm = make_partitioned(DROPLESS.build(), mode={"pipeline": 2, "data": 2}, devices=4, constraints=OVER_DATA, n_microbatches=2)
     stages = (pm.plan.stages[0], dataclasses.replace(pm.plan.stages[1], first_node=first))
     assert first_difference(DROPLESS, n_microbatches=2, devices=4, plan=dataclasses.replace(pm.plan, stages=stages)) is None
@@ -154,7 +154,7 @@ def test_what_stands_between_the_products(mode: str | Mapping[str, int]) -> None
 
 
 class Of(Dropless):
-    """A function of what the first product gives, (rows, 20), stands in front of the second, which takes ten columns."""
+    """A function of what the first product gives, (rows, 20), stands before the second, which takes ten columns."""
 
     def __init__(self, function: Callable[[Of, Tensor], Tensor]) -> None:
         super().__init__()

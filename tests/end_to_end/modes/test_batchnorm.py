@@ -91,7 +91,7 @@ class CountsFlops:
 
 
 def of(name: str) -> Callable[[str], str]:
-    """Put a name in front of a message."""
+    """Put a name before a message."""
     return lambda text: f"{name}: {text}"
 
 
@@ -125,7 +125,7 @@ MESHES: dict[str, tuple[int, str | dict[str, Any]]] = {
     "data x pipeline": (4, {"data": 2, "pipeline": 2}),
     "pipeline x tensor": (4, {"pipeline": 2, "tensor": 2}),
     "fsdp x pipeline": (4, {"fsdp": 2, "pipeline": 2}),
-    "stages of unlike width": (3, {"pipeline": 2, "tensor": (2, 1)}),
+    "stages of different width": (3, {"pipeline": 2, "tensor": (2, 1)}),
     "auto": (4, "auto"),
 }
 

@@ -226,7 +226,7 @@ def test_a_model_trains_like_the_original(mode: Any, attention: str) -> None:
 
 @pytest.mark.slow
 def test_the_planner_takes_the_faster_way() -> None:
-    """Of unlike predictions the lower; of equal ones, the first of ``ATTENTION``."""
+    """Of different predictions the lower; of equal ones, the first of ``ATTENTION``."""
     model, inputs = Attention(is_causal=True).double(), _inputs()
     chosen = _partitioned(model, 2, inputs, None).plan
     steps = {attention: _partitioned(model, 2, inputs, attention).plan.step_time for attention in ATTENTION}

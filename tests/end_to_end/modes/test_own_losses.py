@@ -92,7 +92,7 @@ def messages(pm: Any) -> list[tuple[Any, int]]:
 
 @pytest.mark.slow
 def test_tensor_parallel_sends_what_megatron_does() -> None:
-    """Four sums of activations a layer; the vocabulary: a sum behind the embedding, one of its gradient, and three numbers a token."""
+    """Four sums of activations a layer; the vocabulary: a sum after the embedding, one of its gradient, and three numbers a token."""
     model, batch = made(gpt2)
     pm = partition(model, 4, "tensor", example_kwargs=batch)
     pm.train_step(**batch)

@@ -1,4 +1,4 @@
-"""Stages on unlike numbers of ranks, to which microbatches are dealt round-robin: exactly the model, in every schedule that has them."""
+"""Stages on different numbers of ranks, to which microbatches are distributed round-robin: exactly the model, in every such schedule."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def mode(shape: Shape, **beside: int) -> dict[str, Any]:
 
 
 def test_microbatches_are_dealt_in_turn() -> None:
-    """Each rank runs ahead as far as those behind it need: two microbatches, and one on the last."""
+    """Each rank runs ahead as far as later ranks need: two microbatches, and one on the last."""
     assert draw(make_schedule("1F1B", 3, 4, None, (2, 1)), Durations(1, 1, 1)).splitlines() == [
         "rank 0 |0F0|0F2|.......|0B0    |...............|0B2    |",
         "rank 1 |0F1|0F3|...................|0B1    |...............|0B3    |",
@@ -67,7 +67,7 @@ def test_every_number_of_microbatches_can_run(name: str, shape: Shape) -> None:
     n_ranks = sum(shape)
     for count in (1, 2, 3, 5, 8, 13, 40):
         schedule = make_schedule(name, n_ranks, count, None, shape)
-        simulate(schedule)  # raises where ranks wait for each other, or for what nobody computes
+        simulate(schedule)  # raises where ranks wait for each other, or for a value that is not computed
         assert [len(ranks) for ranks in schedule.stage_ranks] == list(shape)
         for stage, ranks in enumerate(schedule.stage_ranks):
             for place, rank in enumerate(ranks):
@@ -249,8 +249,8 @@ def test_stages_of_one_rank_each_are_a_pipeline_as_ever() -> None:
     [
         ({"pipeline": (2, 2)}, {}, "has 4 devices and 3 were given"),
         ({"pipeline": (3, 0)}, {}, "a size is a number of ranks"),
-        ({"data": (2, 1)}, {}, r"only stages have unlike numbers of ranks"),
-        ({"model": (2, 1)}, {}, r"only stages have unlike numbers of ranks"),
+        ({"data": (2, 1)}, {}, r"only stages have different numbers of ranks"),
+        ({"model": (2, 1)}, {}, r"only stages have different numbers of ranks"),
         ({"pipeline": (2, 1)}, {"schedule": "ZBV"}, "GPipe, 1F1B or ZB1P"),
         ({"pipeline": (2, 1)}, {"stages_per_device": 2}, "cannot be combined with replicated stages"),
         ({"pipeline": (2, 1)}, {"n_microbatches": 1}, "a stage has 2 replicas, and there is 1 microbatch"),

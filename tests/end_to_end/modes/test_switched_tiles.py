@@ -90,7 +90,7 @@ def cut_along(graph: ModelGraph, plan: Plan) -> dict[str, list[str]]:
     ids=str,
 )
 def test_outputs_and_gradients(mesh: Grid, rows: int, axes: Mapping[str, str]) -> None:
-    """To 1e-9: parts of unlike sizes, up and down again, grids, beside other dimensions."""
+    """To 1e-9: parts of different sizes, up and down again, grids, beside other dimensions."""
     torch.manual_seed(0)
     assert first_difference_of_tiles(UNet().double(), images(rows), ranks_of(mesh), mesh, constraints=Constraints(axes=axes)) == ""
 
@@ -100,7 +100,7 @@ def test_outputs_and_gradients(mesh: Grid, rows: int, axes: Mapping[str, str]) -
 @pytest.mark.parametrize("axes", [{"batch": "tile"}, {"channels": "tile"}], ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_statistics_of_the_batch(axes: Mapping[str, str], *, training: bool) -> None:
-    """Batch normalisation behind tiles, behind parts of the batch, behind channels."""
+    """Batch normalisation after tiles, after parts of the batch, after channels."""
     torch.manual_seed(0)
     model = TransposedUNet(batch_norm=True).double().train(training)
     assert first_difference_of_tiles(model, images(3, 3), 2, {"tile": 2}, constraints=Constraints(axes=axes)) == ""
@@ -222,7 +222,7 @@ def plan_of(graph: ModelGraph, axes: Mapping[str, str] | None, cluster: str) -> 
 
 @pytest.mark.slow
 def test_space_early_and_batch_late_where_messages_are_slow() -> None:
-    """Six images on four nodes: the batch in unlike parts, but for the first layers; less than tiles throughout."""
+    """Six images on four nodes: the batch in different parts, but for the first layers; less than tiles throughout."""
     graph = traced(6)
     switched, plain = plan_of(graph, {"batch": "tile"}, "a100-80gb:4x1"), plan_of(graph, None, "a100-80gb:4x1")
     along = list(cut_along(graph, switched).values())
@@ -252,7 +252,7 @@ def test_less_than_space_alone() -> None:
 
 @pytest.mark.slow
 def test_tiles_throughout_unless_somebody_says_otherwise() -> None:
-    """Whoever asks for tiles gets them wherever space is long enough."""
+    """Requested tiles are used wherever space is long enough."""
     plan = plan_of(traced(6), None, "a100-80gb:4x1")
     assert plan.axes == (("height", "tile0"),)
     assert plan.prediction.axes_gap == 0.0

@@ -206,7 +206,7 @@ def test_borders(layer: nn.Module, shape: tuple[int, int], grid: int | tuple[int
 
 @pytest.mark.slow
 def test_sizes_smaller_than_the_grid_are_gathered_there() -> None:
-    """16 -> 8 -> 4 -> 2 over three tiles: once, in front of what makes them two."""
+    """16 -> 8 -> 4 -> 2 over three tiles: once, before what makes them two."""
     layers = [layer for _ in range(4) for layer in (nn.Conv2d(2, 2, 3, padding=1), nn.MaxPool2d(2))]
     model, x = nn.Sequential(*layers).double(), torch.randn(2, 2, 16, 4 * 4, dtype=torch.float64)
     assert first_difference_of_tiles(model, x, 3, {"tile": 3}) == ""
@@ -272,7 +272,7 @@ GRIDS: dict[str, tuple[tuple[int, int], list[tuple[int, ...]]]] = {
     "width": ((1, 2), [(2, 12, 5)]),
     "both": ((2, 2), [(2, 6, 5), (2, 6, 10)]),
 }
-"""What is cut -> a grid, and what is gathered: the result, for whoever called the model."""
+"""What is cut -> a grid, and what is gathered: the result, for the caller of the model."""
 
 
 @pytest.mark.slow
@@ -289,7 +289,7 @@ def test_patches_are_not_gathered(cut: str) -> None:
 
 @pytest.mark.slow
 def test_norms_gather_no_activations() -> None:
-    """All that is gathered is the result, for whoever called the model."""
+    """All that is gathered is the result, for the caller of the model."""
     x = torch.randn(2, 3, 16, 10, dtype=torch.float64)
     pm = partition(convolutional(), devices=4, mode={"tile": (2, 2)}, example_inputs=(x,), progress=False)
     pm.train_step(x, target=torch.zeros(2, 2, 16, 10, dtype=torch.float64), loss_fn=nn.functional.mse_loss)

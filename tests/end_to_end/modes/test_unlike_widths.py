@@ -1,4 +1,4 @@
-"""Stages of unlike width, ``{"pipeline": 2, "tensor": (2, 1)}``: exactly the model, in every schedule, on every width."""
+"""Stages of different width, ``{"pipeline": 2, "tensor": (2, 1)}``: exactly the model, in every schedule, on every width."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_value_that_lies_in_parts_is_made_whole_where_it_crosses() -> None:
 
 
 class Decoder(nn.Module):
-    """Layers that all read what the first one gave, or the input itself, in parts; and numbers that nobody computes from the input."""
+    """Layers that all read what the first one gave, or the input itself, in parts; and numbers that nothing computes from the input."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_plans_programs_and_reports() -> None:
     pm.verify()
     assert pm.check(inputs(12)[0])
     counts = [[sum(node.target is function for node in graph.graph.nodes) for function in (send, receive)] for graph in pm.graphs]
-    loss = 1  # told by rank 2 to both others
+    loss = 1  # sent by rank 2 to the other two
     assert counts == [[2, 2 + loss], [0, 2 + loss], [2 * 2 + 2 * loss, 2]]
     assert not any(node.target is all_reduce for node in pm.graph(2).graph.nodes)
     told = pm.explain()
@@ -221,7 +221,7 @@ def test_sweeps_say_what_a_simulation_says(mesh: Mapping[str, Any], tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_sweep_tells_widths_apart(tmp_path: Path) -> None:
-    """Two layers can be cut in one place alone: stages of the same nodes, on meshes of the same dimensions, and unlike programs."""
+    """Two layers can be cut in one place alone: stages of the same nodes, on meshes of the same dimensions, and different programs."""
 
     def factory() -> tuple[nn.Module, tuple[Tensor, ...]]:
         torch.manual_seed(0)

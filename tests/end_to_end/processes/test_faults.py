@@ -221,7 +221,7 @@ def test_the_first_failure_is_that_of_all(watched: Callable[[int], list[Watch]])
     first = watches[2].report(0, Failure(2, "rank 2 failed: ValueError: 17"))
     for rank in (0, 1):
         assert watches[rank].report(0, Failure(rank, "a consequence")) == first
-    assert watches[1].first(1) is None  # another connection, made behind the failure
+    assert watches[1].first(1) is None  # another connection, made after the failure
 
 
 def test_a_script_that_has_ended_is_no_failure(watched: Callable[[int], list[Watch]]) -> None:
@@ -350,7 +350,7 @@ def test_marks_of_an_earlier_run_mean_nothing(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes leave marks on Linux alone")
 def test_a_mark_appears_with_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks between the making of a mark and its lock would take its process for dead."""
+    """A check between making a mark and locking it would take its process for dead."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     watcher = LocalMarks("localhost:1", 0, 2)
     dead: list[list[int]] = []
@@ -379,7 +379,7 @@ def test_forked_children_do_not_hold_connections() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         child = os.fork()
     if child == 0:
-        os.write(writer, b"1")  # behind what runs in a child that has been forked
+        os.write(writer, b"1")  # after what runs in a child that has been forked
         time.sleep(60)
         os._exit(0)
     try:
@@ -469,7 +469,7 @@ class TestFaults:
         script = ("-m", "benchmarks.fault_injection", "killed_while_saving")
         found = faults.train(tmp_path / "killed", restarts=1, script=script)
         assert found.has_losses_of(expected), found.output
-        assert found.first_steps == (1, 7)  # of the checkpoints behind steps 6 and 9 only that one was whole
+        assert found.first_steps == (1, 7)  # of the checkpoints after steps 6 and 9 only that one was whole
 
     def test_full_disk(self, tmp_path: Path) -> None:
         if (reason := faults.can_make_nodes()) is not None:

@@ -80,7 +80,7 @@ _EITHER_FIRST = (
     ("rank 0 has local batch size 4", "rank 1 has 3"),
     ("rank 1 has local batch size 3", "rank 0 has 4"),
 )
-"""Who differs is told beside what most ranks have, and of two neither is most."""
+"""A different rank is named with the majority's value; of two ranks neither is a majority."""
 
 
 def test_unequal_rows(workers: Callable[[int], Workers]) -> None:

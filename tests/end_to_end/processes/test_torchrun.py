@@ -203,7 +203,7 @@ def test_processes_that_measure_share_a_plan(workers: Callable[[int], Workers]) 
     """Each measures other times, and would make another plan."""
     first, other = workers(2).values(cases.plans_by_measured_times, timeout=PROMPTLY)
     assert first == other
-    assert first[0] == first[1]  # planned anew, and the same: nobody waits for a plan that is not new
+    assert first[0] == first[1]  # planned anew, and the same: no rank waits for a plan that is not new
 
 
 @pytest.mark.slow

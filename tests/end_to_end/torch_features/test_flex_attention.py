@@ -20,7 +20,7 @@ from partitioner import partition
 LENGTH = 6
 ROWS, COLUMNS = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
 BEFORE = create_block_mask(lambda _, __, i, j: i > j, None, None, LENGTH, LENGTH, device="cpu")
-"""A query sees the keys in front of it; the first one sees none."""
+"""A query sees the keys before it; the first one sees none."""
 
 
 class Attention(nn.Module):

@@ -21,7 +21,7 @@ from tests.support.running.transparency import loss_of
 MODES = ("data", "fsdp", "pipeline", "tensor")
 POLICIES = ("none", "selective", "full")
 MORE = ("bart", "bloom", "cohere", "falcon", "gemma2", "gemma3", "gpt_neox", "olmo2", "opt", "phi", "roberta")
-"""Families that are unlike the models of the zoo."""
+"""Families that differ from the models of the zoo."""
 
 EXACT = 1e-9
 

@@ -122,7 +122,7 @@ def _one_dimension(rng: random.Random, program: Program, size: int) -> dict[str,
 
 
 def _names(rng: random.Random, program: Program) -> list[str]:
-    """Return the dimensions that apply, each as often as it is to be chosen."""
+    """Return the dimensions that apply, with repetitions as weights."""
     features = program.features
     found = ["model", "pipeline", "pipeline"] if len(program.live()) >= 5 else ["model" if "time_first" in features else "data"]
     if "mixes" not in features and ("time_first" not in features or rng.random() < 0.3):

@@ -189,7 +189,7 @@ class Writer:
         self._pending_kept += places
 
     def amend(self, name: str, code: str) -> None:
-        """Propose a line of ``__init__`` behind the layer that it changes."""
+        """Propose a line of ``__init__`` after the layer that it changes."""
         self._pending = [Layer(each.name, f"{each.code}; {code}") if each.name == name else each for each in self._pending]
 
     def write(self, draft: Draft) -> bool:

@@ -21,7 +21,7 @@ REDUCTION = 300.0
 """Seconds that the reduction of one failure may take."""
 
 BY_TORCH = ", in the unpartitioned model"
-"""Behind the reason of a process that PyTorch ended before anything was partitioned: no failure of ours."""
+"""Suffix of the reason of a process that PyTorch ended before anything was partitioned: no failure of ours."""
 
 KINDS = ("equal", "refused", "wrong", "raw", "timeout", "invalid")
 

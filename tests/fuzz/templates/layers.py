@@ -211,7 +211,7 @@ IMAGE: tuple[Template, ...] = (
 
 
 def attention(writer: Writer, value: Variable) -> str | Draft | None:
-    """Attention over dimension 1, written out or as a module."""
+    """Attention over dimension 1, decomposed or as a module."""
     if not value.is_float or not value.is_batched or value.dim != 3 or not 4 <= value.shape[1] <= 16:
         return None
     size, dropout = value.shape[2], dropped_share(writer)

@@ -106,7 +106,7 @@ KEPT = {
     "Collects": ("found['hidden']", "parts[0]", "parts[1]"),
     "Remembers": ("last",),
 }
-"""What each submodule keeps, as it is read from the module."""
+"""Kept values of each submodule."""
 
 
 def sources_of(text: str) -> str:

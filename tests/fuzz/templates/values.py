@@ -125,7 +125,7 @@ def cast(writer: Writer, value: Variable) -> str | None:
 
 
 def dropped(writer: Writer, value: Variable) -> Draft | None:
-    """Dropout, also of values whose memory lies in another order than their dimensions."""
+    """Dropout, also of values whose memory has another order than their dimensions."""
     if not value.is_float or not writer.training or value.dim < 2:
         return None
     form = writer.rng.choice(

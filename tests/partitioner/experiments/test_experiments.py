@@ -411,7 +411,7 @@ def test_a_worker_that_dies_or_hangs_is_a_reason() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [3, 20])
 def test_nothing_is_lost_or_doubled_by_kills(kills: int, tmp_path: Path) -> None:
-    """A sweep is killed at random moments; what a run has kept, the next one finds and leaves as it is."""
+    """A sweep is killed at random moments; what a run has kept, the next one finds and leaves unchanged."""
     path, many = tmp_path / "runs.db", kills > 10
     chance = random.Random(7)
     context = multiprocessing.get_context("fork")

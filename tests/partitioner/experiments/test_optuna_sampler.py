@@ -28,14 +28,14 @@ def test_it_asks_for_placements_of_the_grid_alone() -> None:
     asked = []
     while (placement := sampler.ask()) is not None:
         asked.append(placement)
-        # Failures are told, too.
+        # Failures are reported, too.
         fast = placement.mode == "fsdp" and placement.devices == 8
         sampler.tell(
             placement, failed_row("k", placement, "no room") if placement.cluster == "y" else answer(placement, 1.0 if fast else 5.0)
         )
     assert len(asked) == 80
     assert set(asked) <= set(GRID)
-    # Optuna knows what it was told: the fastest of what it asked for.
+    # Optuna has the reported results: the fastest of its placements.
     found = [1.0 if each.mode == "fsdp" and each.devices == 8 else 5.0 for each in asked if each.cluster == "x"]
     assert sampler._study.best_trial.value == min(found)
 

@@ -152,7 +152,7 @@ def test_two_means_over_unlike_numbers_of_targets(pm: PartitionedModel) -> None:
 
     assert difference(cases.model(), pm, loss_fn, x, target) is None
     target[:3] = -100
-    with pytest.raises(ConfigError, match="unlike numbers of targets"):
+    with pytest.raises(ConfigError, match="different numbers of targets"):
         pm.train_step(x, target=target, loss_fn=loss_fn)
     assert difference(cases.model(), pm, loss_fn, x, target, loss_reduction="batch") is None
 

@@ -195,7 +195,7 @@ def test_other_arguments_than_the_examples_are_traced_when_they_come(mode: str) 
 
 @pytest.mark.parametrize("n_microbatches", [1, 2])
 def test_gradients_of_an_input_that_some_ranks_do_not_read(n_microbatches: int) -> None:
-    """Ranks add up what they found; who found nothing gives zeros for each microbatch."""
+    """Ranks add up what they found; a rank without any gives zeros for each microbatch."""
 
     class Late(nn.Module):
         def __init__(self) -> None:

@@ -40,7 +40,7 @@ PLANS: dict[str, tuple[Any, tuple[int, ...], int, Any, dict[str, Any]]] = {
     "tensor": (Perceptron, ROWS, 2, "tensor", {}),
     "data and pipeline": (Perceptron, ROWS, 4, {"data": 2, "pipeline": 2}, {}),
     "shared stages": (Perceptron, ROWS, 3, {"pipeline": (2, 1)}, {}),
-    "unlike widths": (Perceptron, ROWS, 3, {"pipeline": 2, "tensor": (2, 1)}, {}),
+    "different widths": (Perceptron, ROWS, 3, {"pipeline": 2, "tensor": (2, 1)}, {}),
     "interleaved": (Perceptron, ROWS, 2, "pipeline", {"schedule": "Interleaved1F1B"}),
     "tiles": (convolutions, IMAGES, 2, "tile", {}),
     "sequential tiles": (convolutions, IMAGES, 1, {"tile": 4}, {}),

@@ -38,7 +38,7 @@ class Layers(nn.Module):
 
 
 class Views(nn.Module):
-    """Weights that are cast behind views of them: transposed, reshaped, one of several."""
+    """Weights that are cast after views of them: transposed, reshaped, one of several."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ PINS: dict[str, Any] = {"mode": "pipeline", "schedule": "GPipe", "n_microbatches
 
 @pytest.mark.slow
 def test_the_price_of_a_pin_is_what_is_saved_without_it() -> None:
-    """Each argument left out in turn, by hand."""
+    """Each argument left out once, by hand."""
     pm = gpt(**PINS)
     problem = pm._session.assumed.problem
     assert problem is not None

@@ -1,4 +1,4 @@
-"""What a program says of its nodes: where they stand in the model, how what they communicate lies, and why."""
+"""Comments of a program: places in the model, layouts of communicated values, and reasons."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any
@@ -88,7 +88,7 @@ def test_a_message_says_who_computes_and_who_reads() -> None:
     ("mode", "devices"), [("tensor", 2), ("fsdp", 2), ("sequence", 2), ({"data": 2, "pipeline": 2}, 4), ({"fsdp": 2, "tensor": 2}, 4)]
 )
 def test_every_communication_says_how_its_value_lies(mode: str | Mapping[str, int], devices: int) -> None:
-    """The layouts are told by name; here they are read back, and compared with the shapes of the tensors that travel."""
+    """The layouts are printed by name; here they are read back, and compared with the shapes of the tensors that travel."""
     pm = cut(mode, devices)
     explained = pm.explained()
     whole = {node.name: node.meta.get("val") for node in explained.cut.graph.graph.nodes}
@@ -124,7 +124,7 @@ def rows(mesh: Mesh) -> int:
 
 
 def parts(layout: str, mesh: Mesh) -> int:
-    """Into how many parts a layout that was told cuts a tensor."""
+    """Return the number of parts of a printed layout."""
     return math.prod(mesh.length(name) for name in re.findall(r"/([a-z]+)", layout))
 
 
@@ -157,7 +157,7 @@ def test_the_explanation_tells_how_activations_lie() -> None:
 
 
 class Diamonds(Perceptron):
-    """Behind a sum over ranks, forty values that are each read twice and put together again: 2 to the 40 ways to the gradients."""
+    """After a sum over ranks, forty values that are each read twice and put together again: 2 to the 40 ways to the gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)

@@ -62,7 +62,7 @@ def test_every_case(case: CollectiveCase, n_ranks: int) -> None:
 
 
 def test_sums_have_the_same_bits_on_all_ranks() -> None:
-    """First to last, whoever reduces: in single precision the order shows."""
+    """First to last, on every reducing rank: in single precision the order shows."""
     parts = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
     expected = ((parts[0] + parts[1]) + parts[2]) + parts[3]
     assert not torch.equal(expected, ((parts[3] + parts[2]) + parts[1]) + parts[0])

@@ -1,4 +1,4 @@
-"""Gradients of microbatches are added up where the first backward put them: in nobody else's memory, and not twice in their own."""
+"""Gradients of microbatches are added up where the first backward put them: never in memory of other values, and not twice in their own."""
 
 from __future__ import annotations
 

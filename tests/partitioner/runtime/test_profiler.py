@@ -54,7 +54,7 @@ def test_names(mode: str) -> None:
 
 @pytest.mark.slow
 def test_ranges_are_nested() -> None:
-    """Also where a stage waits for the random numbers of the one in front of it."""
+    """Also where a stage waits for the random numbers of the one before it."""
     own = {"train_step of rank 0", "train_step of rank 1"}
     for mode in ("pipeline", "fsdp"):
         pm, x = partitioned(mode)
@@ -93,11 +93,11 @@ def test_a_step_that_fails_ends_its_ranges() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         with pytest.raises(ConfigError, match="loss_fn fails"):
             pm.train_step(x, target=x, loss_fn=fail)
-        with torch.profiler.record_function("behind"):
+        with torch.profiler.record_function("after"):
             pass
     events = {event.name: event for event in trace.events() or ()}
-    assert events["behind"].cpu_parent is None
-    assert events["behind"].time_range.start >= events["train_step of rank 1"].time_range.end
+    assert events["after"].cpu_parent is None
+    assert events["after"].time_range.start >= events["train_step of rank 1"].time_range.end
 
 
 @pytest.mark.slow

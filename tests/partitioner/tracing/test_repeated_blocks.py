@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, one behind the other."""
+    """Blocks, one after the other."""
 
     def __init__(self, block: Callable[[int], nn.Module], depth: int = 5) -> None:
         super().__init__()
@@ -353,7 +353,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
     "asked": (lambda: Stack(Asked), 0),
     "large_batches": (lambda: Stack(LargeBatches), 4),
     "names_of_blocks": (lambda: NamesOfBlocks(Indexed), 0),
-    "mapped": (lambda: Mapped(behind=0), 3),  # behind the product with the mask, the first block has other strides
+    "mapped": (lambda: Mapped(behind=0), 3),  # after the product with the mask, the first block has other strides
     "mapped_between": (lambda: Mapped(behind=2), 0),
     "counting": (lambda: CountingStack(Counting, 9), 0),
     "balanced": (lambda: BalancedStack(Balanced), 0),

@@ -109,7 +109,7 @@ def test_parameters_over_the_same_memory_are_one_and_said_to_be() -> None:
     model[1].weight = nn.Parameter(model.get_parameter("0.weight").data)
     graph = trace(model, (torch.zeros(3, 6),))
     assert graph.aliases == {"1.weight": "0.weight"}
-    assert any("1.weight lies in the memory of 0.weight" in note for note in graph.notes)
+    assert any("1.weight shares the memory of 0.weight" in note for note in graph.notes)
 
 
 def test_dead_code_goes_and_random_draws_stay() -> None:
@@ -352,7 +352,7 @@ def test_a_note_says_where_the_order_of_random_numbers_is_open(*, is_turned: boo
         return nn.functional.dropout(spread.transpose(-1, -2) if is_turned else spread, 0.4)
 
     notes = trace(Call(function), (torch.zeros(4, 3, 6),)).notes
-    assert any("one row they may be others" in note and "dropout" in note for note in notes) == is_turned
+    assert any("one row they may differ" in note and "dropout" in note for note in notes) == is_turned
 
 
 # -- the model is left as it was ---------------------------------------------------------------------------------------------------

@@ -519,7 +519,7 @@ def test_attributes_that_are_only_written_or_hold_what_is_constant_are_allowed(d
 
 
 class _Replaces(nn.Module):
-    """Puts another module in the place of its layer in the first call, as BigBird does for short inputs."""
+    """Replaces its layer by another module in the first call, as BigBird does for short inputs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -364,7 +364,7 @@ def move_of(kind: str, value: Any) -> Move:
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(st.sampled_from(SHAPES), chains())
 def test_a_cut_in_front_of_reshapes_is_the_cut_behind_them(shape: tuple[int, ...], chain: list[tuple[str, Any]]) -> None:
-    """An axis of the input that the result has, too: one index of it, taken by hand in front, is the same index taken behind."""
+    """An axis of the input that the result has, too: one index of it, taken by hand before, is the same index taken after."""
     model = Chain([move_of(kind, value) for kind, value in chain])
     x = torch.arange(2 * 24).reshape(2, *shape)
     graph, axes = analysed(model, x, batch_size=2)

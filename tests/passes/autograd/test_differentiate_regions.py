@@ -30,7 +30,7 @@ DEPTH = 4
 
 
 class Stack(nn.Module):
-    """Blocks behind each other, between layers of their own."""
+    """Blocks after each other, between layers of their own."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from tests.support.running.slow_values import slow
 
 
 class AttendedImage(nn.Module):
-    """A convolution, values that lie transposed as behind attention over pixels, and a group normalisation."""
+    """A convolution, transposed values as after attention over pixels, and a group normalisation."""
 
     def __init__(self) -> None:
         super().__init__()

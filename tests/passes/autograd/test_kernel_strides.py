@@ -1,4 +1,4 @@
-"""Kernels whose results lie otherwise in memory than their fake results say: what is traced behind them must run all the same."""
+"""Kernels that return other strides than their fake results: calls traced after them must still run."""
 
 from __future__ import annotations
 

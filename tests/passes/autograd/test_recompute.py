@@ -1,4 +1,4 @@
-"""Recomputation: equal numbers, less memory, planned as it is lowered, and chosen only when memory asks for it."""
+"""Recomputation: equal numbers, less memory, plans equal to programs, and only where memory needs it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def planned(recompute: str | None, memory_limit: int | None = None) -> Partition
 def saved_bytes(recompute: str) -> tuple[int, ...]:
     """Return, for each stage, the bytes that its lowered forward saves for one microbatch, shared memory counted once.
 
-    What a stage is given of the step's inputs lies in these.
+    Inputs of the step that a stage receives share memory with these.
     """
     plan = planned(recompute).plan
     instance = CASE.build(batch_size=ROWS)
@@ -104,7 +104,7 @@ def test_recomputing_takes_longer() -> None:
 
 
 class WrittenOut(nn.Module):
-    """A block whose attention is written out: scores and weights are larger than the queries and keys that they are made from."""
+    """A block with decomposed attention: scores and weights are larger than the queries and keys that they are made from."""
 
     def __init__(self, width: int = 16, heads: int = 2) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_masks_are_drawn_again_and_parts_gathered_again(recompute: str, drawn_ag
 def test_the_attention_core_is_made_again_and_no_more() -> None:
     """34 of 34 + 5 heads x length / width bytes an element in half precision (Korthikanti et al. 2022)."""
     kept = {recompute: inlined(recompute)[0].simulate().memory[0].kept for recompute in ("none", "selective")}
-    values = 16  # a block: inputs of both norms and what is behind them, queries, keys, values, attended; 4 times as wide: up, gelu
+    values = 16  # a block: inputs of both norms and what is after them, queries, keys, values, attended; 4 times as wide: up, gelu
     half = 2 * LENGTH * 16 * 8 // 2
     assert kept["selective"] < kept["none"] / 2
     blocks = 2 * values * half

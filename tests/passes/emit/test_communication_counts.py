@@ -82,7 +82,7 @@ def n_parameter_bytes(model: nn.Module) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 4])
 def test_a_megatron_block_reduces_twice_forward_and_twice_backward(depth: int) -> None:
-    """Behind attention and behind the feed-forward layer; backward in front of them. Each moves the residual stream."""
+    """After attention and after the feed-forward layer; backward before them. Each moves the residual stream."""
     for found in step_of(*blocks(depth), "tensor", 2):
         assert Counter((each.kind, each.backward) for each in found) == {(all_reduce, False): 2 * depth, (all_reduce, True): 2 * depth}
         assert {each.n_bytes for each in found} == {ROWS * LENGTH * WIDTH * ELEMENT}

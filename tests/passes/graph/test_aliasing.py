@@ -1,4 +1,4 @@
-"""What the alias analysis claims, against real memory: every storage that a run shares must lie in one claimed alias set.
+"""What the alias analysis claims, against real memory: every storage that a run shares must be in one claimed alias set.
 
 Of a single call it is known exactly whether its result is a view, for the arguments that it has.
 """
@@ -238,7 +238,7 @@ def changes_nothing() -> Iterator[Sample]:
 
 
 NOTHING = -1
-"""Where a tensor without elements lies."""
+"""Memory of a tensor without elements."""
 
 
 def viewed_in_a_run(sample: Sample) -> list[int | None]:

@@ -33,13 +33,13 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks that share what they scale by, between layers of their own; one of them may be wider."""
 
-    def __init__(self, unlike: int | None = None) -> None:
+    def __init__(self, different: int | None = None) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.rand(8))
         self.blocks = nn.ModuleList(Block(8) for _ in range(BLOCKS))
-        if unlike is not None:
-            self.blocks[unlike] = nn.Linear(8, 8)
+        if different is not None:
+            self.blocks[different] = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -49,8 +49,8 @@ class Stack(nn.Module):
         return result
 
 
-def traced(unlike: int | None = None) -> ModelGraph:
-    return trace(Stack(unlike), (torch.rand(4, 6),), training=True)
+def traced(different: int | None = None) -> ModelGraph:
+    return trace(Stack(different), (torch.rand(4, 6),), training=True)
 
 
 def test_three_copies_stay_and_one_stands_for_the_rest() -> None:
@@ -65,10 +65,10 @@ def test_three_copies_stay_and_one_stands_for_the_rest() -> None:
     assert stays | stood_for == names
 
 
-@pytest.mark.parametrize("unlike", [*slow(1), 3, *slow(5)])
-def test_an_unlike_block_ends_a_run(unlike: int) -> None:
-    folded = fold_repeats(traced(unlike))
-    assert folded.n_copies in (1, max(unlike, BLOCKS - 1 - unlike) - 2)
+@pytest.mark.parametrize("different", [*slow(1), 3, *slow(5)])
+def test_an_unlike_block_ends_a_run(different: int) -> None:
+    folded = fold_repeats(traced(different))
+    assert folded.n_copies in (1, max(different, BLOCKS - 1 - different) - 2)
 
 
 def test_folded_prices_are_those_of_the_whole_model() -> None:

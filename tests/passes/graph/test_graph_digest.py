@@ -26,7 +26,7 @@ def digests(names: Sequence[str]) -> list[str]:
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_processes_have_the_same_digests(workers: Callable[[int], Workers]) -> None:
-    """Strings hash otherwise there, functions lie elsewhere, and what was traced before is not the same."""
+    """Strings hash differently there, functions have other addresses, and earlier traces differ."""
     found = digests(NAMES)
     assert workers(2).values(digests, NAMES[::-1]) == [found[::-1]] * 2
     assert len(set(found)) == len(NAMES)

@@ -1,4 +1,4 @@
-"""Calls that are alike share fake tensors, and are what each would be alone: sizes, strides, and which memory they lie in."""
+"""Calls that are alike share fake tensors, and are what each would be alone: sizes, strides, and memory."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_parts_of_a_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of ranks that share one cache, which has taken the results of the trace, as if every call were run."""
     model, example, mesh = PARTS[case]()
     plan = partition(model, math.prod(mesh.values()), mesh, example_inputs=(example,), progress=False).plan
-    graph = trace_model(model, (example,), {}, None).graph  # with open sizes, which have got numbers: views lie in memory of their own
+    graph = trace_model(model, (example,), {}, None).graph  # with open sizes, which have got numbers: views have memory of their own
     shared = cut_by_plan(facts_to_cut(graph, plan), plan).widest.parts
     monkeypatch.setattr(FakeTensorCache, "_call_key", lambda *_: None)
     for one, other in zip(shared, cut_by_plan(facts_to_cut(graph, plan), plan).widest.parts, strict=True):

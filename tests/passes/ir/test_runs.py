@@ -1,4 +1,4 @@
-"""What ranks read of each other, against lists of elements: texts, who has what, fetching, and giving gradients back."""
+"""What ranks read of each other, against lists of elements: texts, owners, fetching, and returned gradients."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_clauses_and_marks_are_read() -> None:
         ("a -> a?", "a?", "a result lacks no dimension"),
         ("a -> a; b = n", "b = n", "no term has the factor 'b'"),
         ("a -> a; a = *", "*", "an argument or a number is expected"),
-        ("a -> a; b", "", "'=' behind 'b' is expected, not the end"),
+        ("a -> a; b", "", "'=' after 'b' is expected, not the end"),
         ("a -> a; linear", "", "an argument is expected"),
         ("a -> a; linear x.y", "y", "the index of a tensor is expected"),
         ("a 2 -> a", "2", "'->' is expected, not '2'"),

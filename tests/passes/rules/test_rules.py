@@ -1,4 +1,4 @@
-"""What rules say of calls, written out by hand."""
+"""Rules of calls, compared with hand-written lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How values lie, read as a picture: node -> a word for each mesh dimension.
+"""Layouts of values, read as a picture: node -> a word for each mesh dimension.
 
     R  whole on every rank         V  whole, used on a part of the work
     P  a part of a sum             S0 a part along dimension 0
@@ -231,7 +231,7 @@ class Lookup(nn.Module):
 
 
 def test_a_cut_vocabulary_gathers_no_logits() -> None:
-    """Rows of the table are found by the rank that holds them, logits are made and compared where their classes lie."""
+    """Rows of the table are found by the rank that holds them, logits are made and compared on the rank of their classes."""
     args = torch.randint(11, (5,)), torch.randint(11, (5,))
     picture = Picture(Lookup(), *args, tensor=("vocab",))
     assert picture.table() == ["embedding(S0, V) = P", "linear(V, S0) = S1", "cross_entropy_loss(S1, V) = R"]

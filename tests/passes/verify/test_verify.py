@@ -117,7 +117,7 @@ def communications() -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("first", [True, *slow(False)], ids=["first", "others"])
 def test_every_lost_communication_is_named(*, first: bool) -> None:
-    """Each send and each all_reduce in turn is left out: the first of each kind, and all others."""
+    """Each send and each all_reduce is left out once: the first of each kind, and all others."""
     original = programs(case_named("gpt"), "1F1B", 3, 2)["train_step"]
     met: set[object] = set()
     for rank, name in communications():

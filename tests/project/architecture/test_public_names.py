@@ -79,7 +79,7 @@ def imported(tree: ast.Module) -> set[str]:
 
 
 def is_documented(tree: ast.Module, node: ast.stmt) -> bool:
-    """Return whether a function or class has a docstring, or a string stands right behind an assignment."""
+    """Return whether a function or class has a docstring, or a string stands directly after an assignment."""
     if isinstance(node, Function | ast.ClassDef):
         return ast.get_docstring(node) is not None
     behind = tree.body[tree.body.index(node) + 1 :][:1]

@@ -1,8 +1,11 @@
-"""Every text speaks to its reader about the product: no notes to oneself, nobody's machine, nobody's way of working."""
+"""Texts are about the product, in the field's words: no notes, no machine's paths, no private words."""
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +23,42 @@ UNWANTED = {
     r"(?i)\bfor no[w]\b|simplifie[d] version|not implemente[d] yet": "finish it, or refuse by name with an error",
 }
 
+PRIVATE_WORDS = {
+    r"behind": "after",
+    r"in front of": "before",
+    r"lies|lie|lying": "is stored, is sharded, is in",
+    r"nobody|somebody|anybody|whoever": "name the part, or use the passive",
+    r"who|whom": "name the rank, process or function",
+    r"unlike": "different",
+    r"is others|are others|be others|others than": "differ",
+    r"in the place of": "instead of",
+    r"very same|by that name": "the same, so named",
+    r"(is|was|are|were|be) told|told (of|apart)": "given, reported, distinguished",
+    r"pays|payment|dealt|pace|promises|meetings": "costs, distributed, clock rate, guarantees, partial sums",
+    r"take turns|takes turns|in turn|turns at": "alternate, round-robin",
+    r"bundles?|bundled": "coalesced collectives",
+    r"garbage(?! collection)": "gc_paused",
+    r"written out": "decomposed, inlined",
+}
+"""Words that this project once used for known things -> the words of PyTorch and of the literature."""
+
+NAMES = {"critical_paths.py": "behind", "run_tables.py": "behind", "test_axis_choice.py": "pace"}
+"""Files with a variable of such a name in their drawings -> the name."""
+
+_CODE = re.compile(r"``[^`]*``|`[^`]*`|\{[^{}]*\}")
+
+
+def prose(path: str, text: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of comments, docstrings, messages and pages, with their numbers, without code."""
+    if path.endswith(".py"):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string):
+                for number, line in enumerate(token.string.splitlines(), start=token.start[0]):
+                    yield number, _CODE.sub("", line)
+    elif path.endswith((".md", ".toml")):
+        for number, line in enumerate(text.splitlines(), start=1):
+            yield number, _CODE.sub("", line)
+
 
 @pytest.mark.parametrize("pattern", UNWANTED)
 def test_wording(pattern: str) -> None:
@@ -32,3 +71,17 @@ def test_wording(pattern: str) -> None:
         if expression.search(line)
     ]
     assert not offences, report(offences, UNWANTED[pattern])
+
+
+def test_private_words() -> None:
+    words = {re.compile(rf"(?i)\b({pattern})\b"): remedy for pattern, remedy in PRIVATE_WORDS.items()}
+    offences = []
+    for path, text in text_files():
+        if path.endswith("test_wording.py"):
+            continue
+        candidates = {word: remedy for word, remedy in words.items() if word.search(text)}
+        for number, line in prose(path, text) if candidates else ():
+            for word, remedy in candidates.items():
+                if (found := word.search(line)) and NAMES.get(path.rpartition("/")[2]) != found[0]:
+                    offences.append(f"{path}:{number}: {found[0]} -> {remedy}: {line.strip()[:80]}")
+    assert not offences, report(offences, "use the words of PyTorch and of the literature")

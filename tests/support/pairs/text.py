@@ -1,6 +1,6 @@
 """Read and write fixture pairs: a model, the options of its lowering, and the graphs before and after a pass.
 
-    The first weight is sharded by columns, the second by rows: one all_reduce, behind the second.
+    The first weight is sharded by columns, the second by rows: one all_reduce, after the second.
 
     phase="shard", mesh={"tensor": 2}, axes={"ffn": "tensor"}
 

@@ -1,4 +1,4 @@
-"""Small models of a few layers, for pipelines whose stages have unlike numbers of ranks, and what holds for all of these."""
+"""Small models of a few layers, for pipelines whose stages have different numbers of ranks, and what holds for all of these."""
 
 from __future__ import annotations
 

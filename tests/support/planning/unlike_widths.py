@@ -1,4 +1,4 @@
-"""Stages of unlike width, as tests ask for them."""
+"""Stages of different width, as tests ask for them."""
 
 from __future__ import annotations
 

@@ -113,4 +113,4 @@ def unlike_values(mode: str) -> tuple[bool, float, float, list[str]]:
     dist.all_gather_object(everywhere, sums)
     alike = mode != "data" or all(each == sums for each in everywhere)
     expected = nn.functional.mse_loss(reference(x), target)
-    return alike, apart, abs(float(loss - expected)), [each.filename for each in said if "unlike values" in str(each.message)]
+    return alike, apart, abs(float(loss - expected)), [each.filename for each in said if "different values" in str(each.message)]

@@ -105,7 +105,7 @@ def difference_after(pm: PartitionedModel, make: Make = grouped, *, steps: int =
 
 
 class Undeclared(torch.optim.SGD):
-    """Of a kind that nobody has told of."""
+    """Undeclared."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -117,7 +117,7 @@ class Undeclared(torch.optim.SGD):
 
 
 class Declared(Undeclared):
-    """Of a kind that somebody has told of: that of its ``step``."""
+    """Declared: reads what its ``step`` reads."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -176,7 +176,7 @@ def optimizers_of_parts(mode: Mode) -> dict[str, str]:
         "AdamW": refused(torch.optim.AdamW(parameters, lr=0.0).step),
         "clip_grad_norm_": refused(lambda: nn.utils.clip_grad_norm_(pm.parameters(), 1.0)),
         "the norms of blocks": refused(lambda: torch.stack([gradient.norm(2.0) for gradient in gradients]).sum()),
-        "of unlike orders": refused(lambda: torch.stack([gradient.norm(2.0) for gradient in gradients]).norm(1.0)),
+        "of different orders": refused(lambda: torch.stack([gradient.norm(2.0) for gradient in gradients]).norm(1.0)),
         "clip_grad_value_": refused(lambda: nn.utils.clip_grad_value_(pm.parameters(), 1.0)),
         "one norm": refused(lambda: float(gradients[0].norm())),
         "pm.clip_grad_norm_": refused(lambda: pm.clip_grad_norm_(1.0)),

@@ -5,7 +5,7 @@
     endings = workers.end_with(last_function)               # as a script would run it: exit code and output of each
 
 A function is named by its module, so it must stand at the top of one that workers can import. Nothing here waits without a limit: workers
-that do not answer in time are killed, and the test is told what they printed.
+that do not answer in time are killed, and the test gets their output.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def backward_of_unlike_losses() -> None:
     assert case.loss_fn is not None
     case.loss_fn(pm(*instance.args), instance.target + rank()).backward()
     deadline = time.monotonic() + 50
-    while time.monotonic() < deadline:  # ranks compare what they were given while they go on: one of the next calls is told
+    while time.monotonic() < deadline:  # ranks compare what they were given while they go on: one of the next calls reports it
         pm.full_state_dict()
         time.sleep(0.01)
 

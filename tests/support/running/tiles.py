@@ -38,7 +38,7 @@ def first_difference_of_tiles(
     """Describe the differences from the unpartitioned model; empty when there are none.
 
     Args:
-        constraints: None: halos are exchanged in front of every layer.
+        constraints: None: halos are exchanged before every layer.
     """
     if constraints is None and "tile" in mode:
         constraints = Constraints(halo="exchange")

@@ -1,6 +1,6 @@
 """The proof that a partitioned model is the model: the same training run twice, compared number by number.
 
-    reference = reference_steps(case)                                    # the model as it is
+    reference = reference_steps(case)                                    # the model unchanged
     partitioned = partitioned_steps(case, devices=4, mode="pipeline")    # the model partitioned
     assert compare(reference, partitioned, case.tolerance) is None       # or the first difference, by name
     assert first_difference(case, devices=4, mode="pipeline") is None    # all of that in one line

@@ -23,7 +23,7 @@ Change = Callable[[Any, Tensor], Tensor]
 
 
 class Layers(nn.Module):
-    """Layers in front of a change and behind it."""
+    """Layers before a change and after it."""
 
     def __init__(self, change: Change, buffers: Mapping[str, Tensor] | None = None, *, of_images: bool = False) -> None:
         super().__init__()

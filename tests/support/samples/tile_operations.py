@@ -47,7 +47,7 @@ class Draw:
 
 
 def resampled(function: Callable[[Tensor], Tensor]) -> Tiled:
-    """Behind a convolution of single elements: it tells which dimensions are space, and has a parameter."""
+    """After a convolution of single elements: it tells which dimensions are space, and has a parameter."""
 
     def whole(x: Tensor, weight: Tensor) -> Tensor:
         mix = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]

@@ -27,7 +27,7 @@ class Turned(nn.Module):
 
 
 class Lines(nn.Module):
-    """Lines of the image as a sequence in front of the batch, both in one dimension for a linear layer.
+    """Lines of the image as a sequence before the batch, both in one dimension for a linear layer.
 
     Args:
         mix: the linear layer, over channels and width.

@@ -1,6 +1,6 @@
 """Parameters and buffers as DTensors, the form of FSDP2 (``fully_shard``) and torchtitan.
 
-A DTensor lies on the ranks that hold the tensor: a parameter of a pipeline stage on the ranks of that stage. Where the plan's shards are
+A DTensor is on the ranks that hold the tensor: a parameter of a pipeline stage on the ranks of that stage. Where the plan's shards are
 those of ``Shard`` and ``Replicate``, its local tensor is the parameter itself. Other shards (runs of heads of a fused projection; 7 rows as
 3 + 2 + 2, which ``Shard`` cuts as 3 + 3 + 1) are resharded by ``Shard(0)`` over the same ranks.
 """

@@ -23,7 +23,7 @@ def is_dtensor(value: Any) -> bool:
 
 
 def check_source(name: str, value: Any) -> None:
-    """Raise ConfigError if a DTensor lies on other processes than this one, which needs a part of it."""
+    """Raise ConfigError if a DTensor is on other processes than this one, which needs a part of it."""
     if is_dtensor(value) and value.device_mesh.get_coordinate() is None:
         ranks = ", ".join(map(str, value.device_mesh.mesh.flatten().tolist()))
         raise ConfigError(

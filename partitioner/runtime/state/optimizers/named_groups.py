@@ -96,7 +96,7 @@ def _joined_by_name(of_processes: Sequence[Sequence[Group]], order: Sequence[str
         for other in {id(group_of[name]): group_of[name] for name in group["params"] if name in group_of}.values():
             if not _equal_options(group, other):
                 raise ConfigError(
-                    f"{min(joined['params'] & other['params'])} is in groups of unlike options of the optimizers of several processes",
+                    f"{min(joined['params'] & other['params'])} is in groups of different options of the optimizers of several processes",
                     remedy="make the optimizer of the same groups, with the same options and schedules, in every process",
                 )
             joined["params"] |= other["params"]

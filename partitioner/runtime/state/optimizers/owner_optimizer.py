@@ -150,7 +150,7 @@ class OwnerOptimizer(WholeStateOptimizer):
             here = [rank for rank in planned.holders if rank in self._runtime.local_ranks]
             if here and sorted(self._shards[planned.name].by_rank) != sorted(here):
                 raise ConfigError(
-                    f"{planned.name} lies in {len(here)} parts on several devices, and the optimizer has some of them",
+                    f"{planned.name} is in {len(here)} parts on several devices, and the optimizer has some of them",
                     remedy="put all into one group: [p for name, p in pm.named_parameters() if ...] has every part under the one name",
                 )
             if planned.owner in self._runtime.local_ranks:

@@ -192,7 +192,7 @@ def update_cost(shape: Sequence[int], *, linear: bool) -> float:
     """Return the operations of an update of a parameter, up to a factor: the products of a matrix with its Gram matrix.
 
     Args:
-        shape: of the parameter; dimensions behind the first count as columns.
+        shape: of the parameter; dimensions after the first count as columns.
         linear: whether an update reads each element a fixed number of times (Adafactor): then its elements.
     """
     elements = math.prod(shape)

@@ -129,7 +129,7 @@ def _load(state: State, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> 
             )
         if any(options_of(source) != options_of(sources[0]) for source in sources[1:]):
             raise ConfigError(
-                "parameters of one group had unlike options when the state was saved",
+                "parameters of one group had different options when the state was saved",
                 remedy="make the groups of the optimizer those that it had",
             )
         options = options_of(sources[0] if sources else group)

@@ -57,7 +57,7 @@ def register_optimizer(kind: Kind, reads: Reads) -> Kind:
 
 
 def reads_of(kind: type[Optimizer]) -> Reads | None:
-    """Return what a class of optimizers reads; None if nobody has declared it."""
+    """Return what a class of optimizers reads; None if it is not declared."""
     return _READS.get(_step(kind))
 
 
@@ -157,7 +157,7 @@ def _check_parts(number: int, memberships: list[Membership]) -> None:
     for member, count in Counter(memberships).items():
         if count < member.n_parts:
             raise ConfigError(
-                f"{member.name} lies in {member.n_parts} parts on several devices, and group {number} of the optimizer has {count} of them",
+                f"{member.name} is in {member.n_parts} parts on several devices, and group {number} of the optimizer has {count} of them",
                 remedy="put all into one group: [p for name, p in pm.named_parameters() if ...] has every part under the one name, "
                 "and a dict of them keeps the last alone",
             )

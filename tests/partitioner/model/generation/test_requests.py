@@ -68,7 +68,7 @@ def partitioned(name: str, devices: int, mode: Any, **options: Any) -> tuple[Any
 
 
 def prompts() -> tuple[list[Tensor], list[Tensor]]:
-    """Return tokens of requests of unlike sizes, and masks, of which the first leaves out two tokens."""
+    """Return tokens of requests of different sizes, and masks, of which the first leaves out two tokens."""
     generator = torch.Generator().manual_seed(2)
     ids = [torch.randint(1, 64, (rows, tokens), generator=generator) for rows, tokens in ((2, 5), (2, 9), (4, 3))]
     masks = [torch.ones_like(each) for each in ids]

@@ -168,7 +168,7 @@ def change(model: Any) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_is_changed_after_it_was_partitioned() -> None:
-    """Other modes are those of the model that was partitioned, and the model stays as it is now."""
+    """Other modes are those of the model that was partitioned, and the model stays in its present state."""
     torch.manual_seed(0)
     model, x = Adapted().double(), torch.randn(4, 4).double()
     as_it_was = copy.deepcopy(model)

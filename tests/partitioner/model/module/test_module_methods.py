@@ -1,6 +1,6 @@
 """Every public method of ``torch.nn.Module``: on a partitioned model it does what it does on the model, or says why not.
 
-A method that a later torch adds fails here until somebody decides.
+A method that a later torch adds fails here until it is classified.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def test_second_derivatives_are_refused(pair: tuple[nn.Module, PartitionedModel]
 
 
 def test_gradients_of_inputs_alone(pair: tuple[nn.Module, PartitionedModel]) -> None:
-    """``torch.autograd.grad(loss, x)`` leaves ``.grad`` of parameters as it is."""
+    """``torch.autograd.grad(loss, x)`` leaves ``.grad`` of parameters unchanged."""
     x = torch.randn(8, 6).double().requires_grad_()
     gradients: list[Tensor] = []
     for module in pair:

@@ -1,4 +1,4 @@
-"""Bounds of steps never lie above the clock, whatever times, cuts and schedule are; where a paper knows the step, they reach it."""
+"""Bounds of steps never exceed the clock, whatever times, cuts and schedule are; where a paper knows the step, they reach it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = tuple((name, kind.default_stages_per_rank) for name, kind in SCHEDULES.i
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Units of random lengths, on links of which each has its own; stages may be of unlike kinds, what they hold all the time limited."""
+    """Units of random lengths, on different links; stages may be of different kinds, with limited constant memory."""
 
     name: str
     n_ranks: int

@@ -27,7 +27,7 @@ SEQUENCE_BESIDE = Constraints(axes={"sequence": "tensor"})
 
 
 class Llama(nn.Module):
-    """The names and shapes of a LLaMA feed-forward layer, in two layers behind an embedding; a head that is tied to it."""
+    """The names and shapes of a LLaMA feed-forward layer, in two layers after an embedding; a head that is tied to it."""
 
     def __init__(self) -> None:
         super().__init__()

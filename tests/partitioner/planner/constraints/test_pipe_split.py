@@ -17,7 +17,7 @@ from tests.support.running.slow_values import slow
 
 
 class Layers(nn.Module):
-    """Layers that do the same, with marks behind some of them."""
+    """Layers that do the same, with marks after some of them."""
 
     def __init__(self, marks: Collection[int], make: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def stages(*starts: int) -> list[list[str]]:
     ],
 )
 def test_stages_begin_where_it_is_called(marks: tuple[int, ...], starts: tuple[int, ...], mode: str) -> None:
-    """A mark in front of everything, or behind it, cuts nothing."""
+    """A mark before everything, or after it, cuts nothing."""
     torch.manual_seed(0)
     model, x = Layers(marks).double(), torch.randn(6, 8, dtype=torch.float64)
     pm = partition(copy.deepcopy(model), 3, mode, example_inputs=(x,))

@@ -1,4 +1,4 @@
-"""Prices of stages of unlike widths: each kind takes the numbers of its own list, and stages are described by them."""
+"""Prices of stages of different widths: each kind takes the numbers of its own list, and stages are described by them."""
 
 from __future__ import annotations
 

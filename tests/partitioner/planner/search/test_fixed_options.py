@@ -32,7 +32,7 @@ EVERY = [
     for (row, name), (column, mode), (place, cluster) in itertools.product(*map(enumerate, (REALISTIC, MODES, CLUSTERS)))
     if (each := (name, mode, cluster)) in QUICK or (row + column + place) % 2 == 0
 ]
-"""Every model in every mode, on the two clusters in turn."""
+"""Every model in every mode, on each of the two clusters."""
 
 
 @pytest.mark.timeout(600)  # up to thirty plans of a language model

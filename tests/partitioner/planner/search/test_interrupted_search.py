@@ -1,4 +1,4 @@
-"""An interrupt while somebody looks on takes the best plan so far, with what is proved of it by then; otherwise it ends everything."""
+"""An interrupt while progress is shown takes the best plan so far, with its bound; otherwise it ends everything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLUSTER = Cluster.preset("l4", nodes=2, devices_per_node=2)
 
 
 class Interrupts(Roofline):
-    """Prices that somebody interrupts when so many were asked for."""
+    """Prices with an interrupt after so many requests."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -38,7 +38,7 @@ class Interrupts(Roofline):
         """Return seconds; interrupt at the chosen call."""
         self.left -= 1
         if self.left == 0:
-            raise KeyboardInterrupt  # what Python makes of the signal, if it is not ignored, as it is in the background of a shell
+            raise KeyboardInterrupt  # Python's reaction to the signal, which a shell's background jobs ignore
         return super().operation_time(work, device, dtype)
 
 

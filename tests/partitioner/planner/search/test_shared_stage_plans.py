@@ -1,4 +1,4 @@
-"""Plans of stages on unlike numbers of ranks: which are proposed, and where they are the best."""
+"""Plans of stages on different numbers of ranks: which are proposed, and where they are the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of unlike width: what is planned for them, how they are asked for, and what is refused."""
+"""Stages of different width: what is planned for them, how they are asked for, and what is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_stage_of_twice_the_work_is_as_fast_on_twice_the_ranks() -> None:
     ("cut", "within"), [pytest.param("6", 0.08, id="whole"), pytest.param("5", 0.12, id="in_parts", marks=pytest.mark.slow)]
 )
 def test_planned_memory_and_time_are_those_of_the_simulation(cut: str, within: float, widths: Widths, recompute: str) -> None:
-    """Layers of 64 -> 256 -> 64: behind a pair of them a value lies whole, inside of one in parts."""
+    """Layers of 64 -> 256 -> 64: after a pair of them a value is replicated, inside of one sharded."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))))
     arguments: dict[str, Any] = {"n_microbatches": 4, "schedule": "1F1B", "recompute": recompute, "cluster": ALIKE, "progress": False}
@@ -65,7 +65,7 @@ def test_planned_memory_and_time_are_those_of_the_simulation(cut: str, within: f
 @pytest.mark.parametrize(
     ("mesh", "count", "words"),
     [({"pipeline": 2, "tensor": 2}, 4, "pipeline 2 x tensor 2"), (mode((2, 1)), 3, r"pipeline 2 x tensor 2 \+ 1")],
-    ids=["equal", "unlike"],
+    ids=["equal", "different"],
 )
 def test_what_does_not_fit_is_told_of_devices_not_of_places(mesh: Mapping[str, Any], count: int, words: str) -> None:
     with pytest.raises(InfeasiblePlanError, match=rf"no plan fits {count} devices of 1.95 KiB: in the closest, {words} with"):
@@ -119,7 +119,7 @@ def test_modes_as_text() -> None:
         ({"pipeline": 2, "tensor": (2, 0)}, 3, "a size is a number of ranks"),
         ({"pipeline": 3, "tensor": (2, 1)}, 4, "gives 2 stages a number of ranks, and has 3"),
         ({"tensor": (2, 1)}, 3, "gives 2 stages a number of ranks, and has 1"),
-        ({"pipeline": 2, "data": (2, 1)}, 3, "only stages have unlike numbers of ranks"),
+        ({"pipeline": 2, "data": (2, 1)}, 3, "only stages have different numbers of ranks"),
     ],
 )
 def test_meshes_that_cannot_be(given: dict[str, Any], devices: int, message: str) -> None:

@@ -118,7 +118,7 @@ def test_flattened_rows_count_as_rows(name: str) -> None:
 @pytest.mark.parametrize("name", ["GPT-2", "OPT"])
 @pytest.mark.parametrize("cluster", ["cpu:1x2", "h100:1x2"])
 def test_no_axis_named_by_hand_beats_the_chosen_ones(name: str, cluster: str) -> None:
-    """Rows that are flattened in front of a product are work, too: heads and feed-forward layers are cut, not the vocabulary alone."""
+    """Rows that are flattened before a product are work, too: heads and feed-forward layers are cut, not the vocabulary alone."""
     default = plan_of(name, "tensor", cluster)
     by_hand = plan_of(name, "tensor", cluster, constraints=Constraints(axes={"heads": "tensor", "ffn": "tensor"}))
     assert default.gap is not None

@@ -55,7 +55,7 @@ def plan_of(name: str, mode: Any, cluster: str, models: SharedModels, **options:
     ],
 )
 def test_plans_are_those_made_alone(name: str, mode: str) -> None:
-    """Over two clusters in turn, so that each plan comes after others of the same graph."""
+    """Over two alternating clusters, so that each plan comes after others of the same graph."""
     models = SharedModels()
     of_cluster = {cluster: [plan_of(name, MODES[mode], cluster, SharedModels(), **options) for options in REQUESTS] for cluster in CLUSTERS}
     for cluster in (*CLUSTERS, *CLUSTERS):

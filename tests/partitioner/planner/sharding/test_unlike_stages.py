@@ -1,4 +1,4 @@
-"""Stages of one pipeline cut unlike axes over the same mesh dimension, where that is fastest: each uses its ranks in its own way."""
+"""Stages of one pipeline cut different axes over the same mesh dimension, where that is fastest: each uses its ranks in its own way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks ask the same questions, and either agree or all learn who said what. Ranks are threads here, around a store in memory."""
+"""Ranks ask the same questions, and either agree or all learn each rank's answer. Ranks are threads here, around a store in memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_equal_values_pass(asked: list[Question], size: int, seed: int) -> None:
 @pytest.mark.slow
 @given(questions, st.integers(2, 4), st.data())
 def test_a_rank_with_another_value_is_found(asked: list[Question], size: int, data: st.DataObject) -> None:
-    """Everybody hears of it who asks on; a rank that has only begun to act is stopped by its lost connections."""
+    """Every rank that asks again learns of it; a rank that has only begun to act is stopped by its lost connections."""
     rank, position = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, len(asked) - 1))
     what, _ = asked[position]
     other = [*asked[:position], (what, 6), *asked[position + 1 :]]
@@ -137,7 +137,7 @@ def test_nobody_knows() -> None:
 
 
 def test_a_rank_that_knows_nothing_new_leaves_nobody_waiting() -> None:
-    """Outside of steps, where it starts no program: a script may wait for the others behind each question."""
+    """Outside of steps, where it starts no program: a script may wait for other ranks after each question."""
     store = MemoryStore()
     record = MemoryRecord()
     ranks = [Agreement(store, rank, 2, timedelta(seconds=0.5), record) for rank in range(2)]

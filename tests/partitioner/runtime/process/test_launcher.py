@@ -1,4 +1,4 @@
-"""What started this process: torchrun, mpirun, srun, or nobody."""
+"""What started this process: torchrun, mpirun, srun, or none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start(monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
         ("", (None, 0, 1)),
         ("RANK=3 WORLD_SIZE=4", ("torchrun", 3, 4)),
         ("WORLD_SIZE=1", (None, 0, 1)),
-        ("RANK=3", (None, 0, 1)),  # somebody else's
+        ("RANK=3", (None, 0, 1)),  # another launcher's
         ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2", ("Open MPI", 1, 2)),
         ("PMI_RANK=1 PMI_SIZE=2", ("MPI", 1, 2)),
         ("SLURM_PROCID=1 SLURM_NTASKS=2", ("srun", 1, 2)),

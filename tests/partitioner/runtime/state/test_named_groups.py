@@ -55,7 +55,7 @@ def test_groups_of_all(of_processes: list[list[dict[str, Any]]], expected: list[
 
 
 def test_unlike_options_of_one_parameter_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"in\.weight is in groups of unlike options"):
+    with pytest.raises(ConfigError, match=r"in\.weight is in groups of different options"):
         groups_of_all([[group("in.weight", lr=1)], [group("in.weight", lr=2)]], ORDER)
 
 

@@ -169,7 +169,7 @@ def test_some_parts_of_a_parameter_are_not_updated_alone() -> None:
     named = list(pm.named_parameters())
     assert [name for name, _ in named].count("1.up.weight") == 2
     last = torch.optim.SGD(dict(named).values(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"lies in 2 parts on several devices, and group 0 of the optimizer has 1 of them"):
+    with pytest.raises(ConfigError, match=r"is in 2 parts on several devices, and group 0 of the optimizer has 1 of them"):
         last.step()
     with pytest.raises(ConfigError, match="Adafactor reads whole parameters"):
         torch.optim.Adafactor(pm.parameters()).step()

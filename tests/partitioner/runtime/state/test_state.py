@@ -112,7 +112,7 @@ def test_other_kinds_of_states(pm: PartitionedModel) -> None:
 
 
 def test_what_fits_is_loaded_as_a_module_loads_it(pm: PartitionedModel) -> None:
-    """Another precision is converted; without ``strict``, what is missing stays and what is unknown is told."""
+    """Another precision is converted; without ``strict``, missing entries keep their values and unknown ones are reported."""
     reference = model()
     state = {name: value.float() * 0.5 if value.is_floating_point() else value for name, value in reference.state_dict().items()}
     assert str(pm.load_state_dict(state)) == str(reference.load_state_dict(state))

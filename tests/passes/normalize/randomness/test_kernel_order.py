@@ -1,4 +1,4 @@
-"""Where kernels lay their results out otherwise than their fake results say, ``kernel_order`` knows it."""
+"""Kernels whose strides differ from their fake results are listed by ``kernel_order``."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_two_mixtures_one_of_which_shows_its_order() -> None:
 
 def test_the_product_and_its_gradients() -> None:
     rows, weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
-    group = torch.tensor([3, 1, -1, 1, 4, 0, 3])  # nobody is in group 2, two rows are in none
+    group = torch.tensor([3, 1, -1, 1, 4, 0, 3])  # no row is in group 2, two rows are in none
     known = ((group >= 0) & (group < 4)).unsqueeze(-1)
     expected = torch.bmm(rows.unsqueeze(1), weight[group.clamp(0, 3)]).squeeze(1) * known
     torch.testing.assert_close(grouped_mm(rows, weight, group), expected)

@@ -22,7 +22,7 @@ SHAPES = {
     "one_head_of_keys": ((3, 2), 2, 1, WIDTH),
     "narrow_values": ((2,), 6, 2, 5),
 }
-"""Dimensions in front of heads, heads of queries, heads of keys, width of values."""
+"""Dimensions before heads, heads of queries, heads of keys, width of values."""
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.04}
 

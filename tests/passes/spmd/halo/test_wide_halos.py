@@ -44,7 +44,7 @@ def ranks(grid: Grid) -> int:
     ],
 )
 def test_operations(name: str, seed: int) -> None:
-    """Every windowed operation behind a convolution that is computed again."""
+    """Every windowed operation after a convolution that is computed again."""
     model, x, grid = drawn(name, seed)
     assert (
         first_difference_of_tiles(
@@ -121,7 +121,7 @@ def drawn_chain(seed: int) -> tuple[nn.Module, Tensor, Grid]:
     "seed", [pytest.param(seed, marks=() if seed in (19, 33) else (pytest.mark.slow,)) for seed in (*range(8), 19, 33)]
 )
 def test_chains_in_pieces(seed: int) -> None:
-    """The interior of every layer apart from its borders. In the 33rd, ranks have parts of one size and unlike borders."""
+    """The interior of every layer apart from its borders. In the 33rd, ranks have parts of one size and different borders."""
     model, x, grid = drawn_chain(seed)
     assert first_difference_of_tiles(model, x, ranks(grid), {"tile": grid}, constraints=MEANWHILE) == ""
 
@@ -251,7 +251,7 @@ def test_checked_side_by_side() -> None:
 
 
 def stack(*, norm: bool) -> nn.Sequential:
-    """Four convolutions of 3 x 3, the first of the image; in front of the others perhaps statistics over space."""
+    """Four convolutions of 3 x 3, the first of the image; before the others perhaps statistics over space."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4) if norm else nn.Identity()]
     layers += [layer for _ in range(3) for layer in (nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))]
@@ -375,8 +375,8 @@ def test_the_plan_tells_and_keeps_the_choice() -> None:
 def test_a_plan_of_calls_that_are_not_there_is_refused() -> None:
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)
     plan = pm_of(stack(norm=True), x, (2, 1), ONCE).plan
-    wrong = dataclasses.replace(plan, halos=(dataclasses.replace(plan.halos[0], first="nobody"),))
-    with pytest.raises(ConfigError, match="'nobody'"):
+    wrong = dataclasses.replace(plan, halos=(dataclasses.replace(plan.halos[0], first="missing"),))
+    with pytest.raises(ConfigError, match="'missing'"):
         partition(stack(norm=True), 2, example_inputs=(x,), plan=wrong, progress=False)
 
 
@@ -385,7 +385,7 @@ def test_a_plan_of_calls_that_are_not_there_is_refused() -> None:
     [
         ({"data": 2}, "recompute", "the mesh has data"),
         ({"tile": 2}, "twice", "not 'twice'"),
-        ({"tile": 2}, {"nobody": "recompute"}, "'nobody', which is no module"),
+        ({"tile": 2}, {"missing": "recompute"}, "'missing', which is no module"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(mode: dict[str, int], halo: object, message: str) -> None:
@@ -409,7 +409,7 @@ def test_a_value_that_several_calls_read_moves_once() -> None:
 
 @pytest.mark.slow
 def test_calls_that_another_variant_computes_whole_pay_for_no_halo() -> None:
-    """A table of positions is resized: in parts where the plan cuts the model, whole where it lies so already."""
+    """A table of positions is resized: in parts where the plan cuts the model, whole where it is replicated already."""
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": 16,

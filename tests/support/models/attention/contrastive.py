@@ -39,7 +39,7 @@ class TextEncoder(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Patches of an image, behind one token that stands for all of it."""
+    """Patches of an image, after one token for all of it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

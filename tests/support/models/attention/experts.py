@@ -91,7 +91,7 @@ class RoutedByProducts(Routed):
 
 
 class RoutedByIndex(Routed):
-    """Tokens are written to their places and read from there; behind the last is one for all that find none."""
+    """Tokens are written to their places and read from there; after the last is one for all without a place."""
 
     def computed(self, groups: Tensor, chosen: Tensor, place: Tensor) -> Tensor:
         count = EXPERTS * CAPACITY
@@ -161,7 +161,7 @@ def chosen_experts(model: nn.Module, x: Tensor) -> dict[str, tuple[int, ...]]:
 
 
 class Residual(nn.Module):
-    """Two mixtures, each behind a normalisation and beside what it reads."""
+    """Two mixtures, each after a normalisation, with a residual connection."""
 
     def __init__(self, mixture: Callable[[], nn.Module] = Mixture) -> None:
         super().__init__()

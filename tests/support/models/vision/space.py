@@ -23,7 +23,7 @@ class Block(nn.Module):
 
     def __init__(self, channels_in: int, channels: int, *, batch_norm: bool) -> None:
         super().__init__()
-        self.first = nn.Conv2d(channels_in, channels, 3, padding=1, bias=not batch_norm)  # a bias in front of it has no gradient
+        self.first = nn.Conv2d(channels_in, channels, 3, padding=1, bias=not batch_norm)  # a bias before it has no gradient
         self.second = nn.Conv2d(channels, channels, 3, padding=1)
         self.norm: nn.Module = nn.BatchNorm2d(channels) if batch_norm else nn.GroupNorm(2, channels)
         self.last_norm = nn.GroupNorm(2, channels)
@@ -153,7 +153,7 @@ def autoencoder_of_diffusers() -> nn.Module:
 def _case(name: str, model: Any, shape: tuple[int, ...], result: tuple[int, ...], **more: Any) -> Case:
     """Return a case whose result is regressed; a ``result`` without dimensions is a class.
 
-    In front of a batch normalisation, gradients that are zero in exact arithmetic are what rounding leaves, and AdamW makes steps of them.
+    Before a batch normalisation, gradients that are zero in exact arithmetic are what rounding leaves, and AdamW makes steps of them.
     """
     more = {"tolerance": 1e-8, **more} if more.get("batch_norm") else more
 
