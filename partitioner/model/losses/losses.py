@@ -14,7 +14,6 @@ from torch import Tensor
 
 from partitioner.lowering.lowering import Lowering
 from partitioner.model.effects.left_attributes import LeftAttributes, attribute_results, loss_with_attributes
-from partitioner.model.losses.evidence import contradiction
 from partitioner.model.losses.form import LossDependence, LossFunction, ResultSizes, loss_dependence
 from partitioner.model.losses.proof import Counter, Proof, has_rows, prove
 from partitioner.model.losses.reachable_state import loss_key, reads_tensors
@@ -86,8 +85,8 @@ class _Combination:
 
     Attributes:
         kind: ``"mean"``: weighted by rows; ``"sum"``: added; ``"counted"``: weighted by the targets that count; ``"batch"``: not
-            at all, the loss takes all rows at once; ``"neither"``: a test contradicts ``loss_reduction``.
-        problem: for ``"neither"``, the contradiction.
+            at all, the loss takes all rows at once; ``"neither"``: none of these is proved.
+        problem: for ``"neither"``, the reason.
         counts: for ``"counted"``, the targets of each microbatch that are not ignored, or the sum of their weights.
         counter: of these counts; None on a rank that has no target.
         targets_per_row: text that all ranks must agree on besides ``kind``.
@@ -131,7 +130,6 @@ class Losses:
         self._attributes: dict[Any, tuple[int, ...]] = {}
         self._dependences: dict[Any, LossDependence] = {}
         self._proofs: dict[Any, Proof] = {}
-        self._contradictions: dict[tuple[Proof, tuple[int, ...]], str | None] = {}
         self._warned: set[Proof] = set()
 
     @property
@@ -292,7 +290,7 @@ class Losses:
             raise ConfigError(f"loss_fn is a {kind} over the rows of the batch, and loss_reduction says a {stated}", remedy=hint)
         if kind == "neither":
             problem = "a rank that has the target says why" if local is None else local.problem
-            raise ConfigError(f"loss_fn is no {stated} over the rows of the batch: {problem}", remedy=_BATCH_REMEDY)
+            raise ConfigError(f"loss_fn is not proved to be a {stated} over the rows of the batch: {problem}", remedy=_BATCH_REMEDY)
         return local or _Combination(kind)
 
     def _proof(self, step: _Step, prepared: PreparedLoss) -> Proof | None:
@@ -313,45 +311,32 @@ class Losses:
         return self._proofs[key]
 
     def _local_combination(self, step: _Step, prepared: PreparedLoss, proof: Proof) -> _Combination:
-        """Return how the loss of the batch is combined from its parts: proved, or else tested on the step's target and random outputs."""
-        rows = prepared.lowering.rows
-        is_local = _has_local_rows(rows)
-        sizes, is_empty = _passed_microbatches(rows, step.inputs.batch, prepared.n_microbatches), False
-        if proof.kind == "counted" and step.reduction == "mean":
-            counts = [counter.counts(step.target, sizes) for counter in proof.counters]
-            first = proof.counters[0]
-            if proof.is_sole and all(map(first.can_weigh, counts[0])):
-                return _Combination("counted", counts=counts[0], counter=first)
-            if all(counter.divides_by_count for counter in proof.counters) and all(_is_proportional(each, sizes) for each in counts):
-                targets_per_row = "".join(f" {of_mean[0] / sizes[0]}" for of_mean in counts) if is_local else ""
-                return _Combination("counted", counts=counts[0], counter=first, targets_per_row=targets_per_row)
-            is_empty = proof.is_sole
-            reason = "a part of the batch has no weight" if is_empty else "it adds means over different numbers of targets"
-        elif proof.kind is not None and not (proof.is_fitted and self._contradiction(step, prepared, proof, sizes)):
+        """Return how the loss of the batch is combined from its parts, as it is proved."""
+        if proof.kind is None:
+            return _Combination("neither", proof.reason)
+        if proof.kind != "counted" or step.reduction != "mean":
             return _Combination("mean" if proof.kind == "counted" else proof.kind)
-        else:
-            reason = proof.reason
+        is_local = _has_local_rows(prepared.lowering.rows)
+        sizes = _passed_microbatches(prepared.lowering.rows, step.inputs.batch, prepared.n_microbatches)
+        counts = [counter.counts(step.target, sizes) for counter in proof.counters]
+        first = proof.counters[0]
+        if proof.is_sole and all(map(first.can_weigh, counts[0])):
+            return _Combination("counted", counts=counts[0], counter=first)
+        if all(counter.divides_by_count for counter in proof.counters) and all(_is_proportional(each, sizes) for each in counts):
+            targets_per_row = "".join(f" {of_mean[0] / sizes[0]}" for of_mean in counts) if is_local else ""
+            return _Combination("counted", counts=counts[0], counter=first, targets_per_row=targets_per_row)
+        if not proof.is_sole:
+            return _Combination("neither", "it adds means over different numbers of targets")
         if is_local:
-            return _Combination("neither", f'{reason}; with inputs="local" no rank has the target of all rows')
-        if not is_empty and (problem := self._contradiction(step, prepared, proof, sizes)) is not None:
-            return _Combination("neither", f"{problem} ({reason})" if reason else problem)
+            return _Combination("neither", 'a part of the batch has no weight; with inputs="local" no rank has the target of all rows')
         if proof not in self._warned:
             self._warned.add(proof)
             warnings.warn(
-                f"loss_fn cannot be proved to be a {step.reduction} over rows ({reason}), so it is taken of all rows at once: "
-                'each rank holds the activations of all microbatches. loss_reduction="batch" says so without this warning',
+                "a part of the batch has no weight in loss_fn, so it is taken of all rows at once: each rank holds the activations of all "
+                'microbatches. loss_reduction="batch" says so without this warning',
                 stacklevel=level_of_caller(),
             )
         return _Combination("batch")
-
-    def _contradiction(self, step: _Step, prepared: PreparedLoss, proof: Proof, sizes: tuple[int, ...]) -> str | None:
-        """Return how values contradict the stated reduction; computed once for each division of a batch."""
-        if (proof, sizes) not in self._contradictions:
-            assert step.loss_fn is not None
-            device = self._runtime.devices[self._here]
-            problem = contradiction(prepared.lowering.graph, step.loss_fn, step.target, sizes, step.reduction, device)
-            self._contradictions[proof, sizes] = problem
-        return self._contradictions[proof, sizes]
 
     def _weights(self, step: _Step, prepared: PreparedLoss, combination: _Combination) -> Mapping[int, tuple[float, ...]]:
         """Return rank -> the weight of each of its microbatches: its fraction of the divisor of the batch's mean.

@@ -48,14 +48,12 @@ class Proof:
         reason: why nothing is proved.
         counters: for ``"counted"``, one for each mean over the targets that are not ignored, or weighted by class.
         is_sole: whether the loss is one such mean: then microbatches may be weighted by its targets.
-        is_fitted: whether the proof holds only for the batch sizes of its traces, so that other batches need a test.
     """
 
     kind: Literal["mean", "sum", "counted"] | None
     reason: str = ""
     counters: tuple[Counter, ...] = ()
     is_sole: bool = True
-    is_fitted: bool = False
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -151,12 +149,14 @@ def _conclude(traced: ModelGraph, loss: nn.Module, n_results: int) -> Proof:
         return Proof(None, f"it mixes rows in {', '.join(traced.mixing.normalizations)}")
     if any(argument.op == "placeholder" for node in traced.computing_nodes() for argument in mutated_arguments(node)):
         return Proof(None, "it changes what later calls read")
+    if traced.batch is None:
+        return Proof(None, "it fixes the number of rows")
     if output.combine == "same":
         return Proof("mean")  # a constant is the mean of itself
     if output.combine not in ("mean", "sum"):
         return Proof(None, _mixing_operation(traced))
     if not counted_means(traced):
-        return Proof(output.combine, is_fitted=traced.batch is None)
+        return Proof(output.combine)
     parts = with_totals(traced)
     if parts.leaves[0].combine != "sum":
         return Proof(None, "it computes more than a weighted sum with a mean that leaves targets out")
@@ -170,7 +170,7 @@ def _conclude(traced: ModelGraph, loss: nn.Module, n_results: int) -> Proof:
         return Proof(None, "its rows are weighted by what the model returns")
     means = {mean.name: mean for mean in counted_means(traced)}
     counters = tuple(Counter(total.module, tuple(known[name] for name in total.arguments), means[total.mean]) for total in counted)
-    return Proof("counted", counters=counters, is_sole=len(parts.totals) == 1, is_fitted=traced.batch is None)
+    return Proof("counted", counters=counters, is_sole=len(parts.totals) == 1)
 
 
 def _mixing_operation(traced: ModelGraph) -> str:

@@ -5,7 +5,6 @@ The reference is the original model on the whole batch, in float64.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_means_are_exact_without_saying_more(pm: PartitionedModel) -> None:
 @pytest.mark.parametrize("name", NEITHER)
 def test_what_is_no_mean_is_refused(pm: PartitionedModel, name: str) -> None:
     x, target = labelled()
-    with pytest.raises(ConfigError, match="loss_fn is no mean over the rows") as raised:
+    with pytest.raises(ConfigError, match="loss_fn is not proved to be a mean over the rows") as raised:
         pm.train_step(x, target=target, loss_fn=NEITHER[name])
     assert 'loss_reduction="batch"' in str(raised.value)
     assert all(parameter.grad is None for parameter in pm.parameters())
@@ -96,7 +95,7 @@ def test_sums_are_told_from_means(pm: PartitionedModel) -> None:
         pm.train_step(x, target=target, loss_fn=total)
     with pytest.raises(ConfigError, match="leave loss_reduction out"):
         pm.train_step(x, target=target, loss_fn=F.cross_entropy, loss_reduction="sum")
-    with pytest.raises(ConfigError, match="loss_fn is no sum"):
+    with pytest.raises(ConfigError, match="not proved to be a sum"):
         pm.train_step(x, target=target, loss_fn=lambda o, t: total(o, t) + 1, loss_reduction="sum")
     assert difference(cases.model(), pm, total, x, target, loss_reduction="sum") is None
 
@@ -158,18 +157,17 @@ def test_two_means_over_unlike_numbers_of_targets(pm: PartitionedModel) -> None:
 
 
 def test_what_is_equal_today_may_differ_tomorrow(pm: PartitionedModel) -> None:
-    """Scales that are equal on the first step prove nothing: the loss is taken of all rows, which is exact whatever they are."""
+    """Scales that are equal on the first step prove nothing: the loss is refused, and exact if it is said to take all rows."""
     x, _ = labelled()
     equal, unlike = torch.ones(8, dtype=torch.float64), torch.arange(1.0, 9, dtype=torch.float64)
 
     def scaled(o: Tensor, t: Tensor) -> Tensor:
         return o.pow(2).mean() / t.amax()
 
-    with pytest.warns(UserWarning, match="cannot be proved to be a mean over rows .*amax.* taken of all rows"):
-        assert difference(cases.model(), pm, scaled, x, equal) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
-        assert difference(cases.model(), pm, scaled, x, unlike) is None
+    with pytest.raises(ConfigError, match=r"not proved to be a mean over the rows .*amax"):
+        pm.train_step(x, target=equal, loss_fn=scaled)
+    for target in (equal, unlike):
+        assert difference(cases.model(), pm, scaled, x, target, loss_reduction="batch") is None
 
 
 @pytest.mark.parametrize("pm", ["pipeline", *slow("data", "mesh")], indirect=True)
@@ -204,22 +202,26 @@ def test_a_part_of_the_batch_without_weight(pm: PartitionedModel) -> None:
 
 def test_rows_that_are_all_equal_hide_nothing(pm: PartitionedModel) -> None:
     x, target = (each[:1].expand(8, *each.shape[1:]).contiguous() for each in labelled())
-    with pytest.raises(ConfigError, match="loss_fn is no mean"):
+    with pytest.raises(ConfigError, match="not proved to be a mean"):
         pm.train_step(x, target=target, loss_fn=NEITHER["largest"])
 
 
 def test_a_batch_of_one_row_and_microbatches_of_one(pipeline: PartitionedModel) -> None:
     x, target = labelled()
     assert difference(cases.model(), pipeline, NEITHER["root_mean_square"], x[:1], target[:1]) is None  # nothing is cut
-    with pytest.raises(ConfigError, match="loss_fn is no mean"):
+    with pytest.raises(ConfigError, match="not proved to be a mean"):
         pipeline.train_step(x[:3], target=target[:3], loss_fn=NEITHER["root_mean_square"])
 
 
 def test_a_loss_that_values_decide(pipeline: PartitionedModel) -> None:
     x, target = labelled()
-    with pytest.warns(UserWarning, match="values of a tensor decide"):
-        found = difference(cases.model(), pipeline, lambda o, t: o.mean() if float(o.detach().sum()) < 1e9 else o.max(), x, target)
-    assert found is None
+
+    def decided(o: Tensor, t: Tensor) -> Tensor:
+        return o.mean() if float(o.detach().sum()) < 1e9 else o.max()
+
+    with pytest.raises(ConfigError, match="values of a tensor decide"):
+        pipeline.train_step(x, target=target, loss_fn=decided)
+    assert difference(cases.model(), pipeline, decided, x, target, loss_reduction="batch") is None
 
 
 def test_a_switch_that_a_loss_reads_is_seen(pipeline: PartitionedModel) -> None:
@@ -376,14 +378,19 @@ def test_a_model_that_returns_its_loss(name: str) -> None:
 
 
 def test_a_function_of_the_loss_that_the_model_returns() -> None:
-    """The root of a mean is none; what is added to a mean over the targets that count is taken of all rows."""
+    """What is added to a mean over the targets that count is not proved, and taken of all rows if that is said."""
     x, target = labelled()
     model = Returning(MEANS["ignored_labels"])
     pm = partition(model, devices=2, mode="pipeline", n_microbatches=2, example_inputs=(x, target))
-    with pytest.warns(UserWarning, match="a mean that leaves targets out"):
-        loss = pm.train_step(x, target, loss_fn=lambda o, t: o["loss"] + 0.1 * o["logits"].pow(2).mean())
-    out = model(x, target)
-    expected = out["loss"] + 0.1 * out["logits"].pow(2).mean()
+
+    def loss_fn(out: Any, _: Any) -> Tensor:
+        loss: Tensor = out["loss"] + 0.1 * out["logits"].pow(2).mean()
+        return loss
+
+    with pytest.raises(ConfigError, match="a mean that leaves targets out"):
+        pm.train_step(x, target, loss_fn=loss_fn)
+    loss = pm.train_step(x, target, loss_fn=loss_fn, loss_reduction="batch")
+    expected = loss_fn(model(x, target), None)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     gradients = pm.full_gradients()
