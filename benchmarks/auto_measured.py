@@ -58,7 +58,7 @@ OTHERS: dict[str, dict[str, object]] = {
     "fsdp": {"mode": "fsdp"},
     **_PIPELINES,
 }
-"""What is enumerated: a name, and what ``partition`` is asked for."""
+"""Enumerated settings: a name, and arguments of ``partition``."""
 
 
 def perceptron() -> Problem:

@@ -69,7 +69,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a fault: of each process, the one with the fault among them."""
+    """Outcome of a fault in each process, including the faulty one."""
 
     endings: tuple[Ending, ...]
 
@@ -269,7 +269,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
+        """Its output so far."""
         self._output.seek(0)
         return self._output.read()
 
@@ -379,7 +379,7 @@ def cut_link(timeout: float = 20.0, limit: float = 60.0) -> Outcome:
 
 @dataclass(frozen=True)
 class Training:
-    """What a run of ``examples/elastic_training.py`` has printed.
+    """Output of a run of ``examples/elastic_training.py``.
 
     Attributes:
         losses: step -> its loss, to the last bit; one for each time that the step was made.

@@ -1,4 +1,4 @@
-"""What happens when something fails: each fault in processes of its own, how long every survivor takes, and what it says.
+"""Behaviour under faults: each in processes of its own, with the time and the message of every survivor.
 
     python -m benchmarks.faults
 

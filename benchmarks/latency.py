@@ -147,7 +147,7 @@ MODELS: Mapping[str, Callable[[], Call]] = {
 """Name -> a model and a call of it, to be built within ``torch.device("meta")``."""
 
 _LIBRARIES = {"ResNet-50": "timm", "EfficientNet-B0": "timm", "MLP-Mixer": "timm"}
-"""What a model needs beside the test requirements."""
+"""Requirements of a model besides those of the tests."""
 
 
 def latencies(name: str, modes: Sequence[str], with_reports: bool) -> list[Latency]:

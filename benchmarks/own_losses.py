@@ -1,4 +1,4 @@
-"""What a training step of a language model sends and keeps, where the model returns its loss: counted from the programs.
+"""Bytes sent and saved by a training step of a language model that returns its loss, counted from the programs.
 
     python -m benchmarks.own_losses                               # ten models on 4 and 8 ranks; minutes
     python -m benchmarks.own_losses --models GPT-2 --ranks 4      # two lines

@@ -1,4 +1,4 @@
-"""What ``mode="auto"`` costs: seconds of a processor, memory, and the gap that the proof leaves, by layers and devices.
+"""Cost of ``mode="auto"``: seconds of a processor, memory, and the gap that the proof leaves, by layers and devices.
 
     python -m benchmarks.planning                                   # GPT-3's width, 12 to 96 layers on 8 to 1,024 A100s; minutes
     python -m benchmarks.planning --layers 12 --devices 8           # one line, for a quick look

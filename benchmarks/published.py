@@ -56,7 +56,7 @@ OPTIMIZER_TRAFFIC = 4 + 8 + 4 + 8 + 28 + 6 + 6
 GIB = 2**30
 
 Value = TypeVar("Value")
-"""What a step gives."""
+"""Result of a step."""
 
 
 class Block(nn.Module):
@@ -124,7 +124,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What one row's model comes to under one policy.
+    """Prediction of one row's model under one policy.
 
     Attributes:
         simulation: forward and backward.

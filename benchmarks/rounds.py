@@ -1,4 +1,4 @@
-"""What every benchmark shares: alternating contestants, medians over rounds, tables, and the processes that run them."""
+"""Shared code of benchmarks: alternating contestants, medians over rounds, tables, and the processes that run them."""
 
 from __future__ import annotations
 

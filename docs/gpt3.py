@@ -63,7 +63,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Counted:
-    """What the graph of a model comes to.
+    """Size of a model's graph.
 
     Attributes:
         parameters: how many.

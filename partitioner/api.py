@@ -121,7 +121,7 @@ def partition(
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """Where the model will run.
+    """Devices of the model.
 
     Attributes:
         devices: one for each rank.

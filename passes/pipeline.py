@@ -64,7 +64,7 @@ from passes.verify.programs import verify
 __all__ = ["PHASES", "Kind", "Lowered", "Lowerer", "Target", "differentiate_stages", "values_requiring_gradient"]
 
 Kind: TypeAlias = Literal["train_step", "forward", "training_forward", "backward", "call"]
-"""What a set of programs does: a training step; a forward; a forward that also returns what ``backward`` takes; that backward; both."""
+"""Kind of a set of programs: a training step; a forward; a forward that also returns what ``backward`` takes; that backward; both."""
 
 
 @dataclass(frozen=True)

@@ -7,4 +7,4 @@ from pathlib import Path
 __all__ = ["ROOT"]
 
 ROOT = Path(__file__).parents[1]
-"""Where the project is."""
+"""Root of the project."""

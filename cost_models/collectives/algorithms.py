@@ -23,7 +23,7 @@ from cost_models.hardware.clusters import Cluster, Level, Link
 __all__ = ["Collective", "Group", "GroupLinks", "collective_time", "group_links", "message_links", "port", "slowest_link"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "halo_exchange"]
-"""What a group does together."""
+"""Kind of collective."""
 
 Group: TypeAlias = tuple[int, ...]
 """Ranks, in the order in which they pass parts on."""

@@ -40,7 +40,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "ceiling": math.ceil,
     "floor": math.floor,
 }
-"""What sympy's and torch's functions of sizes mean, by class name."""
+"""Meaning of sympy's and torch's functions of sizes, by class name."""
 
 
 class Numbers:

@@ -173,7 +173,7 @@ class Link:
 
 
 SAME_DEVICE = Link(latency=0.0, bandwidth=math.inf)
-"""What a rank needs to reach itself."""
+"""Link of a rank to itself."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 
 Products: TypeAlias = tuple[Product, ...]
-"""What an operation multiplies, in order."""
+"""Products of an operation, in order."""
 
 Terms: TypeAlias = Sequence[frozenset[int]]
 """For each operand, and at last for the result, the loops that run over it."""

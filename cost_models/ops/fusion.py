@@ -31,7 +31,7 @@ __all__ = ["Fusion", "fused"]
 aten = torch.ops.aten
 
 Fusion = Literal["none", "hand", "compiled"]
-"""What becomes one kernel; see the module."""
+"""Kinds of fusion; see the module."""
 
 
 def fused(works: Mapping[fx.Node, Work], fusion: Fusion) -> dict[fx.Node, Work]:

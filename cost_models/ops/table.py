@@ -1,4 +1,4 @@
-"""What each operator costs and what its backward keeps: one line an operator.
+"""Cost of each operator and saved values of its backward: one line an operator.
 
 ``saves`` lists what autograd keeps for the backward, by parameter name of the schema:
 

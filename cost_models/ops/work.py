@@ -23,7 +23,7 @@ Family = Literal["matrix product", "convolution", "attention", "recurrent", "nor
 """Operations whose kernels are alike: what an efficiency is known for."""
 
 Half = Literal["forward", "backward_input", "backward_weight"]
-"""Which part of an operation's work: its own, or the gradients of its activations or of its parameters."""
+"""Part of an operation's work: its own, or the gradients of its activations or of its parameters."""
 
 
 Gradients: TypeAlias = tuple[tuple[str, str], ...]

@@ -375,7 +375,7 @@ _PASS_GRADIENTS = frozenset(
     {operator.getitem, operator.add, microbatch.add_gradients, microbatch.add_gradients_in_place, communication.wait}
     | {communication.all_reduce, communication.reduce_scatter}
 )
-"""What stands between the computation of a gradient and its store."""
+"""Operations between the computation of a gradient and its store."""
 
 
 def gradient_nodes(program: Program) -> set[fx.Node]:

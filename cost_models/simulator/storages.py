@@ -17,7 +17,7 @@ import torch
 __all__ = ["CATEGORIES", "Category", "Held", "Storage", "leaves_of", "storages_of"]
 
 Category = Literal["parameters", "gradients", "optimizer", "activations", "communication"]
-"""What memory is for."""
+"""Category of memory."""
 
 CATEGORIES: tuple[Category, ...] = ("parameters", "gradients", "optimizer", "activations", "communication")
 """All of them, in the order of reports."""

@@ -112,7 +112,7 @@ def draw_weight(pm: PartitionedModel, name: str) -> WeightDrawing:
 
 
 Comparable = PartitionedModel | Plan | fx.GraphModule
-"""What ``diff`` compares."""
+"""Arguments of ``diff``."""
 
 
 def diff(left: Comparable, right: Comparable) -> Difference:

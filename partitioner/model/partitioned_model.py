@@ -253,7 +253,7 @@ class PartitionedModel(ModuleInPlan):
 
     @property
     def result_device(self) -> torch.device:
-        """Where this process's results are."""
+        """Device of this process's results."""
         return self._first.runtime.devices[self._first.runtime.local_ranks[0]]
 
     # -- inspection ----------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ DevicesArgument = int | Sequence[str | torch.device] | Cluster | DeviceMesh | No
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks run.
+    """Devices of ranks.
 
     Attributes:
         devices: one for each rank.

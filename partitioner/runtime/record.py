@@ -78,7 +78,7 @@ def record(runtime: Runtime, mesh: Mesh) -> Iterator[Recording]:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What one rank recorded."""
+    """Recording of one rank."""
 
     computed: tuple[Slice, ...]
     communicated: tuple[Slice, ...]

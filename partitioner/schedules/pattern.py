@@ -24,7 +24,7 @@ Move = tuple[int, ActionKind]
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a rank sits in the pipeline: all that its pattern depends on.
+    """Position of a rank in the pipeline, on which its pattern depends.
 
     Attributes:
         n_ranks: ranks in the pipeline.

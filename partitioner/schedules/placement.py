@@ -1,4 +1,4 @@
-"""Which rank runs which stage."""
+"""Placement of stages on ranks."""
 
 from __future__ import annotations
 

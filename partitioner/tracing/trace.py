@@ -29,7 +29,7 @@ __all__ = ["Opened", "Source", "open_trace", "source_of", "trace", "trace_source
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What is traced: a model in a mode, and the inputs of one call.
+    """Subject of a trace: a model in a mode, and the inputs of one call.
 
     Attributes:
         model: never changed.

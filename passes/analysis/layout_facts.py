@@ -1,4 +1,4 @@
-"""What every walk over the layouts of a graph reads of it, whatever axes are cut: computed once, however many cuts are tried."""
+"""Facts of a graph for every walk over its layouts, independent of the sharded axes: computed once for all cuts."""
 
 from __future__ import annotations
 

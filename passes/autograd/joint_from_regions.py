@@ -236,7 +236,7 @@ class _Copies:
 
     @functools.cached_property
     def _custom_counterparts(self) -> dict[int, Any]:
-        """What is said of a node of the template's region, by identity -> what is said of its counterpart."""
+        """Metadata of a node of the template's region, by identity -> metadata of its counterpart."""
         pairs = zip(self._use.template.region.nodes, self._use.region.nodes, strict=True)
         customs = ((node.meta.get("custom", {}), own.meta.get("custom", {})) for node, own in pairs)
         return {id(value): own[key] for theirs, own in customs for key, value in theirs.items() if key in own}

@@ -1,4 +1,4 @@
-"""What the backward computes again instead of keeping it: the policy of ``recompute``.
+"""Values recomputed by the backward instead of saved: the policy of ``recompute``.
 
     "none"        keeps every value that the backward reads
     "selective"   keeps what is expensive; recomputes, cheapest per byte first, until no more than half of the bytes is left:
@@ -44,7 +44,7 @@ __all__ = ["Recompute", "kept_values"]
 aten = torch.ops.aten
 
 Recompute: TypeAlias = Literal["none", "selective", "full", "by region"]
-"""What the backward computes again instead of keeping it."""
+"""Values recomputed by the backward instead of saved."""
 
 GATHERS = frozenset({all_gather, replicate})
 """Collectives whose results ``"selective"`` does not keep: they are the parts of several ranks, of which this rank has its own."""
@@ -54,7 +54,7 @@ LOCAL = frozenset({vary, take, keep_first, local_index, take_runs, put_runs})
 
 CONTRACTIONS = frozenset({aten.addmm.default, aten.mm.default, aten.convolution.default, aten.mkldnn_rnn_layer.default})
 EXPENSIVE = CONTRACTIONS | (frozenset(COLLECTIVES) - GATHERS - LOCAL) | frozenset(RING_STATE)
-"""What ``"selective"`` keeps: contractions with weights, and what other ranks had a part in computing."""
+"""Values that ``"selective"`` saves: contractions with weights, and results of communication."""
 
 ENOUGH = 0.5
 """The part of the bytes of ``"none"`` down to which ``"selective"`` makes values again."""

@@ -39,7 +39,7 @@ class RegionTemplate:
 
 
 class RegionTemplates:
-    """What is known of regions, by what they compute."""
+    """Cache of differentiated regions, by structure."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}

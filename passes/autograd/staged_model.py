@@ -20,7 +20,7 @@ __all__ = ["Differentiation", "LoweredStages", "cut_stages", "reached_gradients"
 
 @dataclass(frozen=True)
 class Differentiation:
-    """What is differentiated with respect to what: one set of training graphs for each such value.
+    """Outputs and inputs of a differentiation: one set of training graphs for each value of this class.
 
     Attributes:
         outputs: nodes that the model returns whose gradients will be given.

@@ -35,7 +35,7 @@ from passes.stages.split import StageGraph
 __all__ = ["Joint", "contiguous_like", "differentiate", "differentiate_from", "example_of", "returned_nodes"]
 
 _SOURCE = "from_node"
-"""Where in ``meta`` PyTorch's interpreter says which nodes a traced one came from, the last of them that of the stage."""
+"""Key in ``meta`` under which PyTorch's interpreter records the source nodes of a traced one, the last that of the stage."""
 
 
 @dataclass(frozen=True)

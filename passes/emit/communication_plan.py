@@ -1,4 +1,4 @@
-"""What every rank sends and waits for around each of its actions: the schedule with its communication, still as data.
+"""Sends and waits of every rank around each of its actions: the schedule with its communication, as data.
 
     rank 0   0F0 ─h─>      0F1 ─h─>        <─dh─ 0B0     <─dh─ 0B1
     rank 1        ─h─> 1F0  1B0 ─dh─>  ...
@@ -55,7 +55,7 @@ class Item:
 
 
 Script = tuple[Item, ...]
-"""What one rank does, in order."""
+"""Items of one rank, in order."""
 
 
 def step_scripts(lowered: LoweredStages, schedule: Schedule, *, of_all_rows: bool = False) -> tuple[Script, ...]:

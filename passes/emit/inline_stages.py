@@ -42,7 +42,7 @@ from passes.tiling.steps import is_streamed
 __all__ = ["TIMES", "Inline", "communicates", "inline_stages", "inlined"]
 
 Inline: TypeAlias = Literal["all", "first", "none"]
-"""Which calls of stages that communicate are inlined: all; of equal calls, which differ in the microbatch alone, the first; or none. Calls
+"""Inlined calls of stages that communicate: all; of equal calls, which differ in the microbatch alone, the first; or none. Calls
 that communicate once a step are inlined in any case."""
 
 TIMES = "times"

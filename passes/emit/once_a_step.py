@@ -143,7 +143,7 @@ class _Scattered:
 
     @property
     def form(self) -> tuple[Hashable, ...]:
-        """What the steps compute; equal in the whole backward and in its half."""
+        """Computations of the steps; equal in the whole backward and in its half."""
         return self.whole.name, *((node.target, argument_form((node.args[1:], node.kwargs), str)) for node in self.steps)
 
 

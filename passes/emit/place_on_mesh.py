@@ -43,7 +43,7 @@ from passes.ir.program import Program, StoreGradients
 __all__ = ["Gradients", "arrange_collectives", "place_on_mesh"]
 
 Gradients = Literal["sum", "keep", "add"]
-"""What a program does with gradients of ranks that compute on rows of their own: sum them; keep each rank's part for a later step; sum
+"""Handling of gradients of ranks with their own rows: sum them; keep each rank's part for a later step; sum
 them together with the parts that were kept (``passes.ir.comm.unsummed``)."""
 
 

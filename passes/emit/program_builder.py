@@ -1,4 +1,4 @@
-"""What every program is written with: microbatches of inputs, values and their messages, sizes.
+"""Build one rank's fx graph: microbatches of inputs, values and their messages, sizes.
 
 One emitter writes one rank's graph. It knows where each value of each microbatch is: computed here, or still to be received.
 

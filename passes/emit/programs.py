@@ -43,7 +43,7 @@ from passes.ir.schedule import Action, ActionKind, Schedule
 __all__ = ["LossForm", "LossReduction", "emit_backward", "emit_call", "emit_forward", "emit_train_step"]
 
 LossReduction = Literal["mean", "sum", "batch"]
-"""What a loss is over the rows of a batch: their mean, their sum, or a function of all of them at once."""
+"""Reduction of a loss over the rows of a batch: mean, sum, or a function of all rows at once."""
 
 LOOKAHEAD = 1
 """How many actions ahead receives are posted: enough for a transfer to overlap the action before."""
@@ -51,7 +51,7 @@ LOOKAHEAD = 1
 
 @dataclass(frozen=True)
 class LossForm:
-    """What programs know of the loss.
+    """Facts of the loss for programs.
 
     Attributes:
         reduction: whether it is a mean or a sum over the batch, or needs all rows of the batch at once.

@@ -1,4 +1,4 @@
-"""What an operator's schema says about a call: its arguments by name, and which of them it views or writes.
+"""Facts of a call from its operator's schema: arguments by name, and those that it views or writes.
 
 The one file that reads PyTorch's operator schemas (``OpOverload._schema``).
 """

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 SPLITS = "pipe_splits"
-"""Where in ``meta`` a node has how many calls of ``torch.distributed.pipelining.pipe_split`` are before it, if a model has some."""
+"""Key in ``meta`` for the number of earlier calls of ``torch.distributed.pipelining.pipe_split``, if a model has some."""
 
 VARIES = "varies"
 """Entry of ``meta`` of a call that takes elements of a dimension of a fixed size, for other sizes of the inputs another number of them:
@@ -191,7 +191,7 @@ class Output:
 
     @property
     def label(self) -> str:
-        """What it is, for errors: ``output logits``, ``the new value of input cache``, ``attribute layer.aux``."""
+        """Description for errors: ``output logits``, ``the new value of input cache``, ``attribute layer.aux``."""
         if isinstance(self.destination, Written):
             return f"the new value of input {self.name}"
         if isinstance(self.destination, Attribute):
@@ -363,7 +363,7 @@ class ModelGraph:
 
     @property
     def loss_results(self) -> tuple[Output, ...]:
-        """What a loss function gets: the leaves of what the model returns, then the attributes that it reads."""
+        """Arguments of a loss function: the leaves of the model's result, then the attributes that it reads."""
         return (*self.leaves, *(output for output in self.outputs if isinstance(output.destination, Attribute) and output.is_computed))
 
     @property

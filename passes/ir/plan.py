@@ -33,7 +33,7 @@ __all__ = [
 _FORMAT = 3
 
 RECOMPUTE = ("none", "selective", "full")
-"""What a backward recomputes: nothing; values that are cheap for their bytes; everything but the values that enter a region."""
+"""Values that a backward recomputes: none; those cheap for their bytes; all but the values that enter a region."""
 
 BY_REGION = "by region"
 """``Plan.recompute`` of a plan whose regions have policies of their own: those that the model marks, or that the user gave by module."""

@@ -29,7 +29,7 @@ from passes.ir.torch_private import TreeSpec, pytree
 __all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
 
 ProgramKind = Literal["train_step", "forward", "backward"]
-"""What a program does: a training step, a forward, or the backward of one."""
+"""Kind of program: a training step, a forward, or the backward of one."""
 
 PROGRAM_ARGUMENTS = ("batch", "target", "loss_fn", "loss_weights", "saved", "output_gradients")
 """Arguments of programs other than model inputs; no placeholder of a ModelGraph but ``batch`` has such a name."""

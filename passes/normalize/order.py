@@ -71,7 +71,7 @@ class ExportedGraph:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Which sizes a graph is normalized for.
+    """Sizes for which a graph is normalized.
 
     Attributes:
         numbers: symbol of an open size, other than the batch -> its number. None of them is left open.

@@ -26,7 +26,7 @@ __all__ = ["FabricDDP", "FabricPartition"]
 
 
 class _WithPartitionedModels:
-    """What a strategy of Fabric does with partitioned models, to be combined with one of Lightning's."""
+    """Handling of partitioned models in Fabric's strategies, to be combined with one of Lightning's."""
 
     precision: Any
     checkpoint_io: Any

@@ -1,4 +1,4 @@
-"""What the strategies of Trainer and Fabric share: the processes that a launcher has started, each with one rank, or one with all ranks."""
+"""Shared code of strategies of Trainer and Fabric: the processes that a launcher has started, each with one rank, or one with all ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Processes:
 
     @property
     def root_device(self) -> torch.device:
-        """Where batches and results of this process are."""
+        """Device of this process's batches and results."""
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[self.local_rank % len(devices)]
 

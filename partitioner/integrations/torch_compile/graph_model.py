@@ -30,7 +30,7 @@ _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 """One step of a source: ``['name']``, ``[0]`` or ``.name``."""
 
 _REGISTERED = re.compile(r"\._(?:modules|parameters|buffers)\[")
-"""Where a source leaves the variable that holds a module, and goes through what is registered in it."""
+"""Position at which a source goes from a module's variable into its registered tables."""
 
 
 @dataclass(frozen=True)

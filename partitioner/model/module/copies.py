@@ -86,7 +86,7 @@ def _pairs(source: State, target: State) -> Iterator[tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class Pickled:
-    """What a pickle of a partitioned model has.
+    """Contents of a pickle of a partitioned model.
 
     Attributes:
         model: of one process: with the present values; else as it was partitioned.

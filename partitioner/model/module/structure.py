@@ -38,7 +38,7 @@ __all__ = ["ModuleInPlan", "RegisteredTensors", "Source", "build_structure", "co
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What a module of a partitioned model stands for.
+    """Module of the original that a part represents.
 
     Attributes:
         module: of the model.
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def prefix(self) -> str:
-        """What the names of its parameters begin with."""
+        """Prefix of the names of its parameters."""
         return f"{self.path}." if self.path else ""
 
     @property

@@ -154,7 +154,7 @@ class _TakenOnce:
 
 @dataclass
 class _Kept:
-    """What a forward keeps for its backward.
+    """Values that a forward saves for its backward.
 
     Attributes:
         saved: rank -> the values that its program saved.

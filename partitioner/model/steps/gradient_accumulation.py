@@ -37,7 +37,7 @@ class Accumulation:
 
     @property
     def gradients(self) -> Gradients:
-        """What the next step does with gradients: keep parts, add them to the parts of earlier steps and sum, or sum its own."""
+        """Handling of gradients in the next step: keep parts, add them to the parts of earlier steps and sum, or sum its own."""
         if self._holds:
             return "keep"
         return "add" if any(is_unsummed(parameter) for _, parameter in self._parameters) else "sum"

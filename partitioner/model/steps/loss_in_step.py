@@ -212,7 +212,7 @@ class LossInStep:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What decides whether a step may run inside of the calls of a form.
+    """Facts that decide whether a step may run inside the calls of a form.
 
     Attributes:
         loss: number of the result that is the loss, among those that programs return; None: there is none.

@@ -57,4 +57,4 @@ _KNOWN = frozenset(
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
     }
 )
-"""What is known of a result that is not computed."""
+"""Facts of a result that is not computed."""

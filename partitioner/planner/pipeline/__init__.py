@@ -1,1 +1,1 @@
-"""Where a pipeline may be cut, and what a candidate of stages, schedule and microbatches costs."""
+"""Cut points of pipelines, and costs of candidates of stages, schedule and microbatches."""

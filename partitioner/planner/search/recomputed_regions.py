@@ -28,7 +28,7 @@ from passes.ir.plan import Region
 __all__ = ["ChosenRegions", "keep_what_fits"]
 
 _POLICIES: tuple[Recompute, ...] = ("none", "full")
-"""What is chosen for each region. ``"selective"`` is decided for all values of a stage together."""
+"""Policies chosen for each region. ``"selective"`` is decided for all values of a stage together."""
 
 _ATTEMPTS = 6
 """How many choices are tried. The sum over regions counts values that several share once each, so the exact memory may exceed the limit."""

@@ -1,1 +1,1 @@
-"""Which axes are sharded over which mesh dimension."""
+"""Choice of the axes sharded over each mesh dimension."""

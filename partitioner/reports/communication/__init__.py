@@ -1,1 +1,1 @@
-"""What is communicated, how much, and why."""
+"""Reports of communication: values, bytes and reasons."""

@@ -29,7 +29,7 @@ LINKS: dict[str, Colour] = {
     "message": ("#cf5c3b", "#f08a68"),
     "collective": ("#7a5ea8", "#b49bdf"),
 }
-"""What stays on a rank, messages, collectives."""
+"""Colours of local values, messages and collectives."""
 
 
 def stage_colour(stage: int | None) -> Colour:

@@ -38,7 +38,7 @@ __all__ = ["GLOO", "NCCL", "Calls", "Started", "all_gather_single", "as_bytes", 
 
 @dataclass(frozen=True)
 class Calls:
-    """Which collectives of a backend are used; the others are built from exchanges.
+    """Collectives of a backend that are used; the rest are built from exchanges.
 
     Attributes:
         operations: reductions for which its all_reduce and reduce_scatter are used.

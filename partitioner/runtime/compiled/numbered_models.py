@@ -14,7 +14,7 @@ __all__ = ["NumberedModel", "ResultsOfCalls", "number_of", "numbered_model"]
 
 
 class ResultsOfCalls(Protocol):
-    """What compiled code knows of the results of a model; see ``partitioner.model.calls``."""
+    """Facts of a model's results for compiled code; see ``partitioner.model.calls``."""
 
     @property
     def asks_for_gradients(self) -> bool:
@@ -43,7 +43,7 @@ class ResultsOfCalls(Protocol):
 
 
 class NumberedModel(Protocol):
-    """What compiled code calls of a model."""
+    """Interface of a model for compiled code."""
 
     @property
     def calls(self) -> ResultsOfCalls:
@@ -55,7 +55,7 @@ class NumberedModel(Protocol):
 
     @property
     def result_device(self) -> torch.device:
-        """Where its results are."""
+        """Device of its results."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the model's result."""

@@ -52,7 +52,7 @@ class _Form:
 
 
 class _Saved(bytearray):
-    """What a forward keeps for its backward: the memory of its token, so that it lives as long as that.
+    """Values that a forward saves for its backward: the memory of its token, so that it lives as long as that.
 
     Attributes:
         results: of the model, which autograd tracks.

@@ -33,7 +33,7 @@ __all__ = ["DistributedTransport", "PreparedTraffic", "prepare_traffic"]
 
 @dataclass(frozen=True)
 class PreparedTraffic:
-    """What one rank communicates in a run.
+    """Communication of one rank in a run.
 
     Attributes:
         program: of the rank.

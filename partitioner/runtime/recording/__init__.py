@@ -1,1 +1,1 @@
-"""What programs show while they run: when a rank computes and communicates, and how many tokens each expert has."""
+"""Recording of running programs: times of compute and communication, and tokens of each expert."""

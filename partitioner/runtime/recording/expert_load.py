@@ -13,7 +13,7 @@ __all__ = ["Chosen", "ExpertLoad", "expert_loads", "expert_table"]
 
 @dataclass(frozen=True)
 class Chosen:
-    """What one rank computed of a mixture.
+    """One rank's part of a mixture.
 
     Attributes:
         mixture: its name in the model.

@@ -35,7 +35,7 @@ __all__ = ["ProgramRecorder", "Recorder", "active_recorders", "in_profiler_range
 
 
 class ProgramRecorder(Protocol):
-    """What a generated program calls."""
+    """Calls of a generated program."""
 
     def begin(self, section: str) -> None:
         """Begin an action, which ends the one before."""
@@ -92,7 +92,7 @@ class Recorder:
 
     @property
     def chosen(self) -> tuple[Chosen, ...]:
-        """What the rank computed of each mixture of experts."""
+        """The rank's part of each mixture of experts."""
         return tuple(self._chosen.values())
 
     def begin(self, section: str) -> None:

@@ -42,7 +42,7 @@ class TotalNorm(Protocol):
 
 @dataclass(frozen=True)
 class NormShare:
-    """What a gradient is of the norm over all processes.
+    """Contribution of a gradient to the norm over all processes.
 
     Attributes:
         total: combines the norms of the model.
@@ -262,7 +262,7 @@ _BEFORE_NORM = frozenset(
 _MOVES = frozenset(_functions("to", "cpu", "cuda", "detach"))
 """Ops that leave the value of a norm unchanged."""
 _NUMBERS = frozenset(_functions("item", "tolist", "numpy", "__float__", "__array__"))
-"""What makes Python numbers of a tensor; ``torch.tensor([norm, norm])`` calls ``__float__``."""
+"""Conversions of a tensor to Python numbers; ``torch.tensor([norm, norm])`` calls ``__float__``."""
 _ADDITIONS = frozenset(_functions("add", "__add__", "__radd__", "add_", "__iadd__"))
 _COMBINING = frozenset({torch.stack, torch.cat, torch.hstack, torch.vstack, torch.concat})
 """Ops that combine gradients, or their norms, in one tensor, of which the norm is taken next."""

@@ -1,1 +1,1 @@
-"""What PyTorch's autograd would do beside a graph: custom functions, hooks, and gradients that forward takes."""
+"""Effects of autograd outside a graph: custom functions, hooks, and gradients that forward takes."""

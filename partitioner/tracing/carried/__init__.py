@@ -1,1 +1,1 @@
-"""What a call of a model leaves in Python for the next one, which a graph does not have."""
+"""Python state that a call leaves for the next one, which a graph lacks."""

@@ -76,7 +76,7 @@ def _add(path: str, value: Any, found: dict[str, object], around: frozenset[int]
 
 @dataclasses.dataclass
 class Left:
-    """What the last call of a model left.
+    """Attributes left by the last call of a model.
 
     Attributes:
         attributes: module -> its attributes, containers copied.

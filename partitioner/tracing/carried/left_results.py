@@ -1,4 +1,4 @@
-"""What forward leaves in attributes of modules, as results of the traced call.
+"""Attributes of modules left by forward, as results of the traced call.
 
     self.aux = x.pow(2).mean()          Edit("layer", ("aux",), <tensor>)
     self.maps.append(weights)           Edit("attention", ("maps", APPENDED), <tensor>)
@@ -35,7 +35,7 @@ Contents = Mapping[nn.Module, Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class LeftByCall:
-    """What each call of a traced model leaves.
+    """Attributes left by each call of a traced model.
 
     Attributes:
         edits: of attributes; their results come last in the graph.

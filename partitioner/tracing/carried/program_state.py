@@ -133,7 +133,7 @@ class _Cells(dict[str, Any]):
 
 
 class Reach:
-    """What code of a model may read.
+    """Program state that a model's code may read.
 
     Attributes:
         readings: values by place.

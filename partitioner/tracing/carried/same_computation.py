@@ -25,7 +25,7 @@ def same_computation(first: ExportedProgram, second: ExportedProgram, stand_ins:
 
 
 class _Reader:
-    """What a trace computes.
+    """Computation of a trace.
 
     Attributes:
         varying: the nodes that depend on values that differ between calls: of inputs, parameters and written buffers; and the output.

@@ -15,7 +15,7 @@ FAST_PATH_NOTE = (
     "nn.TransformerEncoder in evaluation mode: under torch.no_grad(), PyTorch returns zeros at the positions that src_key_padding_mask "
     "leaves out; the programs return there what the model returns with gradients"
 )
-"""What a partitioned model does otherwise."""
+"""Difference of a partitioned model."""
 
 
 @contextlib.contextmanager

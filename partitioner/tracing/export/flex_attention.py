@@ -23,7 +23,7 @@ __all__ = ["decompose_flex_attention"]
 
 _MODULE = "torch.nn.attention.flex_attention"
 _INDICES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
-"""Which of batch, head, query and key a level of ``vmap`` goes over, the innermost first."""
+"""The dimension (batch, head, query, key) of each level of ``vmap``, innermost first."""
 
 
 @contextlib.contextmanager

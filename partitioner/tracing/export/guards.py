@@ -42,7 +42,7 @@ def symbol_of(program: ExportedProgram, leaf: int, dimension: int) -> sympy.Symb
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a trace assumes of the sizes of its inputs.
+    """Assumptions of a trace about the sizes of its inputs.
 
     Attributes:
         batch: the symbol of the batch size.

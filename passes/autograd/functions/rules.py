@@ -43,7 +43,7 @@ Spec: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"
 """Shape and dtype of a tensor."""
 
 _BATCH = 7
-"""What stands for a batch size that is left open."""
+"""Stand-in for an open batch size."""
 
 
 def joint_of_function(overload: OpOverload, operands: Sequence[Spec | int]) -> Joint:
@@ -217,7 +217,7 @@ def _with_gradients(joint: Joint) -> list[tuple[fx.Node, fx.Node]]:
 
 
 _State = Literal["part", "same", "partial sum"]
-"""What a rank holds of a value: its part along the axis, the value, or a summand of the value."""
+"""A rank's share of a value: its part along the axis, the value, or a summand of the value."""
 
 
 class _CannotCutError(Exception):

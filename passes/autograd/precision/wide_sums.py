@@ -35,7 +35,7 @@ _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to
 
 
 _PUT_TOGETHER = frozenset({aten.add.Tensor, aten.select_backward.default, aten.slice_backward.default, take})
-"""What gradients of a value's readers go through, beside views: sums of several, and gradients of parts."""
+"""Operations on gradients of a value's readers, besides views: sums of several, and gradients of parts."""
 
 
 def with_wide_sums(joint: Joint, reduce_dtype: torch.dtype | None = None) -> Joint:

@@ -34,7 +34,7 @@ __all__ = ["inline_vmap"]
 aten = torch.ops.aten
 
 _LEVELS = "torch._functorch.predispatch"
-"""Where the functions live that a trace holds for levels of function transforms."""
+"""Module of the functions that a trace holds for levels of function transforms."""
 
 
 def inline_vmap(module: fx.GraphModule, autocast: Autocast | None) -> None:

@@ -36,7 +36,7 @@ __all__ = [
 aten = torch.ops.aten
 
 FILLED = "filled"
-"""Where a node keeps the tensor that it filled in place before it was made functional: with the strides of that memory."""
+"""Key of the tensor that a node filled in place before it was made functional: with the strides of that memory."""
 
 _NORMAL = frozenset({aten.normal_functional, aten.randn_like})
 

@@ -128,7 +128,7 @@ torch.library.define("partitioner::dropout_mask_with_state", f"({_MASK}) -> (Ten
 torch.library.define("partitioner::dropout_mask_again", f"(Tensor state, {_MASK}) -> Tensor")
 
 dropout_mask = torch.ops.partitioner.dropout_mask.default
-"""Which elements dropout keeps."""
+"""Elements that dropout keeps."""
 
 dropout_mask_with_state = torch.ops.partitioner.dropout_mask_with_state.default
 """The same, and the state that the generator had before."""

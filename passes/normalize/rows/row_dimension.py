@@ -1,4 +1,4 @@
-"""Where the rows of operands are in the result of a call that computes each of them by itself, by the rules of operations."""
+"""Dimension of rows in the result of a call that computes each row by itself, by the rules of operations."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Sort:
-    """What a sort gives: sorted keys and their order."""
+    """Result of a sort: sorted keys and their order."""
 
     sort: fx.Node
 
@@ -65,7 +65,7 @@ class _Overwritten:
 
 @dataclass(frozen=True)
 class _Inverse:
-    """Where each row is in the order of a sort."""
+    """Position of each row in the order of a sort."""
 
     sort: fx.Node
 

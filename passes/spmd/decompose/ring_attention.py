@@ -279,7 +279,7 @@ finish_attention = torch.ops.partitioner.finish_attention.default
 """
 
 RING_STATE = (row_totals, finish_attention)
-"""What the backward of a ring reads of its forward: to compute it again, blocks would go round once more."""
+"""Values of a ring's forward that its backward reads: recomputing them would send the blocks round once more."""
 
 
 def _finish(result: Tensor, _totals: Tensor, query: Tensor, *_rest: Any) -> Tensor:

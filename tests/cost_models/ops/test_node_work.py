@@ -1,4 +1,4 @@
-"""What the nodes of programs do, backward included, beside PyTorch's own count of the same models."""
+"""Work of the nodes of programs, backward included, compared with PyTorch's count of the same models."""
 
 from __future__ import annotations
 

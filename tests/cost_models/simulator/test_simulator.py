@@ -237,7 +237,7 @@ def test_representatives_stand_for_all_ranks() -> None:
 
 @pytest.mark.slow
 def test_one_reading_serves_all_ranks_of_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each rank reads for itself, storage by storage, is equal."""
+    """Each rank's own reading is equal, storage by storage."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(8)))
     cluster = Cluster([DEVICE] * 16, Link(1e-6, 1e9))
     mesh = {"data": 2, "pipeline": 4, "tensor": 2}

@@ -43,7 +43,7 @@ UNFIT = (
     "no axis 'sequence'",
     "hx and cx should also be 3-D",  # of an LSTM on an accelerator: the fake kernel of PyTorch 2.11 gives its state four dimensions
 )
-"""What a refusal says where a mode does not fit a model, or this version of PyTorch cannot trace it."""
+"""Refusals where a mode does not fit a model, or this version of PyTorch cannot trace it."""
 
 
 @pytest.fixture(autouse=True)

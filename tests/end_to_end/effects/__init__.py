@@ -1,1 +1,1 @@
-"""What forward does besides returning its result."""
+"""Effects of forward besides its result."""

@@ -1,4 +1,4 @@
-"""What forward writes into its arguments is written into the caller's tensors, in every mode and both runtimes."""
+"""Writes of forward into its arguments reach the caller's tensors, in every mode and both runtimes."""
 
 from __future__ import annotations
 

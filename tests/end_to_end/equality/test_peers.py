@@ -1,4 +1,4 @@
-"""What ``torch.distributed.pipelining`` (2.13) refuses or computes wrongly, and is right here."""
+"""Cases that ``torch.distributed.pipelining`` (2.13) refuses or computes wrongly, and that are right here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch offers around an optimizer works on a partitioned model: clipping, schedulers of the learning rate, loss scaling."""
+"""PyTorch's tools around an optimizer work on a partitioned model: clipping, schedulers of the learning rate, loss scaling."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any

@@ -187,7 +187,7 @@ FUNCTIONS: Mapping[str, Callable[[Of, Tensor], Tensor]] = {
     "expanded": lambda _, both: both[:, :1].expand(-1, 10) * both[:, 10:] + both.new_ones(both.shape[0], 10),
     "mean of all rows": lambda _, both: both[:, :10] * both[:, 10:].mean(0),
 }
-"""What computes row by row, and what does not: sizes of rows, sums over columns that another dimension cuts, values of all rows."""
+"""Calls by row, and others: sizes of rows, sums over columns that another dimension cuts, values of all rows."""
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_what_goes_between_ranks_is_said() -> None:
 
 
 def test_the_plan_pays_for_rows_that_go_and_come_back() -> None:
-    """Where a message takes a second: of a mixture tokens and the experts of rows go, tokens come back, and gradients both ways."""
+    """With messages of a second: of a mixture tokens and the experts of rows go, tokens come back, and gradients both ways."""
     cluster = Cluster([Device("instant", {"float32": 1e18, "float64": 1e18}, 2**30, 1e18)] * 2, Link(1.0, 1e15))
     times = []
     for constraints in (None, OVER_DATA):

@@ -327,7 +327,7 @@ def test_local_statistics_let_the_planner_choose_microbatches() -> None:
 
 
 def test_microbatches_are_the_model_trained_on_each_in_turn() -> None:
-    """What the warning says: statistics of each microbatch, and running statistics updated once a microbatch."""
+    """Text of the warning: statistics of each microbatch, and running statistics updated once a microbatch."""
     model = convolutions()
     with pytest.warns(PartitionWarning):
         pm = partitioned(model, 2, "pipeline", n_microbatches=4)

@@ -25,7 +25,7 @@ Mesh = Mapping[str, int | tuple[int, ...]]
 Mode = str | Mesh
 
 QUICK = {("dcgan_generator", 2)}
-"""What always runs."""
+"""Cases that always run."""
 
 
 def ranks_of(mesh: Mesh) -> int:
@@ -272,7 +272,7 @@ GRIDS: dict[str, tuple[tuple[int, int], list[tuple[int, ...]]]] = {
     "width": ((1, 2), [(2, 12, 5)]),
     "both": ((2, 2), [(2, 6, 5), (2, 6, 10)]),
 }
-"""What is cut -> a grid, and what is gathered: the result, for the caller of the model."""
+"""Sharded axes -> a grid, and the gathered value: the result, for the caller of the model."""
 
 
 @pytest.mark.slow

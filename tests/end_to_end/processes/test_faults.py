@@ -135,7 +135,7 @@ SAID_ALONE = {
     "norm": r"call \d+ is not the same on all ranks: rank 0 runs a reduction over all ranks, rank 1 has program forward",
     "no backward": r"rank 0 (has program|runs) forward .*rank 1 (has|runs) (program )?backward",
 }
-"""What all ranks say where rank 0 does something alone."""
+"""Errors of all ranks where rank 0 acts alone."""
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ STATEMENTS = {"complex": complex_value, **THEMES}
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: a model, and how it is partitioned."""
+    """A case: a model, and its partition."""
 
     program: Program
     configuration: Configuration

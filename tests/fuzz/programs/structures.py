@@ -1,4 +1,4 @@
-"""What ``forward`` takes and returns: tensors in tuples, lists, dicts and dataclasses, as names in a text and as values."""
+"""Arguments and results of ``forward``: tensors in tuples, lists, dicts and dataclasses, as names in a text and as values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Record(dict[str, "Structure"]):
 
 
 Structure = str | None | tuple["Structure", ...] | list["Structure"] | dict[str, "Structure"]
-"""What ``forward`` returns: variable names in tuples, lists, dicts and records, None leaves between them."""
+"""Results of ``forward``: variable names in tuples, lists, dicts and records, None leaves between them."""
 
 
 def returned_text(structure: Structure) -> str:

@@ -130,7 +130,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Ran:
-    """What a command printed and how it ended."""
+    """Output and exit code of a command."""
 
     def __init__(self, line: str, capsys: pytest.CaptureFixture[str]) -> None:
         capsys.readouterr()

@@ -32,7 +32,7 @@ PIPELINE: dict[str, Any] = {"mode": "pipeline", "schedule": "1F1B", "n_microbatc
 
 @dataclass
 class Run:
-    """What a loop gave.
+    """Results of a loop.
 
     Attributes:
         losses: of its steps.

@@ -1,4 +1,4 @@
-"""Which dimension of an input, and of a target, is the batch: found, or named by ``batch_dims=``.
+"""Batch dimension of inputs and targets: found, or named by ``batch_dims=``.
 
 The reference is the original model on the whole batch, in float64.
 """

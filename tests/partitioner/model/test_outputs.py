@@ -1,4 +1,4 @@
-"""What a model may return: inputs, parameters, buffers, constants, sizes, the same tensor twice, results of early stages."""
+"""Results that a model may return: inputs, parameters, buffers, constants, sizes, the same tensor twice, results of early stages."""
 
 from __future__ import annotations
 

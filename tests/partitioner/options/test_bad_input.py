@@ -1,4 +1,4 @@
-"""What does not fit is refused with what was wrong and what to do: never guessed, never a hang."""
+"""Bad input is refused with the problem and the remedy: never guessed, never a hang."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_losses(pm: PartitionedModel, arguments: dict[str, Any], words: tuple[st
 
 
 def test_a_loss_that_is_known_fails_on_another_target(pm: PartitionedModel) -> None:
-    """What is known of a loss is asked once; the step says itself what its target does."""
+    """A loss is proved once; each step checks its target."""
     pm.train_step(X, target=torch.randn(8, 2), loss_fn=nn.functional.mse_loss)
     for target in (["a"], object(), {"a": torch.randn(8, 2)}):
         with pytest.raises(ConfigError, match=r"loss_fn fails on .*: AttributeError"):

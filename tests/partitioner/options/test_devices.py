@@ -1,4 +1,4 @@
-"""Where ranks run: what ``devices=`` means with so many accelerators, in one process and in several."""
+"""Devices of ranks: meaning of ``devices=`` by the number of accelerators, in one process and in several."""
 
 from __future__ import annotations
 

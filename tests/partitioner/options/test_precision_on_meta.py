@@ -62,7 +62,7 @@ def test_casts_of_models(name: str, dtype: torch.dtype) -> None:
 
 
 class _StoppedError(Exception):
-    """What an operation casts is known."""
+    """Casts of operations are found."""
 
 
 class _Casts(TorchDispatchMode):

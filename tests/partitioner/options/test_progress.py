@@ -23,13 +23,13 @@ CLEAR = "\r\x1b[2K"
 
 @dataclass
 class Screen:
-    """What went to a terminal."""
+    """Output to a terminal."""
 
     text: str = ""
 
     @property
     def lines(self) -> list[str]:
-        """What the one line showed, one after the other."""
+        """Successive contents of the line."""
         assert self.text == "" or self.text.startswith(CLEAR)
         return self.text.split(CLEAR)[1:]
 

@@ -1,4 +1,4 @@
-"""What ``pm.explain()`` tells of collectives: the bytes are those of the pieces that a run hands over, the words those of the model."""
+"""Collectives in ``pm.explain()``: the bytes are those of the pieces that a run hands over, the words those of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model on a mesh says of itself: the numbers are those of formulas and of the tensors that ranks hold."""
+"""Reports of a model on a mesh: the numbers are those of formulas and of the tensors that ranks hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a partitioned model says of itself: the numbers are those of a run, the tables are aligned."""
+"""Reports of a partitioned model: the numbers are those of a run, the tables are aligned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every schedule, on every 1..8 ranks with every 1..16 microbatches."""
+"""Properties of every schedule, on every 1..8 ranks with every 1..16 microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace cannot take or return is refused by name, with what to do."""
+"""Arguments and results that cannot be traced are refused by name, with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced graph guarantees: form, names, batch, notes, and a model left as it was."""
+"""Guarantees of a traced graph: form, names, batch, notes, and a model left as it was."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any

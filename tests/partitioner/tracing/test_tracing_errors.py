@@ -270,7 +270,7 @@ def test_a_lazy_model_is_refused() -> None:
 
 
 def test_a_distributed_model_is_refused() -> None:
-    """What makes a tensor distributed is that it knows its mesh."""
+    """A tensor with a mesh is distributed."""
     model = nn.Linear(6, 6)
     model.weight.device_mesh = "cpu"  # type: ignore[attr-defined]
     with pytest.raises(TraceError, match=r"weight is distributed already"):

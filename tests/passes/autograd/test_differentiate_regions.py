@@ -72,7 +72,7 @@ class Shared(Stack):
 
 
 class Returned(Stack):
-    """What every block gives is returned, and read by all later blocks."""
+    """The result of every block is returned, and read by all later blocks."""
 
     def __init__(self) -> None:
         super().__init__(Perceptron)

@@ -200,7 +200,7 @@ class GatheredMeans(nn.Module):
 @pytest.mark.parametrize("recompute", ["selective", *slow("full")])
 @pytest.mark.parametrize("mesh", [{"tile": 2}, *slow({"zero2": 2, "tile": 2})], ids=str)
 def test_ranks_with_parts_of_unlike_sizes_gather_alike(mesh: dict[str, int], recompute: str) -> None:
-    """What a rank saves depends on its sizes; what it gathers again must not: the others would wait."""
+    """Saved values depend on a rank's sizes; repeated gathers must not: other ranks would wait."""
     torch.manual_seed(0)
     model, x = GatheredMeans().double(), torch.randn(4, 4, 7, 7, dtype=torch.float64).transpose(-1, -2)
     target = torch.randn(4, 3, 12, dtype=torch.float64)

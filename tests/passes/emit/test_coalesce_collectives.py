@@ -1,4 +1,4 @@
-"""Which gathers are sent in one message."""
+"""Gathers that are sent in one message."""
 
 from __future__ import annotations
 

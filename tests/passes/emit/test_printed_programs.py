@@ -1,4 +1,4 @@
-"""What programs print: golden texts, the same text every time, and text that computes what the program computes."""
+"""Printed programs: golden texts, the same text every time, and text that computes what the program computes."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any

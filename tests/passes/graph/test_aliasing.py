@@ -1,4 +1,4 @@
-"""What the alias analysis claims, against real memory: every storage that a run shares must be in one claimed alias set.
+"""Alias analysis compared with real memory: every storage that a run shares must be in one claimed alias set.
 
 Of a single call it is known exactly whether its result is a view, for the arguments that it has.
 """

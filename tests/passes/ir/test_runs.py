@@ -1,4 +1,4 @@
-"""What ranks read of each other, against lists of elements: texts, owners, fetching, and returned gradients."""
+"""Elements that ranks read from each other, compared with lists: texts, owners, fetching, and returned gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What windows say that a part of a result reads, against the operation itself: which elements change that part when they change."""
+"""Windows of a part of a result, compared with the elements whose change changes that part."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.support.running.lockstep import run_cut
 from tests.support.running.traced import assert_equal_runs, run_model
 
 BATCH_SIZE = 6
-"""What two, three and two times three ranks divide."""
+"""Sizes that two, three and two times three ranks divide."""
 
 LARGEST = 1500
 """Elements of a value."""

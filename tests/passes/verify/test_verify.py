@@ -32,7 +32,7 @@ QUICK = {
     *(("residual", 2, schedule) for schedule in ("1F1B", "ZB1P")),
     *(("residual", 4, "ZBV"), ("returns_loss", 2, "ZB1P")),
 }
-"""What always runs: one case under schedules of whole and of split backwards and one on a V, and one that computes its own loss."""
+"""Cases that always run: one case under schedules of whole and of split backwards and one on a V, and one that computes its own loss."""
 
 
 def matrix() -> Iterator[ParameterSet]:

@@ -1,4 +1,4 @@
-"""What a file imports, one entry a name."""
+"""Imports of a file, one entry a name."""
 
 from __future__ import annotations
 

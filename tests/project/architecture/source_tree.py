@@ -1,4 +1,4 @@
-"""What is checked: the project's files, read once."""
+"""The project's files, read once."""
 
 from __future__ import annotations
 

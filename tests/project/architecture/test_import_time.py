@@ -1,4 +1,4 @@
-"""What an import, or the help of a command, may load."""
+"""Modules that an import, or the help of a command, may load."""
 
 from __future__ import annotations
 

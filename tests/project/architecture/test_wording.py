@@ -85,3 +85,15 @@ def test_private_words() -> None:
                 if (found := word.search(line)) and NAMES.get(path.rpartition("/")[2]) != found[0]:
                     offences.append(f"{path}:{number}: {found[0]} -> {remedy}: {line.strip()[:80]}")
     assert not offences, report(offences, "use the words of PyTorch and of the literature")
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    clause = re.compile(r'"""(What|Who|Which|Where)\b')
+    offences = [
+        f"{path}:{number}: {line.strip()[:80]}"
+        for path, text in text_files()
+        if path.endswith(".py") and clause.search(text)
+        for number, line in enumerate(text.splitlines(), start=1)
+        if clause.search(line)
+    ]
+    assert not offences, report(offences, "functions: an imperative; data and modules: the noun that the clause stands for")

@@ -1,4 +1,4 @@
-"""What a model of the zoo is: how to build it, what to feed it and how to train it."""
+"""Models of the zoo: construction, inputs and training."""
 
 from __future__ import annotations
 

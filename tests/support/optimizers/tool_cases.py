@@ -1,4 +1,4 @@
-"""What PyTorch offers around optimizers, on a partitioned model and on the model: each function runs on every rank at once."""
+"""PyTorch's tools around optimizers, on a partitioned model and on the model: each function runs on every rank at once."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any

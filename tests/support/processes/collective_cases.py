@@ -35,7 +35,7 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank of the group does in a case.
+    """Part of one rank of the group in a case.
 
     Attributes:
         tensors: what it gives.

@@ -1,4 +1,4 @@
-"""What worker processes do for the tests of local inputs: each has a loader of its own; each function runs on every rank at once."""
+"""Functions of worker processes in the tests of local inputs: each has a loader of its own; each function runs on every rank at once."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any

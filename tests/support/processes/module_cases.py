@@ -1,4 +1,4 @@
-"""What worker processes do for the tests of a partitioned model as a module: each function runs on every rank at once."""
+"""Functions of worker processes in the tests of a partitioned model as a module: each function runs on every rank at once."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any

@@ -34,7 +34,7 @@ __all__ = ["Answer", "Ending", "Workers", "serve"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a function came to on one rank.
+    """Result of a function on one rank.
 
     Attributes:
         value: what it returned.

@@ -20,7 +20,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Run:
-    """What one call gave.
+    """Results of one call.
 
     Attributes:
         leaves: of the result, in pytree order.

@@ -52,7 +52,7 @@ LEARNING_RATE = 1e-2
 """So large that a wrong gradient of the first step is plain to see in the weights after the last."""
 
 ADAM_EPSILON = 1e-8
-"""What AdamW adds to the root of the mean of squares: torch's own."""
+"""AdamW's addend to the root of the mean of squares: torch's default."""
 
 UNITS = 8
 """Rounding units of the largest gradient of a step that any gradient of that step may differ by.
@@ -71,7 +71,7 @@ of its own epsilon, and moves the weight by it.
 
 @dataclass(frozen=True)
 class Steps:
-    """What training did.
+    """Results of training.
 
     Attributes:
         losses: of each step, over the whole batch.

@@ -38,7 +38,7 @@ __all__ = ["OwnerOptimizer", "OwnerTraffic"]
 
 @dataclass(frozen=True)
 class OwnerTraffic:
-    """What a step communicated, as this process counted it.
+    """Communication of a step, counted by this process.
 
     Attributes:
         parameters: the sharded parameters that had a gradient: ``optimizer.plan.restricted_to(parameters)`` is the plan of the step.
@@ -104,7 +104,7 @@ class OwnerOptimizer(WholeStateOptimizer):
         self._inner: Optimizer | None = None
         self._has_state = False
         self.last_step: OwnerTraffic | None = None
-        """What the last step communicated."""
+        """Communication of the last step."""
         self._plan = OwnerPlan((), self._runtime.n_ranks, 0)
         self._plan_of_processes = self._plan
         super().__init__(groups, _probe(optimizer_class, self._whole_shaped(groups), defaults).defaults)

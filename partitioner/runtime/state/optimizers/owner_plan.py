@@ -91,7 +91,7 @@ class OwnedParameter(Sharded):
 
 @dataclass(frozen=True)
 class OwnerPlan:
-    """Which rank updates which parameter whole, and what a step communicates.
+    """Owner ranks of parameters, and communication of a step.
 
     ``print(plan)`` is a table of the ranks.
 

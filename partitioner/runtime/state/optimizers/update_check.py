@@ -27,7 +27,7 @@ from passes.ir.errors import ConfigError
 __all__ = ["check_optimizers", "reads_of", "register_optimizer"]
 
 Reads = Literal["elements", "parameters", "model"]
-"""What an optimizer reads for the update of one element of a parameter."""
+"""Values that an optimizer reads to update one element of a parameter."""
 
 Kind = TypeVar("Kind", bound=type[Optimizer])
 

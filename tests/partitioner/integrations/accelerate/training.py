@@ -30,7 +30,7 @@ STEPS = 10
 
 @dataclass
 class Trained:
-    """What a run gave.
+    """Results of a run.
 
     Attributes:
         losses: of the steps.

@@ -1,4 +1,4 @@
-"""What worker processes do for the tests of Lightning: each function runs on every rank at once."""
+"""Functions of worker processes in the tests of Lightning: each function runs on every rank at once."""
 
 from __future__ import annotations
 

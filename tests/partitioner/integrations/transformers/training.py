@@ -27,7 +27,7 @@ STEPS = 10
 
 @dataclass
 class Trained:
-    """What a run gave.
+    """Results of a run.
 
     Attributes:
         logged: loss, norm of the gradient and learning rate of every step.

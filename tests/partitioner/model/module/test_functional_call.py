@@ -32,7 +32,7 @@ def test_parts_on_several_devices(mode: Mode) -> None:
 
 @pytest.mark.parametrize("trained_first", [True, *slow(False)])
 def test_in_other_modes_than_it_was_partitioned_in(trained_first: bool) -> None:
-    """What is written to in one of the modes alone, the running statistics, is that of the caller."""
+    """Running statistics, written in one of the modes only, are the caller's."""
     model, pm, x = pair("data", training=trained_first)
     values = values_for(model)
     found = []

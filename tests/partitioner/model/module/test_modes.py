@@ -118,7 +118,7 @@ def test_microbatches_that_would_change_statistics() -> None:
 
 @pytest.mark.slow
 def test_a_first_call_in_inference_mode() -> None:
-    """What is traced and stored by it serves training."""
+    """Its traces and stored tensors serve training."""
     model, x = switched()
     pm = partition(copy.deepcopy(model), 2, "tensor", example_inputs=(x,), progress=False)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What a plan says of ``pm(...)`` and ``backward()``, which run all forwards first, beside what such a step holds."""
+"""Planned memory of ``pm(...)`` and ``backward()``, which run all forwards first, compared with such steps."""
 
 from __future__ import annotations
 

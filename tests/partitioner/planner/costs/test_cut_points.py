@@ -1,4 +1,4 @@
-"""Where a graph may be cut, proved by cutting it: nothing but copies of what crosses reaches the second side.
+"""Cut points of a graph, proved by cutting it: only copies of boundary values reach the second side.
 
 Every side has its own copy of buffers and inputs, as ranks have; replicable nodes are computed again on each. If some boundary parted
 memory that is written, or let a value cross that may not, a result would differ.

@@ -1,4 +1,4 @@
-"""What a plan says that ranks hold beside what a step holds: measured where it runs in this process, simulated where it is too large."""
+"""Planned memory of ranks compared with steps: measured in this process, simulated where too large."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_plan_of_tiles_holds_what_a_run_holds(name: str, monkeypatch: pytest.M
 
 
 INPUTS = {"convolutions": "input_1", "normalised": "input_1", "U-Net": "x", "ResNet": "pixel_values"}
-"""What programs call their images."""
+"""Names of images in programs."""
 
 
 @pytest.mark.slow

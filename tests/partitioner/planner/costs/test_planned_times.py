@@ -1,4 +1,4 @@
-"""What a plan says that a step takes is what the simulation of its programs takes: two ways to the same number."""
+"""A plan's step time equals the simulation of its programs: two ways to one number."""
 
 from __future__ import annotations
 

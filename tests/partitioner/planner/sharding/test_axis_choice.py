@@ -1,4 +1,4 @@
-"""Which axes a mesh dimension cuts: the best of all choices by its own prices; more ranks gain; memory can force more cuts."""
+"""Axes that a mesh dimension shards: the best of all choices by its own prices; more ranks gain; memory can force more cuts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_more_ranks_of_a_tensor_dimension_take_less_time(rows: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT-2", "OPT"])
 def test_flattened_rows_count_as_rows(name: str) -> None:
-    """What is multiplied with (batch * sequence, hidden) has the multiply-adds of (batch, sequence, hidden): 8 x 128 rows, not 8."""
+    """A product with (batch * sequence, hidden) has the multiply-adds of (batch, sequence, hidden): 8 x 128 rows, not 8."""
     graph = graph_of(name)
     axes = find_axes(graph.graph)
     found = contractions_of(axes, graph.batch_size)

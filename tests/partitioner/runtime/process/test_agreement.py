@@ -17,7 +17,7 @@ from passes.ir.errors import CommunicationError, ConfigError
 
 
 class MemoryStore:
-    """What torch's stores do, in a dictionary."""
+    """Torch's store as a dictionary."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -37,7 +37,7 @@ class MemoryStore:
 
 
 class MemoryRecord:
-    """What the watch of all processes does, in one."""
+    """The watch of all processes, in one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What started this process: torchrun, mpirun, srun, or none."""
+"""Launcher of this process: torchrun, mpirun, srun, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from programs about their messages is so in every run, in whichever order the ranks happen to go on."""
+"""Facts read from programs about messages hold in every run, in any order of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves between two plans, compared with sets of elements."""
+"""Moves between two plans, compared with sets of elements."""
 
 from __future__ import annotations
 

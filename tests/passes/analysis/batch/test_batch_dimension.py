@@ -1,4 +1,4 @@
-"""What is said about results over microbatches is true: each claim is executed on parts of a batch and on the whole.
+"""Claims about results over microbatches hold: each claim is executed on parts of a batch and on the whole.
 
 Every rule is met by one operation at least, with the batch where it stays and, where there is such a thing, with the batch where it is
 lost. The claim expected is written beside the operation, so that a rule that gives up is noticed too.

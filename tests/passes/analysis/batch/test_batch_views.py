@@ -1,4 +1,4 @@
-"""Where the batch is after any sequence of views: the rules against brute force over the row that each element came from."""
+"""Position of the batch after any sequence of views: the rules against brute force over the row that each element came from."""
 
 from __future__ import annotations
 

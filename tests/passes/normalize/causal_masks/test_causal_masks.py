@@ -199,7 +199,7 @@ def test_a_mask_that_cannot_be_computed_stays() -> None:
 
 
 def test_positions_that_both_sides_read() -> None:
-    """What the mask reads twice is erased once."""
+    """Values that the mask reads twice are erased once."""
 
     class Same(Masked):
         def forward(self, x: Tensor) -> Tensor:

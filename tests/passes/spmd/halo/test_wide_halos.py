@@ -192,7 +192,7 @@ def test_beside_other_dimensions(mesh: dict[str, Grid]) -> None:
 
 @pytest.mark.slow
 def test_a_run_in_two_stages() -> None:
-    """What a stage sends holds the overlap, too."""
+    """Values that a stage sends contain the overlap, too."""
     torch.manual_seed(0)
     model, x = stack(norm=True), torch.randn(4, 3, 16, 12, dtype=torch.float64)
     pm = partition(
@@ -396,7 +396,7 @@ def test_what_cannot_be_kept_is_refused(mode: dict[str, int], halo: object, mess
 
 @pytest.mark.slow
 def test_a_value_that_several_calls_read_moves_once() -> None:
-    """What goes around two convolutions is read by the sum, and by the first of them, which needs two rows more."""
+    """A residual around two convolutions is read by the sum, and by the first of them, which needs two rows more."""
     block = Residual(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1))
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), block, nn.Conv2d(4, 4, 3, padding=1)).double()
     x = torch.randn(2, 3, 16, 12, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What may cross a border besides a real tensor: integers, flags, constants, buffers; and what may come out: nested structures."""
+"""Boundary values besides real tensors: integers, flags, constants, buffers; and nested results."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any
@@ -46,7 +46,7 @@ class IntegersAndFlags(nn.Module):
 
 @dataclass
 class Detection:
-    """What the detector gives: tensors, a nested dict, an integer and a leaf that is absent."""
+    """Result of the detector: tensors, a nested dict, an integer and a leaf that is absent."""
 
     boxes: Tensor
     scores: dict[str, Any]
