@@ -255,7 +255,7 @@ def test_totals(expected: str, name: str) -> None:
 def test_what_cannot_be_cut_is_named(name: str) -> None:
     graph, _ = traced(MIXED[name])
     assert {output.combine for output in graph.outputs} == {"mixed"}
-    assert "test_batch_dimension.py:" in " ".join(graph.notes)
+    assert "test_batch_semantics.py:" in " ".join(graph.notes)
 
 
 @pytest.mark.slow
