@@ -378,7 +378,7 @@ def test_a_model_that_returns_its_loss(name: str) -> None:
 
 
 def test_a_function_of_the_loss_that_the_model_returns() -> None:
-    """What is added to a mean over the targets that count is not proved, and taken of all rows if that is said."""
+    """A term added to a mean over the targets that count is not proved, and taken of all rows if that is said."""
     x, target = labelled()
     model = Returning(MEANS["ignored_labels"])
     pm = partition(model, devices=2, mode="pipeline", n_microbatches=2, example_inputs=(x, target))
