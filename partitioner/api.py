@@ -43,7 +43,7 @@ from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.outputs import REPEATED_WRITES
 from partitioner.tracing.restore import Structure
 from partitioner.tracing.traced_model import trace_model
-from passes.graph.fingerprint import graph_digest
+from passes.graph.equivalence import graph_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import PartitionWarning, level_of_caller

@@ -16,7 +16,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from partitioner.lowering.stage_starts import reads_where_held, stages_where_held
 from passes.analysis.merge_axes import find_axes_to_cut
-from passes.graph.fingerprint import target_name
+from passes.graph.equivalence import target_name
 from passes.graph.provenance import module_path
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph

@@ -10,7 +10,7 @@ import torch
 from partitioner.options.limits import check_shared_stages, check_stage_degrees
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.kind import check_forwards
-from passes.graph.fingerprint import weights_digest
+from passes.graph.equivalence import weights_digest
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan

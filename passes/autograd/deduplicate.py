@@ -10,15 +10,16 @@ import dataclasses
 from collections.abc import Collection, Hashable
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import fx
 
 from passes.autograd.partition_joint import DifferentiatedStage
-from passes.graph.schemas import argument_form
-from passes.graph.symbolic_sizes import traced_size
+from passes.graph.equivalence import TRACED, ValueKey, graph_key
 from passes.stages.split import StageGraph
 
 __all__ = ["form_of", "renamed"]
+
+_BOUND = ValueKey(strides=True, requires_grad=True)
+"""Parameters, buffers and constants: they keep their strides, where the other inputs of a stage are contiguous."""
 
 
 def form_of(stage: StageGraph, differentiable: Collection[str], given: Collection[str]) -> Hashable:
@@ -28,22 +29,20 @@ def form_of(stage: StageGraph, differentiable: Collection[str], given: Collectio
         differentiable: placeholders whose gradients are wanted.
         given: outputs whose gradients are there.
     """
-    places = {node: index for index, node in enumerate(stage.module.graph.nodes)}
-    regions: dict[int, int] = {}  # numbered from the stage's first
-    nodes = tuple(
-        (
-            node.op,
-            str(node.target) if node.op == "call_function" else "",
-            argument_form((node.args, node.kwargs), places.__getitem__),
-            _described(node.meta.get("val")),
-            node.op == "placeholder" and node.name in differentiable,
-            stage.policies.get(node.name),
-            regions.setdefault(stage.regions[node.name], len(regions)) if node.name in stage.regions else None,
-        )
-        for node in stage.module.graph.nodes
-    )
+    graph, regions = stage.module.graph, dict[int, int]()  # numbered from the stage's first
+
+    def input_key(node: fx.Node) -> Hashable:
+        key = _BOUND if node.target in stage.bound else TRACED
+        return key(node.meta.get("val")), node.name in differentiable
+
+    def own(node: fx.Node) -> Hashable:
+        region = regions.setdefault(stage.regions[node.name], len(regions)) if node.name in stage.regions else None
+        return TRACED(node.meta.get("val")), stage.policies.get(node.name), region
+
+    inputs = {node: input_key(node) for node in graph.nodes if node.op == "placeholder"}
+    key = graph_key(inputs, [node for node in graph.nodes if node not in inputs], (), own)
     counts = tuple(map(len, (stage.parameters, stage.buffers, stage.constants, stage.model_inputs, stage.values)))
-    return nodes, counts, tuple(name in given for name in stage.outputs), stage.has_batch, str(stage.device)
+    return key, counts, tuple(name in given for name in stage.outputs), stage.has_batch, str(stage.device)
 
 
 def renamed(found: DifferentiatedStage, of: StageGraph, stage: StageGraph) -> DifferentiatedStage:
@@ -53,11 +52,3 @@ def renamed(found: DifferentiatedStage, of: StageGraph, stage: StageGraph) -> Di
     changed: dict[str, Any] = {field: tuple(names[name] for name in getattr(found, field)) for field in fields}
     dependence = {names[name]: frozenset(names[output] for output in outputs) for name, outputs in found.dependence.items()}
     return dataclasses.replace(found, **changed, dependence=dependence)
-
-
-def _described(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return tuple(traced_size(size) for size in value.shape), str(value.dtype), value.requires_grad
-    if isinstance(value, tuple | list):
-        return tuple(_described(part) for part in value)
-    return traced_size(value) if isinstance(value, torch.SymInt) else str(value)

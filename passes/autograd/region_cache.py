@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from passes.autograd.regions import Region, RegionStep, region_module, region_stage, regions_of
 from passes.autograd.trace_joint import Joint, differentiate_from
+from passes.graph.equivalence import argument_key
 from passes.graph.fakes.fake_tensors import fake_mode
-from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import traced_size
 from passes.stages.split import StageGraph
 
@@ -118,7 +118,7 @@ class RegionTemplates:
         inputs = self.inputs(stage, region)
         places = {node: place for place, node in enumerate((*inputs, *region.nodes))}
         read = tuple((_form_of_value(examples[node]), node in differentiable, _is_bound(stage, node)) for node in inputs)
-        calls = tuple((node.target, argument_form((node.args, node.kwargs), places.__getitem__)) for node in region.nodes)
+        calls = tuple((node.target, argument_key((node.args, node.kwargs), places.__getitem__)) for node in region.nodes)
         return str(stage.device), read, calls, tuple(places[node] for node in region.outputs)
 
 

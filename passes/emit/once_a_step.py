@@ -24,8 +24,9 @@ from torch import fx
 from passes.autograd.partition_joint import DifferentiatedStage
 from passes.autograd.staged_model import LoweredStages
 from passes.graph.aliasing import aliasing
+from passes.graph.equivalence import argument_key
 from passes.graph.lazy_graph_module import LazyGraphModule
-from passes.graph.schemas import argument_form, views_its_arguments
+from passes.graph.schemas import views_its_arguments
 from passes.ir.comm.functional import FOR_ALL, all_gather, all_reduce, reduce_scatter, replicate
 from passes.ir.mesh import GATHERED_ONCE, SCATTERED_ONCE
 from passes.ir.torch_private import OpOverload
@@ -144,7 +145,7 @@ class _Scattered:
     @property
     def form(self) -> tuple[Hashable, ...]:
         """Computations of the steps; equal in the whole backward and in its half."""
-        return self.whole.name, *((node.target, argument_form((node.args[1:], node.kwargs), str)) for node in self.steps)
+        return self.whole.name, *((node.target, argument_key((node.args[1:], node.kwargs), str)) for node in self.steps)
 
 
 def _scattered_last(graphs: DifferentiatedStage) -> DifferentiatedStage:

@@ -18,20 +18,19 @@ input. A copy reads its own parameters, values of itself and of the copy before 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
+from passes.graph.equivalence import COPY, call_key
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.provenance import module_path
 from passes.graph.schemas import node_leaves
-from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 
-__all__ = ["Folded", "Run", "border_depth", "fold_repeats", "longest_run", "periods", "signatures", "value_form"]
+__all__ = ["Folded", "Run", "border_depth", "fold_repeats", "longest_run", "periods", "signatures"]
 
 
 _PERIODS = 6
@@ -62,38 +61,14 @@ def signatures(nodes: Sequence[fx.Node], kind: Callable[[fx.Node], str], own: Ca
 
     def form_of(node: fx.Node) -> Hashable:
         if node not in forms:
-            forms[node] = kind(node), value_form(node.meta.get("val"))
+            forms[node] = kind(node), COPY(node.meta.get("val"))
         return forms[node]
 
     result = []
     for node in nodes:
-        arguments = tuple(form_of(leaf) if isinstance(leaf, fx.Node) else repr(leaf) for leaf in _flattened((node.args, node.kwargs)))
-        key = (node.target, form_of(node), arguments, own(node))
+        key = call_key(node, form_of), form_of(node), own(node)
         result.append(numbers.setdefault(key, len(numbers)))
     return result
-
-
-def _flattened(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested arguments, each container preceded by its length or its keys: equal sequences are nested alike."""
-    if isinstance(value, tuple | list):
-        yield len(value)
-        for each in value:
-            yield from _flattened(each)
-    elif isinstance(value, Mapping):
-        yield tuple(value)
-        for each in value.values():
-            yield from _flattened(each)
-    else:
-        yield value
-
-
-def value_form(value: object) -> Hashable:
-    """Return the shape, dtype and ``requires_grad`` of a traced value, in which copies must agree."""
-    if isinstance(value, Tensor):
-        return (*(str(size_of(size)) for size in value.shape), str(value.dtype), value.requires_grad)
-    if isinstance(value, tuple | list):
-        return tuple(value_form(each) for each in value)
-    return str(value)
 
 
 def periods(node_signatures: Sequence[int]) -> list[int]:

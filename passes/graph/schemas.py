@@ -6,7 +6,7 @@ The one file that reads PyTorch's operator schemas (``OpOverload._schema``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ __all__ = [
     "MEAN",
     "NO_REDUCTION",
     "SUM",
-    "argument_form",
     "bound_arguments",
     "call_with",
     "draws",
@@ -241,21 +240,6 @@ def is_deterministic(target: Any) -> bool:
     if target.namespace not in ("aten", "prims") or target.overloadpacket in _UNINITIALIZED:
         return False
     return not draws_random_numbers(target)
-
-
-def argument_form(argument: Any, form_of: Callable[[fx.Node], Hashable]) -> Hashable:
-    """Return a hashable key of a nested argument, its nodes replaced by their forms: equal keys compute the same from equal forms.
-
-    Numbers that compare equal get different keys if their types (1, 1.0, True) or their digits (0.0, -0.0) differ.
-    """
-    if isinstance(argument, fx.Node):
-        return "node", form_of(argument)
-    if isinstance(argument, tuple | list):
-        return tuple(argument_form(part, form_of) for part in argument)
-    if isinstance(argument, dict):
-        return tuple((name, argument_form(part, form_of)) for name, part in argument.items())
-    compares_exactly = isinstance(argument, Hashable) and not isinstance(argument, float | complex)
-    return type(argument), argument if compares_exactly else repr(argument)
 
 
 def node_leaves(argument: Any) -> list[fx.Node]:

@@ -165,7 +165,7 @@ class Plan:
         prediction: step time, memory, and how good the plan is compared to others; no part of the decision.
         axes: sharded axes with their mesh dimensions: ``(("batch", "data"), ("heads", "tensor"))``; see ``passes.analysis.axis_names``.
         batchnorm: if the batch is sharded, ``"sync"``: statistics of all rows, or ``"local"``: of each rank's own.
-        weights: digest of the weights of the model that the plan is for (``passes.graph.fingerprint``); empty: any model that it fits.
+        weights: digest of the weights of the model that the plan is for (``passes.graph.equivalence``); empty: any model that it fits.
         tiles: for sequential tiling on one device, the number of tiles along each dimension of space; empty: no tiling.
         tile_budget: with ``tiles``, bytes up to which values are computed whole.
         halos: for spatial sharding over devices, the halo strategy of each segment of calls.

@@ -20,8 +20,8 @@ from passes.autograd.recompute import Recompute
 from passes.autograd.regions import region_module, region_stage
 from passes.autograd.trace_joint import contiguous_like, differentiate
 from passes.graph.aliasing import OWN_MEMORY
+from passes.graph.equivalence import argument_key
 from passes.graph.fakes.fake_tensors import fake_mode
-from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import size_of
 from passes.stages.split import StageGraph
 from passes.tiling.steps import TEMPLATES, TILE, TiledRegion
@@ -112,7 +112,7 @@ class Templates:
         inputs = self.inputs(region)
         number = {node: index for index, node in enumerate((*inputs, *region.nodes))}
         read = tuple((self._kind(node), _input_properties(node.meta["val"]), node in differentiable) for node in inputs)
-        calls = tuple((node.target, argument_form((node.args, node.kwargs), number.__getitem__)) for node in region.nodes)
+        calls = tuple((node.target, argument_key((node.args, node.kwargs), number.__getitem__)) for node in region.nodes)
         outputs = tuple((number[node], node in with_gradient) for node in region.outputs)
         return str(self._stage.device), read, calls, outputs
 

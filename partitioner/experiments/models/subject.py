@@ -16,7 +16,7 @@ from partitioner.options.precision import autocast_of, converted_inputs, convert
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.trace import trace
-from passes.graph.fingerprint import target_name
+from passes.graph.equivalence import target_name
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import pytree

@@ -36,7 +36,7 @@ from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.restore import preserve
 from partitioner.tracing.trace import trace
 from partitioner.tracing.traced_model import trace_model
-from passes.graph.fingerprint import graph_digest
+from passes.graph.equivalence import graph_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph

@@ -36,7 +36,7 @@ from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import cut_with_halos
-from passes.graph.fingerprint import weights_digest
+from passes.graph.equivalence import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph

@@ -30,7 +30,7 @@ from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
 from partitioner.planner.sharding.tile_halos import cut_with_halos
 from passes.analysis.axis_names import axes_named, batch_axes, short_names
-from passes.graph.fingerprint import weights_digest
+from passes.graph.equivalence import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.provenance import module_path
 from passes.ir.errors import ConfigError, PartitionError

@@ -28,8 +28,9 @@ from passes.analysis.axes import Axes, TensorAxes, find_axes, is_item
 from passes.autograd.functions.operators import operator_of
 from passes.autograd.trace_joint import Joint, differentiate
 from passes.graph.aliasing import mutated_arguments
+from passes.graph.equivalence import argument_key
 from passes.graph.lazy_graph_module import LazyGraphModule
-from passes.graph.schemas import argument_form, bound_arguments, draws, tensor_operands
+from passes.graph.schemas import bound_arguments, draws, tensor_operands
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import FakeTensorMode, OpOverload
 from passes.rules.call import Call
@@ -335,7 +336,7 @@ def _same_arguments(
     axes: Axes, node: fx.Node, other: fx.Node, numbers: Mapping[fx.Node, int], sizes: Mapping[int, int], cut: frozenset[int]
 ) -> bool:
     """Return whether two calls have the same arguments, except sizes that follow the cut."""
-    form = functools.partial(argument_form, form_of=numbers.__getitem__)
+    form = functools.partial(argument_key, node_key=numbers.__getitem__)
     if not isinstance(node.target, OpOverload):
         return form(node.args) == form(other.args)
     arguments, others = bound_arguments(node), bound_arguments(other)

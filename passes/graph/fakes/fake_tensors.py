@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_key, memory_keys, mutated_arguments, new_memory, tensors_of
-from passes.graph.schemas import argument_form, node_leaves, views_its_arguments, written_arguments
-from passes.graph.symbolic_sizes import size_of, traced_size
+from passes.graph.equivalence import IN_MEMORY, argument_key
+from passes.graph.schemas import node_leaves, views_its_arguments, written_arguments
+from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import OpOverload, enable_python_dispatcher, without_saved_tensors_hooks
 
 __all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result", "memory_among", "plain_autograd"]
@@ -99,13 +100,13 @@ class FakeTensorCache:
             source, dimension, start, stop = node.args
             arguments = source, dimension, operator.sub(stop, start)
         memory = [key for _, key in inputs]
-        return target, argument_form((arguments, node.kwargs), self._form_of), tuple(map(memory.index, memory))
+        return target, argument_key((arguments, node.kwargs), self._form_of), tuple(map(memory.index, memory))
 
     def _form_of(self, node: fx.Node) -> Hashable:
-        """Return ``_form`` of a node's value, computed once."""
+        """Return the key of a node's value, computed once."""
         value = node.meta["val"]
         if id(value) not in self._forms:
-            self._forms[id(value)] = value, _form(value)  # the value is kept, so that no other one gets its id
+            self._forms[id(value)] = value, IN_MEMORY(value)  # the value is kept, so that no other one gets its id
         return self._forms[id(value)][1]
 
 
@@ -135,18 +136,6 @@ def memory_among(node: fx.Node, others: Sequence[fx.Node]) -> MemoryOf:
     """Return the memory of a value: that of the other node whose fake tensor it views, or of its own fake tensor."""
     keys = {memory_key(tensor): key for other in others for tensor, key in memory_keys(other)}
     return MemoryOf(node.meta["val"], tuple(keys.get(memory_key(tensor), memory_key(tensor)) for tensor in tensors_of(node)))
-
-
-def _form(value: Any) -> Hashable:
-    """Return everything about a fake value that the result of an operator may depend on."""
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        sizes = tuple(map(traced_size, (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())))
-        return sizes, value.dtype, value.device, value.is_conj(), value.is_neg(), type(value)
-    if isinstance(value, tuple | list):
-        return tuple(map(_form, value))
-    if isinstance(value, torch.SymInt):
-        return "size", traced_size(value)
-    return ("object", id(value)) if isinstance(value, Tensor) else (type(value), value)
 
 
 def _inputs(node: fx.Node) -> list[tuple[Tensor, Hashable]]:

@@ -25,7 +25,8 @@ from torch import Tensor, fx
 from passes.graph.aliasing import aliasing, shares_memory
 from passes.graph.canonicalize import remove_dead
 from passes.graph.dependencies import is_differentiable, may_require_gradient
-from passes.graph.schemas import argument_form, bound_arguments, is_deterministic
+from passes.graph.equivalence import argument_key
+from passes.graph.schemas import bound_arguments, is_deterministic
 from passes.graph.symbolic_sizes import traced_size
 from passes.ir.torch_private import OpOverload
 
@@ -82,7 +83,7 @@ def _form(node: fx.Node, numbers: Mapping[fx.Node, int], carriers: Collection[fx
         return "cast", numbers[node.all_input_nodes[0]], node.meta["val"].dtype
     if node.op != "call_function" or node in carriers or not isinstance(node.target, OpOverload) or not is_deterministic(node.target):
         return node
-    return node.target, argument_form(bound_arguments(node), numbers.__getitem__)
+    return node.target, argument_key(bound_arguments(node), numbers.__getitem__)
 
 
 def _only_casts(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from passes.analysis.axes import Axes
 from passes.analysis.layout_facts import LayoutFacts
-from passes.graph.schemas import argument_form
+from passes.graph.equivalence import argument_key
 from passes.ir.layout import Placement, Replicate, Shard, Varying
 from passes.ir.mesh import WIDTH
 from passes.spmd.commute.readers import reads_of_values
@@ -135,7 +135,7 @@ class _Placements:
         first: dict[Hashable, str] = {}
         found: dict[str, str] = {}
         for node in members:
-            form = argument_form((node.args, node.kwargs), lambda each: found.get(each.name, each.name))
+            form = argument_key((node.args, node.kwargs), lambda each: found.get(each.name, each.name))
             same = first.setdefault((node.target, form, tuple(self.results[node.name]), stages.get(node.name)), node.name)
             if same != node.name and node.name in self._sharded:
                 found[node.name] = same

@@ -16,8 +16,8 @@ from passes.autograd.regions import Region
 from passes.autograd.staged_model import Differentiation, cut_stages
 from passes.autograd.trace_joint import Joint, differentiate, differentiate_from
 from passes.graph.aliasing import aliasing
+from passes.graph.equivalence import argument_key
 from passes.graph.provenance import module_path
-from passes.graph.schemas import argument_form
 from passes.graph.symbolic_sizes import size_of
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.pipeline import values_requiring_gradient
@@ -160,7 +160,7 @@ def assert_same(one: Joint, other: Joint) -> None:
             theirs.op,
             theirs.target if theirs.op == "call_function" else theirs.name,
         )
-        assert argument_form((mine.args, mine.kwargs), places[0].__getitem__) == argument_form(
+        assert argument_key((mine.args, mine.kwargs), places[0].__getitem__) == argument_key(
             (theirs.args, theirs.kwargs), places[1].__getitem__
         )
         assert lies(mine) == lies(theirs), mine

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.tracing.trace import trace
-from passes.graph.fingerprint import graph_digest
+from passes.graph.equivalence import graph_digest
 from tests.support.models.zoo import case_named
 from tests.support.processes.processes import Workers
 
