@@ -10,7 +10,7 @@ Any cut is right; one at repeating blocks makes many regions alike. What only co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -108,12 +108,11 @@ def _writes_across(regions: Sequence[Region]) -> bool:
     return any(len(readers.get(place, ())) > 1 for place in written if isinstance(place, fx.Node))
 
 
-def region_module(inputs: Sequence[fx.Node], region: Region, without: Collection[str] = ()) -> fx.GraphModule:
+def region_module(inputs: Sequence[fx.Node], region: Region) -> fx.GraphModule:
     """Return a region as a graph of its own, whose output is the tuple of its outputs.
 
     Args:
         inputs: those of the region, in the order of the placeholders.
-        without: keys of ``meta`` that copies do not have.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -122,22 +121,22 @@ def region_module(inputs: Sequence[fx.Node], region: Region, without: Collection
         copies[node].meta = {"val": node.meta["val"]}
     for node in region.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = {key: value for key, value in node.meta.items() if key not in without}
+        copies[node].meta = dict(node.meta)
     graph.output(tuple(copies[node] for node in region.outputs))
     graph.lint()
     return LazyGraphModule({}, graph, class_name="Region")
 
 
 def region_stage(
-    stage: StageGraph, region: Region, module: fx.GraphModule, parameters: Iterable[str], values: Iterable[str], buffers: Iterable[str] = ()
+    stage: StageGraph, region: Region, module: fx.GraphModule, parameters: Iterable[str], buffers: Iterable[str], values: Iterable[str]
 ) -> StageGraph:
     """Return a region of a stage as a stage of its own.
 
     Args:
         module: its graph.
-        parameters: names of its inputs that stay with the stage.
-        values: names of its other inputs, which each microbatch brings.
-        buffers: names of inputs that stay with the stage, and have no gradient.
+        parameters: names of the inputs that are parameters.
+        buffers: names of the inputs that stay with the stage, and have no gradient.
+        values: names of the other inputs, which each microbatch brings.
     """
     outputs = tuple(node.name for node in region.outputs)
     return StageGraph(

@@ -18,24 +18,37 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from passes.autograd.partition_joint import DifferentiatedStage
 from passes.autograd.recompute import Recompute
-from passes.autograd.trace_joint import returned_nodes
+from passes.autograd.trace_joint import contiguous_like, example_of, returned_nodes
 from passes.graph.aliasing import OWN_MEMORY, memory_keys
 from passes.graph.fakes.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import emit_size
 from passes.stages.split import StageGraph
 from passes.tiling.backward_builder import GradientWriter, copy_template
-from passes.tiling.region_cache import Template, Templates
-from passes.tiling.steps import Piece, Put, Step, TiledRegion, slices_of, steps_of
+from passes.tiling.steps import Piece, Put, Step, TiledRegion, slices_of, steps_of, templates_of
 
 __all__ = ["differentiate_tiles", "tiles_requiring_gradient"]
+
+
+@dataclass(frozen=True)
+class _Template:
+    """The template of a region.
+
+    Attributes:
+        stage: the region as a stage.
+        training: its training graphs.
+    """
+
+    stage: StageGraph
+    training: DifferentiatedStage
 
 
 @dataclass(frozen=True)
@@ -52,15 +65,14 @@ class _GradientFlow:
 
     steps: tuple[Step, ...]
     requiring: frozenset[fx.Node]
-    templates: Mapping[TiledRegion, Template]
+    templates: Mapping[TiledRegion, _Template]
     outputs: tuple[fx.Node, ...]
     dependence: Mapping[fx.Node, frozenset[str]]
 
 
 def tiles_requiring_gradient(stage: StageGraph, differentiable: Collection[str]) -> frozenset[str]:
     """Return the outputs of a tiled stage that require a gradient."""
-    templates = Templates(stage, "full")
-    requiring = _values_requiring_gradient(steps_of(stage.module.graph), templates, _placeholders(stage, differentiable))
+    requiring = _values_requiring_gradient(stage, _placeholders(stage, differentiable))
     return frozenset(node.name for node in requiring) & frozenset(stage.outputs)
 
 
@@ -72,26 +84,54 @@ def differentiate_tiles(
     Args:
         differentiable: placeholders whose gradients are wanted.
         outputs_with_gradient: outputs whose gradients the backward gets.
-        recompute: for regions that are computed whole; tiles are always recomputed.
+        recompute: for regions that are computed whole. Tiles are always recomputed: their backward reads the inputs of the tile.
     """
-    templates = Templates(stage, recompute)
     outputs = tuple(node for node in returned_nodes(stage.module.graph) if node.name in outputs_with_gradient)
-    flow = _gradient_flow(steps_of(stage.module.graph), templates, _placeholders(stage, differentiable), outputs)
+    flow = _gradient_flow(stage, recompute, _placeholders(stage, differentiable), outputs)
     with fake_mode(stage.module.graph):
-        return _StageWriter(stage, templates, flow).run()
+        return _StageWriter(stage, flow).run()
+
+
+def _inputs(stage: StageGraph, region: TiledRegion) -> list[fx.Node]:
+    """Return the inputs of a region in the order of its template."""
+    return templates_of(stage.module).inputs(stage, region)
+
+
+def _examples(stage: StageGraph, region: TiledRegion) -> dict[fx.Node, Any]:
+    """Return fake tensors like the inputs of a region: pieces are copied, so they are contiguous."""
+    with fake_mode(stage.module.graph):
+        return {node: example_of(node, node.target in stage.bound, stage.device) for node in region.inputs}
+
+
+def _template(
+    stage: StageGraph, region: TiledRegion, recompute: Recompute, differentiable: Collection[fx.Node], with_gradient: Sequence[fx.Node]
+) -> _Template:
+    """Return the template of a region.
+
+    Args:
+        differentiable: inputs whose gradients are wanted.
+        with_gradient: outputs whose gradients the backward gets.
+    """
+    with fake_mode(stage.module.graph):
+        given = {node: contiguous_like(node.meta["val"], stage.device) for node in with_gradient}
+    policy: Recompute = "full" if region.tile else recompute
+    found = templates_of(stage.module).template(stage, region, _examples(stage, region), differentiable, given, policy)
+    assert found.training is not None
+    return _Template(found.joint.stage, found.training)
 
 
 def _placeholders(stage: StageGraph, names: Collection[str]) -> frozenset[fx.Node]:
     return frozenset(node for node in stage.module.graph.nodes if node.op == "placeholder" and node.name in names)
 
 
-def _values_requiring_gradient(steps: Sequence[Step], templates: Templates, differentiable: frozenset[fx.Node]) -> frozenset[fx.Node]:
+def _values_requiring_gradient(stage: StageGraph, differentiable: frozenset[fx.Node]) -> frozenset[fx.Node]:
     """Propagate ``requires_grad`` from the differentiable placeholders through all steps."""
     requiring = set(differentiable)
-    for step in steps:
+    for step in steps_of(stage.module.graph):
         if isinstance(step, TiledRegion):
-            output_requires = templates.outputs_requiring_gradient(step, requiring)
-            requiring.update(node for node, requires in zip(step.outputs, output_requires, strict=True) if requires)
+            results = templates_of(stage.module).run(stage, step, _examples(stage, step), requiring)
+            tracked = (isinstance(value, Tensor) and value.requires_grad for value in results)
+            requiring.update(node for node, is_tracked in zip(step.outputs, tracked, strict=True) if is_tracked)
         elif isinstance(step, Put):
             if step.tile in requiring:
                 whole, _ = step.place
@@ -102,13 +142,13 @@ def _values_requiring_gradient(steps: Sequence[Step], templates: Templates, diff
 
 
 def _gradient_flow(
-    steps: Sequence[Step], templates: Templates, differentiable: frozenset[fx.Node], outputs: tuple[fx.Node, ...]
+    stage: StageGraph, recompute: Recompute, differentiable: frozenset[fx.Node], outputs: tuple[fx.Node, ...]
 ) -> _GradientFlow:
     """Follow gradients from the outputs back to the differentiable placeholders."""
-    requiring = _values_requiring_gradient(steps, templates, differentiable)
+    steps, requiring = steps_of(stage.module.graph), _values_requiring_gradient(stage, differentiable)
     outputs = tuple(node for node in outputs if node in requiring)
     dependence: dict[fx.Node, frozenset[str]] = {node: frozenset({node.name}) for node in outputs}
-    template_of: dict[TiledRegion, Template] = {}
+    template_of: dict[TiledRegion, _Template] = {}
 
     def add_dependence(node: fx.Node, *more: frozenset[str]) -> None:
         dependence[node] = dependence.get(node, frozenset()).union(*more)
@@ -118,10 +158,10 @@ def _gradient_flow(
             with_gradient = [node for node in step.outputs if node in dependence]
             if not with_gradient:
                 continue
-            template = template_of[step] = templates.template(step, requiring, with_gradient)
+            template = template_of[step] = _template(stage, step, recompute, requiring, with_gradient)
             output_of = dict(zip(template.stage.outputs, step.outputs, strict=True))
             input_names = (*template.stage.bound, *template.stage.arguments)
-            for name, node in zip(input_names, templates.inputs(step), strict=True):
+            for name, node in zip(input_names, _inputs(stage, step), strict=True):
                 if name in template.training.dependence:
                     add_dependence(node, *(dependence[output_of[output]] for output in template.training.dependence[name]))
         elif isinstance(step, Put):
@@ -144,8 +184,8 @@ class _StageWriter:
         pieces: slices of whole values: the backward slices the whole values again.
     """
 
-    def __init__(self, stage: StageGraph, templates: Templates, flow: _GradientFlow) -> None:
-        self.stage, self.templates, self.flow = stage, templates, flow
+    def __init__(self, stage: StageGraph, flow: _GradientFlow) -> None:
+        self.stage, self.flow = stage, flow
         self.forward = fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.saved: dict[TiledRegion, list[fx.Node]] = {}
@@ -184,7 +224,7 @@ class _StageWriter:
         """Copy a step; a region with a gradient from its template, whose forward also returns the values to save."""
         if isinstance(step, TiledRegion) and step in self.flow.templates:
             template = self.flow.templates[step]
-            inputs = [self.values[node] for node in self.templates.inputs(step)]
+            inputs = [self.values[node] for node in _inputs(self.stage, step)]
             results = copy_template(self.forward, template.training.forward.graph, inputs, step.tile)
             n_outputs = len(step.outputs)
             self.values.update(zip(step.outputs, results[:n_outputs], strict=True))
@@ -201,7 +241,7 @@ class _StageWriter:
         for step in reversed(self.flow.steps):
             if not isinstance(step, TiledRegion) or step not in self.flow.templates:
                 continue
-            template, inputs = self.flow.templates[step], self.templates.inputs(step)
+            template, inputs = self.flow.templates[step], _inputs(self.stage, step)
             read.update(dict.fromkeys(inputs[template.stage.bound.index(name)] for name in template.training.backward_bound))
             for node in self.saved[step]:
                 whole = self.whole_and_slices(tiled_node[node])[0] if node in tiled_node else None
@@ -241,7 +281,7 @@ class _BackwardWriter:
     """
 
     def __init__(self, forward: _StageWriter, bound: Sequence[fx.Node], saved: Sequence[fx.Node]) -> None:
-        self.forward, self.flow, self.templates = forward, forward.flow, forward.templates
+        self.forward, self.flow = forward, forward.flow
         self.target = fx.Graph()
         self.placeholders: list[fx.Node] = []
         self.piece_of = {forward.values[node]: node for node in forward.pieces}
@@ -285,12 +325,12 @@ class _BackwardWriter:
             if whole in self.write.gradients:
                 self.write.add(step.tile, self.write.part(self.write.gradients[whole], slices, f"{step.tile.name}_gradient"))
 
-    def _differentiate_region(self, region: TiledRegion, template: Template) -> None:
+    def _differentiate_region(self, region: TiledRegion, template: _Template) -> None:
         """Copy the backward of the region's template, and add its results to the gradients of the region's inputs."""
         training, stage = template.training, template.stage
         if training.backward is None:
             return
-        input_of = dict(zip((*stage.bound, *stage.arguments), self.templates.inputs(region), strict=True))
+        input_of = dict(zip((*stage.bound, *stage.arguments), _inputs(self.forward.stage, region), strict=True))
         output_of = dict(zip(stage.outputs, region.outputs, strict=True))
         arguments = [self.values[self.forward.values[input_of[name]]] for name in training.backward_bound]
         arguments += [self._saved_value(node) for node in self.forward.saved[region]]

@@ -38,7 +38,7 @@ from passes.spmd.halo.call_tiles import Read, TileCall
 from passes.spmd.halo.demand import CheckpointSelection, demand, select_checkpoints, tiles_of
 from passes.tiling.builder import Tiles, TileWriter
 from passes.tiling.normalization import Scaling, apply_scaling, merge_statistics, tile_statistics
-from passes.tiling.steps import TEMPLATES
+from passes.tiling.steps import TEMPLATES, templates_of
 
 __all__ = ["grid_over", "stream", "tiled_graph"]
 
@@ -78,7 +78,7 @@ class _Streamer:
                     if node in self.plan.swept:
                         self._sweep(node)
         tiled = rewritten(self.graph, self.writer.target, {old.name: new.name for old, new in self.writer.whole.items()}, "Streamed")
-        tiled.module.meta[TEMPLATES] = self.graph.module.meta.setdefault(TEMPLATES, {})  # equal tiles of other budgets are known, too
+        tiled.module.meta[TEMPLATES] = templates_of(self.graph.module)  # equal tiles of other budgets are known, too
         return tiled
 
     def _sweep(self, node: fx.Node) -> None:

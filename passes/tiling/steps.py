@@ -19,10 +19,24 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+from passes.autograd.region_cache import RegionTemplates
 from passes.autograd.regions import Region
 from passes.graph.dependencies import boundary
 
-__all__ = ["FOR_WHOLE", "TEMPLATES", "TILE", "Piece", "Put", "Size", "Step", "TiledRegion", "is_streamed", "slices_of", "steps_of"]
+__all__ = [
+    "FOR_WHOLE",
+    "TEMPLATES",
+    "TILE",
+    "Piece",
+    "Put",
+    "Size",
+    "Step",
+    "TiledRegion",
+    "is_streamed",
+    "slices_of",
+    "steps_of",
+    "templates_of",
+]
 
 aten = torch.ops.aten
 
@@ -30,7 +44,7 @@ TILE = "tile"
 """Key in ``meta`` of a node of a tiled graph: the name of its tile, ``"tile0_1_of_relu"``; nodes that compute whole values have none."""
 
 TEMPLATES = "templates"
-"""Key in ``meta`` of the module of a tiled graph: the cache of its templates (``passes.tiling.region_cache``)."""
+"""Key in ``meta`` of the module of a tiled graph: the templates of its regions."""
 
 FOR_WHOLE = "for_whole"
 """Key in ``meta`` of the nodes that allocate a whole value and copy tiles into it."""
@@ -91,6 +105,12 @@ def slices_of(node: fx.Node, is_slice: Callable[[fx.Node], bool]) -> tuple[fx.No
         slices.insert(0, (dimension, start, stop))  # type: ignore[arg-type]
         (node, *_) = node.all_input_nodes
     return node, slices
+
+
+def templates_of(module: fx.GraphModule) -> RegionTemplates:
+    """Return the templates of the regions of a graph, which all its tilings share: their tiles may be equal."""
+    templates: RegionTemplates = module.meta.setdefault(TEMPLATES, RegionTemplates(with_batch=False))
+    return templates
 
 
 def is_streamed(graph: fx.Graph) -> bool:

@@ -222,3 +222,17 @@ def test_blocks_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         differentiate_regions(stages[0], wanted, given[0], RegionTemplates())
         counts.append(len(traced))
     assert counts[0] == counts[1] <= 3
+
+
+def test_regions_share_results_only_if_inputs_have_equal_layouts() -> None:
+    """Equal blocks share an entry; blocks whose inputs differ in strides, or in being tracked, do not."""
+    stages, differentiable, _ = stages_of(Stack(Perceptron).double(), torch.randn(8, 6, dtype=torch.float64))
+    (stage,), templates = stages, RegionTemplates()
+    first, second, *_ = (step for step in templates.steps(stage) if isinstance(step, Region) and len(step.inputs) > 4)
+    examples = {node: node.meta["val"] for region in (first, second) for node in templates.inputs(stage, region)}
+    tracked = {node for node in examples if node.name in differentiable}
+    known = templates.run(stage, first, examples, tracked)
+    assert templates.run(stage, second, examples, tracked) is known
+    assert templates.run(stage, second, examples, set()) is not known
+    (weight,) = (node for node in second.inputs if node.name.endswith("up_weight"))
+    assert templates.run(stage, second, {**examples, weight: examples[weight].T.contiguous().T}, tracked) is not known
