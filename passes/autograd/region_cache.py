@@ -49,7 +49,7 @@ class RegionTemplates:
 
     Its key is the ``graph_key`` of a region with the layout of its inputs, whether each is a parameter, a buffer or a value, the device,
     the values that autograd tracks, and the layouts of the gradients that the backward is given. It assumes that inputs which no call of
-    the region writes may lie in any memory.
+    the region writes may share memory or not.
 
     Args:
         with_batch: whether every region is given the size of the batch. Otherwise it derives sizes from its inputs.

@@ -14,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from passes.graph.equivalence import IN_MEMORY, LAID_OUT, TRACED, ValueKey, argument_key, call_key, constant_key, graph_key
+from partitioner.tracing.trace import trace
+from passes.graph.equivalence import IN_MEMORY, LAID_OUT, TRACED, ValueKey, argument_key, call_key, constant_key, graph_digest, graph_key
 from passes.ir.torch_private import FakeTensorMode
+from tests.support.models.zoo import case_named
+from tests.support.processes.processes import Workers
 
 aten = torch.ops.aten
 
@@ -44,7 +47,7 @@ OPERATIONS: Mapping[str, Callable[[fx.Node, fx.Node, Any], tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class Given:
-    """An input; ``shared``: it lies in the memory of the first input, one element later."""
+    """An input; ``shared``: it has the storage of the first input, from the second element."""
 
     strides: tuple[int, int] = STRIDES[0]
     dtype: torch.dtype = torch.float32
@@ -70,7 +73,7 @@ class Program:
     output: int
 
     def example(self) -> list[Tensor]:
-        """Return inputs of this form; where strides are equal, numbers do not depend on the memory that they lie in."""
+        """Return inputs of this form; where strides are equal, numbers do not depend on their storage."""
         made: list[Tensor] = []
         for place, each in enumerate(self.inputs):
             start = min(place, 1)
@@ -253,3 +256,56 @@ def test_constants_count_by_type_and_digits() -> None:
     nodes = [fx.Graph().placeholder("x") for _ in range(2)]
     assert argument_key([slice(nodes[0], 2)], lambda _: 0) == argument_key((slice(nodes[1], 2),), lambda _: 0)
     assert argument_key(slice(nodes[0], 2), lambda _: 0) != argument_key(slice(nodes[0], 2), lambda _: 1)
+
+
+# -- digests -------------------------------------------------------------------------------------------------------------------------
+
+
+NAMES = ("perceptron", "gpt", "batch_norm_convolution", "nested_outputs", "integers_and_flags")
+
+
+def digests(names: Sequence[str]) -> list[str]:
+    """Return the digests of models of the zoo, in this order."""
+    instances = [case_named(name).build() for name in names]
+    return [graph_digest(trace(each.model, each.args, each.kwargs, training=None)) for each in instances]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(180)
+def test_processes_have_the_same_digests(workers: Callable[[int], Workers]) -> None:
+    """Strings hash differently there, functions have other addresses, and earlier traces differ."""
+    found = digests(NAMES)
+    assert workers(2).values(digests, NAMES[::-1]) == [found[::-1]] * 2
+    assert len(set(found)) == len(NAMES)
+
+
+class Positions(nn.Module):
+    """Adds numbers that it makes where its inputs are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.arange(x.shape[1], device=x.device)
+
+
+def digest(model: nn.Module, x: Tensor) -> str:
+    return graph_digest(trace(model, (x,), {}, training=True))
+
+
+def test_where_tensors_are_does_not_count() -> None:
+    x = torch.zeros(4, 8)
+    assert digest(Positions(), x) == digest(Positions(), x.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (nn.Sequential(nn.Linear(8, 8), nn.GELU()), (4, 8)),
+        (nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.1)), (4, 8)),
+        (nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2)), (6, 8)),
+        (nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2)), (4, 3, 8)),
+        (nn.Sequential(nn.Linear(8, 8, bias=False), nn.LeakyReLU(0.2)), (4, 8)),
+    ],
+    ids=["operation", "number", "batch", "sizes", "weights"],
+)
+def test_another_model_or_batch_has_another_digest(model: nn.Module, sizes: tuple[int, ...]) -> None:
+    assert digest(nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2)), torch.zeros(4, 8)) != digest(model, torch.zeros(sizes))
