@@ -4,8 +4,8 @@
     python examples/clip_contrastive.py --devices 4
 
 Each replica encodes its own rows. The loss needs the similarity of each image with each text of the whole batch, so the features of
-all replicas are gathered, in the middle of the model, and gradients go back through the gather. Nothing is said about it here: that
-rows meet follows from the model's own code.
+all replicas are gathered, in the middle of the model, and gradients go back through the gather. Nothing is configured for it: the
+mixed samples follow from the model's own code.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, st
 def _why_mixed(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload) and rule_of(node.target) is None:
         return f"no rule says what becomes of the rows of the batch in {place_of(node)}, and register_rule can"
-    return f"rows of the batch meet in {place_of(node)}"
+    return f"rows of the batch are mixed by {place_of(node)}"
 
 
 class _Walk:

@@ -9,7 +9,7 @@ Before:                                  After:
 
 A cut between two nodes then never separates a list of tensors from its items.
 
-Write assignments by mask as choices, element by element: an assignment by index says nothing of which rows meet.
+Write assignments by mask as choices, element by element: an assignment by index does not state which rows it mixes.
 
 Before:                                  After:
 

@@ -72,7 +72,7 @@ def name_models(models: Models) -> dict[str, ModelSource]:
             raise ConfigError(f"several models are called {', '.join(twice)}", remedy='name them: models={"small": ..., "large": ...}')
         named = dict(zip(names, listed, strict=True))
     if not named:
-        raise ConfigError("a sweep over no models asks for nothing", remedy='pass models={"net": "net.py:factory"}')
+        raise ConfigError("`models` is empty", remedy='pass models={"net": "net.py:factory"}')
     return named
 
 

@@ -96,7 +96,7 @@ def placements(
     others = {"clusters": clusters, "schedules": schedules, "microbatches": microbatches, "recompute": recompute}
     for name, values in {"models": models, "devices": devices, "modes": modes, **others}.items():
         if not values:
-            raise ConfigError(f"a sweep over no {name} asks for nothing", remedy=f"pass {name}=[...], or leave it out")
+            raise ConfigError(f"`{name}` is empty", remedy=f"pass {name}=[...], or leave it out")
     meshes = [count_and_mesh for mode in modes for count_and_mesh in _meshes(mode, devices)]
     grid = (
         _canonical_placement(model, count, mesh, *rest)

@@ -38,7 +38,7 @@ class OptunaSampler:
         self, n_trials: int, by: str = "step_time", storage: str | None = None, study: str = "partitioner", seed: int | None = None
     ) -> None:
         if n_trials < 1:
-            raise ConfigError(f"n_trials={n_trials} asks for nothing", remedy="pass 1 or more")
+            raise ConfigError(f"n_trials={n_trials} is below 1", remedy="pass 1 or more")
         if by not in NUMBERS:
             raise ConfigError(f"placements cannot be compared by {by!r}", remedy=f"choose one of {', '.join(NUMBERS)}")
         try:

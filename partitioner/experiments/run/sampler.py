@@ -71,7 +71,7 @@ class RandomSampler(GridSampler):
 
     def __init__(self, n_samples: int, seed: int = 0) -> None:
         if n_samples < 1:
-            raise ConfigError(f"n_samples={n_samples} asks for nothing", remedy="pass 1 or more")
+            raise ConfigError(f"n_samples={n_samples} is below 1", remedy="pass 1 or more")
         super().__init__()
         self._n_samples = n_samples
         self._seed = seed

@@ -101,7 +101,7 @@ def _meant(name: str, known: Collection[str]) -> str:
 def _values(name: str, value: Any) -> list[Any]:
     values = _listed(value)
     if not values:
-        raise ConfigError(f"a sweep over no {name} asks for nothing", remedy=f"pass {name}=[...], or leave it out")
+        raise ConfigError(f"`{name}` is empty", remedy=f"pass {name}=[...], or leave it out")
     return values
 
 

@@ -6,7 +6,7 @@ The loss is traced as a model is, its arguments the model's results and the targ
     cross_entropy(o, t)                     counted: a mean over the targets that are not ignored
     cross_entropy(o, t, weight=w)           counted: a mean weighted by the classes of the targets
     (o - t).pow(2).mean()                   mean
-    mse_loss(o, t).sqrt()                   nothing: rows meet in sqrt
+    mse_loss(o, t).sqrt()                   nothing: sqrt mixes rows
     o.mean() if o.sum() > 0 else o.max()    nothing: values decide what it computes
 """
 
@@ -175,7 +175,7 @@ def _conclude(traced: ModelGraph, loss: nn.Module, n_results: int) -> Proof:
 
 def _mixing_operation(traced: ModelGraph) -> str:
     """Name the operation that mixes rows, from the last note of the trace."""
-    reason = traced.notes[-1].partition(":")[0] if traced.notes else "rows of the batch meet"
+    reason = traced.notes[-1].partition(":")[0] if traced.notes else "rows of the batch are mixed"
     return reason.replace("module (the model itself), ", "").partition(", at ")[0]
 
 

@@ -21,7 +21,7 @@ UNREAD = -2
 def row_dimension(node: fx.Node, rows: Mapping[fx.Node, int]) -> int | None:
     """Return the dimension of the results in which the rows are, or REDUCED, or UNREAD.
 
-    None: rows meet in another way, or no rule says what becomes of them.
+    None: rows are mixed in another way, or there is no rule for them.
 
     Args:
         rows: operand -> the dimension in which its rows are, at least one of them.

@@ -1,6 +1,6 @@
 """A model whose rows depend on each other trains as in one piece, or is refused: microbatches never change its numbers unsaid.
 
-Rows meet where the batch is normalised, sorted, summed or compared, and in losses that are no plain mean over rows. What the rule for
+Samples mix where the batch is normalised, sorted, summed or compared, and in losses that are no plain mean over rows. What the rule for
 each such operation concludes is not asked here: only that the numbers are those of the original model.
 """
 
@@ -157,5 +157,5 @@ def test_an_assignment_by_mask_mixes_no_rows(assign: Callable[[Tensor], Tensor],
     if is_of_rows:
         assert first_difference(case, devices=2, mode="pipeline", n_microbatches=4) is None
     else:
-        with pytest.raises(ConfigError, match="rows of the batch meet"):
+        with pytest.raises(ConfigError, match="rows of the batch are mixed"):
             partitioned_steps(case, devices=2, mode="pipeline", n_microbatches=4)

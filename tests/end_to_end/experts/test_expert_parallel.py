@@ -133,7 +133,7 @@ def test_what_leaves_a_rank_is_said() -> None:
 @pytest.mark.slow
 def test_tokens_of_all_rows_in_one_group_meet_and_it_is_said() -> None:
     pm = after_a_step("one_group", 2)
-    assert any("rows of the batch meet" in note for note in pm.plan.notes)
+    assert any("rows of the batch are mixed" in note for note in pm.plan.notes)
     kinds = {node.target for node in pm.graph(0).graph.nodes if node.target in COLLECTIVES}
     assert all_to_all not in kinds
 
@@ -188,7 +188,7 @@ def test_dropless(mode: str | Mapping[str, int], devices: int, axes: Mapping[str
 def test_a_pipeline_cuts_the_batch_of_dropless_experts() -> None:
     pm = make_partitioned(DROPLESS.build(), mode="pipeline", devices=2, n_microbatches=4, schedule="1F1B")
     assert pm.plan.n_microbatches == 4
-    assert not any("rows of the batch meet" in note for note in pm.plan.notes)
+    assert not any("rows of the batch are mixed" in note for note in pm.plan.notes)
 
 
 @pytest.mark.slow

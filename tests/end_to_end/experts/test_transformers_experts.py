@@ -72,7 +72,7 @@ def trained(model: Any, mode: str | Mapping[str, int], devices: int, **options: 
 def test_a_pipeline_cuts_the_batch(family: str) -> None:
     pm = trained(model_of(family), "pipeline", 2, n_microbatches=2)
     assert pm.plan.n_microbatches == 2
-    assert not any("rows of the batch meet" in note for note in pm.plan.notes)
+    assert not any("rows of the batch are mixed" in note for note in pm.plan.notes)
 
 
 @pytest.mark.parametrize(

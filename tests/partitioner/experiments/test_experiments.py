@@ -77,8 +77,8 @@ def test_an_open_size_takes_what_is_left() -> None:
 @pytest.mark.parametrize(
     ("grid", "problem"),
     [
-        (((), (2,), ("data",), ("x",)), "no models"),
-        ((("a",), (), ("data",), ("x",)), "no devices"),
+        (((), (2,), ("data",), ("x",)), "`models` is empty"),
+        ((("a",), (), ("data",), ("x",)), "`devices` is empty"),
         ((("a",), (3,), ({"data": 2, "tensor": -1},), ("x",)), "the mesh data=2,tensor=-1 has none of the numbers of devices 3"),
         ((("a",), (4,), ({"data": -1, "tensor": -1},), ("x",)), "leaves two sizes open"),
         ((("a",), (4,), ("sideways",), ("x",)), "there is no mode 'sideways'"),
@@ -246,7 +246,7 @@ def test_a_model_that_cannot_be_traced_fails_its_own_placements() -> None:
 @pytest.mark.parametrize(
     ("models", "problem"),
     [
-        ({}, "no models"),
+        ({}, "`models` is empty"),
         ([perceptron, perceptron], "several models are called perceptron"),
         ({"net": "nowhere.py:net"}, "there is no file nowhere.py"),
         ({"net": lambda: 3}, r"net\(\) returned an object of type int"),

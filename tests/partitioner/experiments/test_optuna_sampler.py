@@ -62,7 +62,7 @@ def test_a_sweep_takes_what_it_proposes(tmp_path: Path) -> None:
 
 
 def test_arguments_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="asks for nothing"):
+    with pytest.raises(ConfigError, match="is below 1"):
         OptunaSampler(0)
     with pytest.raises(ConfigError, match="cannot be compared by 'beauty'"):
         OptunaSampler(1, by="beauty")

@@ -39,6 +39,7 @@ PRIVATE_WORDS = {
     r"bundles?|bundled": "coalesced collectives",
     r"garbage(?! collection)": "gc_paused",
     r"written out": "decomposed, inlined",
+    r"rows( of the batch)? meet|asks? for nothing": "mixes rows, is empty",
 }
 """Words that this project once used for known things -> the words of PyTorch and of the literature."""
 

@@ -73,7 +73,7 @@ def test_fields_of_constraints_stand_by_themselves() -> None:
         ({"precison": "bf16-mixed"}, "sweep() has no 'precison'\n  remedy: did you mean precision?"),
         ({"microbatchs": 2}, "did you mean microbatches?"),
         ({"precision": "bf16"}, "there is no precision='bf16'"),
-        ({"optimizer": []}, "a sweep over no optimizer"),
+        ({"optimizer": []}, "`optimizer` is empty"),
         ({"training": "yes"}, "training must be a bool"),
         ({"constraints": {"axis": {}}}, "constraints have no 'axis'"),
         ({"axes": {"heads": 3}}, "Constraints: axes"),
