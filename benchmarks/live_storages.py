@@ -60,7 +60,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    key: int = storage._cdata  # noqa: SLF001  data_ptr does not tell storages without bytes apart
+    key: int = storage._cdata  # noqa: SLF001  data_ptr is equal for storages without bytes
     return key
 
 

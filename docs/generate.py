@@ -69,7 +69,7 @@ def api() -> str:
         if not name.startswith("_") and (callable(member) or isinstance(member, property))
     ]
     methods = [(f"`pm.{name}{'' if isinstance(member, property) else '()'}`", first_line(member)) for name, member in sorted(own)]
-    lead = "What `import partitioner` offers. `help(name)` in Python tells arguments, results and errors of each."
+    lead = "What `import partitioner` offers. `help(name)` in Python shows arguments, results and errors of each."
     return page("Names", lead, table(("name", "what it is"), names), "## A partitioned model", table(("call", "gives"), methods))
 
 
@@ -169,7 +169,7 @@ def gpt3() -> str:
     )
     state = (
         f"Weights, gradients and the state of Adam, {STATE_BYTES} bytes a parameter in mixed precision, cut over all devices"
-        ' (`mode="fsdp"`). Activations come on top: `pm.simulate()` tells them.'
+        ' (`mode="fsdp"`). Activations come on top: `pm.simulate()` predicts them.'
     )
     heading = ("model", "layers", "width", "heads", "parameters", "6N", "attention", "FLOPs a token")
     held = ("model", *(f"{count:,} device{'s' if count > 1 else ''}" for count in DEVICES))

@@ -38,7 +38,7 @@ class Paces:
     """Samples of calls, and how slow the machine was when they were taken.
 
     Args:
-        clock: seconds, to tell pauses by.
+        clock: seconds, to detect pauses.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:

@@ -62,7 +62,7 @@ class Step:
         name: of the node.
         section: the action that it belongs to (``"0F1"``), or words.
         seconds: of computing.
-        made: storages that it makes; at its start, or at its end where ``rise`` tells of its way.
+        made: storages that it makes; at its start, or at its end where ``rise`` describes its course.
         dropped: storages that are free after it.
         transfer: what is started or waited for.
         rise: for several steps in one, what they need in between.

@@ -80,7 +80,7 @@ class Timeline:
         return self.svg()
 
     def events(self, number: int = 0) -> Iterator[dict[str, Any]]:
-        """Chrome trace events; ``number`` tells timelines in one file apart."""
+        """Chrome trace events; ``number`` identifies a timeline in its file."""
         shift = number * (max(self.ranks, default=0) + 1)
         for rank in self.ranks:
             process = shift + rank

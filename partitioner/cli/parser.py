@@ -57,7 +57,7 @@ def _add_partition_commands(commands: Commands) -> None:
     inspect.add_argument("--rank", type=int, metavar="N", help="one rank alone (default: all)")
     formats = "text: the programs (default); dot, svg: a drawing of the\nmodel over its ranks; html: a page with all there is to see"
     inspect.add_argument("--format", choices=FORMATS, help=formats)
-    inspect.add_argument("--output", metavar="FILE", help="write a file; its ending tells the format")
+    inspect.add_argument("--output", metavar="FILE", help="write a file; its suffix sets the format")
     example = "net.py:factory --devices 4 --cluster h100:1x4 --timeline step.svg"
     simulate = _add_model_command(
         commands, "simulate", "partition_commands:simulate", "run a step on a clock: time, memory, communication, timeline", example

@@ -370,7 +370,7 @@ class Calls:
                 f"the model is traced for each batch size, which a compiler cannot wait for, and {int(rows)} rows are new",
                 remedy="call pm once with a batch of this size without torch.compile, before its compiled form",
             )
-            warnings.warn(str(error), stacklevel=level_of_caller())  # of an error at this place Dynamo tells the kind alone
+            warnings.warn(str(error), stacklevel=level_of_caller())  # of an error at this place Dynamo reports only the kind
             raise error
         return self._shapes[int(rows)]
 

@@ -236,7 +236,7 @@ def _reshaped(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles |
         (3, batch)    Rows(1)       ->   (3 * batch,)   Rows(0, before=3)
         (batch, 3)    Rows(0)       ->   (3 * batch,)   Rows(0)
 
-    The rule alone would not tell these two results apart.
+    By the rule alone these two results are equal.
     """
     role, old_shape, new_shape = roles[0], call.operands[0].shape, call.results[0]
     dimension = batch_dimension(new_shape, batch)

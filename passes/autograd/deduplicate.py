@@ -1,4 +1,4 @@
-"""Stages that compute alike: the blocks of a deep model, cut into equal runs, need be differentiated once.
+"""Equal stages: the blocks of a deep model, cut into equal runs, need be differentiated once.
 
 stage 3   blocks 12..15    h_12 -> ... -> h_16          the same graph but for the names of its nodes
 stage 4   blocks 16..19    h_16 -> ... -> h_20

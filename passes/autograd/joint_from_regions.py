@@ -1,4 +1,4 @@
-"""Differentiate a stage region by region; those that compute alike are traced once.
+"""Differentiate a stage region by region; equal regions are traced once.
 
     stage       h -> block 0 -> h_1 -> block 1 -> h_2                          two regions, one template
     joint       (parameters, h | h_2_gradient)
@@ -243,4 +243,4 @@ class _Copies:
 
 
 _OF_TRACING = ("val", "tensor_meta", "original_aten", "seq_nr", OWN_MEMORY)
-"""Keys of ``meta`` that tell of the traced operation, not of where it comes from."""
+"""Keys of ``meta`` that describe the traced operation, not its origin."""

@@ -1,4 +1,4 @@
-"""Regions that compute alike are run and differentiated once, under the names of the first of them.
+"""Equal regions are run and differentiated once, under the names of the first of them.
 
 h_1 = block 0 of h                       template: x -> block -> y; the gradient of y -> that of x, of the block's parameters
 h_2 = block 1 of h_1                     the same template

@@ -83,7 +83,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Region:
-    """A run of nodes of the model's graph that a backward treats alike; it ends where the next region begins.
+    """A run of nodes of the model's graph with one policy in the backward; it ends where the next region begins.
 
     Attributes:
         first_node: name of its first node.
@@ -275,11 +275,9 @@ class Plan:
         for index, (name, dimension) in enumerate(self.axes):
             _require(dimension in self.grid.cutting.names, f"axes[{index}]", f"the mesh has no {dimension!r} to cut {name!r} over")
             _require(self.axes.index((name, dimension)) == index, f"axes[{index}]", f"{name!r} is cut over {dimension!r} twice")
-        _require(
-            len(self.memory) == self.n_ranks, "prediction.memory", f"it tells of {len(self.memory)} ranks, the plan has {self.n_ranks}"
-        )
+        _require(len(self.memory) == self.n_ranks, "prediction.memory", f"it covers {len(self.memory)} ranks, the plan has {self.n_ranks}")
         n_calls = len(self.prediction.call_memory)
-        _require(n_calls in (0, self.n_ranks), "prediction.call_memory", f"it tells of {n_calls} ranks, the plan has {self.n_ranks}")
+        _require(n_calls in (0, self.n_ranks), "prediction.call_memory", f"it covers {n_calls} ranks, the plan has {self.n_ranks}")
         tiled = self.n_ranks == 1 and len(self.tiles) <= len(TILES) and min(self.tiles, default=1) >= 1
         _require(tiled or not self.tiles, "tiles", f"one device computes at least one tile along each dimension of space, not {self.tiles}")
         _require(bool(self.tiles) or self.tile_budget == 0, "tile_budget", "there are no tiles")

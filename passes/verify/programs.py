@@ -257,7 +257,7 @@ def _check_order(sent: Sequence[_Message], posted: Sequence[_Message]) -> None:
         if first.tag != second.tag:
             raise VerificationError(
                 f"{_between(first.channel)}, {first} sends message {first.tag} where {second} expects message {second.tag}",
-                remedy="post the receives of a channel in the order of its sends: not every transport can tell messages apart",
+                remedy="post the receives of a channel in the order of its sends: not every transport has tags",
             )
 
 

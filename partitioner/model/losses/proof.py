@@ -268,7 +268,7 @@ def _result_of_rows(graph: ModelGraph, output: Output, value: Tensor) -> Tensor:
 
 
 def _batch_to_trace(graph: ModelGraph, leaves: Sequence[Any], rows: int) -> int:
-    """Return a batch size that is no other size of a result or of a target leaf, so that the trace tells them apart."""
+    """Return a batch size that is no other size of a result or of a target leaf, so that they differ in the trace."""
     values = [fake_value(graph, output) for output in graph.loss_results if output.node is not None]
     sizes = {size for value in values for size in map(size_of, value.shape)}
     for leaf in leaves:

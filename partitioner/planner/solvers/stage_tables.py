@@ -78,7 +78,7 @@ def best_bottleneck(costs: RunCosts, at_least: float = 0.0) -> float:
 
 
 def could_fit(costs: RunCosts) -> bool:
-    """Return False if no cuts fit the limits of all stages; True if some do, or only the tables can tell.
+    """Return False if no cuts fit the limits of all stages; True if some do, or only the tables can decide.
 
     Without received values, a part of a run needs no more memory than the run. So it suffices to give each stage in order as many units as
     fit: if that does not reach the last unit, no cuts do. Problems with ``allowed`` are left to the tables.

@@ -190,7 +190,7 @@ def _box(box: Box, canvas: _Canvas) -> str:
 
 
 def _keep_end(text: str, longest: int) -> str:
-    """Truncate a long name at its beginning: the end tells more."""
+    """Truncate a long name at its beginning: the end is more specific."""
     return text if len(text) <= longest else f"…{text[1 - longest :]}"
 
 

@@ -120,12 +120,12 @@ class Agreement:
         return None if agreed == _UNKNOWN else agreed
 
     def begin_call(self, number: int, what: str) -> None:
-        """Tell the others that this rank has passed all its questions, and waits for them in its next call from here on."""
+        """Notify the other ranks that this rank has passed all its questions, and waits for them in its next call from here on."""
         self._call, self._what = number, what
         self.go_on()
 
     def go_on(self) -> None:
-        """Tell the others that this rank has passed all its questions."""
+        """Notify the other ranks that this rank has passed all its questions."""
         self._write(None)
 
     def _write(self, value: str | None) -> None:

@@ -255,7 +255,7 @@ def _end_sessions_at_exit() -> None:
 
 
 def _end_sessions() -> None:
-    """At the exit of this process, tell the others how it ended, and destroy a process group that was made here."""
+    """Report the exit of this process to the other ranks, and destroy a process group that was made here."""
     error = getattr(sys, "last_value", None)
     for session in _sessions.values():
         for connection in session.connections.values():

@@ -67,7 +67,7 @@ def traffic_of(programs: Sequence[Program]) -> Traffic:
 def arrivals_shown(programs: Sequence[Program], rank: int) -> dict[int, dict[int, int]]:
     """Return the arrivals that messages of a peer prove: peer -> tag of its message -> number of messages that it had received by then.
 
-    A process group cannot tell without waiting whether a send is complete. But a peer that waits for messages 0 to n-1 before it sends one
+    A process group cannot detect the end of a send without waiting. But a peer that waits for messages 0 to n-1 before it sends one
     proves by that message that they have arrived.
     """
     shown: defaultdict[int, dict[int, int]] = defaultdict(dict)

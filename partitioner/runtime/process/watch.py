@@ -5,7 +5,7 @@ machine or a link goes down, kernels notice by keepalive probes, which they answ
 
     rank 0   listens ──┬──────────┬──────────┐
     rank 1   ──────────┘          │          │
-    rank 2   ─────────────────────┘          │      killed: its connection closes, and rank 0 tells ranks 1 and 3
+    rank 2   ─────────────────────┘          │      killed: its connection closes, and rank 0 notifies ranks 1 and 3
     rank 3   ────────────────────────────────┘
 
 Functions registered with ``on_failure`` then end the call in which the main thread waits for others.
@@ -186,7 +186,7 @@ class Watch:
             self._send_to_rank_0({"call": [number, count, call.what, call.given, call.optimizer_steps]})
 
     def leave(self, how: str) -> None:
-        """Tell all ranks that this process ends without a failure."""
+        """Notify all ranks that this process ends without a failure."""
         n_calls = list(self._calls_made.items())
         if self.rank == 0:
             self._note_left(0, how, n_calls)

@@ -2,7 +2,7 @@
 
 - Guards: torch.export records assumptions about symbolic sizes in their shape environment, which is private: this file alone reads it.
 - A batch of one: torch.export assumes that a symbolic size is at least two. If the model's own code compares such a size, and the result
-  would differ for one, the graph computes one row as it does several, and a note tells the user.
+  would differ for one, the graph computes one row as it does several, and a note says so.
 - Random numbers: encoders of transformers drop layers in training, ``if torch.rand([]) < self.layerdrop``. A trace cannot branch on a
   value, but with ``layerdrop = 0.0`` the result is constant. The number is still drawn, so that later draws do not change.
 """

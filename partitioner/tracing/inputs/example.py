@@ -43,7 +43,7 @@ def find_example_inputs(model: nn.Module) -> _Inputs:
         if _accepts(model, *inputs):
             return inputs
     raise ConfigError(
-        f"no example inputs are known for {type(model).__name__}, and its first layer does not tell",
+        f"no example inputs are known for {type(model).__name__}, and its first layer does not determine them",
         remedy=f"pass one batch (only sizes and types matter): {_how_to_pass(model)}",
     )
 

@@ -112,7 +112,7 @@ def alike_modules(model: nn.Module, forms: Forms) -> dict[str, nn.Module]:
 
 
 def _differing_attributes(model: nn.Module) -> set[Attribute]:
-    """Return the attributes whose values alone tell apart modules that are alike otherwise, as far as their reads can be recorded."""
+    """Return the attributes whose values are the only difference of modules, as far as their reads can be recorded."""
     by_form: defaultdict[int, list[nn.Module]] = defaultdict(list)
     forms = Forms(unread=None)
     for module in alike_modules(model, forms).values():

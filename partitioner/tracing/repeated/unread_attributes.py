@@ -1,4 +1,4 @@
-"""Tell which attributes of modules are read while a model runs: unread ones need not be equal in copies of a block.
+"""Find the attributes of modules that are read while a model runs: unread ones need not be equal in copies of a block.
 
     blocks.0.attention   Attention(heads=12, layer_idx=0)        layer_idx says where a cache is written, which this call has none of
     blocks.1.attention   Attention(heads=12, layer_idx=1)

@@ -79,7 +79,7 @@ def collective_spec(
     tensors = arguments["tensors"]
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, TensorSpec):
-            raise VerificationError(f"cannot tell what {function.__name__} is given as tensor {index}: {tensor}")
+            raise VerificationError(f"unknown argument of {function.__name__}, tensor {index}: {tensor}")
     describer = _Describer(function.__name__, tuple(tensors), len(group), group.index(rank), same_size)
     signature, exchanges = _DESCRIBERS[function](describer, arguments)
     given, expected, results = zip(*exchanges, strict=True) if exchanges else ((), (), ())

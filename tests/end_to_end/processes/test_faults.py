@@ -111,7 +111,7 @@ def test_a_rank_that_skips_a_step_is_refused_by_all(workers: Callable[[int], Wor
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
 def test_a_rank_that_steps_its_optimizer_alone_is_refused_by_all(workers: Callable[[int], Workers]) -> None:
-    """The batch is always the same: it does not tell."""
+    """The batch is always the same: it shows nothing."""
     for answer in workers(2).call(cases.skip_a_train_step, timeout=PROMPTLY):
         assert isinstance(answer.error, ConfigError)
         assert "rank 0 has made 2, rank 1 has made 3 steps of the optimizer" in str(answer.error)
@@ -122,7 +122,7 @@ def test_a_rank_that_steps_its_optimizer_alone_is_refused_by_all(workers: Callab
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", ["pipeline", "fsdp"])
 def test_ranks_in_different_calls_do_not_wait_for_each_other(workers: Callable[[int], Workers], mode: str) -> None:
-    """One has skipped a step whose batch does not tell, and gathers the weights where the other trains on."""
+    """One has skipped a step whose batch shows nothing, and gathers the weights where the other trains on."""
     for answer in workers(2).call(cases.end_a_step_early, mode, timeout=PROMPTLY):
         assert isinstance(answer.error, ConfigError)
         assert re.search(r"call \d+ is not the same on all ranks", str(answer.error))

@@ -1,4 +1,4 @@
-"""Tell which of two gradients is the derivative of a loss: some kernels of PyTorch compute others for unusual layouts in memory."""
+"""Find which of two gradients is the derivative of a loss: some kernels of PyTorch compute others for unusual layouts in memory."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_one_plan_is_that_of_any(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_optimizers_state_is_that_of_the_model_in_one_piece() -> None:
-    """Names, tensors and options, as torch tells them of an optimizer of the whole model."""
+    """Names, tensors and options, as those of an optimizer of the whole model."""
     steps = batches(2)
     model = model_of()
     whole = optimizer_of(model.parameters())

@@ -34,7 +34,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 0.
 
 
 class ManyOperations(nn.Module):
-    """Operations of every kind that autocast tells apart, and regions without it."""
+    """Operations of every kind that autocast distinguishes, and regions without it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls that are alike share fake tensors, and are what each would be alone: sizes, strides, and memory."""
+"""Equal calls share fake tensors, and are each's own results: sizes, strides, and memory."""
 
 from __future__ import annotations
 

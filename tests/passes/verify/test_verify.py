@@ -178,7 +178,7 @@ def _other_peer(node: fx.Node) -> None:
 
 @pytest.mark.slow
 def test_a_receive_of_another_microbatch_size() -> None:
-    """Equal for even batches, wrong for a batch of 9: only symbols tell."""
+    """Equal for even batches, wrong for a batch of 9: only symbols show it."""
     found = tied()
     first, second = (named(found[1], f"receive_.*_mb{index}") for index in (0, 1))
     first.args, second.args = second.args, first.args

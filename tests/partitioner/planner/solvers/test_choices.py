@@ -64,7 +64,7 @@ def test_equals_brute_force(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_bound_is_never_above_the_optimum(seed: int) -> None:
-    """The search ends early: what it tells is a bound all the same, and what it was given is not lost."""
+    """The search ends early: its result is still a bound, and what it was given is not lost."""
     problem = random_problem(seed)
     least = optimum(problem)
     for most_steps in (0, 3, 12):
