@@ -40,6 +40,7 @@ __all__ = [
     "ByIdentity",
     "ValueKey",
     "argument_key",
+    "by_value",
     "call_key",
     "constant_key",
     "graph_digest",
@@ -60,6 +61,22 @@ class ByIdentity:
 
     def __hash__(self) -> int:
         return id(self._value)
+
+
+class _ByValue:
+    """Key of a tensor that equals those with the same elements; on the meta device, those of the same shape and dtype."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _ByValue) or hash(self) != hash(other):
+            return False
+        left, right = self._value, other._value
+        return left is right or left.is_meta or right.is_meta or torch.equal(left, right)
+
+    def __hash__(self) -> int:
+        return hash((self._value.dtype, self._value.shape))
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,11 @@ def constant_key(value: Any) -> Hashable:
         return ByIdentity(value)
     compares_exactly = isinstance(value, Hashable) and not isinstance(value, float | complex)
     return type(value), value if compares_exactly else repr(value)
+
+
+def by_value(value: Any) -> Hashable:
+    """Return the key of a constant, with tensors by their elements: nothing writes them while keys are compared."""
+    return _ByValue(value) if isinstance(value, Tensor) else constant_key(value)
 
 
 def argument_key(argument: Any, node_key: Callable[[fx.Node], Hashable], constant: Callable[[Any], Hashable] = constant_key) -> Hashable:
@@ -189,13 +211,18 @@ _PROCESS_SPECIFIC = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)|\bat 0x[0-
 """A device, and the address of an object."""
 
 
-def graph_digest(graph: ModelGraph) -> str:
+def graph_digest(graph: ModelGraph, *, requires_grad: bool = False) -> str:
     """Return a short digest of a graph, by names, calls and sizes: equal in every process that traces the same model with the same inputs.
 
-    It leaves out devices, the name of the batch symbol, addresses of functions, and ``requires_grad``.
+    It leaves out devices, the name of the batch symbol, and addresses of functions.
+
+    Args:
+        requires_grad: whether it counts which values require a gradient.
     """
     lines = [f"{graph.batch is None} {graph.batch_size} {graph.training} {graph.autocast and graph.autocast.dtype} {weights_digest(graph)}"]
-    lines += [f"{node.op} {node.name} {target_name(node)} {node.args} {node.kwargs} {_sizes(node)}" for node in graph.graph.nodes]
+    lines += [
+        f"{node.op} {node.name} {target_name(node)} {node.args} {node.kwargs} {_sizes(node, requires_grad)}" for node in graph.graph.nodes
+    ]
     text = _PROCESS_SPECIFIC.sub("", "\n".join(lines))
     if graph.batch is not None:
         text = re.sub(rf"\b{re.escape(str(graph.batch))}\b", "batch", text)
@@ -207,11 +234,12 @@ def target_name(node: fx.Node) -> str:
     return f"{node.target.__module__}.{node.target.__qualname__}" if isinstance(node.target, FunctionType) else str(node.target)
 
 
-def _sizes(node: fx.Node) -> str:
-    """Return dtype and shape of each tensor of a node's value."""
+def _sizes(node: fx.Node, requires_grad: bool) -> str:
+    """Return dtype, shape and, if asked for, ``requires_grad`` of each tensor of a node's value."""
     value = node.meta.get("val")
     leaves = value if isinstance(value, tuple | list) else (value,)
-    return ", ".join(f"{leaf.dtype} {tuple(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return ", ".join(f"{leaf.dtype} {tuple(leaf.shape)}{leaf.requires_grad if requires_grad else ''}" for leaf in tensors)
 
 
 def weights_digest(graph: ModelGraph) -> str:

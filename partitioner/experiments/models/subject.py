@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import nn
 
 from cost_models.hardware.clusters import Cluster
 from partitioner.experiments.models.factory import FactoryResult, call_factory, check_factory_result, source_name
@@ -16,10 +15,9 @@ from partitioner.options.precision import autocast_of, converted_inputs, convert
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.trace import trace
-from passes.graph.equivalence import target_name
+from passes.graph.equivalence import graph_digest
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.torch_private import pytree
 
 __all__ = ["ModelSource", "Models", "Subject", "make_model", "name_models", "trace_subject"]
 
@@ -108,7 +106,9 @@ def trace_subject(
     autocast = None if hardware is None else autocast_of(precision, made.model, hardware)
     kwargs = made.kwargs if made.args is not None else None
     graph = trace(made.model, made.args, kwargs, training, autocast=autocast, batch_dims=batch_dims)
-    return Subject(name, made, graph, _fingerprint(graph), frozenset(path for path, _ in made.model.named_modules()), batch_dims)
+    return Subject(
+        name, made, graph, graph_digest(graph, requires_grad=True), frozenset(path for path, _ in made.model.named_modules()), batch_dims
+    )
 
 
 def _converted(made: FactoryResult, precision: str | None) -> FactoryResult:
@@ -128,18 +128,3 @@ def make_model(name: str, source: ModelSource) -> FactoryResult:
     if isinstance(source, nn.Module):
         return FactoryResult(source, None, {})
     return check_factory_result(name, source if isinstance(source, tuple) else source())
-
-
-def _fingerprint(graph: ModelGraph) -> str:
-    """Return a digest of all calls with their sizes. The name of the batch symbol is left out, because it varies between runs."""
-    lines = [f"{graph.batch is None} {graph.batch_size} {graph.training} {graph.outputs} {graph.autocast or ''}"]
-    lines += [f"{node.op} {node.name} {target_name(node)} {node.args} {node.kwargs} {_result_specs(node)}" for node in graph.graph.nodes]
-    text = "\n".join(lines)
-    if graph.batch is not None:
-        text = text.replace(str(graph.batch), "batch")
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _result_specs(node: fx.Node) -> str:
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return ", ".join(f"{leaf.dtype} {tuple(leaf.shape)} {leaf.requires_grad}" for leaf in leaves if isinstance(leaf, Tensor))

@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from partitioner.tracing.trace import trace
-from passes.graph.equivalence import IN_MEMORY, LAID_OUT, TRACED, ValueKey, argument_key, call_key, constant_key, graph_digest, graph_key
+from passes.graph.equivalence import (
+    IN_MEMORY,
+    LAID_OUT,
+    TRACED,
+    ValueKey,
+    argument_key,
+    by_value,
+    call_key,
+    constant_key,
+    graph_digest,
+    graph_key,
+)
 from passes.ir.torch_private import FakeTensorMode
 from tests.support.models.zoo import case_named
 from tests.support.processes.processes import Workers
@@ -253,6 +264,7 @@ def test_constants_count_by_type_and_digits() -> None:
     keys = [constant_key(value) for value in (*CONSTANTS, None, "1", torch.float32, TABLES[0], TABLES[0].clone())]
     assert len(set(keys)) == len(keys)
     assert constant_key(float("nan")) == constant_key(float("nan"))
+    assert by_value(TABLES[0]) == by_value(TABLES[0].clone()) != by_value(TABLES[1])
     nodes = [fx.Graph().placeholder("x") for _ in range(2)]
     assert argument_key([slice(nodes[0], 2)], lambda _: 0) == argument_key((slice(nodes[1], 2),), lambda _: 0)
     assert argument_key(slice(nodes[0], 2), lambda _: 0) != argument_key(slice(nodes[0], 2), lambda _: 1)
@@ -309,3 +321,9 @@ def test_where_tensors_are_does_not_count() -> None:
 )
 def test_another_model_or_batch_has_another_digest(model: nn.Module, sizes: tuple[int, ...]) -> None:
     assert digest(nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2)), torch.zeros(4, 8)) != digest(model, torch.zeros(sizes))
+
+
+def test_a_digest_counts_frozen_weights_on_request() -> None:
+    trained, frozen = (trace(nn.Linear(8, 8).requires_grad_(each), (torch.zeros(4, 8),), {}, training=True) for each in (True, False))
+    assert graph_digest(trained) == graph_digest(frozen)
+    assert graph_digest(trained, requires_grad=True) != graph_digest(frozen, requires_grad=True)
