@@ -117,10 +117,10 @@ class Trainer(transformers.Trainer):
 
     @property
     def _divides_own_loss(self) -> bool:
-        """Whether a function of the user's, or a module around the model, divides a loss of this process's rows by the items of all."""
-        if self.compute_loss_func is not None:
+        """Whether label smoothing, a function of the user's, or a module around the model divides an own loss by the items of all."""
+        if self.compute_loss_func is not None or self.label_smoother is not None:
             return True
-        return self.label_smoother is None and self.model_accepts_loss_kwargs and not self._is_partitioned
+        return self.model_accepts_loss_kwargs and not self._is_partitioned
 
     @contextlib.contextmanager
     def _averaging(self, is_across_processes: bool) -> Iterator[None]:
