@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 
+from passes.graph.equivalence import call_key, constant_key
 from passes.ir.tensor_spec import TensorSpec
 from passes.ir.torch_private import tree_leaves
 from passes.rules.call import Call, Operand, call_of
@@ -131,15 +132,14 @@ Sizes: TypeAlias = OpenSizes | FittedSizes
 
 def pair_nodes(graph: fx.Graph, other: fx.Graph) -> dict[fx.Node, fx.Node] | None:
     """Return node -> the same node of another trace of the model; None if the traces differ in more than numbers."""
-    nodes, others = list(graph.nodes), list(other.nodes)
-    if len(nodes) != len(others):
-        return None
-    pairs = dict(zip(nodes, others, strict=True))
-    for node, twin in pairs.items():
-        if node.op != twin.op or (node.op == "call_function" and node.target is not twin.target):
-            return None
-        if [pairs[source] for source in node.all_input_nodes] != twin.all_input_nodes:
-            return None
-        if len(tree_leaves(node.args)) != len(tree_leaves(twin.args)):
-            return None
-    return pairs
+    places = {node: place for nodes in (graph.nodes, other.nodes) for place, node in enumerate(nodes)}
+
+    def keys(nodes: Iterable[fx.Node]) -> list[Hashable]:
+        return [node.op == "placeholder" or call_key(node, places.__getitem__, _constant_key) for node in nodes]
+
+    return dict(zip(graph.nodes, other.nodes, strict=True)) if keys(graph.nodes) == keys(other.nodes) else None
+
+
+def _constant_key(value: Any) -> Hashable:
+    """Return the key of an argument that is no node; None for every number, which may depend on the batch."""
+    return None if isinstance(value, int | float) and not isinstance(value, bool) else constant_key(value)
