@@ -115,7 +115,7 @@ def partition(
     with steps.step("lowering"):
         tracing = _tracing(source, modes, graph, target)
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
-        warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else ())
+        warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else (), source.model)
         return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
 
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-__all__ = ["LAYERS", "LENGTH", "MODELS", "ROWS", "FieldModel", "Sizes"]
+__all__ = ["LAYERS", "LENGTH", "MODELS", "ROWS", "FieldModel", "Sizes", "decoder", "of_transformers"]
 
 LAYERS, ROWS, LENGTH = 2, 2, 4096
 
@@ -115,7 +115,7 @@ class GroupedBlock(nn.Module):
         return result
 
 
-def _of_transformers(family: str, kind: str, **options: Any) -> Callable[[], nn.Module]:
+def of_transformers(family: str, kind: str, **options: Any) -> Callable[[], nn.Module]:
     """Return a function that builds a model of transformers: ``("Llama", "ForCausalLM", hidden_size=4096, ...)``."""
 
     def make() -> nn.Module:
@@ -126,7 +126,7 @@ def _of_transformers(family: str, kind: str, **options: Any) -> Callable[[], nn.
     return make
 
 
-def _decoder(name: str, family: str, sizes: Sizes, heads: int, **options: Any) -> FieldModel:
+def decoder(name: str, family: str, sizes: Sizes, heads: int, **options: Any) -> FieldModel:
     """Return a causal language model of transformers with rotary positions and grouped queries."""
     words = {
         "hidden_size": sizes.hidden,
@@ -141,7 +141,7 @@ def _decoder(name: str, family: str, sizes: Sizes, heads: int, **options: Any) -
         "attn_implementation": "sdpa",
         **options,
     }
-    return FieldModel(name, _of_transformers(family, "ForCausalLM", **words), sizes)
+    return FieldModel(name, of_transformers(family, "ForCausalLM", **words), sizes)
 
 
 def _bert() -> FieldModel:
@@ -156,21 +156,21 @@ def _bert() -> FieldModel:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
-    return FieldModel("BERT large", _of_transformers("Bert", "ForMaskedLM", **words), sizes, has_matrix_before_head=True, n_kinds=2)
+    return FieldModel("BERT large", of_transformers("Bert", "ForMaskedLM", **words), sizes, has_matrix_before_head=True, n_kinds=2)
 
 
 _LLAMA_8B = Sizes(hidden=4096, key_heads=8, head=128, ffn=14336, vocab=128256)
 
 MODELS = (
-    _decoder("Llama 3 8B", "Llama", _LLAMA_8B, 32),
-    _decoder("Llama 3 70B", "Llama", Sizes(8192, 8, 128, 28672, 128256), 64),
-    _decoder("Llama 3 405B", "Llama", Sizes(16384, 8, 128, 53248, 128256), 128),
-    _decoder("Qwen2 7B", "Qwen2", Sizes(3584, 4, 128, 18944, 152064), 28),
-    _decoder("Qwen3 8B", "Qwen3", Sizes(4096, 8, 128, 12288, 151936), 32),
-    _decoder("Gemma 2 9B", "Gemma2", Sizes(3584, 8, 256, 14336, 256000), 16, query_pre_attn_scalar=256, sliding_window=4096),
+    decoder("Llama 3 8B", "Llama", _LLAMA_8B, 32),
+    decoder("Llama 3 70B", "Llama", Sizes(8192, 8, 128, 28672, 128256), 64),
+    decoder("Llama 3 405B", "Llama", Sizes(16384, 8, 128, 53248, 128256), 128),
+    decoder("Qwen2 7B", "Qwen2", Sizes(3584, 4, 128, 18944, 152064), 28),
+    decoder("Qwen3 8B", "Qwen3", Sizes(4096, 8, 128, 12288, 151936), 32),
+    decoder("Gemma 2 9B", "Gemma2", Sizes(3584, 8, 256, 14336, 256000), 16, query_pre_attn_scalar=256, sliding_window=4096),
     _bert(),
-    _decoder("Phi-3 mini", "Phi3", Sizes(3072, 32, 96, 8192, 32064), 32, pad_token_id=0),
-    _decoder("Phi-4 mini", "Phi3", Sizes(3072, 8, 128, 8192, 200064), 24, pad_token_id=0, tie_word_embeddings=True),
-    _decoder("Mistral 7B", "Mistral", Sizes(4096, 8, 128, 14336, 32768), 32, sliding_window=None),
+    decoder("Phi-3 mini", "Phi3", Sizes(3072, 32, 96, 8192, 32064), 32, pad_token_id=0),
+    decoder("Phi-4 mini", "Phi3", Sizes(3072, 8, 128, 8192, 200064), 24, pad_token_id=0, tie_word_embeddings=True),
+    decoder("Mistral 7B", "Mistral", Sizes(4096, 8, 128, 14336, 32768), 32, sliding_window=None),
     FieldModel("Llama 8B by hand", lambda: GroupedLlama(_LLAMA_8B, 32), _LLAMA_8B),
 )

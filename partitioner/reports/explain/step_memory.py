@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from cost_models.hardware.units import format_bytes
 from partitioner.schedules.catalog import schedule_of
@@ -34,8 +34,13 @@ def peaks_of_step(plan: Plan, schedule: Schedule) -> tuple[int, ...]:
     return plan.memory if is_planned else plan.call_memory
 
 
-def warn_of_calls(plan: Plan, limits: Sequence[float]) -> None:
-    """Warn if ``pm(...)`` and ``backward()`` are predicted to exceed the memory limit of a rank, and ``train_step`` is not."""
+def warn_of_calls(plan: Plan, limits: Sequence[float], model: nn.Module) -> None:
+    """Warn if ``pm(...)`` and ``backward()`` are predicted to exceed the memory limit of a rank, and ``train_step`` is not.
+
+    A model on the meta device is planned and not called: no warning.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
     if (rank := _fullest_over(plan, limits)) is not None:
         warnings.warn(
             "train_step() fits into the memory limit, and pm(...) followed by backward() does not: all its forwards come first, so that "

@@ -427,6 +427,9 @@ def test_memory_over_the_limit_is_announced() -> None:
         tight = partition(cases.model(), devices=2, memory_limit=int(max(pm.plan.memory)) + 1, **options)
     with pytest.warns(UserWarning, match="holds all 16 microbatches on every rank: rank . is predicted to need"):
         tight.train_step(x, target=target, loss_fn=NEITHER["root_mean_square"], loss_reduction="batch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a model on the meta device is not called
+        partition(cases.model().to("meta"), devices=2, memory_limit=int(max(pm.plan.memory)) + 1, **options)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------------------
