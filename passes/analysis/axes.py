@@ -56,6 +56,11 @@ class Axes:
     unruled: Mapping[str, str]
     operands: Mapping[str, tuple[fx.Node, ...]]
 
+    @functools.cached_property
+    def has_windows(self) -> bool:
+        """Return whether any call slides a window."""
+        return any(loops.windows for loops in self.loops.values())
+
     def of(self, node: str) -> TensorAxes:
         """Return the axes of a node with one tensor."""
         (axes,) = self.tensors[node]

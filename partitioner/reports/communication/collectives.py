@@ -180,10 +180,17 @@ def _transfer(calls: Sequence[_OfClass], mesh: Mesh | None) -> Transfer:
 def _groups(calls: Sequence[_OfClass], mesh: Mesh | None) -> list[tuple[int, ...]]:
     """Return the groups of collectives: of a rank of each class, and of the others the same, shifted along the mesh."""
     found: dict[tuple[int, ...], None] = {}
+    seen: set[tuple[tuple[str, ...], tuple[int, ...]]] = set()  # mesh dimensions and ranks whose groups are found
     for group, first, ranks in dict.fromkeys((call.spec.group, of_class.program.rank, of_class.ranks) for of_class, call in calls):
         found[group] = None
-        if mesh is not None and len(ranks) > 1:
+        if mesh is None or len(ranks) == 1:
+            continue
+        over = dimensions_of(group, mesh)
+        if mesh.group(first, over) != group:  # a part of the ranks along its dimensions
             found |= dict.fromkeys(tuple(mesh.shifted(member, first, rank) for member in group) for rank in ranks)
+        elif (over, ranks) not in seen:
+            found |= dict.fromkeys(mesh.group(rank, over) for rank in ranks)
+            seen.add((over, ranks))
     return list({frozenset(group): group for group in reversed(found)}.values())[::-1]
 
 

@@ -10,6 +10,7 @@ blocks.*.up.weight    [ffn/tensor, hidden]    (48, 12)    (24, 12)
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -100,9 +101,12 @@ def tensor_layout(explained: Explained, placeholder: str) -> str:
 def _mesh_dimensions_of_axis(blocks: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:
     """Return the mesh dimensions along which ranks hold different intervals of an axis, given by its position in the tensor."""
     intervals = {rank: None if block.is_whole else block.intervals[position] for rank, block in blocks.items()}
-    sharding = []
-    for name in mesh.cutting.names:
-        pairs = ((rank, other) for rank in intervals for other in mesh.group(rank, (name,)) if other in intervals)
-        if any(intervals[rank] != intervals[other] for rank, other in pairs):
-            sharding.append(name)
-    return sharding
+    groups = {name: _groups(mesh, name, tuple(intervals)) for name in mesh.cutting.names}
+    return [name for name in groups if any(len({intervals[rank] for rank in group}) > 1 for group in groups[name])]
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(mesh: Mesh, name: str, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of some ranks along a mesh dimension."""
+    members = frozenset(ranks)
+    return tuple(dict.fromkeys(tuple(other for other in mesh.group(rank, (name,)) if other in members) for rank in ranks))

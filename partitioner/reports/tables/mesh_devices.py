@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import sympy
@@ -70,7 +71,8 @@ def _sent_by_programs(explained: Explained) -> list[dict[str, int]]:
     sent: dict[int, dict[str, int]] = {}
     for of_class, collectives in zip(explained.classes, collectives_of_classes(explained), strict=True):
         messages = sum(node.meta["bytes"] for node in of_class.program.module.graph.nodes if node.target is send)
-        sent |= {rank: {**sent_by_kind(collectives), "send": messages} for rank in of_class.ranks}
+        of_rank = {**sent_by_kind(collectives), "send": messages}
+        sent |= dict.fromkeys(of_class.ranks, of_rank)
     return [sent[rank] for rank in range(explained.plan.n_ranks)]
 
 
@@ -111,7 +113,7 @@ def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> lis
     counts, sizes = [0] * n_ranks, [0] * n_ranks
     for name, dtype in dtypes.items():
         for rank, block in blocks.get(name, {}).items():
-            count = int(sympy.Mul(*block.part))
+            count = math.prod(block.part)
             counts[rank] += count
             sizes[rank] += count * dtype.itemsize
     return list(zip(counts, sizes, strict=True))
@@ -124,16 +126,24 @@ def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedC
     """
     work = [0.0] * plan.n_ranks
     flops: dict[int, Mapping[str, sympy.Expr]] = {}  # id of a graph -> node -> FLOPs
+    found: dict[tuple[int, int], dict[int, float]] = {}  # (id of a graph, stage) -> rows of a microbatch -> FLOPs
     home = owning_pipelines(plan.grid)
     for number, (stages, ranks, graphs) in enumerate(zip(lowered, pipelines(plan.grid), staged.parts, strict=True)):
         for stage in stages.stages:
             graph = graphs[stages.stage_ranks[stage.index][0]]
+            batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
             if id(graph) not in flops:
                 flops[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
-            of_stage = sympy.sympify(total(flops[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
-            batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
+            if (id(graph), stage.index) not in found:
+                of_stage = sympy.sympify(total(flops[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
+                found[id(graph), stage.index] = {rows: _with_rows(of_stage, graph, rows) for rows in set(batches)}
             for microbatch, rows in enumerate(batches):
                 rank = ranks[stages.rank_of(stage.index, microbatch)]
                 if home[rank] == number:
-                    work[rank] += float(of_stage.subs(graph.batch, rows)) if graph.batch is not None else float(of_stage)
+                    work[rank] += found[id(graph), stage.index][rows]
     return work
+
+
+def _with_rows(flops: sympy.Expr, graph: ModelGraph, rows: int) -> float:
+    """Return FLOPs for a number of rows, the only symbol in those of a graph with a symbolic batch."""
+    return float(flops.subs(graph.batch, rows) if graph.batch is not None else flops)

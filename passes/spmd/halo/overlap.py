@@ -123,7 +123,7 @@ def window_offsets(axes: Axes, layouts: Layouts, extents: Extents) -> tuple[int,
     For each window: the elements read, the surplus results, and, for a decomposition, the first step. For a call in pieces: their offsets.
     """
     offsets: list[int] = []
-    for name, loops in axes.loops.items():
+    for name, loops in axes.loops.items() if axes.has_windows or layouts.wide else ():
         if not (loops.windows or layouts.wide):
             continue
         slides = slides_of(name, axes, layouts, extents)
