@@ -6,17 +6,19 @@ Repeated layers are priced once: the price of a node depends on its operator and
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import sympy
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from cost_models.ops.cost import OperationCost, described, operation_cost, tensor_shapes
 from passes.graph.aliasing import Allocations, allocations, mutated_arguments
 from passes.graph.dependencies import may_require_gradient, parameter_values
-from passes.graph.schemas import bound_arguments, node_leaves
+from passes.graph.schemas import bound_arguments, node_leaves, packet
 from passes.ir.comm.functional import COLLECTIVES
 from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size, TensorSpec
@@ -156,6 +158,7 @@ class Reading:
         maker: allocation -> the node that makes it.
         stationary: the allocations that are there all the time.
         flowing: nodes whose gradient the backward computes.
+        gradients_added: node -> how many gradients of its readers are added to the first, and the type in which they are added.
         priced: the prices of calls so far, by all that they depend on: parts have many in common.
     """
 
@@ -165,6 +168,7 @@ class Reading:
     maker: Mapping[int, str]
     stationary: frozenset[int]
     flowing: frozenset[str]
+    gradients_added: Mapping[str, tuple[int, torch.dtype]]
     priced: dict[Any, OperationCost] = field(default_factory=dict)
 
 
@@ -190,7 +194,41 @@ def read_graph(graph: ModelGraph, *, differentiate: bool) -> Reading:
     for name, lies_in in memory.lies_in.items():
         for allocation in lies_in:
             maker.setdefault(allocation, name)
-    return Reading(tuple(calls), shapes, memory, maker, stationary, flowing)
+    return Reading(tuple(calls), shapes, memory, maker, stationary, flowing, _gradients_added(calls))
+
+
+def _gradients_added(calls: Sequence[_ReadCall]) -> Mapping[str, tuple[int, torch.dtype]]:
+    """Return for each call whose value several calls differentiate, how many gradients are added to the first, and in which type.
+
+    Gradients of readers of a cast are added in the wider type (``passes.autograd.precision``).
+    """
+    readers = Counter[fx.Node]()
+    for call in calls:
+        for name in call.gradients:
+            readers.update(node_leaves(call.bound[name]))
+    added: dict[str, tuple[int, torch.dtype]] = {}
+    for call in calls:
+        value = call.node.meta.get("val")
+        if readers[call.node] > 1 and call.gradients and isinstance(value, Tensor):
+            source = call.inputs[0].meta.get("val") if packet(call.node.target) in _CASTS else None
+            dtypes = [value.dtype, *([source.dtype] if isinstance(source, Tensor) else [])]
+            added[call.node.name] = readers[call.node] - 1, max(dtypes, key=lambda dtype: dtype.itemsize)
+    return added
+
+
+_CASTS = (torch.ops.aten.to, torch.ops.aten._to_copy)  # noqa: SLF001  what a conversion comes down to
+
+
+def _with_additions(cost: OperationCost, shapes: tuple[TensorSpec, ...], added: tuple[int, torch.dtype] | None) -> OperationCost:
+    """Return the price of a call, with that of adding the gradients of its readers; each is cast first if they are added in a wider type."""
+    if added is None:
+        return cost
+    count, dtype = added
+    elements, own = sum((shape.numel for shape in shapes), start=0), shapes[0].known_dtype.itemsize
+    casting = own + dtype.itemsize if dtype.itemsize > own else 0
+    work = cost.backward_input
+    moved = work.bytes + count * elements * (casting + 3 * dtype.itemsize)
+    return replace(cost, backward_input=replace(work, bytes=moved, launches=work.launches + count * (2 if casting else 1)))
 
 
 def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = None, reading: Reading | None = None) -> GraphCost:
@@ -214,11 +252,12 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         node, bound = call.node, call.bound
         read = _read_by(node, call.inputs, shapes, parts)
         arguments = {name: described(value, read) for name, value in bound.items()}
-        key = (call.kind, shapes[node], *arguments.values())
+        added = reading.gradients_added.get(node.name)
+        key = (call.kind, shapes[node], added, *arguments.values())
         cost = priced.get(key)
         if cost is None:
             cost = operation_cost(node, shapes[node], arguments, call.gradients, is_view=call.is_view, weights=call.held)
-            priced[key] = cost
+            cost = priced[key] = _with_additions(cost, shapes[node], added)
         nodes[node.name] = cost
         leaves = [leaf for name in cost.saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
         saved[node.name] = kept.allocations(node, leaves, read)

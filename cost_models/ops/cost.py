@@ -121,7 +121,8 @@ def forward_work(call: Call, line: Operation) -> Work:
     """Return the work of a call: read its arguments, write its results."""
     written = _bytes(call.outputs)
     read = written if line.sparse_read else sum((_bytes(tensors) for tensors in _tensors_of(call).values()), start=0)
-    return _work(line.products(call) if line.products else (), read + written, line.launches, line.family, call, "forward")
+    besides = line.copies[0] * _first_bytes(call)
+    return _work(line.products(call) if line.products else (), read + written + besides, line.launches, line.family, call, "forward")
 
 
 def _work(products: Products, size: Size, launches: int, family: Family, call: Call, half: Half) -> Work:
@@ -150,17 +151,27 @@ def _saves(line: Operation, gradients: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, str], saves: tuple[str, ...]) -> Work:
-    """Return the work of one half of the backward: gradients of one kind of arguments."""
+    """Return the half of the backward that computes the gradients of one kind of arguments.
+
+    A pointwise operation has a kernel for each gradient, which reads that of the result. The gradient of an argument that is broadcast is
+    computed for all elements of the result, and then summed.
+    """
+    tensors = _tensors_of(call)
     wanted = [name for name, gradient in gradients.items() if gradient == kind]
+    if line.passes_gradient:
+        wanted = [name for name in wanted if _bytes(tensors[name]) != _bytes(call.outputs)]
     if not wanted:
         return NO_WORK
     known = line.gradients(call) if line.gradients else {}
     products = tuple(product for name in wanted for product in known.get(name, ()))
-    tensors = _tensors_of(call)
+    besides = line.copies[1] * _first_bytes(call)
+    if line.family == "pointwise":
+        broadcast = [name for name in wanted if saves and _elements(tensors[name]) != _elements(call.outputs)]
+        besides += (len(wanted) - 1 + 2 * len(broadcast)) * _bytes(call.outputs)
     kept = sum((_bytes(call.outputs if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
     made = sum((_bytes(tensors[name]) for name in wanted), start=0)
     half: Half = "backward_input" if kind == "activation" else "backward_weight"
-    work = _work(products, kept + _bytes(call.outputs) + made, len(wanted), line.family, call, half)
+    work = _work(products, kept + _bytes(call.outputs) + made + besides, len(wanted), line.family, call, half)
     return replace(work, gradients=tuple(gradients.items()))
 
 
@@ -178,6 +189,15 @@ def _view_backward(call: Call, gradients: Mapping[str, str]) -> Work:
 
 def _bytes(tensors: tuple[TensorSpec, ...]) -> Size:
     return sum((tensor.bytes for tensor in tensors), start=0)
+
+
+def _elements(tensors: tuple[TensorSpec, ...]) -> Size:
+    return sum((tensor.numel for tensor in tensors), start=0)
+
+
+def _first_bytes(call: Call) -> Size:
+    """Return the bytes of the first argument that is a tensor."""
+    return next((_bytes(tensors) for tensors in _tensors_of(call).values()), 0)
 
 
 def _tensors_of(call: Call) -> dict[str, tuple[TensorSpec, ...]]:

@@ -43,6 +43,9 @@ class Operation:
         keeps: bytes that the backward keeps besides arguments and results.
         sparse_read: reads only as much of its first argument as it writes (a table lookup).
         launches: kernels of the forward.
+        copies: how often further kernels of the forward, and of the backward, move the bytes of the first argument: a loss is computed from
+            logarithms of probabilities, which are written and read.
+        passes_gradient: whether the gradient of an argument of the result's shape is that of the result, for which no kernel runs.
         family: whose kernels are like its own.
     """
 
@@ -52,6 +55,8 @@ class Operation:
     keeps: Callable[[Call], Size] | None = None
     sparse_read: bool = False
     launches: int = 1
+    copies: tuple[int, int] = (0, 0)
+    passes_gradient: bool = False
     family: Family = "other"
 
 
@@ -207,7 +212,7 @@ REDUCTIONS: Mapping[Any, Operation] = {
 }
 
 LOSSES: Mapping[Any, Operation] = {
-    aten.cross_entropy_loss: _saving("target", keeps=_log_probabilities, launches=2),
+    aten.cross_entropy_loss: _saving("target", keeps=_log_probabilities, launches=2, copies=(2, 4)),
     aten.nll_loss: _saving("self target"),
     aten.nll_loss_nd: _saving("self target"),
     aten.mse_loss: _saving("self target"),
@@ -230,13 +235,14 @@ POOLING: Mapping[Any, Operation] = {
 }
 
 POINTWISE: Mapping[Any, Operation] = {
-    **_lines(_saving(), aten.add, aten.sub, aten.rsub, aten.neg, aten.floor, aten.ceil, aten.round, aten.sign, aten.trunc),
+    aten.add: _saving(passes_gradient=True),
+    **_lines(_saving(), aten.sub, aten.rsub, aten.neg, aten.floor, aten.ceil, aten.round, aten.sign, aten.trunc),
     **_lines(_saving("self:other other:self"), aten.mul, aten.multiply),
     aten.outer: _saving("self:vec2 vec2:self"),
     aten.div: _saving("self:other other"),
     aten.remainder: _saving("self:other other:other"),
     aten.fmod: _saving("self:other other:other"),
-    aten.pow: _saving("self exponent result:exponent"),
+    aten.pow: _saving("self exponent result:exponent", copies=(0, 4)),
     **_lines(_saving("self other"), aten.maximum, aten.minimum, aten.atan2),
     **_lines(_saving("self"), aten.abs, aten.square, aten.log, aten.log1p, aten.log2, aten.sin, aten.cos, aten.erf, aten.elu, aten.gelu),
     **_lines(_saving("self"), aten.silu, aten.mish, aten.softplus, aten.leaky_relu, aten.hardtanh, aten.relu6, aten.hardswish),
