@@ -220,7 +220,7 @@ _CASTS = (torch.ops.aten.to, torch.ops.aten._to_copy)  # noqa: SLF001  what a co
 
 
 def _with_additions(cost: OperationCost, shapes: tuple[TensorSpec, ...], added: tuple[int, torch.dtype] | None) -> OperationCost:
-    """Return the price of a call, with that of adding the gradients of its readers; each is cast first if they are added in a wider type."""
+    """Return the price of a call, with that of adding the gradients of its readers, each cast first if they are added in a wider type."""
     if added is None:
         return cost
     count, dtype = added

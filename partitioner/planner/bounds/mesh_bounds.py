@@ -106,9 +106,12 @@ class MeshBounds:
                 # Activations of a step are divided among its microbatches; parameters are gathered in each of them, or in the first.
                 gathers = parameters[0] if count == 1 or rows_name not in GATHERED_ONCE else 0.0
                 scatters = parameters[1] if count == 1 or rows_name not in SCATTERED_ONCE else 0.0
-                waiting = activations[0] / count + gathers, activations[1] / count + scatters
+                # A rank computes while parameters are sent: for their whole time only if its processors move them.
+                busy = self._links.of(mesh)[rows_name].ring.host_share if gathers or scatters else 0.0
+                waiting = activations[0] / count + busy * gathers, activations[1] / count + busy * scatters
                 size = microbatch_size(own_rows, count)
-                steps.append(self._pipeline(count, size, places, mesh.cutting.size // n_rows, request, waiting))
+                computing = self._pipeline(count, size, places, mesh.cutting.size // n_rows, request, waiting)
+                steps.append(max(computing, (sum(activations) + count * (gathers + scatters)) / places))
         return (min(steps, default=math.inf) + gradients) * (1 - _ROUNDING)
 
     def of_any_axes(self, mesh: Mesh) -> float:

@@ -95,6 +95,10 @@ class Exchange:
         forward, regather = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.regather))
         return forward, self._seconds(self.backward, size * self.wider, links, runs) + regather
 
+    def is_coalesced(self, size: float, links: GroupLinks) -> bool:
+        """Return whether a value of ``size`` bytes shares a message with others when it is gathered."""
+        return fraction_of_message("all_gather", size, links.n_ranks, self.n_coalesced) < 1
+
     def casting(self, size: float, links: GroupLinks) -> float:
         """Return the seconds of casting a gradient of ``size`` bytes to the type in which it is summed; 0 if that is its own."""
         return links.copying(size * (1 + self.wider) / 2) if self.wider != 1.0 else 0.0

@@ -190,24 +190,29 @@ class _Microbatch:
     @cached_property
     def times(self) -> MicrobatchTimes:
         """The seconds of units and their saved activations; recomputation is part of the input half of the backward."""
-        pricing, (waiting, once) = self.pricing, self._waiting()
+        pricing, (waiting, once, ahead) = self.pricing, self._waiting()
         halves: Floats = np.einsum("nc,ckh->hnk", pricing.calls, self._operations)
         if pricing.recomputed_calls is not None:
             halves[1] += pricing.recomputed_calls @ self._operations[:, :, 0]
-        halves = halves + waiting[:, :, None]
+        waiting = waiting[:, :, None] + _exposed(ahead, halves)
+        halves = halves + waiting
         if self.adding:
             halves[2] += pricing.accumulation * (1 - 1 / -(-self.batch_size // self.rows))  # the first microbatch adds to nothing
         kept = Amounts(tuple(item for item in pricing.kept(self.rows, self._share, alone=self._is_alone) if item.producer < 0))
-        waiting, once = (np.broadcast_to(each[:, :, None], (*each.shape, halves.shape[2])) for each in (waiting, once))
+        once = np.broadcast_to(once[:, :, None], (*once.shape, halves.shape[2]))
         return MicrobatchTimes(halves, waiting, once, np.arange(halves.shape[1]), kept)
 
-    def _waiting(self) -> tuple[Floats, Floats]:
+    def _waiting(self) -> tuple[Floats, Floats, Floats]:
         """Return (3, N) seconds that units wait for collectives of a microbatch, and (2, N) for those before all, and after all.
+
+        The third, (2, 2, N), are seconds forward and backward of collectives of stored parameters, which run while the ranks compute, and
+        the part of these that their processors are busy with. Small parameters, which share a message, are waited for.
 
         A recomputed forward repeats the collectives that it needs.
         """
         pricing, numbers, share = self.pricing, self._numbers, self._share
         seconds, once = np.zeros((3, len(pricing.points.units))), np.zeros((2, len(pricing.points.units)))
+        ahead = np.zeros((2, 2, len(pricing.points.units)))
         known: dict[tuple[object, ...], tuple[float, float]] = {}
         for exchange, links in self.exchanges:
             kinds = exchange.forward, exchange.backward, exchange.regather
@@ -221,13 +226,18 @@ class _Microbatch:
             repeated = forward if is_needed and exchange.regather is None else 0.0
             is_scattered_once = is_once and exchange.dimension in SCATTERED_ONCE and exchange.forward == "all_gather"
             unit = pricing.unit_of[exchange.reader]
+            runs_ahead = exchange.is_stored and not exchange.is_coalesced(numbers[exchange.size] * share, links)
+            if runs_ahead and (self._is_alone or not is_once):
+                both = np.array((forward, backward + repeated))
+                ahead[:, :, unit] += np.stack((both, links.ring.host_share * both))
+                continue
             (once if is_once and not self._is_alone else seconds)[0, unit] += forward
             if is_scattered_once and not self._is_alone:
                 once[1, unit] += backward
                 seconds[2, unit] += exchange.casting(numbers[exchange.size] * share, links)  # of each microbatch, to be added to others
             else:
                 seconds[1, unit] += backward + repeated
-        return seconds, once
+        return seconds, once, ahead
 
     @cached_property
     def costs(self) -> MicrobatchCosts:
@@ -271,3 +281,18 @@ class _Microbatch:
                 seconds[index, kind, by_limit.index(max(by_limit))] += max(by_limit)
         limits: Floats = np.einsum("nc,ckl->lnk", pricing.calls, seconds)
         return limits
+
+
+def _exposed(ahead: Floats, halves: Floats) -> Floats:
+    """Return (3, N, K) seconds that units wait for collectives that run while they compute.
+
+    computing   ####################          a message that is shorter than the computing delays it by the part of the processors
+    message     ====================>.....    the rest of one that is longer is waited for
+
+    Args:
+        ahead: (2, 2, N) seconds of messages, and of processors for them, forward and backward.
+        halves: (3, N, K) seconds that units compute.
+    """
+    computed = np.stack((halves[0], halves[1] + halves[2]))
+    exposed = np.maximum(ahead[1][:, :, None], ahead[0][:, :, None] - computed)
+    return np.concatenate((exposed, np.zeros_like(exposed[:1])))

@@ -5,6 +5,7 @@ The reference is the original model on the whole batch, in float64.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
