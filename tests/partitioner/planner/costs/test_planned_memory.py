@@ -204,6 +204,7 @@ INPUTS = {"convolutions": "input_1", "normalised": "input_1", "U-Net": "x", "Res
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:train_step\\(\\) fits into the memory limit")  # pm(...) also holds the results
 @pytest.mark.parametrize("mode", ["fsdp", "auto"])
 def test_a_limit_is_of_all_that_is_held(mode: str) -> None:
     """A plan at its own limit is found again; a byte less, and there is another one, or none."""

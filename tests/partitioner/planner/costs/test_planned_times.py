@@ -89,11 +89,11 @@ def test_small_parameters_of_each_stage_travel_by_themselves() -> None:
 
 
 @pytest.mark.slow
-def test_parameters_that_a_recomputed_forward_needs_are_gathered_once_more() -> None:
-    """Once in the backward, whether or not ranks would have kept them: the messages are the same."""
+def test_a_recomputed_forward_gathers_again_under_fsdp_alone() -> None:
+    """ZeRO-1 keeps parameters whole from their first use to the last backward, whatever is recomputed."""
     kept, dropped = (over_a_slow_link(128, 4, mode, recompute="full") for mode in ("zero1", "fsdp"))
-    assert kept.simulate().step_time == pytest.approx(dropped.simulate().step_time, rel=1e-9)
-    assert kept.plan.step_time == pytest.approx(dropped.plan.step_time, rel=1e-9)
+    assert kept.simulate().step_time < 0.7 * dropped.simulate().step_time
+    assert kept.plan.step_time < 0.7 * dropped.plan.step_time
 
 
 @pytest.mark.slow
