@@ -26,6 +26,8 @@ from passes.ir.torch_private import OpOverload
 
 __all__ = ["Fetched", "GraphCost", "Parts", "Reading", "Shapes", "graph_cost", "nodes_with_gradient", "read_graph"]
 
+aten = torch.ops.aten
+
 Shapes: TypeAlias = Mapping[fx.Node, tuple[TensorSpec, ...]]
 """Of the tensors of nodes."""
 
@@ -216,7 +218,7 @@ def _gradients_added(calls: Sequence[_ReadCall]) -> Mapping[str, tuple[int, torc
     return added
 
 
-_CASTS = (torch.ops.aten.to, torch.ops.aten._to_copy)  # noqa: SLF001  what a conversion comes down to
+_CASTS = (aten.to, aten._to_copy)  # noqa: SLF001  what a conversion comes down to
 
 
 def _with_additions(cost: OperationCost, shapes: tuple[TensorSpec, ...], added: tuple[int, torch.dtype] | None) -> OperationCost:
