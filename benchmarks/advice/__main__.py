@@ -5,8 +5,8 @@ python -m benchmarks.advice --cases 70B U-Net          # parts of names
 python -m benchmarks.advice --store advice.db          # keeps the rows, and goes on where it was stopped
 python -m benchmarks.advice --gallery docs/which-mesh.md
 
-A line of the summary is a case: what was chosen, its step, that of the best mesh by hand, and their ratio: 1.02 at most says that the
-advice is as good as that of a person who tried them all.
+The last line of a case is the step of the chosen mesh relative to that of the best mesh by hand: at most 1.02 where the advice is as good
+as trying them all.
 """
 
 from __future__ import annotations
