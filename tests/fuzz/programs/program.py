@@ -224,7 +224,7 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 
     A target of two dimensions has the batch last, as leaves of its first two sizes have it in dimension 1.
     """
-    total = target.sum() * 0
+    total = target.new_zeros(())
     of_rows = target if target.dim() == 1 else target.mean(0)
     for leaf in leaves_of(output):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
