@@ -27,7 +27,7 @@ __all__ = ["MOST_SIMULATED", "Simulated", "fastest_simulated"]
 Simulated: TypeAlias = Callable[[Plan], Simulation]
 """Simulates the step of a plan; raises PartitionError if it cannot be lowered."""
 
-MOST_SIMULATED = 3
+MOST_SIMULATED = 6
 """How many plans of a search are simulated."""
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from functools import partial
 
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
@@ -40,7 +42,7 @@ from passes.graph.equivalence import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import STORED, TILES, Mesh
+from passes.ir.mesh import ROWS, STORED, TILES, Mesh
 from passes.ir.plan import ATTENTION, Plan
 
 __all__ = ["plan_auto", "plans_auto"]
@@ -134,6 +136,9 @@ class _Opener:
 _NEARLY = 1.15
 """Relative time up to which plans of other mesh dimensions are nearly as fast as the best: about the error of prices."""
 
+_MOST_KINDS = 8
+"""How many kinds of usual meshes without stages are solved beside those that the search solved; each takes about a second."""
+
 _DOUBLINGS = 4
 """So often must a device be doubled that a search has all of its limits: more devices have more meshes, and more stages."""
 
@@ -157,8 +162,11 @@ class _Auto:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)
         breadth = min(1.0, math.log2(max(2, len(cluster.devices))) / _DOUBLINGS)
-        self._search = PlanSearch(tell, self._opener, breadth=breadth, deadline=Deadline.after(request.time_limit))
+        self._new_search = partial(PlanSearch, tell, self._opener, breadth=breadth, deadline=Deadline.after(request.time_limit))
+        self._search = self._new_search()
+        self._kinds: dict[tuple[str, ...], list[tuple[float, ClosedMesh]]] = {}  # dimensions -> usual meshes without stages
         self._n_cuts = 0
+        self._usual: list[Mesh] = []
         self._refusals: list[ConfigError] = []
         self._too_large: list[ClosedMesh] = []
 
@@ -170,7 +178,7 @@ class _Auto:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._opener.links)
         pipeline = Mesh((("pipeline", len(self._cluster.devices)),))
-        usual = usual_meshes(shapes, self._cluster)
+        usual = self._usual = usual_meshes(shapes, self._cluster)
         staged = [mesh for mesh in shapes if stages_length(mesh) > 1 and mesh.cutting.size > 1]
         self._open_with_sharing([pipeline], bounds)
         self._search_meshes(usual, bounds)  # other products of dimensions are many, and the best of these beats most of them
@@ -209,6 +217,8 @@ class _Auto:
                 item = ClosedMesh(mesh, extra_axes, self._graph.batch_size, replicas, attention)
                 self._n_cuts += 1
                 self._search.add(bound, item)
+                if uniform and stages_length(mesh) == 1 and mesh in self._usual:
+                    self._kinds.setdefault(mesh.names, []).append((bound, item))
                 if bound == math.inf:
                     self._too_large.append(item)
         except ConfigError as refusal:
@@ -217,27 +227,52 @@ class _Auto:
     def plans(self, most: int) -> list[Plan]:
         """Return the best plan, and those of other dimensions that are nearly as fast; raise an error that says why if there is none.
 
-        Prices err alike for meshes of the same dimensions, so that a comparison of those gains little.
+        Prices err alike for meshes of the same dimensions, so that a comparison of those gains little, and nearly alike for those of one
+        family: with or without stages, with or without sharded axes. Usual meshes of other dimensions, which the search need not solve if
+        their bound is above the best step, are solved for it.
         """
-        search = self._search
-        if search.best is None:
+        if self._search.best is None:
             raise self._failure()
-        fastest = search.fastest(_of_mesh)
-        near: dict[tuple[str, ...], int] = {}
-        for place, (option, found) in enumerate(fastest):
-            if not place or found.step_time <= fastest[0][1].step_time * _NEARLY:
-                near.setdefault(option.problem.mesh.names, place)
-        return [self._described(place, fastest[place][0].cut) for place in list(near.values())[:most]]
+        step_time = self._search.best[1].step_time
+        near: dict[tuple[str, ...], tuple[PlanSearch, int]] = {}
+        for place, (option, found) in enumerate(self._search.fastest(_of_mesh)):
+            if not place or found.step_time <= step_time * _NEARLY:
+                near.setdefault(option.problem.mesh.names, (self._search, place))
+        if most > 1:
+            near |= {names: (search, 0) for names, search in self._other_kinds(near, step_time * _NEARLY)}
+        every = [(search.fastest(_of_mesh)[place], search, place) for search, place in near.values()]
+        every[1:] = sorted(every[1:], key=lambda found: found[0][1].step_time)
+        families = Counter[frozenset[str]]()
+        order: list[tuple[int, int]] = []  # the best of each family first, then the second of each
+        for index, ((option, _), _, _) in enumerate(every):
+            family = frozenset("rows" if name in ROWS else name for name in option.problem.mesh.names)
+            order.append((families[family], index))
+            families[family] += 1
+        taken = [every[index] for _, index in sorted(order)[:most]]
+        return [self._described(search, place, option.cut) for (option, _), search, place in taken]
 
-    def _described(self, place: int, cut: MeshCut | None) -> Plan:
-        """Return the plan of the mesh at a place among all, the fastest at 0."""
-        search = self._search
+    def _other_kinds(self, known: Collection[tuple[str, ...]], slowest: float) -> Iterator[tuple[tuple[str, ...], PlanSearch]]:
+        """Yield searches of usual meshes of other dimensions, without stages, whose step is at most ``slowest``, the least bounds first."""
+        bounds = {names: min(bound for bound, _ in meshes) for names, meshes in self._kinds.items() if names not in known}
+        for names in sorted((names for names in bounds if bounds[names] <= slowest), key=bounds.__getitem__)[:_MOST_KINDS]:
+            search = self._new_search()
+            for bound, item in self._kinds[names]:
+                search.add(bound, item)
+            search.run()
+            if search.best is not None and search.best[1].step_time <= slowest:
+                yield names, search
+
+    def _described(self, search: PlanSearch, place: int, cut: MeshCut | None) -> Plan:
+        """Return the plan of the mesh at a place among all of a search, the fastest at 0; the gap is that of the search of all meshes."""
         plan = describe(search, _of_mesh, place)
         if cut is not None:
             plan = with_sharding(plan, cut)
-        gap = plan.gap or 0.0
-        searched = searched_words(len(search.solutions), len(search.meshes), self._n_cuts, gap, interrupted=search.interrupted)
-        return dataclasses.replace(plan.predicted(searched=searched), weights=weights_digest(self._graph))
+        whole = self._search
+        assert whole.best is not None
+        proved = whole.best[1].step_time * (1 - whole.gap)
+        gap = (plan.gap or 0.0) if search is whole else max(0.0, 1 - proved / plan.step_time)
+        searched = searched_words(len(whole.solutions), len(whole.meshes), self._n_cuts, gap, interrupted=whole.interrupted)
+        return dataclasses.replace(plan.predicted(searched=searched, gap=gap), weights=weights_digest(self._graph))
 
     def _failure(self) -> PartitionError:
         """Return the error of a search without a plan: the least missing memory over all meshes, or the reasons of their refusal."""
