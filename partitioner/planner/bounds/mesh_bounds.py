@@ -93,7 +93,7 @@ class MeshBounds:
         n_whole = n_rows if rows_name == "data" and not shares_weights else 1
         if self._fixed * n_whole > self._limit or (len(replicas) or places) > self._n_units:
             return math.inf
-        if shares_weights:
+        if shares_weights or sum(name in ROWS for name in mesh.names) > 1:
             return self.of_any_axes(mesh)
         own_rows = -(-self._whole.batch_size // n_rows)
         activations = self._activation_collectives(mesh, own_rows, extra_axes, limit, attention)

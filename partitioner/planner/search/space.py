@@ -44,7 +44,8 @@ def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, re
     wants_stages = request.schedule is not None or request.stages_per_rank is not None
     wants_stages |= any(value is not None for value in (request.constraints.split_spec, request.constraints.pin))
     named = named_dimensions(request.constraints)
-    for mesh in mesh_shapes(n_devices, graph.batch_size, levels=is_heterogeneous or not isinstance(cluster.links, Link)):
+    shapes = mesh_shapes(n_devices, graph.batch_size, levels=is_heterogeneous or not isinstance(cluster.links, Link))
+    for mesh in itertools.chain(shapes, _hybrid_sharding(n_devices, graph.batch_size, cluster)):
         stages = stages_length(mesh)
         if not named <= set(mesh.names):
             continue
@@ -55,6 +56,18 @@ def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, re
         if wants_stages and stages == 1 and n_devices > 1:
             continue
         yield mesh
+
+
+def _hybrid_sharding(n_devices: int, batch_size: int, cluster: Cluster) -> Iterator[Mesh]:
+    """Yield the mesh that shards parameters in a node and replicates them over nodes (HSDP), if there are several nodes."""
+    per_node = _devices_of_node(cluster)
+    if 1 < per_node < n_devices <= batch_size and n_devices % per_node == 0:
+        yield Mesh((("data", n_devices // per_node), ("fsdp", per_node)))
+
+
+def _devices_of_node(cluster: Cluster) -> int:
+    """Return the number of devices of a node; 0 if there is none, all devices if links have no levels."""
+    return min((level.size for level in cluster.links), default=0) if isinstance(cluster.links, tuple) else len(cluster.devices)
 
 
 def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest, *, tight: bool) -> Iterator[Mesh]:
@@ -75,7 +88,7 @@ def usual_meshes(meshes: Iterable[Mesh], cluster: Cluster) -> list[Mesh]:
 
     fsdp 64      data 8 x tensor 8      pipeline 8 x fsdp 8      pipeline 2 x data 4 x tensor 8      of 8 nodes of 8 devices
     """
-    per_node = min((level.size for level in cluster.links), default=0) if isinstance(cluster.links, tuple) else len(cluster.devices)
+    per_node = _devices_of_node(cluster)
     return [mesh for mesh in meshes if len(mesh.names) == 1 or (mesh.names[-1] in _IN_NODE and mesh.dimensions[-1][1] == per_node)]
 
 
