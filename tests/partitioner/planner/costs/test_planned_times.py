@@ -61,6 +61,54 @@ def test_plan_and_simulation_agree(name: str) -> None:
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
+class GatedLayer(nn.Module):
+    """A layer whose normalised input is cast once by autocast, and read by three products."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.gate, self.up, self.side = (nn.Linear(width, width, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        y: Tensor = x + nn.functional.silu(self.gate(normed)) * self.up(normed) + self.side(normed)
+        return y
+
+
+class Classifier(nn.Module):
+    """Three such layers and a cross-entropy."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(GatedLayer(width) for _ in range(3)))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(x).float(), target)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_backwards_of_pointwise_operations_are_priced_as_they_run(precision: str) -> None:
+    """Gradients of several readers are added, in float32 if they read a cast; those of broadcast weights are summed."""
+    with torch.device("meta"):
+        model, x, target = Classifier(1024), torch.zeros(65536, 1024), torch.zeros(65536, dtype=torch.int64)
+    pm = partition(model, 1, "model", example_inputs=(x, target), cluster="h100:1x1", precision=precision, progress=False)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.02)
+
+
+@pytest.mark.parametrize("flops", [2e10, 2e13], ids=["computing is longer", "messages are longer"])
+@pytest.mark.parametrize("mode", ["fsdp", "zero1"])
+def test_large_parameters_are_sent_while_ranks_compute(mode: Mode, flops: float) -> None:
+    """Whatever takes longer is waited for; a link that takes a fifth of the processors delays the computing by that."""
+    pm = over_a_slow_link(2048, 4, mode, 0.2, n_layers=6, flops=flops)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
+
+
+def test_messages_that_are_shorter_than_the_computing_cost_a_part_of_the_processors() -> None:
+    without, with_share = (over_a_slow_link(2048, 4, "fsdp", share, n_layers=6, flops=2e10).plan.step_time for share in (0.0, 0.2))
+    sent = max(over_a_slow_link(2048, 4, "fsdp", n_layers=6).simulate().communication.values()) / 1e9
+    assert 0.1 * sent < with_share - without < 0.4 * sent
+
+
 def over_a_slow_link(
     width: int, devices: int, mode: Mode, host_share: float = 0.0, n_layers: int = 12, flops: float = 1e10, **options: Any
 ) -> PartitionedModel:

@@ -17,13 +17,14 @@ from partitioner.planner.bounds.mesh_bounds import MeshBounds
 from partitioner.planner.costs.links import clock_rate_of
 from partitioner.planner.pipeline.candidate import stage_model
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plan_auto, plans_auto
 from partitioner.planner.search.mesh_problem import MeshProblem
-from partitioner.planner.search.space import mesh_shapes, usual_meshes
+from partitioner.planner.search.plan_mesh import plan_mesh
+from partitioner.planner.search.space import allowed_shapes, mesh_shapes, usual_meshes
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import Mesh, mesh_words
+from passes.ir.mesh import ROWS, Mesh, mesh_words
 from tests.support.planning.all_plans import (
     Instance,
     candidates,
@@ -193,3 +194,30 @@ def test_usual_meshes_have_one_dimension_or_a_node_innermost() -> None:
     one_node = {mesh_words(mesh) for mesh in usual_meshes(mesh_shapes(8, 32, levels=False), Cluster.parse("h100:1x8"))}
     assert one_node >= {"fsdp 8", "tensor 8", "pipeline 8"}
     assert all(" x " not in words for words in one_node)
+
+
+def test_hybrid_sharding_is_searched_over_several_nodes_alone() -> None:
+    """Parameters are sharded in a node and replicated over nodes; the bound of the mesh is below its plan."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)))
+    graph = trace(net, (torch.randn(64, 512),), {}, training=True)
+    hybrid = Mesh((("data", 2), ("fsdp", 2)))
+    for text, is_searched in (("h100:2x2", True), ("h100:1x4", False), ("h100:4x1", False)):
+        cluster = Cluster.parse(text)
+        request = PlanRequest("auto", ("cuda",) * 4)
+        model = CuttableModel(graph, request, clock_rate=clock_rate_of(graph, cluster, asked=False))
+        assert (hybrid in set(allowed_shapes(model, graph, cluster, request))) is is_searched
+        bound = MeshBounds(model, cluster, request, Roofline()).of(hybrid)
+        assert 0 < bound <= plan_mesh(graph, cluster, request, None, hybrid).step_time
+
+
+def test_the_best_plan_of_each_family_comes_before_the_second_of_any() -> None:
+    with torch.device("meta"):
+        net, x = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(4))), torch.zeros(8192, 2048)
+    graph = trace(net, (x,), {}, training=True)
+    found = plans_auto(graph, Cluster.parse("h100:2x2"), PlanRequest("auto", ("cuda",) * 4), most=6)
+    families = [frozenset("rows" if name in ROWS else name for name in plan.grid.names) for plan in found]
+    n_families = len(set(families))
+    assert len(found) > n_families
+    assert len(set(families[:n_families])) == n_families
+    assert found[0].step_time == min(plan.step_time for plan in found)
+    assert all(0 <= (plan.gap or 0.0) < 1 for plan in found)
