@@ -4,7 +4,7 @@
     python examples/transformers_from_config.py --only llama t5 --devices 2 --schedule ZBV
 
 Each model is built small from its configuration, takes labels and returns its loss. It is partitioned, trained for one step, and
-every gradient is compared with that of the model in one piece. (ResNet normalises over the batch, so it runs in one microbatch.)
+every gradient is compared with that of the unpartitioned model. (ResNet normalises over the batch, so it runs in one microbatch.)
 """
 
 from __future__ import annotations

@@ -19,10 +19,12 @@ programs. `python -m benchmarks.advice --gallery docs/which-mesh.md` writes this
 
 
 def ratio(rows: Sequence[Row]) -> float:
-    """Return the step of ``"auto"``, the first row, relative to the best of the others; infinite if it has none."""
+    """Return the step of ``"auto"``, the first row, relative to the best of the others: 1 if none of them fits, infinite if it does not."""
     chosen, *typed = rows
     steps = [row.step_time for row in typed if row.step_time is not None]
-    return float("inf") if chosen.step_time is None or not steps else chosen.step_time / min(steps)
+    if chosen.step_time is None:
+        return float("inf")
+    return chosen.step_time / min(steps, default=chosen.step_time)
 
 
 def row_table(rows: Sequence[Row]) -> str:
@@ -42,25 +44,19 @@ def row_table(rows: Sequence[Row]) -> str:
 
 def gallery(answers: Sequence[tuple[Case, Sequence[Row]]]) -> str:
     """Return the page: a table of all cases, then a section a case."""
-    lines = [
-        "| model, batch | cluster | mesh | step | MFU | memory | best by hand | ratio | searched in |",
-        "|---|---|---|---:|---:|---:|---|---:|---:|",
-    ]
-    for case, rows in answers:
-        chosen, typed = rows[0], [row for row in rows[1:] if row.step_time is not None]
-        assert chosen.step_time is not None
-        assert chosen.peak_memory is not None
-        best = min(typed, key=lambda row: row.step_time or 0.0)
-        assert best.step_time is not None
+    heads = ("model, batch", "cluster", "mesh", "step", "MFU", "memory", "best by hand", "ratio", "found in")
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---|---:|---:|---:|---|---:|---:|"]
+    for case, (chosen, *typed) in answers:
+        best = min((row for row in typed if row.step_time is not None), key=lambda row: row.step_time or 0.0, default=None)
         cells = [
             case.name,
             case.cluster,
-            chosen.mesh,
-            format_seconds(chosen.step_time),
+            chosen.mesh or "none fits",
+            _step(chosen),
             "" if chosen.mfu is None else f"{chosen.mfu:.0%}",
-            format_bytes(chosen.peak_memory),
-            f"{best.mesh}, {format_seconds(best.step_time)}",
-            f"{ratio(rows):.2f}",
+            "" if chosen.peak_memory is None else format_bytes(chosen.peak_memory),
+            "none fits" if best is None else f"{best.mesh}, {_step(best)}",
+            f"{ratio((chosen, *typed)):.2f}",
             f"{chosen.seconds:.0f} s",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -68,6 +64,12 @@ def gallery(answers: Sequence[tuple[Case, Sequence[Row]]]) -> str:
     return _PAGE + "\n".join(lines) + "\n\n" + "\n\n".join(sections) + "\n"
 
 
+def _step(row: Row) -> str:
+    return "" if row.step_time is None else format_seconds(row.step_time)
+
+
 def _reason(chosen: Row) -> str:
-    """Return why a plan was chosen, in a sentence."""
+    """Return why a plan was chosen, or why there is none, in a sentence."""
+    if chosen.step_time is None:
+        return chosen.reason.splitlines()[0]
     return f"`{chosen.mesh}`: bound by {chosen.bound_by}; next: {chosen.runner_up}."

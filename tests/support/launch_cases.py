@@ -33,7 +33,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def difference(pm: PartitionedModel, reference: nn.Module) -> float:
-    """Return the largest difference of outputs, loss, gradients and weights of two steps of SGD, against the model in one piece."""
+    """Return the largest difference of outputs, loss, gradients and weights of two steps of SGD, against the unpartitioned model."""
     x, target = batch()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pm, reference)]
     worst = [(pm(x) - reference(x)).abs().max()]

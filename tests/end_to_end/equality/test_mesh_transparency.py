@@ -1,4 +1,4 @@
-"""Training over cut axes equals the training of the model in one piece: every case, every mode, and meshes of 4 and 8.
+"""Training over cut axes equals the training of the unpartitioned model: every case, every mode, and meshes of 4 and 8.
 
 The full matrix is marked slow. What always runs is of a diagonal through it that meets every mode and every mesh: what takes least of it.
 

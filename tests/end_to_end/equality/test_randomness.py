@@ -1,4 +1,4 @@
-"""With one microbatch, dropout draws what the model in one piece draws for the same seed, whatever the stages and cuts."""
+"""With one microbatch, dropout draws what the unpartitioned model draws for the same seed, whatever the stages and cuts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers in float32, where PyTorch has a kernel of its own for an LSTM on a CPU: they train as in the model in one piece."""
+"""Recurrent layers in float32, where PyTorch has a kernel of its own for an LSTM on a CPU: they train as in the unpartitioned model."""
 
 from __future__ import annotations
 

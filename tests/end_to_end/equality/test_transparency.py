@@ -1,4 +1,4 @@
-"""Partitioned training equals the training of the model in one piece: every case, on 2, 3 and 4 devices, under every schedule.
+"""Partitioned training equals the training of the unpartitioned model: every case, on 2, 3 and 4 devices, under every schedule.
 
 The matrix, marked slow, meets every two of these: each case under each schedule and on each number of devices, each schedule on each
 number of devices. ``tests.fuzz`` meets all three at random. What always runs is of a diagonal through it.

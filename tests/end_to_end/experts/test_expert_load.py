@@ -1,4 +1,4 @@
-"""How many tokens each expert had in a recorded step: what the routers of the model in one piece choose, in every mode."""
+"""How many tokens each expert had in a recorded step: what the routers of the unpartitioned model choose, in every mode."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def inputs() -> dict[str, Any]:
 
 
 def trained(model: Any, mode: str | Mapping[str, int], devices: int, **options: Any) -> PartitionedModel:
-    """Return the model after a step, with the loss and the gradients of the model in one piece."""
+    """Return the model after a step, with the loss and the gradients of the unpartitioned model."""
     original = copy.deepcopy(model)
     expected = original(**inputs()).loss
     expected.backward()

@@ -1,4 +1,4 @@
-"""Models of transformers from their configurations: outputs, gradients and weights after three steps, as of the model in one piece."""
+"""Models of transformers from their configurations: outputs, gradients and weights after three steps, as of the unpartitioned model."""
 
 from __future__ import annotations
 

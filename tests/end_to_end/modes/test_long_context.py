@@ -55,7 +55,7 @@ def _partitioned(
 
 
 def _assert_equal(model: nn.Module, devices: int, inputs: tuple[Tensor, ...], attention: str, seed: int = 0) -> PartitionedModel:
-    """Check output and all gradients against the model in one piece."""
+    """Check output and all gradients against the unpartitioned model."""
     pm, reference = _partitioned(model, devices, inputs, attention), copy.deepcopy(model)
     x = inputs[0].clone().requires_grad_()
     own = inputs[0].clone().requires_grad_()

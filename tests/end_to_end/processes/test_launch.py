@@ -1,4 +1,4 @@
-"""Processes however they were started, and device meshes over all or some of them: as the model in one piece, or refused by name."""
+"""Processes however they were started, and device meshes over all or some of them: as the unpartitioned model, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frameworks' loops of a model that returns its loss: numbers of the model in one piece, in the order of the schedule."""
+"""Frameworks' loops of a model that returns its loss: numbers of the unpartitioned model, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _whole: dict[tuple[str, bool], Run] = {}
 
 
 def check(found: Run, loop: str, reads: bool, folder: Path) -> None:
-    """Compare a run with that of the model in one piece."""
+    """Compare a run with that of the unpartitioned model."""
     if (loop, reads) not in _whole:
         _whole[loop, reads] = trained(loop, False, folder / "whole", reads)
     whole = _whole[loop, reads]

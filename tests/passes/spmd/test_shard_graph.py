@@ -1,4 +1,4 @@
-"""Random graphs, random axes over random meshes: results and gradients are always those of the model in one piece.
+"""Random graphs, random axes over random meshes: results and gradients are always those of the unpartitioned model.
 
 Hypothesis draws a program of operations that have rules, and which axes each mesh dimension cuts, whether that is wise or not.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints by torch's own functions, of a partitioned model beside the model in one piece: each function runs on every rank at once."""
+"""Checkpoints by torch's own functions, of a partitioned model beside the unpartitioned model: each function runs on every rank at once."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any

@@ -33,7 +33,7 @@ TOLERANCE = 1e-12
 
 
 def run_cut(cut: CutModel, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Run:
-    """Call a model that was cut with results "whole": results, gradients and buffers as the model in one piece gives them."""
+    """Call a model that was cut with results "whole": results, gradients and buffers as the unpartitioned model gives them."""
     graph, mesh = cut.graph, cut.cut.mesh
     model = copy.deepcopy(model)
     args, kwargs = own_values((args, dict(kwargs or {})), gradient=True)

@@ -132,7 +132,7 @@ def reference_steps(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Steps:
-    """Train the model in one piece with AdamW; with microbatch sizes, one microbatch after the other."""
+    """Train the unpartitioned model with AdamW; with microbatch sizes, one microbatch after the other."""
     instance = case.build(batch_size=batch_size, dtype=dtype, device=device)
     model = instance.model
     microbatches = [instance] if microbatch_sizes is None else _cut(case, instance, batch_size, microbatch_sizes, dtype)

@@ -1,4 +1,4 @@
-"""``Accelerator().prepare(pm, ...)``: the losses, norms and rates of accelerate's own run of the model in one piece."""
+"""``Accelerator().prepare(pm, ...)``: the losses, norms and rates of accelerate's own run of the unpartitioned model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _whole: dict[tuple[str, int], Trained] = {}
 
 
 def whole(kind: str, accumulation: int, folder: Path) -> Trained:
-    """Return the run of the model in one piece."""
+    """Return the run of the unpartitioned model."""
     if (kind, accumulation) not in _whole:
         _whole[kind, accumulation] = trained(kind, None, str(folder), accumulation)
     return _whole[kind, accumulation]

@@ -33,7 +33,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
-    """Return the losses of the model in one piece, by its kind."""
+    """Return the losses of the unpartitioned model, by its kind."""
 
     @functools.cache
     def losses(kind: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""``Trainer(model=pm, ...)``: the log of Trainer's own run of the model in one piece, also after a checkpoint."""
+"""``Trainer(model=pm, ...)``: the log of Trainer's own run of the unpartitioned model, also after a checkpoint."""
 
 # transformers' class is Any.
 # mypy: allow-subclassing-any
@@ -37,7 +37,7 @@ _whole: dict[str, Trained] = {}
 
 
 def whole(kind: str, options: dict[str, Any], folder: Path) -> Trained:
-    """Return the run of the model in one piece."""
+    """Return the run of the unpartitioned model."""
     key = json.dumps((kind, options))
     if key not in _whole:
         _whole[key] = trained(kind, None, str(folder), options)

@@ -1,4 +1,4 @@
-"""Checkpoints in blocks: what one plan saves, any other loads, and so does the model in one piece."""
+"""Checkpoints in blocks: what one plan saves, any other loads, and so does the unpartitioned model."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def equal(found: Any, wanted: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[PartitionedModel, Optimizer, nn.Module, Optimizer]:
-    """Return a model cut by columns, and the model in one piece, each with its optimizer after a step."""
+    """Return a model cut by columns, and the unpartitioned model, each with its optimizer after a step."""
     whole = model()
     pm = partition(model(), 2, "fsdp", example_inputs=(X,), progress=False)
     optimizer, whole_optimizer = adamw(pm), adamw(whole)
