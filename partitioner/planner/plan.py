@@ -88,7 +88,8 @@ class PlanProblem:
         elif simulated is None or len(request.devices) == 1:
             plan = plan_auto(*problem, tell, self.models)
         else:
-            plan = fastest_simulated(plans_auto(*problem, tell, self.models, most=MOST_SIMULATED), simulated, self.limits, deadline)
+            plans = plans_auto(*problem, tell, self.models, most=MOST_SIMULATED)
+            plan = fastest_simulated(plans, simulated, self.limits, deadline, interruptible=tell is not None)
         return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))
 
 

@@ -31,16 +31,20 @@ MOST_SIMULATED = 6
 """How many plans of a search are simulated."""
 
 
-def fastest_simulated(plans: Sequence[Plan], simulated: Simulated, limits: Sequence[float], deadline: Deadline) -> Plan:
+def fastest_simulated(
+    plans: Sequence[Plan], simulated: Simulated, limits: Sequence[float], deadline: Deadline, *, interruptible: bool = False
+) -> Plan:
     """Return the plan with the shortest simulated step, of those whose simulated memory fits, if any does.
 
     Args:
         plans: of different meshes, the first of the search's choice. One that cannot be lowered is left out, and named in the notes.
         limits: the memory limit of each rank in bytes.
         deadline: of the search; once it is over, no further plan is simulated.
+        interruptible: whether Ctrl-C ends the ranking with the best plan so far; otherwise it is raised.
     """
     steps: list[tuple[Plan, Simulation]] = []
     notes: list[str] = []
+    end = ""
     for plan in plans:
         if steps and deadline.is_over:
             break
@@ -48,13 +52,19 @@ def fastest_simulated(plans: Sequence[Plan], simulated: Simulated, limits: Seque
             steps.append((plan, simulated(plan)))
         except PartitionError as refusal:
             notes.append(f"Left out, as it cannot be lowered: {plan.prediction.contenders[0].words}: {refusal.problem}.")
+        except KeyboardInterrupt:
+            if not interruptible:
+                raise
+            end = " before the search was interrupted"
+            break
     if not steps:
-        return plans[0].predicted(notes=(*plans[0].notes, *notes))
+        searched = plans[0].prediction.searched + (f"; none was simulated{end}" if end else "")
+        return plans[0].predicted(notes=(*plans[0].notes, *notes), searched=searched)
     ranked = sorted(steps, key=lambda step: (_excess(step[1], limits) > 0, step[1].step_time))
     plan, simulation = ranked[0]
     if (excess := _excess(simulation, limits)) > 0:
         notes.append(f"The simulated peak memory exceeds the limit by {format_bytes(excess)}: memory_limit= leaves more room.")
-    reported = _reported(plan, simulation, [_contender(*step) for step in ranked], plans[0].prediction.contenders)
+    reported = _reported(plan, simulation, [_contender(*step) for step in ranked], plans[0].prediction.contenders, end)
     return reported.predicted(notes=(*plan.notes, *notes))
 
 
@@ -68,8 +78,12 @@ def _contender(plan: Plan, simulation: Simulation) -> Contender:
     return dataclasses.replace(plan.prediction.contenders[0], step_time=simulation.step_time)
 
 
-def _reported(plan: Plan, simulation: Simulation, ranked: Sequence[Contender], searched: Sequence[Contender]) -> Plan:
-    """Return a plan with its simulated step, beside the other simulated plans and then those of the search that were not."""
+def _reported(plan: Plan, simulation: Simulation, ranked: Sequence[Contender], searched: Sequence[Contender], end: str) -> Plan:
+    """Return a plan with its simulated step, beside the other simulated plans and then those of the search that were not.
+
+    Args:
+        end: what ended the ranking early, in words; empty: nothing.
+    """
     words = {contender.words for contender in ranked}
     others = [each for each in searched if each.words not in words]
     contenders = (*ranked, *others)[: max(len(searched), len(ranked))]
@@ -77,7 +91,7 @@ def _reported(plan: Plan, simulation: Simulation, ranked: Sequence[Contender], s
     runner_up = prediction.runner_up
     if len(contenders) > 1:
         runner_up = compared(contenders[1].words, contenders[1].step_time, simulation.step_time, contenders[1].spent_on)
-    count = f"; the best {len(ranked)} were simulated" if len(ranked) > 1 else "; the best was simulated"
+    count = f"; the best {len(ranked)} were simulated{end}" if len(ranked) > 1 else f"; the best was simulated{end}"
     return plan.predicted(
         step_time=simulation.step_time,
         runner_up=runner_up,

@@ -162,7 +162,7 @@ class _Auto:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)
         breadth = min(1.0, math.log2(max(2, len(cluster.devices))) / _DOUBLINGS)
-        self._new_search = partial(PlanSearch, tell, self._opener, breadth=breadth, deadline=Deadline.after(request.time_limit))
+        self._new_search = partial(PlanSearch, tell, self._opener, breadth, Deadline.after(request.time_limit))
         self._search = self._new_search()
         self._kinds: dict[tuple[str, ...], list[tuple[float, ClosedMesh]]] = {}  # dimensions -> usual meshes without stages
         self._n_cuts = 0
@@ -252,13 +252,19 @@ class _Auto:
         return [self._described(search, place, option.cut) for (option, _), search, place in taken]
 
     def _other_kinds(self, known: Collection[tuple[str, ...]], slowest: float) -> Iterator[tuple[tuple[str, ...], PlanSearch]]:
-        """Yield searches of usual meshes of other dimensions, without stages, whose step is at most ``slowest``, the least bounds first."""
+        """Yield searches of usual meshes of other dimensions, without stages, whose step is at most ``slowest``, the least bounds first.
+
+        The end of the time of the search, or an interrupt, ends these as well.
+        """
         bounds = {names: min(bound for bound, _ in meshes) for names, meshes in self._kinds.items() if names not in known}
         for names in sorted((names for names in bounds if bounds[names] <= slowest), key=bounds.__getitem__)[:_MOST_KINDS]:
-            search = self._new_search()
+            if self._search.interrupted:
+                return
+            search = self._new_search(is_optional=True)
             for bound, item in self._kinds[names]:
                 search.add(bound, item)
             search.run()
+            self._search.interrupted = search.interrupted
             if search.best is not None and search.best[1].step_time <= slowest:
                 yield names, search
 

@@ -148,6 +148,7 @@ class PlanSearch:
             the search, so that the solutions are freed with the search.
         breadth: the share of the limits of units and runs that this search has.
         deadline: ends the search, instead of limits of work; None: these do.
+        is_optional: whether the search may end without a plan, beside another one that has a plan.
 
     Attributes:
         best: the fastest solution.
@@ -164,8 +165,10 @@ class PlanSearch:
         open_mesh: Callable[[ClosedMesh], Opened | None] | None = None,
         breadth: float = 1.0,
         deadline: Deadline | None = None,
+        *,
+        is_optional: bool = False,
     ) -> None:
-        self._tell, self._open_mesh, self._breadth = tell, open_mesh, breadth
+        self._tell, self._open_mesh, self._breadth, self._is_optional = tell, open_mesh, breadth, is_optional
         self._deadline = deadline or Deadline.after(None)
         self.best: tuple[Option, Solution] | None = None
         self.solutions: list[tuple[Option, Solution]] = []
@@ -236,7 +239,7 @@ class PlanSearch:
         try:
             yield
         except KeyboardInterrupt:
-            if self.best is None or self._tell is None:
+            if not self._may_end or self._tell is None:
                 raise
             self.interrupted = True
             self._unproved.append(bound)
@@ -270,14 +273,19 @@ class PlanSearch:
 
     def _has_searched_enough(self) -> bool:
         """Return whether the search ends with the best solution so far; raise ConfigError if its time is over, and it has none."""
-        if self.best is None and self._deadline.is_over:
+        if not self._may_end and self._deadline.is_over:
             n_meshes = f"{len(self.meshes)} mesh{'es' if len(self.meshes) != 1 else ''}"
             raise ConfigError(
                 f"no plan was found within time_limit={self._deadline.seconds:g} seconds, in which {n_meshes} could be looked at",
                 remedy='allow more seconds, or name the mesh, as in mode={"pipeline": 2, "tensor": 8}',
             )
         is_much = self._deadline.seconds is None and self._n_actions >= _MOST_ACTIONS
-        return self.interrupted or (self.best is not None and (self._is_too_long or is_much))
+        return self.interrupted or (self._may_end and (self._is_too_long or is_much))
+
+    @property
+    def _may_end(self) -> bool:
+        """Return whether there is a plan, of this search or of another."""
+        return self.best is not None or self._is_optional
 
     @property
     def _is_too_long(self) -> bool:

@@ -14,10 +14,12 @@ from cost_models.simulator.result import Simulation
 from partitioner import ConfigError, Plan, partition
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto, plans_auto
+from partitioner.planner.search.best_first import ClosedMesh, PlanSearch
 from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.simulated_ranking import fastest_simulated
 from partitioner.tracing.trace import trace
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import Mesh
 
 CLUSTER = Cluster.preset("a100-80gb", 1, 4)
 REQUEST = PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4)))
@@ -118,3 +120,26 @@ def test_a_plan_whose_simulated_memory_fits_comes_first(plans: list[Plan], step:
     assert fastest_simulated(plans, simulated, limits, FREE) == plans[1]
     only = fastest_simulated(plans[:1], simulated, limits, FREE)
     assert any(note.startswith("The simulated peak memory exceeds the limit by ") for note in only.notes)
+
+
+def test_an_interrupt_keeps_what_is_simulated_where_progress_is_shown(plans: list[Plan], step: Simulation) -> None:
+    def interrupted(plan: Plan) -> Simulation:
+        if plan is not plans[0]:
+            raise KeyboardInterrupt
+        return dataclasses.replace(step, step_time=7.0)
+
+    found = fastest_simulated(plans, interrupted, NO_LIMIT, FREE, interruptible=True)
+    assert found.step_time == 7.0
+    assert found.prediction.searched.endswith("the best was simulated before the search was interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        fastest_simulated(plans, interrupted, NO_LIMIT, FREE)
+
+
+def test_the_end_of_the_time_keeps_the_plan_of_the_search() -> None:
+    """Usual meshes that are solved for the ranking alone have no plan then, and need none."""
+    request = dataclasses.replace(REQUEST, time_limit=60.0)
+    search = PlanSearch(None, None, 1.0, Deadline(60.0, 0.0), is_optional=True)
+    search.add(1.0, ClosedMesh(Mesh((("fsdp", 4),)), extra_axes=False, rows=16))
+    search.run()
+    assert search.best is None
+    assert plans_auto(graph(), CLUSTER, request, most=6)
