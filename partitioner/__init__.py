@@ -152,8 +152,9 @@ def partition(  # type: ignore[empty-body]
 
     Args:
         model: any module that ``torch.export`` traces.
-        devices: the number of ranks, or the device of each; None takes all visible accelerators. A ``DeviceMesh`` says which process has
-            which rank, and the names of its dimensions (those of modes, or ``"dp"``, ``"pp"``, ``"tp"``, ``"cp"``) are the mode.
+        devices: the number of ranks, or the device of each; None takes as many as the plan, the cluster or the mesh has, else all visible
+            accelerators. A ``DeviceMesh`` says which process has which rank, and the names of its dimensions (those of modes, or
+            ``"dp"``, ``"pp"``, ``"tp"``, ``"cp"``) are the mode.
         mode: ``"model"`` (layers on devices), ``"pipeline"`` (stages, microbatches, a schedule), ``"data"``, ``"fsdp"``, ``"zero1"``,
             ``"zero2"`` (the batch), ``"tensor"`` (axes of the parameters), ``"sequence"``, ``"tile"`` (height, width, depth); a mesh of
             several, outermost first, ``{"data": 2, "pipeline": 2, "tensor": 2}``, tiles as a number or a grid, ``{"tile": (2, 2)}``, a

@@ -25,7 +25,7 @@ from partitioner.options.batch_statistics import check_values_per_channel, warn_
 from partitioner.options.checked_costs import checked_costs
 from partitioner.options.constraints import Constraints
 from partitioner.options.device_mesh import check_plan_on, mode_on, processes_of
-from partitioner.options.devices import DevicesArgument, Placement, hardware_of, resolve_devices
+from partitioner.options.devices import DevicesArgument, Placement, hardware_of, implied_devices, resolve_devices
 from partitioner.options.given_plan import check_fits, plan_on
 from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode, sequential_tiles
 from partitioner.options.precision import autocast_of, check_scaler, converted_inputs, converted_model, read_reduce_dtype, true_dtype
@@ -169,6 +169,8 @@ def _resolve_target(
 ) -> _Target:
     """Find the ranks and their mesh: those of the plan, if the caller passes one."""
     world_size, local_world_size = _join_processes(devices)  # first: a process that dies later is reported
+    if devices is None and world_size is None:
+        devices = implied_devices(cluster, mode, plan)
     placement = resolve_devices(devices, world_size, local_world_size)
     hardware = _hardware(cluster, placement, plan)
     n_ranks = len(placement.devices)

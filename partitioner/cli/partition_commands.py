@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ from partitioner.cli.partition_options import flags_of, given_constraints, given
 from partitioner.experiments.models.factory import FactoryResult, call_factory
 from partitioner.model.draw import draw
 from partitioner.model.partitioned_model import PartitionedModel
-from partitioner.options.arguments import read_cluster
 from partitioner.options.constraints import Constraints
-from partitioner.options.mode import ranks_of_mesh
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
@@ -163,7 +161,6 @@ def _partition(made: FactoryResult, arguments: argparse.Namespace) -> Partitione
     """Partition the model of a factory as the options say."""
     options, constraints = given_options(arguments), given_constraints(arguments)
     plan = _given_plan(arguments, [*options, *constraints])
-    options.setdefault("devices", _implied_devices(options, plan))
     return partition(
         made.model,
         example_inputs=made.args,
@@ -172,16 +169,6 @@ def _partition(made: FactoryResult, arguments: argparse.Namespace) -> Partitione
         plan=plan,
         **options,
     )
-
-
-def _implied_devices(options: Mapping[str, Any], plan: Plan | None) -> int | None:
-    """Return the number of ranks where ``--devices`` is left out: that of the plan, the cluster or the mesh."""
-    if plan is not None:
-        return plan.n_ranks
-    cluster, mode = read_cluster(options.get("cluster")), options.get("mode")
-    if cluster is not None:
-        return len(cluster.devices)
-    return ranks_of_mesh(mode) if isinstance(mode, Mapping) else None
 
 
 def _given_plan(arguments: argparse.Namespace, given: Sequence[str]) -> Plan | None:

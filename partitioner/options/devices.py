@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.devices import check_count, parse_device
+from partitioner.options.arguments import read_cluster
 from partitioner.options.device_mesh import processes_of
+from partitioner.options.mode import ranks_of_mesh
 from passes.ir.errors import ConfigError
+from passes.ir.plan import Plan
 
-__all__ = ["DevicesArgument", "Placement", "hardware_of", "resolve_devices"]
+__all__ = ["DevicesArgument", "Placement", "hardware_of", "implied_devices", "resolve_devices"]
 
 DevicesArgument = int | Sequence[str | torch.device] | Cluster | DeviceMesh | None
 """The types of ``devices=``."""
@@ -35,6 +38,16 @@ class Placement:
 
 
 Devices = tuple[torch.device, ...]
+
+
+def implied_devices(cluster: Cluster | str | None, mode: str | Mapping[str, int | Sequence[int]], plan: Plan | None = None) -> int | None:
+    """Return the number of ranks where ``devices=`` is left out: that of the plan, the cluster or the mesh; None: all accelerators."""
+    if plan is not None:
+        return plan.n_ranks
+    hardware = read_cluster(cluster)
+    if hardware is not None:
+        return len(hardware.devices)
+    return ranks_of_mesh(mode) if isinstance(mode, Mapping) else None
 
 
 def resolve_devices(devices: DevicesArgument, world_size: int | None, local_world_size: int | None = None) -> Placement:
@@ -108,7 +121,10 @@ def _all_accelerators(world_size: int | None, n_local: int | None) -> Devices:
         return _first_devices(world_size, world_size, n_local)
     count = torch.cuda.device_count()
     if count == 0:
-        raise ConfigError("devices=None means all accelerators, and there are none", remedy="pass devices=4 to run four ranks on the CPU")
+        raise ConfigError(
+            "devices=None means all accelerators, and there are none",
+            remedy='pass devices=4 to run four ranks on the CPU, or cluster="h100:1x4" to plan for hardware',
+        )
     return tuple(torch.device("cuda", index) for index in range(count))
 
 

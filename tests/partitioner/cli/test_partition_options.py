@@ -148,21 +148,6 @@ def run(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("line", "devices"),
-    [
-        ("--cluster h100:2x8", 16),
-        ("--cluster h100:2x8 --devices 4", 4),
-        ("--mode data=2,pipeline=2+1", 6),
-        ("--mode data=2 --cluster h100:1x4", 4),
-        ("", None),
-    ],
-)
-def test_devices_are_implied(line: str, devices: int | None, asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "seen" in run(f"plan net.py:factory {line}", capsys)
-    assert asked[0]["devices"] == devices
-
-
 def test_factories_get_arguments(asked: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     run("plan 'net.py:factory(depth=5)' --devices 1 --precision bf16-mixed", capsys)
     assert len(asked[0]["model"]) == 5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +125,33 @@ def test_all_accelerators_when_there_are_none() -> None:
     with pytest.raises(ConfigError, match="there are none") as raised:
         partition(nn.Linear(2, 2))
     assert "pass devices=4" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"cluster": "h100:2x8"}, 16),
+        ({"cluster": "h100:2x8", "devices": 4, "mode": "data"}, 4),
+        ({"mode": {"data": 2, "pipeline": (2, 1)}}, 6),
+        ({"cluster": "h100:1x4", "mode": "data"}, 4),
+        ({"cluster": "h100:1x4", "mode": {"data": 2}}, "the mesh {'data': 2} has 2 devices and 4 were given"),
+        ({"mode": {"data": 2, "pipeline": -1}}, "'pipeline' has size -1"),
+    ],
+)
+def test_a_cluster_or_a_mesh_implies_the_devices(options: dict[str, Any], expected: int | str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    if isinstance(expected, int):
+        assert partition(model, example_inputs=(torch.randn(16, 8),), **options).plan.n_ranks == expected
+    else:
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            partition(model, example_inputs=(torch.randn(16, 8),), **options)
+
+
+def test_a_plan_implies_the_devices() -> None:
+    model, inputs = nn.Linear(8, 8), (torch.randn(4, 8),)
+    plan = partition(model, 2, "data", example_inputs=inputs).plan
+    assert partition(model, example_inputs=inputs, plan=plan).plan == plan
+    assert partition(model, example_inputs=inputs, plan=plan, cluster="h100:1x4").plan == plan
 
 
 def test_owners_of_blocks_are_found_twice_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
