@@ -18,10 +18,10 @@ import torch
 from benchmarks.published import SEQUENCE, Gpt, Row, predict, rows, simulated, update_seconds
 from cost_models.hardware.clusters import Cluster
 from partitioner.experiments.models.subject import trace_subject
-from partitioner.lowering.simulate_plan import lower_for_timing
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.describe import words_of
+from partitioner.specialize.simulate_plan import lower_for_timing
 from passes.ir.plan import Plan
 
 __all__ = ["chosen"]

@@ -42,9 +42,9 @@ from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import simulate_programs
 from partitioner import Constraints
 from partitioner.experiments.models.subject import trace_subject
-from partitioner.lowering.simulate_plan import Timed, lower_for_timing
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import plan_mesh
+from partitioner.specialize.simulate_plan import Timed, lower_for_timing
 from passes.ir.mesh import Mesh
 
 __all__ = ["SEQUENCE", "Gpt", "Predicted", "Row", "predict", "rows", "simulated", "update_seconds"]

@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.profiling.op_times import MeasuredCosts
-from partitioner.lowering.simulate_plan import Traced, simulate_plan
-from partitioner.lowering.variants import variant_for
 from partitioner.model.module.modes import first_session, modes_of_trace
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.model.session import Assumptions, Tracing
@@ -38,6 +36,8 @@ from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
+from partitioner.specialize.programs import variant_for
+from partitioner.specialize.simulate_plan import Traced, simulate_plan
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.outputs import REPEATED_WRITES

@@ -34,7 +34,7 @@ from passes.autograd.partition_joint import DifferentiatedStage, split_backward
 from passes.autograd.precision.own_casts import with_own_casts, with_shared_casts
 from passes.autograd.precision.wide_sums import with_wide_sums
 from passes.autograd.recompute import Recompute
-from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
+from passes.autograd.staged_model import Differentiation, SplitModel, cut_stages
 from passes.emit.inline_stages import Inline, inline_stages
 from passes.emit.once_a_step import communicating_once
 from passes.emit.place_on_mesh import Gradients, arrange_collectives, place_on_mesh
@@ -127,10 +127,10 @@ class Lowered:
     plan: Plan
     graph: ModelGraph
     cut: StagedCut | None = None
-    stages: Mapping[tuple[int, int], LoweredStages] = field(default_factory=dict)
+    stages: Mapping[tuple[int, int], SplitModel] = field(default_factory=dict)
     programs: tuple[tuple[int, Program], ...] = ()
     known_facts: dict[int, LayoutFacts] = field(default_factory=dict, compare=False, repr=False)
-    shared: dict[Hashable, LoweredStages] = field(default_factory=dict, compare=False, repr=False)
+    shared: dict[Hashable, SplitModel] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def parts(self) -> tuple[tuple[ModelGraph, ...], ...]:
@@ -194,7 +194,7 @@ def shard(lowered: Lowered, target: Target) -> Lowered:
 
 def split(lowered: Lowered, target: Target) -> Lowered:
     """Split the graphs of each pipeline into stages, for the devices of each replica of round-robin stages."""
-    stages: dict[tuple[int, int], LoweredStages] = {}
+    stages: dict[tuple[int, int], SplitModel] = {}
     n_replicas = max(map(len, lowered.plan.stage_ranks))
     for pipeline in sorted({0, *_pipelines_to_lower(lowered, target)}):  # names of values are those in the first
         graphs = lowered.parts[pipeline]
@@ -224,7 +224,7 @@ def differentiate(lowered: Lowered, target: Target) -> Lowered:
     if target.differentiation is None:
         return lowered
     recompute, reduce_dtype = cast(Recompute, lowered.plan.recompute), _reduce_dtype(lowered.plan)
-    training: dict[tuple[int, int], LoweredStages] = {}
+    training: dict[tuple[int, int], SplitModel] = {}
     for pipeline_and_replica, stages in lowered.stages.items():
         outputs = _names_in_pipeline(lowered, stages, target.differentiation.outputs)
         differentiation = replace(target.differentiation, outputs=outputs)
@@ -239,7 +239,7 @@ def _reduce_dtype(plan: Plan) -> torch.dtype | None:
     return None if plan.reduce_dtype is None else cast(torch.dtype, getattr(torch, plan.reduce_dtype))
 
 
-def _names_in_pipeline(lowered: Lowered, stages: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
+def _names_in_pipeline(lowered: Lowered, stages: SplitModel, outputs: frozenset[str]) -> frozenset[str]:
     """Translate names of model outputs in the first pipeline to their names in the pipeline of ``stages``.
 
     Shards of different sizes need different calls, so that the same name may even stand for different values.
@@ -253,7 +253,7 @@ def once_a_step(lowered: Lowered, target: Target) -> Lowered:
     """Gather the parameters of ZeRO, and scatter their gradients, once for all microbatches, if there are several."""
     if target.n_microbatches == 1 or lowered.plan.tiles or not any(name in GATHERED_ONCE for name in lowered.plan.grid.names):
         return lowered
-    found: dict[tuple[int, int], LoweredStages] = {}
+    found: dict[tuple[int, int], SplitModel] = {}
     for pipeline_and_replica, stages in lowered.stages.items():
         key = ("once a step", id(stages))
         if key not in lowered.shared:
@@ -283,7 +283,7 @@ def emit(lowered: Lowered, target: Target) -> Lowered:
     return replace(lowered, programs=tuple(programs))
 
 
-def _emit_pipeline(stages: LoweredStages, target: Target, devices: Sequence[torch.device]) -> tuple[Program, ...]:
+def _emit_pipeline(stages: SplitModel, target: Target, devices: Sequence[torch.device]) -> tuple[Program, ...]:
     """Return the programs of one pipeline by pipeline position, given the device of each."""
     if target.kind == "train_step":
         assert target.schedule is not None
@@ -377,13 +377,13 @@ def check_lowered(lowered: Lowered, phase: str) -> None:
 
 
 def differentiate_stages(
-    lowered: LoweredStages,
+    lowered: SplitModel,
     differentiation: Differentiation,
     recompute: Recompute,
     *,
     share: bool = False,
     reduce_dtype: torch.dtype | None = None,
-) -> LoweredStages:
+) -> SplitModel:
     """Add the training graphs, from the last stage to the first.
 
     A stage's backward takes the gradient of an output only if a later stage or the loss gives one, which is known once those are
@@ -424,7 +424,7 @@ def _differentiable_inputs(stage: StageGraph, requiring: frozenset[str]) -> froz
     return frozenset(name for name in stage.bound + stage.arguments if name in requiring)
 
 
-def values_requiring_gradient(lowered: LoweredStages, differentiable: frozenset[str]) -> frozenset[str]:
+def values_requiring_gradient(lowered: SplitModel, differentiable: frozenset[str]) -> frozenset[str]:
     """Return the outputs of stages that autograd would track, found by running each different stage on fake tensors."""
     requiring: set[str] = set()
     tracked_by_form: dict[Hashable, tuple[bool, ...]] = {}

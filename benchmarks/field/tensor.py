@@ -52,10 +52,10 @@ from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, PartitionError
 from partitioner.experiments.models.factory import FactoryResult
 from partitioner.experiments.models.subject import Subject
-from partitioner.lowering.simulate_plan import lower_for_timing
 from partitioner.options.precision import autocast_of, true_dtype
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import plan_mesh
+from partitioner.specialize.simulate_plan import lower_for_timing
 from partitioner.tracing.trace import trace
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce
 from passes.ir.mesh import Mesh

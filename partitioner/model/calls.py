@@ -19,7 +19,6 @@ import sympy
 import torch
 from torch import Tensor, nn
 
-from partitioner.lowering.lowering import Lowering
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.effects.views import ViewsOfCalls
 from partitioner.model.effects.written_inputs import check_writable, own_memory, write_inputs
@@ -43,6 +42,7 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.optimizers.step_count import OptimizerSteps
 from partitioner.runtime.state.parameters import State
+from partitioner.specialize.sharded_model import ShardedModel
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError, level_of_caller
 from passes.ir.graph import Base, ModelGraph, Output, without_autocast
@@ -100,7 +100,7 @@ class Calls:
         self.dtype = dtype
         self._output_tree = graph.output_tree
         self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
-        self._lowered_views: dict[Lowering, ViewsOfCalls] = {}
+        self._lowered_views: dict[ShardedModel, ViewsOfCalls] = {}
         self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.leaves)
 
     @functools.cached_property
@@ -207,7 +207,7 @@ class Calls:
         return self._graph.batch_size if rows is None else rows
 
     def run(
-        self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
+        self, lowering: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
     ) -> dict[int, Any]:
         """Run the program of every rank of this process; return rank -> result.
 
@@ -220,7 +220,7 @@ class Calls:
         return self.start(lowering, programs, inputs, extra)()
 
     def start(
-        self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
+        self, lowering: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
     ) -> Callable[[], dict[int, Any]]:
         """Begin what ``run`` does; return the function that ends it, see ``Runtime.start``."""
         arguments: dict[int, dict[str, Any]] = {}
@@ -300,7 +300,7 @@ class Calls:
         """Return the rows of a batch that this process passes, and gets results for."""
         return self._rows.rows_passed(batch)
 
-    def result(self, lowering: Lowering, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
+    def result(self, lowering: ShardedModel, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
         """Return the model's outputs in their original structure, from the computed values and the constants among its results.
 
         New values of inputs are written into the caller's tensors, and attributes of modules are set. Results that are views of one
@@ -334,7 +334,7 @@ class Calls:
                 write_inputs(self._graph, by_node, inputs)
 
     def step(
-        self, lowering: Lowering, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]]
+        self, lowering: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]]
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Run the programs of a training step and write new values of inputs; return the loss and the gradients of inputs."""
         loss, gradients, *written = self.run(lowering, programs, inputs, extra)[self._runtime.local_ranks[0]]

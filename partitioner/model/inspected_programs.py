@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from partitioner.lowering.lowering import Lowering
 from partitioner.reports.sources import MANY_RANKS, RankClass
-from passes.autograd.staged_model import Differentiation, LoweredStages
+from partitioner.specialize.sharded_model import ShardedModel
+from passes.autograd.staged_model import Differentiation, SplitModel
 from passes.emit.programs import LossForm
 from passes.ir.graph import Results
 from passes.ir.program import Program
@@ -30,13 +30,13 @@ class InspectedPrograms:
         loss: of the training step; None: it is one by ``pm(...)`` and ``backward()``, whose loss the caller computes.
     """
 
-    lowering: Lowering
+    lowering: ShardedModel
     n_microbatches: int
     differentiation: Differentiation | None
     loss: LossForm | None
 
     @property
-    def stages(self) -> LoweredStages:
+    def stages(self) -> SplitModel:
         """The stages that the programs run."""
         return self.lowering.stages if self.differentiation is None else self.lowering.training(self.differentiation)
 

@@ -17,8 +17,6 @@ from cost_models.formulas.step import StepFormula
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from cost_models.text_files import write_text
-from partitioner.lowering.dump_passes import dump_passes
-from partitioner.lowering.lowering import Lowering
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
@@ -64,6 +62,8 @@ from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, attach_hooks
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
 from partitioner.runtime.state.parameters import check_values
+from partitioner.specialize.dump_passes import dump_passes
+from partitioner.specialize.sharded_model import ShardedModel
 from passes.emit.programs import LossReduction
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
@@ -238,8 +238,8 @@ class PartitionedModel(ModuleInPlan):
         results: Results = "rows",
         kept: tuple[int, ...] | None = None,
         sizes: Mapping[str, int] | None = None,
-    ) -> tuple[int, Lowering]:
-        """Return the number of microbatches of a batch of this size, and the programs for it; see ``Lowerings.for_batch``.
+    ) -> tuple[int, ShardedModel]:
+        """Return the number of microbatches of a batch of this size, and the programs for it; see ``Programs.for_batch``.
 
         ``sizes``: those of the inputs besides the batch, by name; None: as planned.
         """

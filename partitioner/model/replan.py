@@ -16,8 +16,6 @@ from torch import Tensor
 
 from cost_models.hardware.clusters import Cluster
 from cost_models.memory.optimizer_state import training_bytes
-from partitioner.lowering.shard_holders import PlanCuts
-from partitioner.lowering.variants import first_variant
 from partitioner.model.session import Session
 from partitioner.options.arguments import read_cluster
 from partitioner.options.constraints import Constraints
@@ -28,6 +26,8 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.describe import words_of
 from partitioner.reports.tables.moved import moved_text
 from partitioner.runtime.state.resharding_moves import Moves, TensorBytes, moves_between
+from partitioner.specialize.programs import first_variant
+from partitioner.specialize.shard_holders import PlanCuts
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan

@@ -13,8 +13,6 @@ from torch import nn
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
-from partitioner.lowering.shard_holders import PlanCuts
-from partitioner.lowering.variants import Lowerings, results_in_training
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.inspected_programs import InspectedPrograms, LastStep
 from partitioner.options.batch_rows import Inputs
@@ -25,6 +23,8 @@ from partitioner.reports.tables.devices import DeviceTable, device_table
 from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
+from partitioner.specialize.programs import Programs, results_in_training
+from partitioner.specialize.shard_holders import PlanCuts
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.restore import Structure
 from passes.emit.programs import LossForm
@@ -115,7 +115,7 @@ class Session:
     plan: Plan
     runtime: Runtime
     state: State
-    lowerings: Lowerings
+    lowerings: Programs
     assumed: Assumptions
     cuts: PlanCuts
     tracing: Tracing

@@ -8,10 +8,10 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
-from partitioner.lowering.simulate_plan import is_inlined
 from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.model.session import Session
 from partitioner.options.arguments import read_cluster
+from partitioner.specialize.simulate_plan import is_inlined
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from passes.analysis.axis_names import axis_names
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.plan import Plan
@@ -70,8 +70,8 @@ class Explained:
     plan: Plan
     graph: ModelGraph
     staged: StagedCut
-    lowered: LoweredStages
-    pipelines: Sequence[LoweredStages]
+    lowered: SplitModel
+    pipelines: Sequence[SplitModel]
     blocks: Blocks
     programs_of_ranks: Callable[[], Sequence[Program]]
     classes_of_ranks: Callable[[], Sequence[RankClass]]

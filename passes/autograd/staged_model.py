@@ -15,7 +15,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 from passes.stages.split import StageGraph, split_stages
 
-__all__ = ["Differentiation", "LoweredStages", "cut_stages", "reached_gradients"]
+__all__ = ["Differentiation", "SplitModel", "cut_stages", "reached_gradients"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Differentiation:
 
 
 @dataclass(frozen=True)
-class LoweredStages:
+class SplitModel:
     """The stages of a plan, ready to be scheduled.
 
     Attributes:
@@ -107,7 +107,7 @@ class LoweredStages:
         return {name: tuple(sorted(holders[name])) for name in shared}
 
 
-def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozenset[str]:
+def reached_gradients(lowered: SplitModel, outputs: frozenset[str]) -> frozenset[str]:
     """Return parameters and model inputs that get a gradient when only some differentiated outputs are given one."""
     live, reached = set(outputs), set[str]()
     for training in reversed(lowered.training):
@@ -120,7 +120,7 @@ def reached_gradients(lowered: LoweredStages, outputs: frozenset[str]) -> frozen
 
 def cut_stages(
     parts: Sequence[ModelGraph], plan: Plan, devices: Sequence[torch.device], holders: Mapping[str, tuple[int, ...]] | None = None
-) -> LoweredStages:
+) -> SplitModel:
     """Cut a part of the model into the plan's stages.
 
     Args:
@@ -141,4 +141,4 @@ def cut_stages(
                 remedy="give all stages as many ranks of the tensor dimension",
             )
     of_stages = tuple(parts[stage.ranks[0]] for stage in plan.stages)
-    return LoweredStages(of_stages[-1], stages, plan.stage_ranks, parts=of_stages if len(split) > 1 else (), holders=holders or {})
+    return SplitModel(of_stages[-1], stages, plan.stage_ranks, parts=of_stages if len(split) > 1 else (), holders=holders or {})

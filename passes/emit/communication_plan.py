@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.ir.schedule import Action, ActionKind, Schedule
 
 __all__ = ["Item", "Message", "Script", "differentiated_outputs", "gradient_sources", "number_messages", "step_scripts", "sweep_scripts"]
@@ -58,7 +58,7 @@ Script = tuple[Item, ...]
 """Items of one rank, in order."""
 
 
-def step_scripts(lowered: LoweredStages, schedule: Schedule, *, of_all_rows: bool = False) -> tuple[Script, ...]:
+def step_scripts(lowered: SplitModel, schedule: Schedule, *, of_all_rows: bool = False) -> tuple[Script, ...]:
     """Return a training step: every rank's items, the loss sent to every rank, and new values of written inputs.
 
     Args:
@@ -77,7 +77,7 @@ def _sharing(messages: Sequence[Message], rank: int) -> Item:
     return Item(None, received, tuple(message for message in messages if message.source == rank))
 
 
-def _scripts_of_losses(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ...]:
+def _scripts_of_losses(lowered: SplitModel, schedule: Schedule) -> tuple[Script, ...]:
     """Return the items of a step whose collectors compute the loss of each microbatch after its forward."""
     last = Action(lowered.stages[-1].index, ActionKind.FORWARD, schedule.n_microbatches - 1)
     (collector, *more) = lowered.collectors  # several sum their losses over all ranks: no message is needed
@@ -90,7 +90,7 @@ def _scripts_of_losses(lowered: LoweredStages, schedule: Schedule) -> tuple[Scri
     return tuple(scripts)
 
 
-def _scripts_of_one_loss(lowered: LoweredStages, schedule: Schedule) -> tuple[Script, ...]:
+def _scripts_of_one_loss(lowered: SplitModel, schedule: Schedule) -> tuple[Script, ...]:
     """Return the items of a step whose collectors compute one loss of all microbatches, between all forwards and all backwards."""
     first, *more = lowered.collectors  # several all have the loss
     told = [Message("loss", "loss", None, -1, first, rank) for rank in range(lowered.n_ranks) if rank != first and not more]
@@ -114,7 +114,7 @@ def _scripts_of_one_loss(lowered: LoweredStages, schedule: Schedule) -> tuple[Sc
     return tuple(scripts)
 
 
-def sweep_scripts(lowered: LoweredStages, n_microbatches: int, kind: ActionKind, *, share_outputs: bool) -> tuple[Script, ...]:
+def sweep_scripts(lowered: SplitModel, n_microbatches: int, kind: ActionKind, *, share_outputs: bool) -> tuple[Script, ...]:
     """Return all forwards (stages ascending) or all backwards (descending), with the outputs sent to every rank if wanted."""
     stages = range(len(lowered.stages)) if kind is ActionKind.FORWARD else reversed(range(len(lowered.stages)))
     actions: list[list[Item]] = [[] for _ in range(lowered.n_ranks)]
@@ -126,7 +126,7 @@ def sweep_scripts(lowered: LoweredStages, n_microbatches: int, kind: ActionKind,
     return tuple((*_start(lowered, n_microbatches, kind, rank), *items, _sharing(outputs, rank)) for rank, items in pairs)
 
 
-def _outputs(lowered: LoweredStages, n_microbatches: int, names: Sequence[str]) -> Iterator[Message]:
+def _outputs(lowered: SplitModel, n_microbatches: int, names: Sequence[str]) -> Iterator[Message]:
     """Yield the messages that bring results to every rank: whole batches, or single microbatches where several ranks collect."""
     has_one_collector = len(lowered.collectors) == 1
     for rank in range(lowered.n_ranks):
@@ -136,7 +136,7 @@ def _outputs(lowered: LoweredStages, n_microbatches: int, names: Sequence[str]) 
                 yield from (Message("output", value, microbatch, -1, source, rank) for value in names)
 
 
-def _start(lowered: LoweredStages, n_microbatches: int, kind: ActionKind, rank: int) -> Script:
+def _start(lowered: SplitModel, n_microbatches: int, kind: ActionKind, rank: int) -> Script:
     """Return the item before all backwards: collectors send the gradients of results that other ranks computed."""
     if kind is ActionKind.FORWARD or rank not in lowered.collectors:
         return ()
@@ -159,7 +159,7 @@ def number_messages(scripts: Sequence[Script]) -> dict[Message, int]:
     return tags
 
 
-def _item(lowered: LoweredStages, action: Action, also: tuple[Message, ...] = (), *, with_loss: bool = False) -> Item:
+def _item(lowered: SplitModel, action: Action, also: tuple[Message, ...] = (), *, with_loss: bool = False) -> Item:
     if action.kind is ActionKind.FORWARD:
         after = _loss_gradients(lowered, action) if with_loss else ()
         return Item(action, _activations_needed(lowered, action), _activations_sent(lowered, action) + also + after)
@@ -168,23 +168,23 @@ def _item(lowered: LoweredStages, action: Action, also: tuple[Message, ...] = ()
     return Item(action, _gradients_needed(lowered, action), _gradients_sent(lowered, action))
 
 
-def _consumer_ranks(lowered: LoweredStages, value: str, microbatch: int) -> list[int]:
+def _consumer_ranks(lowered: SplitModel, value: str, microbatch: int) -> list[int]:
     ranks = {lowered.rank_of(stage.index, microbatch) for stage in lowered.stages if value in stage.values}
     if value in lowered.returned:
         ranks.add(lowered.rank_of(-1, microbatch))
     return sorted(ranks - {lowered.rank_of(lowered.producer(value), microbatch)})
 
 
-def _activation(lowered: LoweredStages, value: str, microbatch: int, destination: int) -> Message:
+def _activation(lowered: SplitModel, value: str, microbatch: int, destination: int) -> Message:
     return Message("activation", value, microbatch, -1, lowered.rank_of(lowered.producer(value), microbatch), destination)
 
 
-def _activations_sent(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
+def _activations_sent(lowered: SplitModel, action: Action) -> tuple[Message, ...]:
     outputs, microbatch = lowered.stages[action.stage].outputs, action.microbatch
     return tuple(_activation(lowered, value, microbatch, rank) for value in outputs for rank in _consumer_ranks(lowered, value, microbatch))
 
 
-def _activations_needed(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
+def _activations_needed(lowered: SplitModel, action: Action) -> tuple[Message, ...]:
     """Return the messages with the values that a stage reads; for the last stage also with those that the model returns."""
     rank = lowered.rank_of(action.stage, action.microbatch)
     values = list(lowered.stages[action.stage].values)
@@ -194,7 +194,7 @@ def _activations_needed(lowered: LoweredStages, action: Action) -> tuple[Message
     return tuple(message for message in messages if message.source != rank)
 
 
-def differentiated_outputs(lowered: LoweredStages) -> tuple[str, ...]:
+def differentiated_outputs(lowered: SplitModel) -> tuple[str, ...]:
     """Return the results whose gradients the backward takes, in order."""
     assert lowered.differentiation is not None
     wanted = lowered.differentiation.outputs
@@ -203,19 +203,19 @@ def differentiated_outputs(lowered: LoweredStages) -> tuple[str, ...]:
     )
 
 
-def gradient_sources(lowered: LoweredStages, value: str) -> list[int]:
+def gradient_sources(lowered: SplitModel, value: str) -> list[int]:
     """Return the stages that give a gradient of a value, later first; -1 first for the loss."""
     assert lowered.differentiation is not None
     stages = [stage.index for stage in lowered.stages if value in lowered.training[stage.index].arguments_with_gradient]
     return ([-1] if value in lowered.differentiation.outputs else []) + stages[::-1]
 
 
-def _gradient(lowered: LoweredStages, value: str, microbatch: int, consumer: int) -> Message:
+def _gradient(lowered: SplitModel, value: str, microbatch: int, consumer: int) -> Message:
     source, destination = (lowered.rank_of(stage, microbatch) for stage in (consumer, lowered.producer(value)))
     return Message("gradient", value, microbatch, consumer, source, destination)
 
 
-def _gradients_needed(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
+def _gradients_needed(lowered: SplitModel, action: Action) -> tuple[Message, ...]:
     messages = [
         _gradient(lowered, value, action.microbatch, consumer)
         for value in lowered.training[action.stage].outputs_with_gradient
@@ -224,14 +224,14 @@ def _gradients_needed(lowered: LoweredStages, action: Action) -> tuple[Message, 
     return tuple(message for message in messages if message.source != message.destination)
 
 
-def _gradients_sent(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
+def _gradients_sent(lowered: SplitModel, action: Action) -> tuple[Message, ...]:
     produced = lowered.training[action.stage].arguments_with_gradient
     values = [value for value in lowered.stages[action.stage].values if value in produced]
     messages = [_gradient(lowered, value, action.microbatch, action.stage) for value in values]
     return tuple(message for message in messages if message.source != message.destination)
 
 
-def _loss_gradients(lowered: LoweredStages, action: Action) -> tuple[Message, ...]:
+def _loss_gradients(lowered: SplitModel, action: Action) -> tuple[Message, ...]:
     """After the last stage's forward: gradients of outputs that other ranks computed."""
     if lowered.differentiation is None or action.stage != len(lowered.stages) - 1:
         return ()

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from passes.autograd.partition_joint import DifferentiatedStage
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.graph.aliasing import aliasing
 from passes.graph.equivalence import argument_key
 from passes.graph.lazy_graph_module import LazyGraphModule
@@ -41,7 +41,7 @@ _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to
 _GATHERS = frozenset({all_gather, replicate})
 
 
-def communicating_once(lowered: LoweredStages) -> LoweredStages:
+def communicating_once(lowered: SplitModel) -> SplitModel:
     """Return stages whose parameters are gathered, and whose gradients are scattered, by graphs of their own."""
     known: dict[int, DifferentiatedStage] = {}  # stages that compute the same share graphs
     stages, training = list[StageGraph](), list[DifferentiatedStage]()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from passes.autograd.partition_joint import DifferentiatedStage
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.emit.communication_plan import Item, Message, gradient_sources
 from passes.emit.gradient_buckets import gradient_buckets
 from passes.graph.buffer_writes import returning_writes, writing_module
@@ -73,7 +73,7 @@ class Emitter:
 
     def __init__(
         self,
-        lowered: LoweredStages,
+        lowered: SplitModel,
         rank: int,
         n_microbatches: int,
         tags: Mapping[Message, int],
@@ -269,7 +269,7 @@ class Emitter:
         return module
 
 
-def _nodes(lowered: LoweredStages, rank: int) -> dict[str, fx.Node]:
+def _nodes(lowered: SplitModel, rank: int) -> dict[str, fx.Node]:
     """Return the nodes of a rank's graph by name; where stages have graphs of their own, results as the last stage has them.
 
     Every rank receives the results.
@@ -280,7 +280,7 @@ def _nodes(lowered: LoweredStages, rank: int) -> dict[str, fx.Node]:
     return found
 
 
-def _model_inputs(lowered: LoweredStages, rank: int) -> list[str]:
+def _model_inputs(lowered: SplitModel, rank: int) -> list[str]:
     """Return the model inputs that a rank reads, in the model's order: those of its stages, and those of counts over the batch.
 
     A count over the batch (``lowered.graph.totals``) is computed by the program from inputs, so it is no input itself.

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from passes.autograd.staged_model import LoweredStages, reached_gradients
+from passes.autograd.staged_model import SplitModel, reached_gradients
 from passes.emit.communication_plan import (
     Item,
     Message,
@@ -66,7 +66,7 @@ class LossForm:
     draws: bool = False
 
 
-def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, devices: Sequence[torch.device]) -> tuple[Program, ...]:
+def emit_train_step(lowered: SplitModel, schedule: Schedule, loss: LossForm, devices: Sequence[torch.device]) -> tuple[Program, ...]:
     """Emit one training step by a schedule; a loss of all rows needs a schedule with all forwards first.
 
     Programs take ``batch``, model inputs, and on collectors ``target`` and ``loss_fn``; they return
@@ -102,7 +102,7 @@ def emit_train_step(lowered: LoweredStages, schedule: Schedule, loss: LossForm, 
     return tuple(programs)
 
 
-def emit_forward(lowered: LoweredStages, n_microbatches: int, devices: Sequence[torch.device], *, training: bool) -> tuple[Program, ...]:
+def emit_forward(lowered: SplitModel, n_microbatches: int, devices: Sequence[torch.device], *, training: bool) -> tuple[Program, ...]:
     """Emit a forward. Programs return the tuple of ``lowered.returned`` over the batch; in training also inputs of ``emit_backward``."""
     scripts = sweep_scripts(lowered, n_microbatches, ActionKind.FORWARD, share_outputs=True)
     tags = number_messages(scripts)
@@ -116,9 +116,7 @@ def emit_forward(lowered: LoweredStages, n_microbatches: int, devices: Sequence[
     return tuple(programs)
 
 
-def emit_backward(
-    lowered: LoweredStages, n_microbatches: int, given: frozenset[str], devices: Sequence[torch.device]
-) -> tuple[Program, ...]:
+def emit_backward(lowered: SplitModel, n_microbatches: int, given: frozenset[str], devices: Sequence[torch.device]) -> tuple[Program, ...]:
     """Emit the backward of a forward.
 
     Programs take ``batch``, ``saved`` and on collectors ``output_gradients``, for each of ``differentiated_outputs``; they return the
@@ -145,7 +143,7 @@ def emit_backward(
     return tuple(programs)
 
 
-def emit_call(lowered: LoweredStages, n_microbatches: int, devices: Sequence[torch.device]) -> tuple[Program, ...]:
+def emit_call(lowered: SplitModel, n_microbatches: int, devices: Sequence[torch.device]) -> tuple[Program, ...]:
     """Emit a forward, a loss of its results on every rank, and its backward as one program, for inspection.
 
     Programs take the arguments of a training step, and return the results beside the loss, since the caller holds them.
@@ -192,7 +190,7 @@ def _run_backwards(emitter: StageEmitter, script: Script) -> None:
     emitter.section = "gradients of inputs"
 
 
-def _program(kind: ProgramKind, lowered: LoweredStages, rank: int, module: fx.GraphModule) -> Program:
+def _program(kind: ProgramKind, lowered: SplitModel, rank: int, module: fx.GraphModule) -> Program:
     return Program(kind, rank, module, tuple(stage.index for stage in lowered.stages_of(rank)))
 
 
@@ -243,7 +241,7 @@ def _loss_of_microbatch(emitter: StageEmitter, microbatch: int, form: LossForm, 
         emitter.values["loss", None].meta["dtype"] = form.dtype
 
 
-def _loss_call(lowered: LoweredStages, form: LossForm) -> LossCall:
+def _loss_call(lowered: SplitModel, form: LossForm) -> LossCall:
     outputs, returned = lowered.graph.loss_results, lowered.returned
     leaves = [None if output.node is None else returned.index(output.node) for output in outputs]
     tracked = [index for index, name in enumerate(returned) if name in lowered.requiring]
@@ -270,7 +268,7 @@ def _loss_of_all_rows(emitter: StageEmitter, form: LossForm, values: Sequence[fx
         _cut_gradient(emitter, name, emitter.item(call, 1 + position, f"{name}_gradient_of_loss"))
 
 
-def _ranks_sharding_rows(lowered: LoweredStages) -> tuple[int, ...]:
+def _ranks_sharding_rows(lowered: SplitModel) -> tuple[int, ...]:
     """Return (number of ranks that shard the batch,) if results have the rows of all of them, rank after rank; else ()."""
     part = lowered.graph.part
     return (part.n_row_parts,) if part.results == "whole" and part.n_row_parts > 1 else ()
@@ -335,7 +333,7 @@ def _mean_weights(emitter: StageEmitter) -> fx.Node:
     return emitter.call(microbatch_weights, (emitter.sizes(), "mean"), "weights")
 
 
-def _saved_keys(lowered: LoweredStages, rank: int, n_microbatches: int) -> list[tuple[int, int]]:
+def _saved_keys(lowered: SplitModel, rank: int, n_microbatches: int) -> list[tuple[int, int]]:
     """Return the order in which a forward program returns its saved values."""
     stages = [stage.index for stage in lowered.stages_of(rank)]
     return [(stage, number) for stage in stages for number in range(n_microbatches) if lowered.rank_of(stage, number) == rank]

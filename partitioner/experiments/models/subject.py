@@ -10,8 +10,8 @@ from torch import nn
 
 from cost_models.hardware.clusters import Cluster
 from partitioner.experiments.models.factory import FactoryResult, call_factory, check_factory_result, source_name
-from partitioner.lowering.simulate_plan import Traced
 from partitioner.options.precision import autocast_of, converted_inputs, converted_model, true_dtype
+from partitioner.specialize.simulate_plan import Traced
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.trace import trace

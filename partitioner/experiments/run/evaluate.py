@@ -18,13 +18,13 @@ from partitioner.experiments.models.subject import ModelSource, Subject, trace_s
 from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.run.sweep_options import OF_TRACE, option_names, read_options
-from partitioner.lowering.simulate_plan import Timed, is_uniform, lower_for_timing, simulate_plan, simulate_timed
 from partitioner.options.constraints import Constraints
 from partitioner.options.mode import dimensions_of_one, mode_text, ranks_of_stages, resolve_mode, sequential_tiles
 from partitioner.options.precision import MIXED, read_reduce_dtype
 from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest, recompute_fields
 from partitioner.planner.sharding.shared_models import SharedModels
+from partitioner.specialize.simulate_plan import Timed, is_uniform, lower_for_timing, simulate_plan, simulate_timed
 from passes.ir.errors import PartitionError
 from passes.ir.mesh import STAGES, TILE, TILES, WIDTH
 from passes.ir.plan import Plan

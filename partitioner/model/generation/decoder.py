@@ -16,10 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from partitioner.lowering.lowering import Lowering
-from partitioner.lowering.same_weights import lower_with_weights, plan_with_weights
-from partitioner.lowering.transfer_plan import stored_as_in
-from partitioner.lowering.variants import Lowerings
 from partitioner.model.calls import Calls
 from partitioner.model.generation.cached_forward import cached_tensors, trace_cached_forward
 from partitioner.model.generation.static_cache_check import check_static_cache
@@ -27,6 +23,10 @@ from partitioner.model.session import Session
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.parameters import check_values
+from partitioner.specialize.programs import Programs
+from partitioner.specialize.same_weights import lower_with_weights, plan_with_weights
+from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.transfer import stored_as_in
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
@@ -46,7 +46,7 @@ class _Programs:
 
     graph: ModelGraph
     plan: Plan
-    lowerings: Lowerings
+    lowerings: Programs
     calls: Calls
 
 
@@ -151,7 +151,7 @@ class Decoder:
 
         return logits
 
-    def _empty(self, lowering: Lowering, rank: int, batch: int) -> Iterator[tuple[str, Tensor]]:
+    def _empty(self, lowering: ShardedModel, rank: int, batch: int) -> Iterator[tuple[str, Tensor]]:
         """Yield a rank's part of each tensor of the cache that its stages extend, all zeros."""
         device = self._session.runtime.devices[rank]
         graph, read = lowering.part(rank), lowering.forward(1).programs[rank].placeholders

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partitioner.lowering.lowering import Lowering
 from partitioner.model.effects.left_attributes import LeftAttributes, attribute_results, loss_with_attributes
 from partitioner.model.losses.form import LossDependence, LossFunction, ResultSizes, loss_dependence
 from partitioner.model.losses.proof import Counter, Proof, has_rows, prove
@@ -21,6 +20,7 @@ from partitioner.model.losses.target_rows import rows_first
 from partitioner.options.batch_rows import RowParts
 from partitioner.runtime.arguments import BoundInputs, check_target
 from partitioner.runtime.base import Runtime
+from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from passes.emit.programs import LossForm, LossReduction
 from passes.ir.comm.microbatch import microbatch_sizes, split_target
@@ -31,7 +31,7 @@ from passes.normalize.loss_alone import results_of_step
 
 __all__ = ["Losses", "PreparedLoss", "check_loss"]
 
-LoweringFor = Callable[..., tuple[int, Lowering]]
+LoweringFor = Callable[..., tuple[int, ShardedModel]]
 """``lowering_for(batch, in_parts=True, results="rows", kept=None)``: the number of microbatches of a batch, and the lowered model.
 
 ``in_parts``: means that the model returns may be computed as sums over parts of the batch. ``results``: see ``passes.ir.graph.Results``.
@@ -58,7 +58,7 @@ class PreparedLoss:
     """
 
     n_microbatches: int
-    lowering: Lowering
+    lowering: ShardedModel
     results: Results
     is_own_loss: bool
     kept: tuple[int, ...] | None
@@ -174,7 +174,7 @@ class Losses:
         extra = {rank: {**arguments, "loss_weights": weights.get(rank)} for rank, arguments in prepared.extra.items()}
         return replace(prepared, form=replace(prepared.form, is_weighted=True), extra=extra)
 
-    def _traced(self, batch: int, lowering: Callable[[], Lowering]) -> ModelGraph:
+    def _traced(self, batch: int, lowering: Callable[[], ShardedModel]) -> ModelGraph:
         """Return the model as it was traced for a batch, which may differ from the plan's graph if that does not serve it."""
         return self._graph if self._graph.serves(batch) else lowering().whole
 
@@ -230,7 +230,7 @@ class Losses:
         form = LossForm("sum" if lowering.graph.combine(own) == "sum" else "mean", dependence.dtype)
         return PreparedLoss(count, lowering, "rows", True, kept, True, outputs, form, extra)
 
-    def _agreed_dependence(self, step: _Step, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
+    def _agreed_dependence(self, step: _Step, lowering: ShardedModel, target: Any, n_microbatches: int | None) -> LossDependence:
         """Return which results the loss depends on. A rank that computes no loss and has no target learns it from the others.
 
         ``target`` is for the rows of this rank; if ``n_microbatches`` is None, the loss takes all rows at once, and it is for all.
@@ -249,7 +249,7 @@ class Losses:
             raise error
         return _decode_dependence(agreed)
 
-    def _local_dependence(self, step: _Step, lowering: Lowering, target: Any, n_microbatches: int | None) -> LossDependence:
+    def _local_dependence(self, step: _Step, lowering: ShardedModel, target: Any, n_microbatches: int | None) -> LossDependence:
         """Return which results the loss of this rank depends on, inspected on the first microbatch, or on all rows; cached."""
         leaves, tree = pytree.tree_flatten(target)
         kinds = (str(tree), *(leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
@@ -261,7 +261,7 @@ class Losses:
             self._dependences[key] = self._inspect(step, lowering, part, sizes)
         return self._dependences[key]
 
-    def _inspect(self, step: _Step, lowering: Lowering, part: Any, sizes: ResultSizes) -> LossDependence:
+    def _inspect(self, step: _Step, lowering: ShardedModel, part: Any, sizes: ResultSizes) -> LossDependence:
         """Call the loss on results of these sizes and a part of the target; raise ConfigError, with a remedy, if it fails."""
         batch, device = step.inputs.batch, self._runtime.devices[self._here]
         requiring = lowering.requiring(step.inputs.requiring_gradient)
@@ -353,7 +353,7 @@ class Losses:
         starts = {rank: 0 if _has_local_rows(rows) else rows.part_index(rank) * n_microbatches for rank in self._runtime.local_ranks}
         return {rank: weights[start : start + n_microbatches] for rank, start in starts.items()}
 
-    def _total_count(self, lowering: Lowering, counts: tuple[float, ...]) -> float:
+    def _total_count(self, lowering: ShardedModel, counts: tuple[float, ...]) -> float:
         """Return the number of targets of the batch that are not ignored, or the sum of their weights; local inputs: over all processes."""
         if not _has_local_rows(lowering.rows):
             return sum(counts)
@@ -380,7 +380,7 @@ def _passed_microbatches(rows: RowParts, batch: int, n_microbatches: int) -> tup
     return of_rank if _has_local_rows(rows) else of_rank * rows.count
 
 
-def _inspected_part(lowering: Lowering, target: Any, batch: int, n_microbatches: int | None) -> tuple[Any, ResultSizes]:
+def _inspected_part(lowering: ShardedModel, target: Any, batch: int, n_microbatches: int | None) -> tuple[Any, ResultSizes]:
     """Return the target of the first microbatch, or of all rows if ``n_microbatches`` is None, and the sizes of the results for it."""
     rows_of_rank = batch // lowering.rows.count
     if n_microbatches is None:

@@ -14,10 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from partitioner.lowering.lowering import Lowering
-from partitioner.lowering.shard_holders import PlanCuts
-from partitioner.lowering.transfer_plan import stored_as_in, transferred_plan
-from partitioner.lowering.variants import Lowerings, Variant, first_variant
 from partitioner.model.calls import Calls
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.inspected_programs import LastStep
@@ -30,6 +26,10 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.broadcast_values import broadcast_values
 from partitioner.runtime.state.hooks import TensorHooks
 from partitioner.runtime.state.parameters import State, materialize, state_of_trace
+from partitioner.specialize.programs import Programs, Variant, first_variant
+from partitioner.specialize.shard_holders import PlanCuts
+from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.transfer import stored_as_in, transferred_plan
 from partitioner.tracing.autograd.hooks import GRADIENTS_ON
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.inputs.example import find_example_inputs
@@ -345,9 +345,9 @@ def _session(
     def trainable() -> frozenset[str]:
         return frozenset(placeholder for placeholder, name in graph.parameters.items() if name in state.gradients.trained)
 
-    def lower_at(variant: Variant) -> Lowering:
+    def lower_at(variant: Variant) -> ShardedModel:
         tensors = (state.by_rank, state.slots)
-        return Lowering(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *tensors, trainable, variant.inputs)
+        return ShardedModel(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *tensors, trainable, variant.inputs)
 
-    lowerings = Lowerings(graph, plan, lower_at, cuts.traced_for, tracing.inputs)
+    lowerings = Programs(graph, plan, lower_at, cuts.traced_for, tracing.inputs)
     return Session(model, graph, plan, runtime, state, lowerings, assumed, cuts, tracing, left)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.lowering.lowering import Lowering
 from partitioner.model.calls import Calls
 from partitioner.model.effects.written_inputs import with_copies
 from partitioner.model.steps.gradient_accumulation import Accumulation
@@ -19,6 +18,7 @@ from partitioner.runtime.arguments import BoundInputs, refuse_tangents
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.hooks import has_hooks
+from partitioner.specialize.sharded_model import ShardedModel
 from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
@@ -180,7 +180,7 @@ def tracks_gradients(calls: Calls, inputs: BoundInputs) -> bool:
 def tracked_forward(
     calls: Calls,
     runtime: Runtime,
-    lowering: Lowering,
+    lowering: ShardedModel,
     differentiation: Differentiation,
     count: int,
     inputs: BoundInputs,

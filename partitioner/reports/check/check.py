@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner.lowering.lowering import Lowering
 from partitioner.reports.check.by_definition import differences_by_definition, draws_anything
 from partitioner.reports.check.compare import Comparison, compare, largest_magnitude
 from partitioner.reports.check.mesh_walk import walk_mesh
@@ -25,6 +24,7 @@ from partitioner.reports.check.report import CheckReport, Difference, Part
 from partitioner.runtime.arguments import BoundInputs, bind_inputs
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
+from partitioner.specialize.sharded_model import ShardedModel
 from passes.graph.provenance import place_of
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.graph import ModelGraph
@@ -50,7 +50,7 @@ class Partitioned(Protocol):
 
     def full_gradients(self) -> dict[str, Tensor | None]: ...
 
-    def lowering_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, Lowering]: ...
+    def lowering_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, ShardedModel]: ...
 
 
 @dataclass(frozen=True)

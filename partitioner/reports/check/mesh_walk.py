@@ -16,7 +16,7 @@ from partitioner.reports.check.lockstep import run_in_lockstep
 from partitioner.reports.check.node_walk import NodeWalk, values_of
 from partitioner.reports.check.report import Difference
 from passes.analysis.axes import TensorAxes
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.graph.provenance import place_of
 from passes.ir.layout import Layout, Partial, Shard
 from passes.ir.program import at_batch
@@ -29,7 +29,7 @@ __all__ = ["walk_mesh"]
 
 
 def walk_mesh(
-    staged: StagedCut, lowered: LoweredStages, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
+    staged: StagedCut, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
 ) -> NodeWalk:
     """Run the whole graph and the ranks' graphs, and compare node by node.
 
@@ -49,14 +49,14 @@ def walk_mesh(
     return NodeWalk(tuple(comparison for walk in walks for comparison in walk.comparisons), first)
 
 
-def _stages_of_cut(staged: StagedCut, cut: CutModel, lowered: LoweredStages) -> LoweredStages:
+def _stages_of_cut(staged: StagedCut, cut: CutModel, lowered: SplitModel) -> SplitModel:
     """Keep only the stages whose ranks run graphs of this cut."""
     ranks = lowered.stage_ranks
     return replace(lowered, stages=tuple(stage for stage in lowered.stages if staged.of_places[ranks[stage.index][0]] is cut))
 
 
 def _walk_cut(
-    cut: CutModel, lowered: LoweredStages, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
+    cut: CutModel, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
 ) -> NodeWalk:
     """Compare the nodes of these stages with the whole graph; arguments as for ``walk_mesh``."""
     graph = cut.graph
@@ -98,7 +98,7 @@ def _inputs_of_ranks(cut: CutModel, tensors: Mapping[str, Tensor], inputs: Mappi
     ]
 
 
-def _stages_by_node(lowered: LoweredStages) -> Mapping[str, int]:
+def _stages_by_node(lowered: SplitModel) -> Mapping[str, int]:
     """Map each node of the whole model to the first stage that computes a shard of it."""
     stages: dict[str, int] = {}
     for stage in lowered.stages:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from partitioner.reports.check.compare import Comparison, compare, largest_magnitude
 from partitioner.reports.check.report import Difference
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.graph.provenance import place_of
 from passes.ir.comm.microbatch import split_batch
 from passes.ir.graph import ModelGraph
@@ -65,7 +65,7 @@ class _StageValues:
 
 
 def walk_nodes(
-    whole: ModelGraph, lowered: LoweredStages, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], sizes: Sequence[int], seed: int
+    whole: ModelGraph, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], sizes: Sequence[int], seed: int
 ) -> NodeWalk:
     """Run the whole graph and the stages' graphs, and compare node by node.
 
@@ -105,7 +105,7 @@ def _with_own_buffers(graph: ModelGraph, tensors: Mapping[str, Any]) -> dict[str
     return {name: tensor.clone() if name in graph.buffers else tensor for name, tensor in tensors.items()}
 
 
-def _run_stages(lowered: LoweredStages, tensors: Values, inputs: Mapping[str, Tensor], sizes: Sequence[int]) -> _StageValues:
+def _run_stages(lowered: SplitModel, tensors: Values, inputs: Mapping[str, Tensor], sizes: Sequence[int]) -> _StageValues:
     """Run every stage on every microbatch, and record the values of all nodes; arguments as for ``walk_nodes``."""
     graph = lowered.graph
     microbatches: dict[str, Sequence[Any]] = {}
@@ -128,7 +128,7 @@ def _run_stages(lowered: LoweredStages, tensors: Values, inputs: Mapping[str, Te
     return results
 
 
-def _record_training(lowered: LoweredStages, stage: StageGraph, given: Mapping[str, Any], recorded: _StageValues) -> None:
+def _record_training(lowered: SplitModel, stage: StageGraph, given: Mapping[str, Any], recorded: _StageValues) -> None:
     """Run the stage's training graph and record its outputs; restore the random generators, so that the forward draws the same numbers."""
     if not lowered.training:
         return

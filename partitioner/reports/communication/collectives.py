@@ -20,7 +20,7 @@ from partitioner.reports.communication.purpose import Purpose, Purposes, dimensi
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.module_names import rank_list
 from partitioner.reports.sources import Explained, RankClass
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.emit.inline_stages import TIMES
 from passes.graph.symbolic_sizes import expected_size
 from passes.ir.comm.microbatch import microbatch_sizes
@@ -110,7 +110,7 @@ def has_collectives(program: Program) -> bool:
     return any(node.target in COLLECTIVES for node in program.module.graph.nodes)
 
 
-def collectives_of(lowered: LoweredStages, specs: ValueSpecs) -> tuple[Collective, ...]:
+def collectives_of(lowered: SplitModel, specs: ValueSpecs) -> tuple[Collective, ...]:
     """Return the collectives of a rank whose group has other ranks.
 
     Args:

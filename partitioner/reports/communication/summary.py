@@ -10,7 +10,7 @@ from partitioner.reports.communication.collectives import Collective, collective
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.module_names import rank_list, short_name
 from partitioner.reports.sources import RankClass
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.emit.communication_plan import Message
 from passes.graph.provenance import module_path
 from passes.graph.symbolic_sizes import size_of
@@ -23,7 +23,7 @@ __all__ = ["route", "transfers"]
 
 
 def transfers(
-    lowered: LoweredStages,
+    lowered: SplitModel,
     classes: Sequence[RankClass],
     mesh: Mesh | None = None,
     collectives: Sequence[Sequence[Collective]] | None = None,
@@ -80,20 +80,20 @@ def _order(message: Message, position: int) -> tuple[int, int, int]:
     return kinds[message.kind], -position if message.kind == "gradient" else position, message.destination
 
 
-def _message_of_step(lowered: LoweredStages, message: Message) -> Message:
+def _message_of_step(lowered: SplitModel, message: Message) -> Message:
     """Return the message that stands for those of all microbatches, all replicas of a stage, and all receivers (-1) of a result."""
     source, destination = _replicas(lowered, message.source)[0], _replicas(lowered, message.destination)[0]
     to_all = message.kind in ("loss", "output")
     return Message(message.kind, message.value, None, message.consumer, source, -1 if to_all else destination)
 
 
-def _replicas(lowered: LoweredStages, place: int) -> tuple[int, ...]:
+def _replicas(lowered: SplitModel, place: int) -> tuple[int, ...]:
     """Return the pipeline positions that run the same replicated stage as ``place``."""
     return next(places for places in lowered.stage_ranks if place in places)
 
 
 def _transfer(
-    lowered: LoweredStages,
+    lowered: SplitModel,
     message: Message,
     nodes: Sequence[tuple[fx.Node, int]],
     rows: Sequence[int],
@@ -123,7 +123,7 @@ def _transfer(
     return Transfer(name, _shape(lowered, node, size), sent, times, source, receivers or destination, reason)
 
 
-def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
+def _shape(lowered: SplitModel, node: fx.Node, rows: int) -> str:
     """Format a value as ``"float32 (2, 6, 12)"``, for a batch of ``rows`` rows."""
     value = node.meta["val"]
     assert isinstance(value, Tensor)
@@ -131,12 +131,12 @@ def _shape(lowered: LoweredStages, node: fx.Node, rows: int) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} ({', '.join(str(size) for size in sizes)})"
 
 
-def _ranks(lowered: LoweredStages, place: int, ranks_at: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _ranks(lowered: SplitModel, place: int, ranks_at: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the ranks at a pipeline position and at its replicas."""
     return tuple(sorted(rank for replica in _replicas(lowered, place) for rank in ranks_at[replica]))
 
 
-def route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Sequence[tuple[int, ...]]) -> tuple[str, str, str]:
+def route(lowered: SplitModel, message: Message, node: fx.Node, ranks_at: Sequence[tuple[int, ...]]) -> tuple[str, str, str]:
     """Return source, destination and reason of a message: ``("stage 0, rank 0", "stage 1, rank 1", "blocks.0 -> blocks.1")``.
 
     Args:
@@ -163,7 +163,7 @@ def route(lowered: LoweredStages, message: Message, node: fx.Node, ranks_at: Seq
     return producing, f"{stages}, {destination}", f"{computed} -> {_reader(lowered, message.value, reading)}"
 
 
-def _reader(lowered: LoweredStages, value: str, stages: Sequence[int]) -> str:
+def _reader(lowered: SplitModel, value: str, stages: Sequence[int]) -> str:
     """Return the module of the first node of these stages that reads a value."""
     for index in stages:
         for node in lowered.stages[index].module.graph.nodes:

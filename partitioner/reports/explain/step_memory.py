@@ -11,7 +11,7 @@ from cost_models.hardware.units import format_bytes
 from partitioner.schedules.catalog import schedule_of
 from partitioner.schedules.kind import peak_in_flight
 from passes.autograd.partition_joint import DifferentiatedStage
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.errors import PartitionWarning, level_of_caller
@@ -21,7 +21,7 @@ from passes.ir.schedule import Schedule
 __all__ = ["peaks_of_step", "saved_bytes", "warn_of_calls", "warn_of_loss"]
 
 
-def saved_bytes(lowered: LoweredStages, training: DifferentiatedStage, plan: Plan) -> int:
+def saved_bytes(lowered: SplitModel, training: DifferentiatedStage, plan: Plan) -> int:
     """Return the bytes that a stage saves of one microbatch for its backward."""
     saved = [value for value in training.saved_values if isinstance(value, Tensor)]
     rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)[0]

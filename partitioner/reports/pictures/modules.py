@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.graph.provenance import module_path
 from passes.ir.graph import ModelGraph
 from passes.stages.split import StageGraph
@@ -36,13 +36,13 @@ class ModuleRun:
     parameters: tuple[fx.Node, ...]
 
 
-def suitable_depth(lowered: LoweredStages) -> int:
+def suitable_depth(lowered: SplitModel) -> int:
     """Return the largest module depth whose runs fit a page; 1 if none does."""
     fitting = [depth for depth in range(1, _DEEPEST + 1) if len(module_runs(lowered, depth)) <= _MOST_RUNS]
     return max(fitting, default=1)
 
 
-def module_runs(lowered: LoweredStages, depth: int) -> list[ModuleRun]:
+def module_runs(lowered: SplitModel, depth: int) -> list[ModuleRun]:
     """Return the runs of a pipeline, in order; at depth 2, ``blocks.0.up`` belongs to module ``blocks.0``."""
     return [run for stage in lowered.stages for run in _runs(lowered.graph, stage, depth)]
 

@@ -12,7 +12,7 @@ from partitioner.options.batch_statistics import microbatch_effects
 from partitioner.reports.module_names import module_range
 from partitioner.reports.tables.table import align, html_table
 from partitioner.schedules.catalog import interleaves
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.emit.communication_plan import sweep_scripts
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.microbatch import microbatch_sizes
@@ -60,7 +60,7 @@ class DeviceTable:
         return html_table(self.rows, self.columns, caption=" ".join(caption))
 
 
-def device_table(name: str, plan: Plan, lowered: LoweredStages, planned_for: str) -> DeviceTable:
+def device_table(name: str, plan: Plan, lowered: SplitModel, planned_for: str) -> DeviceTable:
     """Return the table of devices of a pipeline. ``planned_for`` is the hardware of the plan; empty if the programs run on it."""
     notes = table_notes(lowered.graph, plan, planned_for)
     return DeviceTable(headline(name, plan, training=lowered.graph.training), _rows(plan, lowered), _COLUMNS, _FOOTNOTE, notes)
@@ -85,7 +85,7 @@ def headline(name: str, plan: Plan, *, training: bool) -> str:
     return f"{name}: {mesh}{tiles}{schedule}, {cut}, {'training' if training else 'evaluation'}"
 
 
-def _rows(plan: Plan, lowered: LoweredStages) -> list[tuple[str, ...]]:
+def _rows(plan: Plan, lowered: SplitModel) -> list[tuple[str, ...]]:
     """Return the heading, a row for each rank, and the totals."""
     sent = _sent_forward(plan, lowered)
     rows: list[tuple[str, ...]] = [_HEADING]
@@ -130,7 +130,7 @@ def _totals(plan: Plan, graph: ModelGraph) -> tuple[str, str, str]:
     )
 
 
-def _sent_forward(plan: Plan, lowered: LoweredStages) -> list[int]:
+def _sent_forward(plan: Plan, lowered: SplitModel) -> list[int]:
     """Return the bytes of activations that each rank sends in a step."""
     graph, n_microbatches = lowered.graph, plan.n_microbatches
     nodes = {node.name: node for node in graph.graph.nodes}

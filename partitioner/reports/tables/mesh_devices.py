@@ -13,7 +13,7 @@ from partitioner.reports.communication.collectives import collectives_of_classes
 from partitioner.reports.module_names import module_range
 from partitioner.reports.sources import MANY_RANKS, Blocks, Explained
 from partitioner.reports.tables.devices import DeviceTable, headline, table_notes
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import send
 from passes.ir.graph import ModelGraph
@@ -119,7 +119,7 @@ def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> lis
     return list(zip(counts, sizes, strict=True))
 
 
-def _work_of_ranks(plan: Plan, lowered: Sequence[LoweredStages], staged: StagedCut) -> list[float]:
+def _work_of_ranks(plan: Plan, lowered: Sequence[SplitModel], staged: StagedCut) -> list[float]:
     """Return the FLOPs of each rank's forwards in a step; they differ where shards have different sizes.
 
     ``lowered`` has the stages of every pipeline of the mesh, ``staged.parts`` the graphs of its ranks; a rank counts in its home pipeline.

@@ -13,8 +13,8 @@ import torch
 from torch import Generator, Tensor, fx, nn
 
 from partitioner import PartitionedModel, partition
-from partitioner.lowering.lowering import Lowering
 from partitioner.reports.check.compare import compare
+from partitioner.specialize.sharded_model import ShardedModel
 from passes.ir.errors import ConfigError
 from tests.support.models.case import Case, Inputs, mean_squared_error, real
 from tests.support.models.zoo import case_named
@@ -159,7 +159,7 @@ def test_a_model_without_gradients() -> None:
 # -- broken on purpose -----------------------------------------------------------------------------------------------------------------
 
 
-def lowering_of(pm: PartitionedModel) -> Lowering:
+def lowering_of(pm: PartitionedModel) -> ShardedModel:
     return pm.lowering_for(8, in_parts=False)[1]
 
 

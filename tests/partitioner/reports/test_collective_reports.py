@@ -15,7 +15,7 @@ from partitioner.reports.sources import RankClass
 from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.embedded import EmbeddedRuntime, _EmbeddedTransport
 from partitioner.runtime.executor import Executable, ProgramSet
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.program import Program
@@ -25,7 +25,7 @@ from tests.support.running.programs import lowered_stages
 
 
 @pytest.fixture(scope="module")
-def lowered() -> LoweredStages:
+def lowered() -> SplitModel:
     """Return stages of a model whose parameters and inputs have names."""
     return lowered_stages(case_named("residual"), "GPipe", 2, 2)
 
@@ -53,7 +53,7 @@ def zeros(graph: fx.Graph, *shape: Any, dtype: torch.dtype = torch.float32) -> f
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function.__name__}-{case.name}")
-def test_bytes_are_those_of_the_pieces(case: CollectiveCase, n_ranks: int, lowered: LoweredStages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_of_the_pieces(case: CollectiveCase, n_ranks: int, lowered: SplitModel, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = case.parts(n_ranks)
     group = tuple(range(n_ranks))
 
@@ -82,7 +82,7 @@ def test_bytes_are_those_of_the_pieces(case: CollectiveCase, n_ranks: int, lower
     assert sum(transfer.times for transfer in found) == (n_ranks if n_ranks > 1 else 0)
 
 
-def test_alike_in_all_layers_and_microbatches_is_one_line(lowered: LoweredStages) -> None:
+def test_alike_in_all_layers_and_microbatches_is_one_line(lowered: SplitModel) -> None:
     """Two layers, a batch of 9 in two microbatches, two groups of two ranks."""
 
     def write(graph: fx.Graph, rank: int) -> list[fx.Node]:
@@ -106,7 +106,7 @@ def test_alike_in_all_layers_and_microbatches_is_one_line(lowered: LoweredStages
     assert line.reason == "all-reduce: each rank has a part of the sum"
 
 
-def test_parameters_have_their_names(lowered: LoweredStages) -> None:
+def test_parameters_have_their_names(lowered: SplitModel) -> None:
     (first, *_), (original, *_) = lowered.graph.parameters.keys(), lowered.graph.parameters.values()
 
     def write(graph: fx.Graph) -> list[fx.Node]:
@@ -122,7 +122,7 @@ def test_parameters_have_their_names(lowered: LoweredStages) -> None:
     assert scattered.reason == "reduce-scatter: a parameter that these ranks share"
 
 
-def test_a_sum_that_is_no_gradient(lowered: LoweredStages) -> None:
+def test_a_sum_that_is_no_gradient(lowered: SplitModel) -> None:
     def write(graph: fx.Graph) -> fx.Node:
         return started(graph, all_reduce, [zeros(graph)], group=(0, 1), meta={"reduces": ("loss",)})
 

@@ -26,7 +26,7 @@ from partitioner.reports.tables import table
 from partitioner.reports.tables.table import Table
 from partitioner.runtime import embedded
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from tests.support.models.attention.gpt import Gpt
 from tests.support.models.case import Case, Instance
 from tests.support.models.zoo import case_named
@@ -161,7 +161,7 @@ def test_kept_bytes_are_what_a_forward_keeps() -> None:
         assert f"  {format_bytes(kept[stage])}  " in line
 
 
-def _saved_bytes(pm: PartitionedModel, lowered: LoweredStages, tokens: Tensor, last: int) -> int:
+def _saved_bytes(pm: PartitionedModel, lowered: SplitModel, tokens: Tensor, last: int) -> int:
     """Run the stages up to one on the first microbatch of two rows; the bytes that its forward saves."""
     values: dict[str, Any] = {"batch": 2, "tokens": tokens[:2]}
     saved: tuple[Any, ...] = ()

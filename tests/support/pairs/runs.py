@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from passes.autograd.staged_model import LoweredStages
+from passes.autograd.staged_model import SplitModel
 from passes.ir.comm.functional import COLLECTIVES
 from passes.ir.graph import ModelGraph
 from passes.normalize.order import ExportedGraph
@@ -86,7 +86,7 @@ def _values(graph: ModelGraph, model: nn.Module, args: Sequence[Any]) -> dict[st
     return values
 
 
-def _run_stages(lowered: LoweredStages, subject: Subject) -> Run:
+def _run_stages(lowered: SplitModel, subject: Subject) -> Run:
     """Run the stages one after another on the whole batch, and their backward graphs, if any, in reverse."""
     model = copy.deepcopy(subject.model)
     graph, values = lowered.graph, _values(lowered.graph, model, subject.args)
@@ -99,7 +99,7 @@ def _run_stages(lowered: LoweredStages, subject: Subject) -> Run:
     return _run_training(lowered, model, values)
 
 
-def _run_training(lowered: LoweredStages, model: nn.Module, values: dict[str, Any]) -> Run:
+def _run_training(lowered: SplitModel, model: nn.Module, values: dict[str, Any]) -> Run:
     graph, saved = lowered.graph, []
     with torch.no_grad():
         for stage, training in zip(lowered.stages, lowered.training, strict=True):

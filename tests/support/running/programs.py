@@ -12,7 +12,7 @@ from partitioner.schedules.catalog import make_schedule
 from partitioner.tracing.trace import trace
 from passes.analysis.replicable import replicable_nodes
 from passes.autograd.recompute import Recompute
-from passes.autograd.staged_model import Differentiation, LoweredStages, cut_stages
+from passes.autograd.staged_model import Differentiation, SplitModel, cut_stages
 from passes.emit.programs import LossForm, emit_backward, emit_forward, emit_train_step
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan, Prediction, Stage
@@ -70,7 +70,7 @@ def lowered_stages(
     recompute: Recompute = "none",
     input_gradients: bool = False,
     batch_size: int = 9,
-) -> LoweredStages:
+) -> SplitModel:
     """Return the stages with their training graphs."""
     graph, everything = traced(case, batch_size, input_gradients)
     plan = even_plan(graph, schedule, n_ranks, n_microbatches, recompute)

@@ -6,17 +6,17 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 
-from partitioner.lowering.lowering import Lowering
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel
+from partitioner.specialize.sharded_model import ShardedModel
 from passes.ir.errors import level_of_caller
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
 from passes.normalize.loss_alone import results_in_parts, results_of_step
 
-__all__ = ["LowerAt", "Lowerings", "Variant", "first_variant", "results_in_training", "variant_for"]
+__all__ = ["LowerAt", "Programs", "Variant", "first_variant", "results_in_training", "variant_for"]
 
-LowerAt = Callable[["Variant"], Lowering]
+LowerAt = Callable[["Variant"], ShardedModel]
 """Lowers the plan for one variant of the graph."""
 
 
@@ -56,7 +56,7 @@ def results_in_training(graph: ModelGraph) -> Results:
     return "whole" if "mixed" in kinds else "loss"
 
 
-class Lowerings:
+class Programs:
     """Caches the lowered programs of each variant of a model.
 
     Args:
@@ -75,19 +75,19 @@ class Lowerings:
         self._plan = plan
         self._lower_at = lower_at
         self.rows = RowParts(plan.grid, inputs)
-        self._lowered: dict[Variant, Lowering] = {}
+        self._lowered: dict[Variant, ShardedModel] = {}
         self._checked: set[tuple[int, int]] = set()  # (batch size, microbatches)
 
-    def with_microbatches(self, count: int | None) -> Lowerings:
+    def with_microbatches(self, count: int | None) -> Programs:
         """Return lowerings that share the cache, for whole batches in ``count`` microbatches; None: the plan's number."""
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
-        other = Lowerings(self._graph, plan, self._lower_at, self.trace_again)
+        other = Programs(self._graph, plan, self._lower_at, self.trace_again)
         other._lowered = self._lowered
         return other
 
     def for_batch(
         self, batch: int, *, in_parts: bool = True, results: Results = "rows", kept: tuple[int, ...] | None = None
-    ) -> tuple[int, Lowering]:
+    ) -> tuple[int, ShardedModel]:
         """Return the number of microbatches of a batch, and the programs for it; see ``variant_for``."""
         known = (self._graph, self._plan, self.rows, batch)
         count, variant = variant_for(*known, in_parts=in_parts, results=results, kept=kept)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from partitioner.lowering.lowering import Lowering
-from partitioner.lowering.shard_holders import PlanCuts
-from partitioner.lowering.stage_starts import stages_where_held
-from partitioner.lowering.variants import Lowerings, Variant, first_variant
 from partitioner.options.batch_rows import Inputs
 from partitioner.runtime.state.parameters import State, state_of_trace
+from partitioner.specialize.programs import Programs, Variant, first_variant
+from partitioner.specialize.shard_holders import PlanCuts
+from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.stage_starts import stages_where_held
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes
 from passes.analysis.merge_axes import find_axes_to_cut
@@ -28,7 +28,7 @@ from passes.spmd.shard_stages import StoredLayouts
 __all__ = ["lower_with_weights", "plan_with_weights"]
 
 
-def plan_with_weights(graph: ModelGraph, first: Lowering, plan: Plan) -> Plan:
+def plan_with_weights(graph: ModelGraph, first: ShardedModel, plan: Plan) -> Plan:
     """Return the plan by which a graph computes with the weights of another, as that is lowered by its own plan.
 
     Axes that no parameter has, the batch excepted, are not sharded: positions of one token cannot be.
@@ -46,7 +46,7 @@ def plan_with_weights(graph: ModelGraph, first: Lowering, plan: Plan) -> Plan:
     )
 
 
-def _axes(graph: ModelGraph, first: Lowering, plan: Plan) -> Iterator[tuple[str, str]]:
+def _axes(graph: ModelGraph, first: ShardedModel, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the sharded axes of a graph with their mesh dimensions, in the order of the first graph's."""
     sharded = first.cut.widest
     axes = find_axes_to_cut(graph, plan.grid)
@@ -76,7 +76,7 @@ def _same_axes(graph: ModelGraph, axes: Axes, first_graph: ModelGraph, first_axe
 # -- stages ------------------------------------------------------------------------------------------------------------------------
 
 
-def _stages(graph: ModelGraph, first: Lowering, plan: Plan) -> tuple[Stage, ...]:
+def _stages(graph: ModelGraph, first: ShardedModel, plan: Plan) -> tuple[Stage, ...]:
     """Return the plan's stages with the first nodes that they have in a graph.
 
     Each parameter is read in stages that read it in the first graph.
@@ -105,7 +105,7 @@ def lower_with_weights(
     trace: Callable[[int | None], ModelGraph],
     inputs: Inputs,
     local_ranks: Sequence[int],
-) -> Lowerings:
+) -> Programs:
     """Return the lowerings of a graph, whose programs read the tensors of ``state``.
 
     Args:
@@ -122,7 +122,7 @@ def lower_with_weights(
     cuts = PlanCuts(graph, plan, trace, stored)
     own = state_of_trace(state, graph, cuts.holdings(first_variant(graph, plan, inputs), state.devices))
 
-    def lower_at(variant: Variant) -> Lowering:
-        return Lowering(*cuts.at(variant), plan, state.devices, local_ranks, own.by_rank, own.slots, frozenset[str], variant.inputs)
+    def lower_at(variant: Variant) -> ShardedModel:
+        return ShardedModel(*cuts.at(variant), plan, state.devices, local_ranks, own.by_rank, own.slots, frozenset[str], variant.inputs)
 
-    return Lowerings(graph, plan, lower_at, cuts.traced_for, inputs)
+    return Programs(graph, plan, lower_at, cuts.traced_for, inputs)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from partitioner.lowering.variants import Variant
+from partitioner.specialize.programs import Variant
 from partitioner.tracing.inputs.batch_dims import accidental_batch
 from passes.analysis.replicable import read_by_replicable
 from passes.autograd.staged_model import cut_stages

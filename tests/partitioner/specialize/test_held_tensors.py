@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from partitioner import ConfigError, partition
-from partitioner.lowering.variants import first_variant
+from partitioner.specialize.programs import first_variant
 from passes.autograd.staged_model import cut_stages
 from passes.stages.split import read_by_one_stage
 from tests.support.models.zoo import ZOO, case_named

@@ -23,13 +23,13 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster, Level, Link
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
-from partitioner.lowering.lowering import representatives_of
-from partitioner.lowering.variants import results_in_training
 from partitioner.options.batch_rows import RowParts
 from partitioner.schedules.catalog import schedule_of
+from partitioner.specialize.programs import results_in_training
+from partitioner.specialize.sharded_model import representatives_of
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.trace import trace
-from passes.autograd.staged_model import Differentiation, LoweredStages
+from passes.autograd.staged_model import Differentiation, SplitModel
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
@@ -160,7 +160,7 @@ def _graph_for_microbatch(traced: Traced, plan: Plan) -> ModelGraph:
     return graph
 
 
-def _differentiation(traced: Traced, stages: LoweredStages) -> Differentiation | None:
+def _differentiation(traced: Traced, stages: SplitModel) -> Differentiation | None:
     """Return the differentiation of a training step: of every result that autograd tracks, by the trainable parameters; None if none."""
     if not stages.graph.training:
         return None

@@ -12,7 +12,7 @@ from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.runtime.executor import Executable, ProgramSet
 from partitioner.schedules.catalog import schedule_of
 from partitioner.schedules.forwards_first import forwards_first
-from passes.autograd.staged_model import Differentiation, LoweredStages
+from passes.autograd.staged_model import Differentiation, SplitModel
 from passes.emit.inline_stages import Inline
 from passes.emit.place_on_mesh import Gradients
 from passes.emit.programs import LossForm
@@ -25,10 +25,10 @@ from passes.ir.schedule import Schedule
 from passes.pipeline import Lowerer, Target, values_requiring_gradient
 from passes.spmd.shard_stages import StagedCut
 
-__all__ = ["Lowering", "representatives_of"]
+__all__ = ["ShardedModel", "representatives_of"]
 
 
-class Lowering:
+class ShardedModel:
     """The programs of one traced graph under one plan.
 
     Args:
@@ -90,12 +90,12 @@ class Lowering:
         return frozenset(pipeline[place] for pipeline in self._sharded.pipelines for place in self.plan.stage_ranks[-1])
 
     @property
-    def stages(self) -> LoweredStages:
+    def stages(self) -> SplitModel:
         """The stages of the first pipeline, without autograd."""
         return self._lowerer.after("split", replace(self._target, pipelines="kinds")).stages[0, 0]
 
     @property
-    def pipelines(self) -> tuple[LoweredStages, ...]:
+    def pipelines(self) -> tuple[SplitModel, ...]:
         """The stages of every pipeline, without autograd."""
         stages = self._lowerer.after("split", self._target).stages
         return tuple(stages[number, 0] for number in range(len(self._sharded.parts)))
@@ -114,7 +114,7 @@ class Lowering:
         """Return the differentiation of every result that autograd would track."""
         return self.differentiation(frozenset(self.stages.returned) & self.requiring(inputs), inputs)
 
-    def training(self, differentiation: Differentiation) -> LoweredStages:
+    def training(self, differentiation: Differentiation) -> SplitModel:
         """Return the stages of the first pipeline with their forward and backward graphs."""
         return self._lowerer.after("differentiate", replace(self._target, differentiation=differentiation)).stages[0, 0]
 

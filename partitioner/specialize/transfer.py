@@ -14,7 +14,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 
-from partitioner.lowering.stage_starts import reads_where_held, stages_where_held
+from partitioner.specialize.stage_starts import reads_where_held, stages_where_held
 from passes.analysis.merge_axes import find_axes_to_cut
 from passes.graph.equivalence import target_name
 from passes.graph.provenance import module_path

@@ -1,1 +1,0 @@
-"""From a plan to the programs of all ranks."""
