@@ -207,7 +207,7 @@ class Calls:
         return self._graph.batch_size if rows is None else rows
 
     def run(
-        self, lowering: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
+        self, sharded: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
     ) -> dict[int, Any]:
         """Run the program of every rank of this process; return rank -> result.
 
@@ -217,10 +217,10 @@ class Calls:
         Raises:
             ConfigError: the call lacks an input that a rank reads.
         """
-        return self.start(lowering, programs, inputs, extra)()
+        return self.start(sharded, programs, inputs, extra)()
 
     def start(
-        self, lowering: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
+        self, sharded: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
     ) -> Callable[[], dict[int, Any]]:
         """Begin what ``run`` does; return the function that ends it, see ``Runtime.start``."""
         arguments: dict[int, dict[str, Any]] = {}
@@ -232,8 +232,8 @@ class Calls:
                 with self._runtime.failing_together():
                     raise missing_inputs(lacking)
             arguments[rank] = {
-                "batch": inputs.batch // lowering.rows.count,
-                **to_device(lowering.rows.inputs_of_rank(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
+                "batch": inputs.batch // sharded.rows.count,
+                **to_device(sharded.rows.inputs_of_rank(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
                 **values_on(extra[rank] if extra else {}, self._runtime.devices[rank]),
             }
         self._state.gradients.begin()
@@ -300,24 +300,24 @@ class Calls:
         """Return the rows of a batch that this process passes, and gets results for."""
         return self._rows.rows_passed(batch)
 
-    def result(self, lowering: ShardedModel, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
+    def result(self, sharded: ShardedModel, values: Sequence[Tensor], inputs: BoundInputs) -> Any:
         """Return the model's outputs in their original structure, from the computed values and the constants among its results.
 
         New values of inputs are written into the caller's tensors, and attributes of modules are set. Results that are views of one
         tensor are taken of it.
         """
         rows = self.rows_passed(inputs.batch)
-        lowered = lowering.graph  # it may leave out attributes
+        lowered = sharded.graph  # it may leave out attributes
         values_of_nodes = dict(zip(lowered.returned, own_memory(values, inputs), strict=True))
         pairs = [pair for pair in zip(self._graph.outputs, lowered.outputs, strict=True) if pair[1].node is not None]
         by_node = {str(output.node): values_of_nodes[str(own.node)] for output, own in pairs}
         if self._graph.batch is None and rows not in self._shapes:
             self._shapes[rows] = [(list(by_node[name].shape), by_node[name].dtype) for name in self._returned]
         self._write(by_node, inputs)
-        if lowering not in self._lowered_views:
-            self._lowered_views[lowering] = ViewsOfCalls(lowering.whole)
-        if views := self._lowered_views[lowering]:
-            names = {str(own.node): str(output.node) for output, own in zip(self._graph.outputs, lowering.whole.outputs, strict=True)}
+        if sharded not in self._lowered_views:
+            self._lowered_views[sharded] = ViewsOfCalls(sharded.whole)
+        if views := self._lowered_views[sharded]:
+            names = {str(own.node): str(output.node) for output, own in zip(self._graph.outputs, sharded.whole.outputs, strict=True)}
             whole = {own: by_node[name] for own, name in names.items() if name in by_node}
             by_node = {names[own]: value for own, value in views.taken(whole, {**inputs.tensors, **inputs.written}, rows).items()}
         if self._graph.edits:
@@ -334,10 +334,10 @@ class Calls:
                 write_inputs(self._graph, by_node, inputs)
 
     def step(
-        self, lowering: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]]
+        self, sharded: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]]
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Run the programs of a training step and write new values of inputs; return the loss and the gradients of inputs."""
-        loss, gradients, *written = self.run(lowering, programs, inputs, extra)[self._runtime.local_ranks[0]]
+        loss, gradients, *written = self.run(sharded, programs, inputs, extra)[self._runtime.local_ranks[0]]
         for values in written:
             names = dict.fromkeys(output.node for output in self._graph.writes.values() if output.node is not None)
             with torch.no_grad():

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from partitioner.reports.sources import MANY_RANKS, RankClass
+from partitioner.specialize.programs import Programs
+from partitioner.specialize.request import Request
 from partitioner.specialize.sharded_model import ShardedModel
-from passes.autograd.staged_model import Differentiation, SplitModel
-from passes.emit.programs import LossForm
-from passes.ir.graph import Results
+from passes.autograd.staged_model import SplitModel
 from passes.ir.program import Program
 
-__all__ = ["InspectedPrograms", "LastStep"]
-
-LastStep: TypeAlias = tuple[bool, Results, tuple[int, ...] | None, Differentiation, LossForm]
-"""Of the last training step: whether means were sums of parts, the results that ranks returned, the output that is the loss where no other
-was read, the differentiation and the loss."""
+__all__ = ["InspectedPrograms"]
 
 
 @dataclass(frozen=True)
@@ -24,21 +19,23 @@ class InspectedPrograms:
     """The programs that reports describe.
 
     Attributes:
-        lowering: the model, lowered for the plan's batch.
-        n_microbatches: of that batch.
-        differentiation: of a training step; None: the programs are a forward.
-        loss: of the training step; None: it is one by ``pm(...)`` and ``backward()``, whose loss the caller computes.
+        table: finds or makes them.
+        request: of a training step, of a ``call`` (``pm(...)`` and ``backward()``), or of a forward, for the plan's batch.
     """
 
-    lowering: ShardedModel
-    n_microbatches: int
-    differentiation: Differentiation | None
-    loss: LossForm | None
+    table: Programs
+    request: Request
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model, sharded for the plan's batch."""
+        return self.table.sharded(self.request)
 
     @property
     def stages(self) -> SplitModel:
         """The stages that the programs run."""
-        return self.lowering.stages if self.differentiation is None else self.lowering.training(self.differentiation)
+        differentiation = self.request.differentiation
+        return self.sharded.stages if differentiation is None else self.sharded.training(differentiation)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -47,18 +44,14 @@ class InspectedPrograms:
 
     def read_programs(self) -> tuple[Program, ...]:
         """Return one program for each rank."""
-        if self.differentiation is None:
-            return self.lowering.forward(self.n_microbatches).programs
-        if self.loss is None:
-            return self.lowering.call(self.differentiation, self.n_microbatches).programs
-        return self.lowering.train_step(self.differentiation, self.n_microbatches, self.loss).programs
+        return self.table.get(self.request).programs
 
     def classes(self) -> tuple[RankClass, ...]:
         """Return the programs by classes of equal ranks; of few ranks, each is a class, and its program the one that runs."""
-        size = self.lowering.plan.n_ranks
+        size = self.sharded.plan.n_ranks
         if size <= MANY_RANKS:
             return RankClass.of_each(self.programs)
-        programs, representative_of = self.lowering.representatives(self.differentiation, self.n_microbatches, self.loss, "first")
+        programs, representative_of = self.sharded.representatives(self.request, "first")
         members: dict[int, list[int]] = {}
         for rank in range(size):
             members.setdefault(representative_of[rank], []).append(rank)

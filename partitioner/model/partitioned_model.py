@@ -67,7 +67,6 @@ from partitioner.specialize.sharded_model import ShardedModel
 from passes.emit.programs import LossReduction
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
-from passes.ir.graph import Results
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.verify.programs import verify
@@ -133,13 +132,15 @@ class PartitionedModel(ModuleInPlan):
         form_of_call, inputs = self._bind(args, kwargs, tracked=torch.is_grad_enabled())
         form = at_sizes(form_of_call, inputs)
         calls = form.calls
-        count, lowering = form.session.lowerings.for_batch(inputs.batch)
-        differentiation = lowering.everything(inputs.requiring_gradient)
+        programs = form.session.programs
+        request = programs.request(inputs.batch)
+        sharded = programs.sharded(request)
+        differentiation = sharded.everything(inputs.requiring_gradient)
         if not (differentiation.outputs and tracks_gradients(calls, inputs)):
-            return calls.result(lowering, calls.run(lowering, lowering.forward(count), inputs)[self._here], inputs)
+            return calls.result(sharded, calls.run(sharded, programs.get(request), inputs)[self._here], inputs)
         self._check_parameters()
-        given = (calls, self._session.runtime, lowering, differentiation, count, inputs, self._accumulation)
-        return calls.result(lowering, self.loss_in_step.results(form_of_call, inputs, lambda: tracked_forward(*given)), inputs)
+        given = (calls, self._session.runtime, programs, request, differentiation, inputs, self._accumulation)
+        return calls.result(sharded, self.loss_in_step.results(form_of_call, inputs, lambda: tracked_forward(*given)), inputs)
 
     def train_step(
         self,
@@ -230,21 +231,11 @@ class PartitionedModel(ModuleInPlan):
         inputs = form.calls.bind(args, kwargs)
         return form.for_gradients(inputs.requiring_gradient, tracked=tracked), inputs
 
-    def lowering_for(
-        self,
-        batch: int,
-        *,
-        in_parts: bool = True,
-        results: Results = "rows",
-        kept: tuple[int, ...] | None = None,
-        sizes: Mapping[str, int] | None = None,
-    ) -> tuple[int, ShardedModel]:
-        """Return the number of microbatches of a batch of this size, and the programs for it; see ``Programs.for_batch``.
-
-        ``sizes``: those of the inputs besides the batch, by name; None: as planned.
-        """
-        form = self._form if sizes is None else self._form.at(sizes)
-        return form.session.lowerings.for_batch(batch, in_parts=in_parts, results=results, kept=kept)
+    def sharded_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, ShardedModel]:
+        """Return the number of microbatches of a batch of this size, and the model as it is sharded for it; see ``Programs.request``."""
+        programs = self._session.programs
+        request = programs.request(batch, in_parts=in_parts)
+        return request.n_microbatches, programs.sharded(request)
 
     @property
     def is_traced(self) -> bool:
@@ -271,12 +262,12 @@ class PartitionedModel(ModuleInPlan):
     @property
     def data_parallel_size(self) -> int:
         """Number of parts in which processes pass the batch: ``num_replicas`` of a ``DistributedSampler``; 1 in a single process."""
-        return 1 if self.has_all_ranks else self._session.lowerings.rows.count
+        return 1 if self.has_all_ranks else self._session.programs.rows.count
 
     @property
     def data_parallel_rank(self) -> int:
         """Index of this process's part of the batch: ``rank`` of a ``DistributedSampler``."""
-        return 0 if self.has_all_ranks else self._session.lowerings.rows.part_index(self._here)
+        return 0 if self.has_all_ranks else self._session.programs.rows.part_index(self._here)
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
@@ -302,10 +293,9 @@ class PartitionedModel(ModuleInPlan):
         The folder is created if it does not exist; ``phases.txt`` in it lists the phases, with seconds and nodes.
         """
         inspected = self.inspected()
-        whole = inspected.lowering.whole
-        target = inspected.lowering.target(inspected.differentiation, inspected.n_microbatches, inspected.loss)
+        whole, target = inspected.sharded.whole, inspected.sharded.target(inspected.request)
         fixed_size = whole.batch_size if whole.batch is None and self._session.graph.batch is None else None
-        dump_passes(Path(folder), lambda: self._session.lowerings.trace_again(fixed_size), self._session.plan, target)
+        dump_passes(Path(folder), lambda: self._session.cuts.traced_for(fixed_size), self._session.plan, target)
 
     def inspected(self) -> InspectedPrograms:
         """Return the programs that reports describe: those of the last training step, if there was one."""
@@ -318,13 +308,14 @@ class PartitionedModel(ModuleInPlan):
         Raises:
             VerificationError: names the nodes and ranks that do not match; see ``passes.verify.programs``.
         """
-        count, lowering = self.lowering_for(self._session.plan.batch_size)
-        differentiation = lowering.everything(frozenset())
+        programs = self._session.programs
+        request = programs.request(self._session.plan.batch_size)
+        differentiation = programs.sharded(request).everything(frozenset())
         verify(self.programs())
-        verify(lowering.forward(count).programs)
+        verify(programs.get(request).programs)
         if differentiation.outputs:
-            verify(lowering.training_forward(differentiation, count).programs)
-            verify(lowering.backward(differentiation, count, differentiation.outputs).programs)
+            verify(programs.get(request.training_forward(differentiation)).programs)
+            verify(programs.get(request.backward(differentiation, differentiation.outputs)).programs)
 
     def check(self, *args: Any, **kwargs: Any) -> CheckReport:
         """Run the original beside this model on one batch, forward and backward, and report the first value that differs.

@@ -14,7 +14,7 @@ from torch import nn
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from partitioner.model.effects.left_attributes import LeftAttributes
-from partitioner.model.inspected_programs import InspectedPrograms, LastStep
+from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.options.batch_rows import Inputs
 from partitioner.options.devices import hardware_of
 from partitioner.planner.plan import PlanProblem
@@ -24,7 +24,9 @@ from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
 from partitioner.specialize.programs import Programs, results_in_training
+from partitioner.specialize.request import Request
 from partitioner.specialize.shard_holders import PlanCuts
+from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.restore import Structure
 from passes.emit.programs import LossForm
@@ -102,7 +104,7 @@ class Session:
         plan: where everything runs, and when.
         runtime: runs the programs.
         state: the tensors of this process's ranks.
-        lowerings: the programs, for every size of the batch.
+        programs: the table of programs.
         assumed: the hardware, costs and optimizer that it was planned for.
         cuts: of the graph, from which programs are lowered.
         tracing: how the graph was traced.
@@ -115,7 +117,7 @@ class Session:
     plan: Plan
     runtime: Runtime
     state: State
-    lowerings: Programs
+    programs: Programs
     assumed: Assumptions
     cuts: PlanCuts
     tracing: Tracing
@@ -146,44 +148,42 @@ class Session:
     def with_microbatches(self, count: int | None) -> Session:
         """Return a session with the same tensors and programs, and ``count`` microbatches unless that is None."""
         plan = self.plan if count is None else replace(self.plan, n_microbatches=count)
-        return replace(self, plan=plan, lowerings=self.lowerings.with_microbatches(count))
+        return replace(self, plan=plan, programs=self.programs.with_microbatches(count))
 
-    def inspected(self, last_step: LastStep | None) -> InspectedPrograms:
+    def inspected(self, last_step: Request | None) -> InspectedPrograms:
         """Return the programs of the last training step; without one, of a step that differentiates all results, or of a forward."""
-        batch, lowering_for = self.plan.batch_size, self.lowerings.for_batch
+        batch, programs = self.plan.batch_size, self.programs
         if self.graph.training and last_step is not None:
-            in_parts, results, kept, differentiation, form = last_step
-            count, lowering = lowering_for(batch, in_parts=in_parts, results=results, kept=kept)
-            return InspectedPrograms(lowering, count, differentiation, form)
+            return InspectedPrograms(programs, last_step)
         if self.graph.training:
-            count, lowering = lowering_for(batch, results=results_in_training(self.graph), kept=results_of_step(self.graph))
-            everything = lowering.everything(frozenset())
+            request = programs.request(batch, results=results_in_training(self.graph), kept=results_of_step(self.graph))
+            everything = programs.sharded(request).everything(frozenset())
             if everything.outputs:
-                return InspectedPrograms(lowering, count, everything, LossForm())
-        count, lowering = lowering_for(batch)
-        return InspectedPrograms(lowering, count, differentiation=None, loss=LossForm())
+                return InspectedPrograms(programs, request.train_step(everything, LossForm()))
+        return InspectedPrograms(programs, programs.request(batch))
 
     def inspected_call(self) -> InspectedPrograms:
         """Return the programs of a step by ``pm(...)`` and ``backward()`` of all results; of a forward where there is no gradient."""
-        lowering_for, graph = self.lowerings.for_batch, self.graph
-        is_gathered = not any(output.combine in ("mean", "sum") for output in graph.outputs)
-        count, lowering = lowering_for(self.plan.batch_size, results="whole" if is_gathered else "rows")
-        everything = lowering.everything(frozenset())
-        if not (graph.training and everything.outputs):
+        is_gathered = not any(output.combine in ("mean", "sum") for output in self.graph.outputs)
+        request = self.programs.request(self.plan.batch_size, results="whole" if is_gathered else "rows")
+        everything = self.programs.sharded(request).everything(frozenset())
+        if not (self.graph.training and everything.outputs):
             return self.inspected(None)
-        return InspectedPrograms(lowering, count, everything, None)
+        return InspectedPrograms(self.programs, request.call(everything))
 
     def explained(self, inspected: InspectedPrograms) -> Explained:
         """Return the model, its plan and these programs as reports read them."""
-        lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
-        lowered = inspected.stages
-        schedule = lowering.schedule(self.plan.n_microbatches, inspected.loss or LossForm()) if lowered.training else None
-        parts = (self.name, self.plan, self.graph, lowering.cut, lowered, lowering.pipelines, self.state.blocks)
+        sharded, lowered = self._as_planned, inspected.stages
+        schedule = sharded.schedule(self.plan.n_microbatches, inspected.request.loss or LossForm()) if lowered.training else None
+        parts = (self.name, self.plan, self.graph, sharded.cut, lowered, sharded.pipelines, self.state.blocks)
         limits, planned_for = self.assumed.limits, self.assumed.planned_for(self.plan)
         make = functools.partial(Explained, *parts, inspected.read_programs, inspected.classes, schedule, limits, planned_for)
-        return self.reported(
-            ("explained", inspected.n_microbatches, inspected.differentiation, inspected.loss), (lowering.cut, lowered), make
-        )
+        return self.reported(("explained", inspected.request), (sharded.cut, lowered), make)
+
+    @property
+    def _as_planned(self) -> ShardedModel:
+        """The model, sharded for a forward of the plan's batch."""
+        return self.programs.sharded(self.programs.request(self.plan.batch_size))
 
     def reported(self, kind: Hashable, of: tuple[Any, ...], make: Callable[[], _Report]) -> _Report:
         """Return a report; the last one of its kind, if that was made of the same objects."""
@@ -196,7 +196,7 @@ class Session:
 
     def device_table(self, inspected: InspectedPrograms) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank, or of many ranks for each class of equal ones."""
-        lowering = self.lowerings.for_batch(self.plan.batch_size)[1]
-        if len(lowering.pipelines) == 1:
-            return device_table(self.name, self.plan, lowering.stages, self.assumed.planned_for(self.plan))
+        sharded = self._as_planned
+        if len(sharded.pipelines) == 1:
+            return device_table(self.name, self.plan, sharded.stages, self.assumed.planned_for(self.plan))
         return mesh_table(self.explained(inspected))

@@ -38,25 +38,25 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
         inspected = session.inspected_call()
     plan, assumed = session.plan, session.assumed
     machine = machine_of(session, cluster)
-    lowering, count, mesh = inspected.lowering, inspected.n_microbatches, plan.grid
+    sharded, request, mesh = inspected.sharded, inspected.request, plan.grid
 
     def run() -> Simulation:
-        n_nodes = sum(len(stage.module.graph.nodes) for stage in lowering.stages.stages)
-        if is_inlined(plan, n_nodes, count):
+        n_nodes = sum(len(stage.module.graph.nodes) for stage in sharded.stages.stages)
+        if is_inlined(plan, n_nodes, request.n_microbatches):
             programs, representative_of = inspected.programs, {rank: rank for rank in range(mesh.size)}
         else:
-            programs, representative_of = lowering.representatives(inspected.differentiation, count, inspected.loss)
+            programs, representative_of = sharded.representatives(request)
         return simulate_programs(
             programs,
             machine,
             assumed.cost_model or Roofline(),
             plan.batch_size,
             optimizer=assumed.optimizer,
-            n_row_parts=lowering.rows.count,
+            n_row_parts=sharded.rows.count,
             representatives=Representatives(mesh, representative_of),
         )
 
-    return session.reported(("simulation", step, count, inspected.differentiation, inspected.loss), (lowering, machine), run)
+    return session.reported(("simulation", step, request), (sharded, machine), run)
 
 
 def machine_of(session: Session, cluster: Cluster | str | None) -> Cluster:

@@ -1,47 +1,30 @@
-"""Choose the variant of a model that serves a batch, and lower each variant when it is first used."""
+"""The table of programs of one trace: request -> the programs of all ranks, lowered when they are first asked for.
+
+pm(x), 8 rows       request(8)  ──>  Request("forward", Variant, 2 microbatches)  ──>  find, else make
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
 
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.executor import Executable, ProgramSet
+from partitioner.specialize.request import Request, Variant
+from partitioner.specialize.shard_holders import PlanCuts
 from partitioner.specialize.sharded_model import ShardedModel
+from passes.ir.comm.unsummed import GradientSlot
 from passes.ir.errors import level_of_caller
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
 from passes.normalize.loss_alone import results_in_parts, results_of_step
 
-__all__ = ["LowerAt", "Programs", "Variant", "first_variant", "results_in_training", "variant_for"]
-
-LowerAt = Callable[["Variant"], ShardedModel]
-"""Lowers the plan for one variant of the graph."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """Options by which the model is lowered for a kind of batch.
-
-    Attributes:
-        batch_size: for a batch that the traced graph does not serve, the rows of one microbatch over all ranks; else None.
-        whole_batch: for such a batch, the rows of all microbatches; else None.
-        in_parts: whether returned means over the batch are computed as sums of parts (``passes.spmd.mean_to_sum``): of microbatches, of the
-            rows of ranks, or of the part of each row that a rank has.
-        results: what each rank of a sharded batch returns.
-        rows: whether the batch is sharded over ranks; False if it does not divide.
-        inputs: whether processes pass the whole batch and get whole results, or pass and get their own rows.
-        kept: the indices of the results that are returned, for a step that reads no others; None: all are.
-    """
-
-    batch_size: int | None
-    whole_batch: int | None
-    in_parts: bool
-    results: Results
-    rows: bool
-    inputs: Inputs
-    kept: tuple[int, ...] | None = None
+__all__ = ["Programs", "Tensors", "first_variant", "results_in_training", "variant_for"]
 
 
 def results_in_training(graph: ModelGraph) -> Results:
@@ -56,50 +39,80 @@ def results_in_training(graph: ModelGraph) -> Results:
     return "whole" if "mixed" in kinds else "loss"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tensors:
+    """The tensors of this process that programs are bound to.
+
+    Attributes:
+        state: rank of this process -> placeholder -> tensor.
+        slots: rank -> placeholder of a parameter -> where its gradients go.
+        trainable: returns the placeholders of the parameters that get gradients, of all ranks: more of them when some are unfrozen.
+    """
+
+    state: Mapping[int, Mapping[str, Tensor]]
+    slots: Mapping[int, Mapping[str, GradientSlot]]
+    trainable: Callable[[], frozenset[str]] = frozenset[str]
+
+
 class Programs:
-    """Caches the lowered programs of each variant of a model.
+    """Finds the programs for a request, and makes those of the first request of its kind.
 
     Args:
         graph: the model.
         plan: by which it is lowered.
-        lower_at: lowers one variant.
-        trace_again: traces the model for a number of rows; None: as it was traced.
+        cuts: of the model by the plan.
+        runtime: its devices, and the ranks of this process: only their programs are bound to tensors.
+        tensors: of this process.
         inputs: what each process passes.
     """
 
     def __init__(
-        self, graph: ModelGraph, plan: Plan, lower_at: LowerAt, trace_again: Callable[[int | None], ModelGraph], inputs: Inputs = "global"
+        self, graph: ModelGraph, plan: Plan, cuts: PlanCuts, runtime: Runtime, tensors: Tensors, inputs: Inputs = "global"
     ) -> None:
-        self._graph = graph
-        self.trace_again = trace_again
-        self._plan = plan
-        self._lower_at = lower_at
+        self._graph, self._plan, self._cuts, self._runtime, self._tensors = graph, plan, cuts, runtime, tensors
         self.rows = RowParts(plan.grid, inputs)
-        self._lowered: dict[Variant, ShardedModel] = {}
+        self._sharded: dict[Variant, ShardedModel] = {}
+        self._made: dict[Request, ProgramSet] = {}
         self._checked: set[tuple[int, int]] = set()  # (batch size, microbatches)
 
     def with_microbatches(self, count: int | None) -> Programs:
-        """Return lowerings that share the cache, for whole batches in ``count`` microbatches; None: the plan's number."""
+        """Return a table that shares the programs, for whole batches in ``count`` microbatches; None: the plan's number."""
         plan = self._plan if count is None else dataclasses.replace(self._plan, n_microbatches=count)
-        other = Programs(self._graph, plan, self._lower_at, self.trace_again)
-        other._lowered = self._lowered
+        other = Programs(self._graph, plan, self._cuts, self._runtime, self._tensors)
+        other._sharded, other._made = self._sharded, self._made
         return other
 
-    def for_batch(
-        self, batch: int, *, in_parts: bool = True, results: Results = "rows", kept: tuple[int, ...] | None = None
-    ) -> tuple[int, ShardedModel]:
-        """Return the number of microbatches of a batch, and the programs for it; see ``variant_for``."""
-        known = (self._graph, self._plan, self.rows, batch)
-        count, variant = variant_for(*known, in_parts=in_parts, results=results, kept=kept)
+    def request(self, batch: int, *, in_parts: bool = True, results: Results = "rows", kept: tuple[int, ...] | None = None) -> Request:
+        """Return the request of a forward of a batch, from which those of other programs are derived; see ``variant_for``."""
+        count, variant = variant_for(self._graph, self._plan, self.rows, batch, in_parts=in_parts, results=results, kept=kept)
         if (batch, count) not in self._checked:
             check_values_per_channel(self._graph, self._plan, self.rows, batch, count)
             self._checked.add((batch, count))
         if not variant.rows:
             said = f"a batch of {batch} rows does not divide over {self.rows.count} ranks: each computes all of it"
             warnings.warn(said, stacklevel=level_of_caller())
-        if variant not in self._lowered:
-            self._lowered[variant] = self._lower_at(variant)
-        return count, self._lowered[variant]
+        return Request("forward", variant, count)
+
+    def sharded(self, request: Request) -> ShardedModel:
+        """Return the model, sharded for the batch of a request."""
+        if request.variant not in self._sharded:
+            lowerer, target = self._cuts.at(request.variant)
+            model = ShardedModel(lowerer, target, self._cuts.plan, self._runtime.devices, self._tensors.trainable, request.variant)
+            self._sharded[request.variant] = model
+        return self._sharded[request.variant]
+
+    def get(self, request: Request) -> ProgramSet:
+        """Return the programs of a request."""
+        return self._made[request] if request in self._made else self.make(request)
+
+    def make(self, request: Request) -> ProgramSet:
+        """Lower and verify the programs of a request, and bind those of this process to its tensors."""
+        sharded, local_ranks = self.sharded(request), self._runtime.local_ranks
+        programs = sharded.lowerer.programs(sharded.target(request))
+        for rank in local_ranks:
+            programs[rank].bind(self._tensors.state[rank], self._tensors.slots[rank])
+        self._made[request] = ProgramSet(programs, {rank: Executable(programs[rank]) for rank in local_ranks})
+        return self._made[request]
 
 
 def variant_for(

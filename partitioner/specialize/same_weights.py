@@ -9,11 +9,12 @@ tensors of each rank                         ──>    the same tensor objects
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from partitioner.options.batch_rows import Inputs
+from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State, state_of_trace
-from partitioner.specialize.programs import Programs, Variant, first_variant
+from partitioner.specialize.programs import Programs, Tensors, first_variant
 from partitioner.specialize.shard_holders import PlanCuts
 from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.specialize.stage_starts import stages_where_held
@@ -104,9 +105,9 @@ def lower_with_weights(
     state: State,
     trace: Callable[[int | None], ModelGraph],
     inputs: Inputs,
-    local_ranks: Sequence[int],
+    runtime: Runtime,
 ) -> Programs:
-    """Return the lowerings of a graph, whose programs read the tensors of ``state``.
+    """Return the table of programs of a graph, which read the tensors of ``state``.
 
     Args:
         graph: evaluated, never trained.
@@ -114,15 +115,11 @@ def lower_with_weights(
         stored: how tensors are stored.
         trace: traces the graph for a number of rows.
         inputs: what each process passes.
-        local_ranks: the ranks of this process.
+        runtime: whose ranks are in this process.
 
     Raises:
         ConfigError: a rank computes with a parameter, or with a part of one, that it does not hold.
     """
     cuts = PlanCuts(graph, plan, trace, stored)
     own = state_of_trace(state, graph, cuts.holdings(first_variant(graph, plan, inputs), state.devices))
-
-    def lower_at(variant: Variant) -> ShardedModel:
-        return ShardedModel(*cuts.at(variant), plan, state.devices, local_ranks, own.by_rank, own.slots, frozenset[str], variant.inputs)
-
-    return Programs(graph, plan, lower_at, cuts.traced_for, inputs)
+    return Programs(graph, plan, cuts, runtime, Tensors(own.by_rank, own.slots), inputs)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from partitioner.specialize.programs import Variant
+from partitioner.specialize.request import Variant
 from partitioner.tracing.inputs.batch_dims import accidental_batch
 from passes.analysis.replicable import read_by_replicable
 from passes.autograd.staged_model import cut_stages
@@ -47,7 +47,7 @@ class PlanCuts:
         stored: StoredLayouts | None = None,
         planned: PlanCuts | None = None,
     ) -> None:
-        self._graph, self._plan = graph, plan
+        self._graph, self.plan = graph, plan
         self.traced_for = functools.cache(traced_for)
         lowerer = Lowerer(Lowered(plan, graph))
         target = Target(kept=results_of_step(graph) if graph.training else None, stored=stored)
@@ -66,7 +66,7 @@ class PlanCuts:
         """Return the lowerer and the target of one variant of the model."""
         size = variant.batch_size
         if size not in self._lowerers:
-            self._lowerers[size] = Lowerer(Lowered(self._plan, self._graph_for(size)))
+            self._lowerers[size] = Lowerer(Lowered(self.plan, self._graph_for(size)))
         if size is not None and variant.whole_batch not in (None, size):
             self._check_microbatches(size, variant.whole_batch)
         return self._lowerers[size], Target(variant.kept, variant.in_parts, variant.results, variant.rows, self.stored)
@@ -101,7 +101,7 @@ class PlanCuts:
         Args:
             devices: for each rank, where it runs.
         """
-        graph, plan, plan_cut = self._graph, self._plan, self.plan_cut
+        graph, plan, plan_cut = self._graph, self.plan, self.plan_cut
         positions = {rank: position for ranks in pipelines(plan.grid) for position, rank in enumerate(ranks)}
         read_by_stage = self._read_by_stage(variant, devices)
         may_replicate = plan_cut.widest.cut.rows and len(plan.stages) > 1
@@ -131,7 +131,7 @@ class PlanCuts:
         for stage, names in enumerate(read_by_stage):
             for name in names:
                 stage_of.setdefault(name, stage)
-        ranks = [[rank for rank, position in positions.items() if position in stage] for stage in self._plan.stage_ranks]
+        ranks = [[rank for rank, position in positions.items() if position in stage] for stage in self.plan.stage_ranks]
         parameters, buffers = list(self._graph.parameters.items()), self._graph.buffers.items()
         read = [index for index, (name, _) in enumerate(parameters) if name in stage_of]
         near: dict[str, int] = {}
@@ -148,7 +148,7 @@ class PlanCuts:
 
     def _read_by_stage(self, variant: Variant, devices: Sequence[torch.device]) -> list[frozenset[str]]:
         """Return for each stage the placeholders that it reads. One stage reads what the model does: no graph of a rank is written."""
-        plan, (lowerer, target) = self._plan, self.at(variant)
+        plan, (lowerer, target) = self.plan, self.at(variant)
         if len(plan.stages) == 1:
             return [read_by_one_stage(lowerer.after("boundary_layouts", target).graph)]
         stage_devices = [devices[pipelines(plan.grid)[0][stage.ranks[0]]] for stage in plan.stages]

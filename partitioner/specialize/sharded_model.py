@@ -1,22 +1,19 @@
-"""Lower a plan to programs when they are first needed, and cache them."""
+"""A traced model that is sharded by a plan, for one kind of batch: its stages, its training graphs, and the targets of its programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from partitioner.options.batch_rows import Inputs, RowParts
-from partitioner.runtime.executor import Executable, ProgramSet
+from partitioner.options.batch_rows import RowParts
 from partitioner.schedules.catalog import schedule_of
 from partitioner.schedules.forwards_first import forwards_first
+from partitioner.specialize.request import Request, Variant
 from passes.autograd.staged_model import Differentiation, SplitModel
 from passes.emit.inline_stages import Inline
-from passes.emit.place_on_mesh import Gradients
 from passes.emit.programs import LossForm
-from passes.ir.comm.unsummed import GradientSlot
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
@@ -29,18 +26,15 @@ __all__ = ["ShardedModel", "representatives_of"]
 
 
 class ShardedModel:
-    """The programs of one traced graph under one plan.
+    """One traced graph, sharded by a plan for one kind of batch.
 
     Args:
         lowerer: runs the phases.
         target: the options of the phases up to the sharded model.
         plan: by which the model is lowered.
         devices: for each rank, where it runs.
-        local_ranks: the ranks of this process: only their programs are bound to tensors.
-        state: rank -> placeholder -> tensor.
-        slots: rank -> placeholder of a parameter -> where its gradients go.
         trainable: returns the placeholders of the parameters that get gradients, of all ranks: more of them when some are unfrozen.
-        inputs: what each process passes.
+        variant: the kind of batch.
     """
 
     def __init__(
@@ -49,23 +43,16 @@ class ShardedModel:
         target: Target,
         plan: Plan,
         devices: Sequence[torch.device],
-        local_ranks: Sequence[int],
-        state: Mapping[int, Mapping[str, Tensor]],
-        slots: Mapping[int, Mapping[str, GradientSlot]],
         trainable: Callable[[], frozenset[str]],
-        inputs: Inputs = "global",
+        variant: Variant,
     ) -> None:
-        self._lowerer, self._target = lowerer, replace(target, devices=tuple(devices), inputs=inputs)
+        self.lowerer, self._target = lowerer, replace(target, devices=tuple(devices), inputs=variant.inputs)
         self._sharded = lowerer.after("shard", self._target)
         self.plan = plan
         self.devices = tuple(devices)
         self.graph = self._sharded.parts[0][plan.stage_ranks[-1][0]]  # of a rank that has the model's results
-        self.rows = RowParts(plan.grid if self.graph.part.n_row_parts > 1 else Mesh(()), inputs)
-        self._local_ranks = tuple(local_ranks)
-        self._state = state
-        self._slots = slots
+        self.rows = RowParts(plan.grid if self.graph.part.n_row_parts > 1 else Mesh(()), variant.inputs)
         self._requiring: dict[tuple[frozenset[str], frozenset[str]], frozenset[str]] = {}
-        self._programs: dict[Hashable, ProgramSet] = {}
         self._trainable = trainable
 
     @property
@@ -77,7 +64,7 @@ class ShardedModel:
     @property
     def whole(self) -> ModelGraph:
         """The model before it is tiled or sharded."""
-        return self._lowerer.after("mean_to_sum", self._target).graph
+        return self.lowerer.after("mean_to_sum", self._target).graph
 
     def part(self, rank: int) -> ModelGraph:
         """Return the sharded graph that a rank's stages are split from."""
@@ -92,12 +79,12 @@ class ShardedModel:
     @property
     def stages(self) -> SplitModel:
         """The stages of the first pipeline, without autograd."""
-        return self._lowerer.after("split", replace(self._target, pipelines="kinds")).stages[0, 0]
+        return self.lowerer.after("split", replace(self._target, pipelines="kinds")).stages[0, 0]
 
     @property
     def pipelines(self) -> tuple[SplitModel, ...]:
         """The stages of every pipeline, without autograd."""
-        stages = self._lowerer.after("split", self._target).stages
+        stages = self.lowerer.after("split", self._target).stages
         return tuple(stages[number, 0] for number in range(len(self._sharded.parts)))
 
     def differentiation(self, outputs: frozenset[str], inputs: frozenset[str]) -> Differentiation:
@@ -116,40 +103,29 @@ class ShardedModel:
 
     def training(self, differentiation: Differentiation) -> SplitModel:
         """Return the stages of the first pipeline with their forward and backward graphs."""
-        return self._lowerer.after("differentiate", replace(self._target, differentiation=differentiation)).stages[0, 0]
+        return self.lowerer.after("differentiate", replace(self._target, differentiation=differentiation)).stages[0, 0]
 
     def schedule(self, n_microbatches: int, loss: LossForm) -> Schedule:
         """Return the plan's schedule of a step, with all forwards first if the loss needs all rows."""
         schedule = schedule_of(self.plan, n_microbatches)
         return forwards_first(schedule) if loss.reduction == "batch" else schedule
 
-    def train_step(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm, gradients: Gradients = "sum") -> ProgramSet:
-        """Return the programs of one training step by the plan's schedule."""
-        key = ("train_step", differentiation, n_microbatches, loss, gradients)
-        return self._cached(key, lambda: replace(self._step_target(differentiation, n_microbatches, loss), gradients=gradients))
-
-    def call(self, differentiation: Differentiation, n_microbatches: int) -> ProgramSet:
-        """Return ``training_forward``, a loss and ``backward`` as one program on each rank, to inspect."""
-        return self._cached(("call", differentiation, n_microbatches), lambda: self.target(differentiation, n_microbatches, None))
-
-    def _step_target(self, differentiation: Differentiation, n_microbatches: int, loss: LossForm) -> Target:
-        schedule = self.schedule(n_microbatches, loss)
-        return replace(
-            self._target, kind="train_step", differentiation=differentiation, n_microbatches=n_microbatches, schedule=schedule, loss=loss
+    def target(self, request: Request) -> Target:
+        """Return the target to which the phases lower the programs of a request."""
+        target = replace(
+            self._target,
+            kind=request.kind,
+            n_microbatches=request.n_microbatches,
+            differentiation=request.differentiation,
+            given=request.given,
+            gradients=request.gradients,
         )
+        if request.loss is None:
+            return target
+        return replace(target, schedule=self.schedule(request.n_microbatches, request.loss), loss=request.loss)
 
-    def target(self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm | None) -> Target:
-        """Return the target of a training step, or of ``call`` if ``loss`` is None; of a forward if ``differentiation`` is None."""
-        if differentiation is None:
-            return replace(self._target, n_microbatches=n_microbatches)
-        if loss is None:
-            return replace(self._target, kind="call", differentiation=differentiation, n_microbatches=n_microbatches)
-        return self._step_target(differentiation, n_microbatches, loss)
-
-    def representatives(
-        self, differentiation: Differentiation | None, n_microbatches: int, loss: LossForm | None, inline: Inline = "none"
-    ) -> tuple[tuple[Program, ...], dict[int, int]]:
-        """Return programs to inspect, not to run: those of ``target``, of one pipeline for each kind of pipeline.
+    def representatives(self, request: Request, inline: Inline = "none") -> tuple[tuple[Program, ...], dict[int, int]]:
+        """Return programs to inspect, not to run: those of a request, of one pipeline for each kind of pipeline.
 
         Args:
             inline: which calls of stages that communicate are inlined; a program with none is no longer than its schedule.
@@ -157,36 +133,8 @@ class ShardedModel:
         Returns:
             The programs, and rank -> the rank whose program represents it.
         """
-        target = replace(self.target(differentiation, n_microbatches, loss), pipelines="kinds", share=inline == "none", inline=inline)
-        return representatives_of(self._lowerer, target)
-
-    def forward(self, n_microbatches: int) -> ProgramSet:
-        """Return the programs of a forward without autograd."""
-        return self._cached(("forward", n_microbatches), lambda: replace(self._target, n_microbatches=n_microbatches))
-
-    def training_forward(self, differentiation: Differentiation, n_microbatches: int) -> ProgramSet:
-        """Return the programs of a forward that also returns the saved values that ``backward`` takes."""
-        return self._cached(
-            ("training_forward", differentiation, n_microbatches),
-            lambda: replace(self._target, kind="training_forward", differentiation=differentiation, n_microbatches=n_microbatches),
-        )
-
-    def backward(
-        self, differentiation: Differentiation, n_microbatches: int, given: frozenset[str], gradients: Gradients = "sum"
-    ) -> ProgramSet:
-        """Return the programs of the backward of ``training_forward``; ``given`` names the outputs whose gradients it takes."""
-        target = replace(self._target, kind="backward", differentiation=differentiation, n_microbatches=n_microbatches)
-        key = ("backward", differentiation, n_microbatches, given, gradients)
-        return self._cached(key, lambda: replace(target, given=given, gradients=gradients))
-
-    def _cached(self, key: Hashable, target: Callable[[], Target]) -> ProgramSet:
-        """Return the programs of a target, lowered and verified once, with those of this process bound to its tensors."""
-        if key not in self._programs:
-            programs = self._lowerer.programs(target())
-            for rank in self._local_ranks:
-                programs[rank].bind(self._state[rank], self._slots[rank])
-            self._programs[key] = ProgramSet(programs, {rank: Executable(programs[rank]) for rank in self._local_ranks})
-        return self._programs[key]
+        target = replace(self.target(request), pipelines="kinds", share=inline == "none", inline=inline)
+        return representatives_of(self.lowerer, target)
 
 
 def representatives_of(lowerer: Lowerer, target: Target) -> tuple[tuple[Program, ...], dict[int, int]]:

@@ -11,7 +11,7 @@ layers of its stages, the rows of its batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.parameters import check_values
 from partitioner.specialize.programs import Programs
+from partitioner.specialize.request import Request
 from partitioner.specialize.same_weights import lower_with_weights, plan_with_weights
-from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.specialize.transfer import stored_as_in
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
@@ -46,7 +46,7 @@ class _Programs:
 
     graph: ModelGraph
     plan: Plan
-    lowerings: Programs
+    table: Programs
     calls: Calls
 
 
@@ -85,7 +85,7 @@ class Decoder:
     @property
     def n_row_parts(self) -> int:
         """Into how many parts the mesh cuts the batch."""
-        return self._session.lowerings.rows.count
+        return self._session.programs.rows.count
 
     def begin(self, length: int) -> Decoding:
         """Return an empty cache for sequences of so many tokens; one that is too short grows."""
@@ -138,11 +138,12 @@ class Decoder:
         last = torch.tensor([count - 1], device=ids.device)
         leaves = (leaf.placeholder for leaf in programs.graph.inputs if not leaf.resident)
         tensors = dict(zip(leaves, (ids, mask, positions, places, last), strict=True))
-        n_microbatches, lowering = programs.lowerings.for_batch(batch)
+        request = programs.table.request(batch)
+        sharded = programs.table.sharded(request)
         if not decoding.caches:
-            decoding.caches = {rank: dict(self._empty(lowering, rank, batch)) for rank in self._session.runtime.local_ranks}
+            decoding.caches = {rank: dict(self._empty(programs.table, request, rank, batch)) for rank in self._session.runtime.local_ranks}
         inputs = BoundInputs({name: tensor for name, tensor in tensors.items() if name is not None}, batch, frozenset(), {})
-        finish = programs.calls.start(lowering, lowering.forward(n_microbatches), inputs, decoding.caches)
+        finish = programs.calls.start(sharded, programs.table.get(request), inputs, decoding.caches)
 
         def logits() -> Tensor:
             (found,) = finish()[self._session.runtime.local_ranks[0]]
@@ -151,14 +152,15 @@ class Decoder:
 
         return logits
 
-    def _empty(self, lowering: ShardedModel, rank: int, batch: int) -> Iterator[tuple[str, Tensor]]:
+    def _empty(self, table: Programs, request: Request, rank: int, batch: int) -> Iterator[tuple[str, Tensor]]:
         """Yield a rank's part of each tensor of the cache that its stages extend, all zeros."""
         device = self._session.runtime.devices[rank]
-        graph, read = lowering.part(rank), lowering.forward(1).programs[rank].placeholders
+        sharded = table.sharded(request)
+        graph, read = sharded.part(rank), table.get(replace(request, n_microbatches=1)).programs[rank].placeholders
         values = {node.name: node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"}
         for name in graph.resident:
             if name in read:
-                shape = [at_batch(size_of(size), batch // lowering.rows.count) for size in values[name].shape]
+                shape = [at_batch(size_of(size), batch // sharded.rows.count) for size in values[name].shape]
                 yield name, torch.zeros(shape, dtype=values[name].dtype, device=device)
 
     def _grow(self, decoding: Decoding, length: int) -> None:
@@ -188,10 +190,9 @@ class Decoder:
         """
         positions = self._cache_length(length)
         for _, _, size in _chunks(start, end, positions):
-            n_microbatches, lowering = self._programs_for(size, positions).lowerings.for_batch(batch)
-            if count > 1:
-                lowering = self._programs_for(size, positions).lowerings.for_batch(count * batch)[1]
-            yield lowering.forward(count * n_microbatches)
+            table = self._programs_for(size, positions).table
+            n_microbatches = table.request(batch).n_microbatches
+            yield table.get(replace(table.request(count * batch), n_microbatches=count * n_microbatches))
 
     def _programs_for(self, size: int, length: int) -> _Programs:
         """Return the programs of a chunk size and a cache length, lowered when first used."""
@@ -201,7 +202,7 @@ class Decoder:
 
     def _lower(self, size: int, length: int) -> _Programs:
         session = self._session
-        inputs = session.lowerings.rows.inputs
+        inputs = session.programs.rows.inputs
         batch = 3 * self.n_row_parts  # no power of two, as chunks and caches are
 
         def trace(rows: int | None) -> ModelGraph:
@@ -213,14 +214,14 @@ class Decoder:
                 check_static_cache(session.original, length, session.graph.autocast)
             self._checked.add(length)
         graph = trace(None)
-        first = session.lowerings.for_batch(session.plan.batch_size)[1]
+        first = session.programs.sharded(session.programs.request(session.plan.batch_size))
         plan = plan_with_weights(graph, first, session.plan)
         stored = stored_as_in(session.cuts.plan_cut, session.graph, graph) if self._stored is None else self._stored
-        lowerings = lower_with_weights(graph, plan, stored, session.state, trace, inputs, session.runtime.local_ranks)
+        table = lower_with_weights(graph, plan, stored, session.state, trace, inputs, session.runtime)
         if self._stored is None:  # all programs then keep the cache in the layout of the first
-            self._stored = lowerings.for_batch(batch)[1].cut.stored
-        calls = Calls(session.original, graph, session.runtime, session.state, lowerings.rows, session.left, session.dtype)
-        return _Programs(graph, plan, lowerings, calls)
+            self._stored = table.sharded(table.request(batch)).cut.stored
+        calls = Calls(session.original, graph, session.runtime, session.state, table.rows, session.left, session.dtype)
+        return _Programs(graph, plan, table, calls)
 
 
 def _chunks(start: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:

@@ -141,7 +141,7 @@ def _checked_request(session: Session, limit: int | None, ids: Any, given: dict[
     ids = _checked_ids(ids)
     rest = {name: value for name, value in given.items() if name != "cache_implementation"}
     config = _resolved_config(session, rest, given)
-    parts = session.lowerings.rows.count
+    parts = session.programs.rows.count
     if (config.num_beams or 1) > 1 and parts > 1:  # None in transformers 5, where nothing is said
         raise ConfigError(
             f"num_beams={config.num_beams} moves sequences between rows of the batch, which {parts} ranks hold",
@@ -157,7 +157,7 @@ def most_in_flight(session: Session) -> int:
     rows after the last.
     """
     first_ranks = [ranks[0] for ranks in session.plan.stage_ranks]
-    return 1 if len(set(first_ranks)) < len(first_ranks) or session.lowerings.rows.count > 1 else len(first_ranks)
+    return 1 if len(set(first_ranks)) < len(first_ranks) or session.programs.rows.count > 1 else len(first_ranks)
 
 
 @contextlib.contextmanager
@@ -228,7 +228,7 @@ def _resolved_config(session: Session, rest: Mapping[str, Any], kwargs: Mapping[
             "do_sample=True draws in every process, and their random states may differ, so that each would go on with other tokens",
             remedy="do_sample=False, or all ranks in one process",
         )
-    if session.lowerings.rows.inputs == "local":
+    if session.programs.rows.inputs == "local":
         raise ConfigError(
             'generate() takes the whole batch on every rank, and the model is partitioned with inputs="local"',
             remedy='partition(..., inputs="global")',

@@ -133,7 +133,7 @@ def simulate_inference(
         decoders: the one decoder of the model, or none before it is needed.
     """
     machine = machine_of(session, cluster)
-    parts = session.lowerings.rows.count
+    parts = session.programs.rows.count
     uneven = [each for each in batches if each % parts]
     if not batches or uneven:
         said = "no batch is given" if not batches else f"{parts} ranks share the rows of a batch, and {uneven[0]} rows do not divide"
@@ -147,8 +147,7 @@ def simulate_inference(
 
 def _forward(session: Session, machine: Cluster, rows: int) -> SimulatedBatch:
     """Simulate a forward."""
-    count, lowering = session.lowerings.for_batch(rows)
-    simulation = _simulated(session, machine, lowering.forward(count), rows)
+    simulation = _simulated(session, machine, session.programs.get(session.programs.request(rows)), rows)
     return SimulatedBatch(rows, 0, simulation.step_time, simulation.step_time, simulation.peak_memory)
 
 
@@ -199,7 +198,7 @@ def _answering(
 
 
 def _simulated(session: Session, machine: Cluster, programs: ProgramSet, rows: int) -> Simulation:
-    assumed, parts = session.assumed, session.lowerings.rows.count
+    assumed, parts = session.assumed, session.programs.rows.count
     return simulate_programs(programs.programs, machine, assumed.cost_model or Roofline(), rows, n_row_parts=parts)
 
 

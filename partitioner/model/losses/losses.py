@@ -20,6 +20,8 @@ from partitioner.model.losses.target_rows import rows_first
 from partitioner.options.batch_rows import RowParts
 from partitioner.runtime.arguments import BoundInputs, check_target
 from partitioner.runtime.base import Runtime
+from partitioner.specialize.programs import Programs
+from partitioner.specialize.request import Request
 from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from passes.emit.programs import LossForm, LossReduction
@@ -31,13 +33,6 @@ from passes.normalize.loss_alone import results_of_step
 
 __all__ = ["Losses", "PreparedLoss", "check_loss"]
 
-LoweringFor = Callable[..., tuple[int, ShardedModel]]
-"""``lowering_for(batch, in_parts=True, results="rows", kept=None)``: the number of microbatches of a batch, and the lowered model.
-
-``in_parts``: means that the model returns may be computed as sums over parts of the batch. ``results``: see ``passes.ir.graph.Results``.
-``kept``: the indices of the results that are returned; None: all are.
-"""
-
 _BATCH_REMEDY = 'pass loss_reduction="batch": the loss is then taken of all rows at once, and is exact'
 
 
@@ -46,23 +41,19 @@ class PreparedLoss:
     """How one training step computes its loss.
 
     Attributes:
-        n_microbatches: of the batch.
-        lowering: the model, lowered for this loss.
-        results: which results of the model ranks pass to the loss.
+        request: of a forward of the batch, with the results that the loss reads.
+        sharded: the model, sharded for this request.
+        options: ``in_parts``, ``results`` and ``kept``, by which ``Programs.request`` gives the same for a batch of another size.
         is_own_loss: whether the model itself returns the loss.
-        kept: the indices of the results that are returned; None: all are.
-        in_parts: whether means that the model returns are computed as sums over microbatches and ranks.
         outputs: nodes of the model's results that the loss depends on differentiably.
         form: reduction and dtype of the loss, for the programs.
         extra: rank of this process -> arguments of its program besides inputs of the model.
     """
 
-    n_microbatches: int
-    lowering: ShardedModel
-    results: Results
+    request: Request
+    sharded: ShardedModel
+    options: Mapping[str, Any]
     is_own_loss: bool
-    kept: tuple[int, ...] | None
-    in_parts: bool
     outputs: frozenset[str]
     form: LossForm
     extra: Mapping[int, Mapping[str, Any]]
@@ -138,14 +129,14 @@ class Losses:
         return self._runtime.local_ranks[0]
 
     def prepare(
-        self, inputs: BoundInputs, target: Any, loss_fn: LossFunction | None, reduction: LossReduction, lowering_for: LoweringFor
+        self, inputs: BoundInputs, target: Any, loss_fn: LossFunction | None, reduction: LossReduction, programs: Programs
     ) -> PreparedLoss:
         """Decide how a step computes its loss: from the parts of the batch if that gives the same number, else from all rows at once.
 
         Raises:
             ConfigError: the loss is no number, is not what ``reduction`` says, or the target does not fit.
         """
-        graph = self._traced(inputs.batch, lambda: lowering_for(inputs.batch)[1])
+        graph = self._traced(inputs.batch, lambda: programs.sharded(programs.request(inputs.batch)))
         if loss_fn is not None:
             target, loss_fn = rows_first(self._batch_dims, graph, target, loss_fn, self._rows.rows_passed(inputs.batch))
         attributes = self._read_attributes(graph, inputs, target, loss_fn)
@@ -153,7 +144,7 @@ class Losses:
             loss_fn = functools.partial(loss_with_attributes, self._left, self._graph.edits, attributes, loss_fn)
         step = _Step(inputs, target, loss_fn, reduction, attributes)
         mixed = [graph.outputs[place] for place in attributes if graph.outputs[place].combine == "mixed"]
-        if mixed and lowering_for(inputs.batch)[0] > 1:
+        if mixed and programs.request(inputs.batch).n_microbatches > 1:
             raise ConfigError(
                 f"loss_fn reads {mixed[0].label}, which microbatches cannot compute: {mixed[0].reason}",
                 place=Place(module=mixed[0].name.rpartition(".")[0]),
@@ -161,22 +152,22 @@ class Losses:
             )
         mixes_rows = bool(mixed) or any(output.combine == "mixed" for output in graph.leaves)
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
-        prepared = self._prepare(step, lowering_for, "whole" if mixes_rows or takes_all_rows else "loss")
-        is_cut = prepared.n_microbatches > 1 or prepared.lowering.rows.count > 1
+        prepared = self._prepare(step, programs, "whole" if mixes_rows or takes_all_rows else "loss")
+        is_cut = prepared.request.n_microbatches > 1 or prepared.sharded.rows.count > 1
         if loss_fn is None or takes_all_rows or prepared.is_own_loss or not is_cut:
             return prepared
         combination = self._agreed_combination(step, prepared)
         if combination.kind == "batch":
-            return self._prepare(step, lowering_for, "whole")
+            return self._prepare(step, programs, "whole")
         if combination.kind != "counted":
             return prepared
         weights = self._weights(step, prepared, combination)
         extra = {rank: {**arguments, "loss_weights": weights.get(rank)} for rank, arguments in prepared.extra.items()}
         return replace(prepared, form=replace(prepared.form, is_weighted=True), extra=extra)
 
-    def _traced(self, batch: int, lowering: Callable[[], ShardedModel]) -> ModelGraph:
+    def _traced(self, batch: int, sharded: Callable[[], ShardedModel]) -> ModelGraph:
         """Return the model as it was traced for a batch, which may differ from the plan's graph if that does not serve it."""
-        return self._graph if self._graph.serves(batch) else lowering().whole
+        return self._graph if self._graph.serves(batch) else sharded().whole
 
     def _read_attributes(self, graph: ModelGraph, inputs: BoundInputs, target: Any, loss_fn: LossFunction | None) -> tuple[int, ...]:
         """Return the indices of the results in attributes of modules that a loss reads; every rank must call it.
@@ -199,8 +190,8 @@ class Losses:
             self._attributes[key] = tuple(int(place) for place in str(agreed or "").split())
         return self._attributes[key]
 
-    def _prepare(self, step: _Step, lowering_for: LoweringFor, results: Results) -> PreparedLoss:
-        """Lower the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on.
+    def _prepare(self, step: _Step, programs: Programs, results: Results) -> PreparedLoss:
+        """Shard the model for a loss that takes ``results`` of each rank, and find the results that the loss depends on.
 
         A loss that the model itself returns is lowered for the model's own results: it is combined exactly over parts of the batch. It is
         the only result, unless a loss_fn picks it, which may look at others.
@@ -208,38 +199,38 @@ class Losses:
         batch = step.inputs.batch
         takes_all_rows = results == "whole" and step.loss_fn is not None
         kept = results_of_step(self._graph, step.attributes, has_own_loss=step.loss_fn is None)
-        if step.loss_fn is None:
-            count, lowering = lowering_for(batch, kept=kept)
-        else:
-            count, lowering = lowering_for(batch, in_parts=takes_all_rows, results=results, kept=kept)
-        check_target(step.target, lowering.rows, batch, count, results)
+        own: dict[str, Any] = {"kept": kept}
+        options = own if step.loss_fn is None else {"in_parts": takes_all_rows, "results": results, "kept": kept}
+        request = programs.request(batch, **options)
+        sharded = programs.sharded(request)
+        check_target(step.target, sharded.rows, batch, request.n_microbatches, results)
         targets = {
-            rank: step.target if results == "whole" else lowering.rows.target_of_rank(step.target, batch, rank)
+            rank: step.target if results == "whole" else sharded.rows.target_of_rank(step.target, batch, rank)
             for rank in self._runtime.local_ranks
         }
-        dependence = self._agreed_dependence(step, lowering, targets[self._here], None if takes_all_rows else count)
+        dependence = self._agreed_dependence(step, sharded, targets[self._here], None if takes_all_rows else request.n_microbatches)
         extra = {rank: {"target": targets[rank], "loss_fn": step.loss_fn} for rank in self._runtime.local_ranks}
         if dependence.own is None:
             form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype, draws=dependence.draws)
-            outputs, in_parts = dependence.outputs, takes_all_rows
-            return PreparedLoss(count, lowering, results, False, kept, in_parts, outputs, form, extra)
-        index = lowering.graph.returned.index(dependence.own)
-        count, lowering = lowering_for(batch, kept=kept)
-        own = lowering.graph.returned[index]
-        outputs = frozenset({own}) if dependence.outputs else frozenset[str]()  # without outputs, the loss has no gradient
-        form = LossForm("sum" if lowering.graph.combine(own) == "sum" else "mean", dependence.dtype)
-        return PreparedLoss(count, lowering, "rows", True, kept, True, outputs, form, extra)
+            return PreparedLoss(request, sharded, options, False, dependence.outputs, form, extra)
+        index = sharded.graph.returned.index(dependence.own)
+        request = programs.request(batch, **own)
+        sharded = programs.sharded(request)
+        loss = sharded.graph.returned[index]
+        outputs = frozenset({loss}) if dependence.outputs else frozenset[str]()  # without outputs, the loss has no gradient
+        form = LossForm("sum" if sharded.graph.combine(loss) == "sum" else "mean", dependence.dtype)
+        return PreparedLoss(request, sharded, own, True, outputs, form, extra)
 
-    def _agreed_dependence(self, step: _Step, lowering: ShardedModel, target: Any, n_microbatches: int | None) -> LossDependence:
+    def _agreed_dependence(self, step: _Step, sharded: ShardedModel, target: Any, n_microbatches: int | None) -> LossDependence:
         """Return which results the loss depends on. A rank that computes no loss and has no target learns it from the others.
 
         ``target`` is for the rows of this rank; if ``n_microbatches`` is None, the loss takes all rows at once, and it is for all.
         """
         dependence, error = None, None
         try:
-            dependence = self._local_dependence(step, lowering, target, n_microbatches)
+            dependence = self._local_dependence(step, sharded, target, n_microbatches)
         except Exception as raised:
-            if target is not None or not lowering.collectors.isdisjoint(self._runtime.local_ranks):
+            if target is not None or not sharded.collectors.isdisjoint(self._runtime.local_ranks):
                 raise
             error = raised
         text = None if dependence is None else _encode_dependence(dependence)
@@ -249,31 +240,31 @@ class Losses:
             raise error
         return _decode_dependence(agreed)
 
-    def _local_dependence(self, step: _Step, lowering: ShardedModel, target: Any, n_microbatches: int | None) -> LossDependence:
+    def _local_dependence(self, step: _Step, sharded: ShardedModel, target: Any, n_microbatches: int | None) -> LossDependence:
         """Return which results the loss of this rank depends on, inspected on the first microbatch, or on all rows; cached."""
         leaves, tree = pytree.tree_flatten(target)
         kinds = (str(tree), *(leaf.dtype if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves))
         # The names of results are part of the key: they differ where the batch is not cut.
-        names, requiring = tuple(lowering.graph.returned), lowering.requiring(step.inputs.requiring_gradient)
+        names, requiring = tuple(sharded.graph.returned), sharded.requiring(step.inputs.requiring_gradient)
         key = (loss_key(step.loss_fn), requiring, names, n_microbatches is None, kinds)
         if key not in self._dependences:
-            part, sizes = _inspected_part(lowering, target, step.inputs.batch, n_microbatches)
-            self._dependences[key] = self._inspect(step, lowering, part, sizes)
+            part, sizes = _inspected_part(sharded, target, step.inputs.batch, n_microbatches)
+            self._dependences[key] = self._inspect(step, sharded, part, sizes)
         return self._dependences[key]
 
-    def _inspect(self, step: _Step, lowering: ShardedModel, part: Any, sizes: ResultSizes) -> LossDependence:
+    def _inspect(self, step: _Step, sharded: ShardedModel, part: Any, sizes: ResultSizes) -> LossDependence:
         """Call the loss on results of these sizes and a part of the target; raise ConfigError, with a remedy, if it fails."""
         batch, device = step.inputs.batch, self._runtime.devices[self._here]
-        requiring = lowering.requiring(step.inputs.requiring_gradient)
+        requiring = sharded.requiring(step.inputs.requiring_gradient)
         try:
-            return loss_dependence(lowering.graph, requiring, step.loss_fn, part, sizes, device)
+            return loss_dependence(sharded.graph, requiring, step.loss_fn, part, sizes, device)
         except PartitionError:
             raise
         except Exception as error:
             rows = f"{sizes.rows} of {batch} rows" if sizes.rows < batch else f"{batch} rows"
             hint = "call it as train_step does: loss_fn(model(x), target)"
-            can_take_all_rows = sizes.rows < batch and lowering.graph.batch is not None
-            arguments = (lowering.graph, requiring, step.loss_fn, step.target, ResultSizes(batch, 1, batch), device)
+            can_take_all_rows = sizes.rows < batch and sharded.graph.batch is not None
+            arguments = (sharded.graph, requiring, step.loss_fn, step.target, ResultSizes(batch, 1, batch), device)
             if can_take_all_rows and _succeeds(lambda: loss_dependence(*arguments)):
                 hint = f"it takes all {batch} rows: {_BATCH_REMEDY}"
             raise ConfigError(f"loss_fn fails on outputs of {rows}: {type(error).__name__}: {error}", remedy=hint) from error
@@ -295,18 +286,18 @@ class Losses:
 
     def _proof(self, step: _Step, prepared: PreparedLoss) -> Proof | None:
         """Return the proved form of the loss; None on a rank that has no target and needs none."""
-        target, lowering = prepared.extra[self._here]["target"], prepared.lowering
-        if target is None and lowering.collectors.isdisjoint(self._runtime.local_ranks):
+        target, sharded = prepared.extra[self._here]["target"], prepared.sharded
+        if target is None and sharded.collectors.isdisjoint(self._runtime.local_ranks):
             return None
-        rows_of_rank = step.inputs.batch // lowering.rows.count
+        rows_of_rank = step.inputs.batch // sharded.rows.count
         shapes = tuple(_kind_of_leaf(leaf, rows_of_rank) for leaf in pytree.tree_leaves(target))
-        key = (loss_key(step.loss_fn, exact=False), tuple(lowering.graph.returned), shapes)
+        key = (loss_key(step.loss_fn, exact=False), tuple(sharded.graph.returned), shapes)
         assert step.loss_fn is not None
         held = self._proofs.get(key)
         if held is None or not reads_tensors(step.loss_fn, held.weights):  # functions with one key may read other weights
             device = self._runtime.devices[self._here]
             self._proofs[key] = prove(
-                self._traced(step.inputs.batch, lambda: lowering), lowering.graph, step.loss_fn, target, rows_of_rank, device
+                self._traced(step.inputs.batch, lambda: sharded), sharded.graph, step.loss_fn, target, rows_of_rank, device
             )
         return self._proofs[key]
 
@@ -316,8 +307,8 @@ class Losses:
             return _Combination("neither", proof.reason)
         if proof.kind != "counted" or step.reduction != "mean":
             return _Combination("mean" if proof.kind == "counted" else proof.kind)
-        is_local = _has_local_rows(prepared.lowering.rows)
-        sizes = _passed_microbatches(prepared.lowering.rows, step.inputs.batch, prepared.n_microbatches)
+        is_local = _has_local_rows(prepared.sharded.rows)
+        sizes = _passed_microbatches(prepared.sharded.rows, step.inputs.batch, prepared.request.n_microbatches)
         counts = [counter.counts(step.target, sizes) for counter in proof.counters]
         first = proof.counters[0]
         if proof.is_sole and all(map(first.can_weigh, counts[0])):
@@ -343,9 +334,9 @@ class Losses:
 
         A process that has no target computes no loss, and its weights are not used.
         """
-        rows, batch, n_microbatches = prepared.lowering.rows, step.inputs.batch, prepared.n_microbatches
+        rows, batch, n_microbatches = prepared.sharded.rows, step.inputs.batch, prepared.request.n_microbatches
         divisor = float if combination.counter is None else combination.counter.divisor
-        total = divisor(self._total_count(prepared.lowering, combination.counts))
+        total = divisor(self._total_count(prepared.sharded, combination.counts))
         if total:
             weights = tuple(divisor(count) / total for count in combination.counts)
         else:  # no target counts: the loss is NaN with any weights, as without partitions
@@ -353,13 +344,13 @@ class Losses:
         starts = {rank: 0 if _has_local_rows(rows) else rows.part_index(rank) * n_microbatches for rank in self._runtime.local_ranks}
         return {rank: weights[start : start + n_microbatches] for rank, start in starts.items()}
 
-    def _total_count(self, lowering: ShardedModel, counts: tuple[float, ...]) -> float:
+    def _total_count(self, sharded: ShardedModel, counts: tuple[float, ...]) -> float:
         """Return the number of targets of the batch that are not ignored, or the sum of their weights; local inputs: over all processes."""
-        if not _has_local_rows(lowering.rows):
+        if not _has_local_rows(sharded.rows):
             return sum(counts)
-        own = sum(counts) if self._here in lowering.collectors else 0.0
+        own = sum(counts) if self._here in sharded.collectors else 0.0
         total = self._runtime.reduce(torch.tensor(own, dtype=torch.float64, device=self._runtime.devices[self._here]), "sum")
-        counted_by = len(lowering.collectors) / lowering.rows.count  # ranks that compute the loss of the same rows
+        counted_by = len(sharded.collectors) / sharded.rows.count  # ranks that compute the loss of the same rows
         return float(total) / counted_by
 
 
@@ -380,11 +371,11 @@ def _passed_microbatches(rows: RowParts, batch: int, n_microbatches: int) -> tup
     return of_rank if _has_local_rows(rows) else of_rank * rows.count
 
 
-def _inspected_part(lowering: ShardedModel, target: Any, batch: int, n_microbatches: int | None) -> tuple[Any, ResultSizes]:
+def _inspected_part(sharded: ShardedModel, target: Any, batch: int, n_microbatches: int | None) -> tuple[Any, ResultSizes]:
     """Return the target of the first microbatch, or of all rows if ``n_microbatches`` is None, and the sizes of the results for it."""
-    rows_of_rank = batch // lowering.rows.count
+    rows_of_rank = batch // sharded.rows.count
     if n_microbatches is None:
-        repeats = rows_of_rank // lowering.graph.batch_size if lowering.graph.batch is None else 1
+        repeats = rows_of_rank // sharded.graph.batch_size if sharded.graph.batch is None else 1
         return target, ResultSizes(rows_of_rank, repeats, batch)
     sizes = microbatch_sizes(rows_of_rank, n_microbatches)
     return split_target(target, sizes)[0], ResultSizes(sizes[0], 1, sizes[0])

@@ -16,7 +16,6 @@ from torch import nn
 
 from partitioner.model.calls import Calls
 from partitioner.model.effects.left_attributes import LeftAttributes
-from partitioner.model.inspected_programs import LastStep
 from partitioner.model.losses.losses import Losses
 from partitioner.model.module.program_state import refuse_changed_buffers, refuse_changed_program
 from partitioner.model.session import Assumptions, Session, Tracing
@@ -26,9 +25,9 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.broadcast_values import broadcast_values
 from partitioner.runtime.state.hooks import TensorHooks
 from partitioner.runtime.state.parameters import State, materialize, state_of_trace
-from partitioner.specialize.programs import Programs, Variant, first_variant
+from partitioner.specialize.programs import Programs, Tensors, first_variant
+from partitioner.specialize.request import Request
 from partitioner.specialize.shard_holders import PlanCuts
-from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.specialize.transfer import stored_as_in, transferred_plan
 from partitioner.tracing.autograd.hooks import GRADIENTS_ON
 from partitioner.tracing.export.export import TRACING
@@ -64,7 +63,7 @@ class Form:
         session: its parts.
         calls: runs its programs.
         losses: what was proved of loss functions.
-        last_step: the last training step in these modes; None: there was none.
+        last_step: the last training step in these modes, for the plan's batch; None: there was none.
         of_sizes: the forms for sizes of the inputs that were not planned, least recently used first.
         of_gradients: the forms for other states of autograd, see ``for_gradients``.
     """
@@ -72,15 +71,15 @@ class Form:
     session: Session
     calls: Calls
     losses: Losses
-    last_step: LastStep | None = None
+    last_step: Request | None = None
     of_sizes: OrderedDict[tuple[int, ...], Form] = dataclasses.field(default_factory=OrderedDict)
     of_gradients: dict[_GradientState, Form] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, session: Session) -> Form:
         """Return the form of a session."""
-        calls = Calls(session.original, session.graph, session.runtime, session.state, session.lowerings.rows, session.left, session.dtype)
-        losses = Losses(session.runtime, session.graph, session.lowerings.rows, session.left, session.tracing.batch_dims)
+        calls = Calls(session.original, session.graph, session.runtime, session.state, session.programs.rows, session.left, session.dtype)
+        losses = Losses(session.runtime, session.graph, session.programs.rows, session.left, session.tracing.batch_dims)
         return cls(session, calls, losses)
 
     def for_gradients(self, requiring: frozenset[str], *, tracked: bool) -> Form:
@@ -345,9 +344,5 @@ def _session(
     def trainable() -> frozenset[str]:
         return frozenset(placeholder for placeholder, name in graph.parameters.items() if name in state.gradients.trained)
 
-    def lower_at(variant: Variant) -> ShardedModel:
-        tensors = (state.by_rank, state.slots)
-        return ShardedModel(*cuts.at(variant), plan, runtime.devices, runtime.local_ranks, *tensors, trainable, variant.inputs)
-
-    lowerings = Programs(graph, plan, lower_at, cuts.traced_for, tracing.inputs)
-    return Session(model, graph, plan, runtime, state, lowerings, assumed, cuts, tracing, left)
+    programs = Programs(graph, plan, cuts, runtime, Tensors(state.by_rank, state.slots, trainable), tracing.inputs)
+    return Session(model, graph, plan, runtime, state, programs, assumed, cuts, tracing, left)

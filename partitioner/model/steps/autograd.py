@@ -18,7 +18,8 @@ from partitioner.runtime.arguments import BoundInputs, refuse_tangents
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.hooks import has_hooks
-from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.programs import Programs
+from partitioner.specialize.request import Request
 from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
@@ -180,22 +181,24 @@ def tracks_gradients(calls: Calls, inputs: BoundInputs) -> bool:
 def tracked_forward(
     calls: Calls,
     runtime: Runtime,
-    lowering: ShardedModel,
+    programs: Programs,
+    request: Request,
     differentiation: Differentiation,
-    count: int,
     inputs: BoundInputs,
     accumulation: Accumulation,
 ) -> tuple[Tensor, ...]:
     """Run the forward of one call; ``.backward()`` on its outputs runs the backward, with one rank a process in each of them.
 
     Args:
-        count: number of microbatches.
+        programs: the table of the trace.
+        request: of the forward.
         accumulation: whether the backward sums gradients over ranks. After a call inside ``no_sync()`` it does not, wherever it runs.
     """
     here = runtime.local_ranks[0]
     read = with_copies(inputs)
     in_no_sync = accumulation.gradients == "keep"
-    training = lowering.training(differentiation)
+    sharded = programs.sharded(request)
+    training = sharded.training(differentiation)
     differentiated = differentiated_outputs(training)
     names = calls.input_gradient_names(differentiation.inputs)
     metas: dict[str, Tensor] = {}
@@ -203,7 +206,7 @@ def tracked_forward(
     def forward() -> tuple[tuple[Tensor, ...], Any]:
         """Run the training forward; return the model's outputs, and what its backward reads."""
         before = Versions.of(calls.named_buffers(), ())
-        results = calls.run(lowering, lowering.training_forward(differentiation, count), read)
+        results = calls.run(sharded, programs.get(request.training_forward(differentiation)), read)
         outputs = _writable(results[here][0])
         metas.update({name: torch.empty_like(output, device="meta") for name, output in zip(training.returned, outputs, strict=True)})
         saved = {rank: result[1] for rank, result in results.items()}
@@ -213,7 +216,7 @@ def tracked_forward(
 
     def backward(kept: _Kept, gradients: tuple[Tensor | None, ...], wants_parameters: bool) -> tuple[Tensor | None, ...]:
         """Run the backward, with zeros for outputs without a gradient; return the gradients of this process's inputs."""
-        rows, graph = lowering.rows, lowering.graph
+        rows, graph = sharded.rows, sharded.graph
         present = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
         if not present:  # a function after the call returned None
             return (None,) * len(names)
@@ -223,13 +226,13 @@ def tracked_forward(
             for rank in runtime.local_ranks
         }
         mode: Gradients = "keep" if in_no_sync or not wants_parameters else accumulation.gradients
-        programs = lowering.backward(differentiation, count, frozenset(present), mode)
+        of_backward = programs.get(request.backward(differentiation, frozenset(present), mode))
         with runtime.failing_together():
             assert kept.versions is not None
-            kept.versions.check(programs)
+            kept.versions.check(of_backward)
         kept.versions = None  # it holds the saved values
         with contextlib.nullcontext() if wants_parameters else calls.discarding_gradients():
-            return tuple(rows.input_gradients(graph, names, calls.run(lowering, programs, read, extra)[here]))
+            return tuple(rows.input_gradients(graph, names, calls.run(sharded, of_backward, read, extra)[here]))
 
     return tracked_call(calls, inputs, names, forward, backward, tuple(name in differentiated for name in training.returned))
 

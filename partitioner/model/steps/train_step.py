@@ -46,7 +46,7 @@ class PreparedStep:
 
     def run(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Run the step: gradients of parameters are added to ``.grad``. Return the loss, and the gradients of inputs."""
-        loss, gradients = self.form.calls.step(self.loss.lowering, self.programs, self.inputs, self.loss.extra)
+        loss, gradients = self.form.calls.step(self.loss.sharded, self.programs, self.inputs, self.loss.extra)
         return loss, tuple(gradients)
 
 
@@ -64,11 +64,13 @@ def prepare_step(
         ConfigError: the loss is no tensor of one number, or contradicts ``loss_reduction``.
     """
     form = at_sizes(form_of_call, inputs)
-    prepared = form.losses.prepare(inputs, target, loss_fn, loss_reduction, form.session.lowerings.for_batch)
-    differentiation = prepared.lowering.differentiation(prepared.outputs, inputs.requiring_gradient)
-    programs = prepared.lowering.train_step(differentiation, prepared.n_microbatches, prepared.form, gradients)
-    is_new = form_of_call.last_step is None or form_of_call.last_step[-1] != prepared.form
+    prepared = form.losses.prepare(inputs, target, loss_fn, loss_reduction, form.session.programs)
+    differentiation = prepared.sharded.differentiation(prepared.outputs, inputs.requiring_gradient)
+    programs = form.session.programs.get(prepared.request.train_step(differentiation, prepared.form, gradients))
+    is_new = form_of_call.last_step is None or form_of_call.last_step.loss != prepared.form
+    planned = form_of_call.session
     if prepared.form.reduction == "batch" and is_new:
-        warn_of_loss(form_of_call.session.plan, form_of_call.session.assumed.limits)
-    form_of_call.last_step = (prepared.in_parts, prepared.results, prepared.kept, differentiation, prepared.form)
+        warn_of_loss(planned.plan, planned.assumed.limits)
+    of_plan = planned.programs.request(planned.plan.batch_size, **prepared.options)
+    form_of_call.last_step = of_plan.train_step(differentiation, prepared.form)
     return PreparedStep(form, inputs, prepared, differentiation, programs)

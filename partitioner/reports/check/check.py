@@ -50,7 +50,7 @@ class Partitioned(Protocol):
 
     def full_gradients(self) -> dict[str, Tensor | None]: ...
 
-    def lowering_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, ShardedModel]: ...
+    def sharded_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, ShardedModel]: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def check(subject: Subject, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """
     inputs = bind_inputs(subject.graph, args, kwargs, any_batch=subject.graph.batch is None)
     partitioned = subject.with_microbatches(None)
-    n_microbatches, _ = partitioned.lowering_for(inputs.batch)
+    n_microbatches, _ = partitioned.sharded_for(inputs.batch)
     notes = differences_by_definition(subject.graph, n_microbatches)
     if notes:
         partitioned, n_microbatches = subject.with_microbatches(1), 1
@@ -114,14 +114,14 @@ def _title(plan: Plan, batch: int, n_microbatches: int) -> str:
 
 def _walk(run: _Check, inputs: BoundInputs, n_microbatches: int) -> NodeWalk:
     """Compare node by node: the model's graph on the whole batch with the graphs of the stages."""
-    _, whole = run.subject.with_microbatches(1).lowering_for(inputs.batch, in_parts=False)
-    _, lowering = run.partitioned.lowering_for(inputs.batch, in_parts=False)
+    _, whole = run.subject.with_microbatches(1).sharded_for(inputs.batch, in_parts=False)
+    _, sharded = run.partitioned.sharded_for(inputs.batch, in_parts=False)
     originals = {**run.graph.parameters, **run.graph.buffers}
     tensors = {**{name: run.tensors[original] for name, original in originals.items()}, **run.graph.constants}
-    if lowering.cut.is_cut:
-        return walk_mesh(lowering.cut, lowering.stages, tensors, inputs.tensors, inputs.batch, SEED)
-    differentiation = lowering.everything(inputs.requiring_gradient)
-    lowered = lowering.training(differentiation) if differentiation.outputs else lowering.stages
+    if sharded.cut.is_cut:
+        return walk_mesh(sharded.cut, sharded.stages, tensors, inputs.tensors, inputs.batch, SEED)
+    differentiation = sharded.everything(inputs.requiring_gradient)
+    lowered = sharded.training(differentiation) if differentiation.outputs else sharded.stages
     return walk_nodes(whole.graph, lowered, tensors, inputs.tensors, microbatch_sizes(inputs.batch, n_microbatches), SEED)
 
 

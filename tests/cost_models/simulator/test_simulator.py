@@ -222,7 +222,7 @@ def test_representatives_stand_for_all_ranks() -> None:
     x = torch.zeros(16, WIDTH)
     pm = partition(model.to("meta"), 8, mesh, example_inputs=(x,), n_microbatches=4, schedule="1F1B", cluster=cluster, progress=False)
     shown = pm.inspected()
-    programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
+    programs, of = shown.sharded.representatives(shown.request)
     whole, few = (
         pm.simulate(),
         simulate_programs(
@@ -244,7 +244,7 @@ def test_one_reading_serves_all_ranks_of_a_place(monkeypatch: pytest.MonkeyPatch
     x = torch.zeros(16, WIDTH)
     pm = partition(model.to("meta"), 16, mesh, example_inputs=(x,), n_microbatches=4, schedule="1F1B", cluster=cluster, progress=False)
     shown = pm.inspected()
-    programs, of = shown.lowering.representatives(shown.differentiation, shown.n_microbatches, shown.loss)
+    programs, of = shown.sharded.representatives(shown.request)
 
     def run() -> Simulation:
         everybody = Representatives(Mesh(pm.plan.mesh), of)

@@ -123,7 +123,7 @@ def test_causal_attention_by_itself(arguments: dict[str, Any]) -> None:
     key, value = torch.rand(2, 2, heads, LENGTH, 3, dtype=torch.float64).unbind(0)
     pm = partition(Causal(), 2, "sequence", example_inputs=(query, key, value), progress=False)
     torch.testing.assert_close(pm(query, key, value), Causal()(query, key, value))
-    assert any("local_index" in node.name or "le" in node.name for node in pm.lowering_for(2)[1].graph.graph.nodes)
+    assert any("local_index" in node.name or "le" in node.name for node in pm.sharded_for(2)[1].graph.graph.nodes)
 
 
 def test_a_model_without_a_sequence_is_refused() -> None:

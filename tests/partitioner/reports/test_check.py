@@ -160,7 +160,7 @@ def test_a_model_without_gradients() -> None:
 
 
 def lowering_of(pm: PartitionedModel) -> ShardedModel:
-    return pm.lowering_for(8, in_parts=False)[1]
+    return pm.sharded_for(8, in_parts=False)[1]
 
 
 def replace(module: fx.GraphModule, target: Any, by: Any) -> str:
@@ -204,9 +204,7 @@ def test_every_node_of_a_cut_model_is_compared(name: str, mesh: dict[str, int]) 
     assert report, report
     (nodes,) = [part for part in report.parts if part.name == "values of nodes"]
     calls = [
-        node
-        for node in pm.lowering_for(len(instance.args[0]))[1].cut.widest.graph.computing_nodes()
-        if isinstance(node.meta["val"], Tensor)
+        node for node in pm.sharded_for(len(instance.args[0]))[1].cut.widest.graph.computing_nodes() if isinstance(node.meta["val"], Tensor)
     ]
     assert len(nodes.comparisons) == len(calls)
 
@@ -215,8 +213,8 @@ def test_every_node_of_a_cut_model_is_compared(name: str, mesh: dict[str, int]) 
 def test_a_wrong_part_of_a_node_is_named() -> None:
     instance = case_named("gpt").build()
     pm = partition(instance.model, devices=2, mode="tensor", example_inputs=instance.args)
-    _, lowering = pm.lowering_for(len(instance.args[0]))
-    wrong = next(node for node in lowering.graph.graph.nodes if node.target is torch.ops.aten.gelu.default)
+    _, sharded = pm.sharded_for(len(instance.args[0]))
+    wrong = next(node for node in sharded.graph.graph.nodes if node.target is torch.ops.aten.gelu.default)
     wrong.target = torch.ops.aten.relu.default
     wrong.args, wrong.kwargs = wrong.args[:1], {}
     report = pm.check(*instance.args)
@@ -229,13 +227,13 @@ def test_a_wrong_part_of_a_node_is_named() -> None:
 def test_a_wrong_training_graph_is_told_from_a_wrong_forward_graph() -> None:
     case = case_named("residual")
     pm = partitioned(case)
-    lowering = lowering_of(pm)
-    training = lowering.training(lowering.everything(frozenset()))
+    sharded = lowering_of(pm)
+    training = sharded.training(sharded.everything(frozenset()))
     replace(training.training[1].forward, aten.gelu.default, aten.relu.default)
     report = pm.check(*case.build().args)
     assert not report
     assert report.first_value is not None
-    assert report.first_value.node in lowering.stages.stages[1].outputs
+    assert report.first_value.node in sharded.stages.stages[1].outputs
     assert report.first_value.cause == "the stage's forward graph computes the right value, its training graph does not"
 
 
@@ -244,12 +242,12 @@ def test_a_wrong_gradient_is_named() -> None:
     """The gradient of a bias of the middle stage is doubled; everything else stays right."""
     case = case_named("residual")
     pm = partitioned(case)
-    lowering = lowering_of(pm)
-    training = lowering.training(lowering.everything(frozenset())).training[1]
+    sharded = lowering_of(pm)
+    training = sharded.training(sharded.everything(frozenset())).training[1]
     assert training.backward is not None
     names = training.parameters_with_gradient
     position = next(index for index, name in enumerate(names) if name.endswith("down_bias"))
-    parameter = lowering.graph.parameters[names[position]]
+    parameter = sharded.graph.parameters[names[position]]
     graph = training.backward.graph
     output = graph.output_node()
     *arguments, gradients = cast(tuple[Any, ...], output.args[0])
