@@ -171,10 +171,14 @@ def open_trace(source: Source, layout: BatchLayout, *, open_sizes: Collection[st
     assembly = Assembly(source.model, exported, source.training)
     try:
         graph = assembly.at(exported.sizes)
-    except TraceError:
+    except TraceError as error:
         if not exported.sizes:
             raise
-        return open_trace(source, layout, open_sizes=())
+        opened = open_trace(source, layout, open_sizes=())
+        note = f"sizes besides the batch are fixed, and the model is traced again for others: {error.problem}"
+        if isinstance(opened, Opened):
+            return dataclasses.replace(opened, graph=dataclasses.replace(opened.graph, notes=(*opened.graph.notes, note)))
+        return opened
     assert graph.batch is not None
     return Opened(add_outputs(graph, OpenSizes(graph.batch)), exported, assembly)
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +20,6 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher  # runs composite operations on fake tensors without fixing symbolic sizes
 from torch._ops import HigherOrderOperator, OpOverload  # types of the operations of a traced graph; torch.ops holds their instances only
 from torch._subclasses.fake_tensor import FakeTensorMode  # runs a loss, a graph or a call on shapes alone
-from torch._subclasses.meta_utils import MetaTensorDesc, MetaTensorDescriber  # say what fake tensors are made of
 from torch.autograd import forward_ad  # says whether a level of forward-mode differentiation is entered
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub lacks what it has
 from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule  # writes its Python when it is called
@@ -35,7 +33,6 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, ModularIndexing  # how symbolic sizes spell these functions
 from torch.utils._sympy.numbers import int_oo  # no upper end of a range of sizes
 from torch.utils._sympy.value_ranges import ValueRanges  # the sizes that a symbol stands for
-from torch.utils.checkpoint import _CachingTorchDispatchMode as SelectiveCheckpointMode  # asks policies which values are saved
 
 __all__ = [
     "DisableTorchFunction",
@@ -44,20 +41,15 @@ __all__ = [
     "FloorDiv",
     "HigherOrderOperator",
     "Max",
-    "MetaTensorDesc",
-    "MetaTensorDescriber",
     "Min",
     "Mod",
     "ModularIndexing",
     "OngoingTrace",
     "OpOverload",
     "RecordKind",
-    "SelectiveCheckpointMode",
     "TorchDispatchMode",
     "TorchLazyGraphModule",
     "TreeSpec",
-    "answers_while_tracing",
-    "as_compiled",
     "autograd_dispatch",
     "dynamo_source",
     "enable_python_dispatcher",
@@ -67,7 +59,6 @@ __all__ = [
     "foreach_norm",
     "graph_break",
     "has_tangent",
-    "indexing_as_operator",
     "indexing_by_tensors",
     "is_profiling",
     "is_resumed",
@@ -76,7 +67,6 @@ __all__ = [
     "is_wrapped",
     "last_traced_node",
     "make_fx",
-    "masks_as_given",
     "no_dispatch_modes",
     "no_rules",
     "nonstrict_trace",
@@ -95,7 +85,6 @@ __all__ = [
     "version_of",
     "will_run",
     "with_records",
-    "without_fake_cache",
     "without_saved_tensors_hooks",
 ]
 
@@ -143,16 +132,6 @@ def without_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pair in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(*pair)
-
-
-@contextmanager
-def as_compiled() -> Iterator[None]:
-    """While active, ``torch.compiler.is_compiling()`` is true, as in an export: libraries then call what can be traced in any dtype."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -204,42 +183,6 @@ def indexing_by_tensors() -> AbstractContextManager[Any]:
     return context
 
 
-@contextmanager
-def indexing_as_operator() -> Iterator[None]:
-    """While active, what ``indexing_by_tensors`` calls is ``aten.index``: a trace holds no application of an autograd function for it.
-
-    ``torch.export`` cannot write such an application inside a region of ``torch.autocast`` or ``torch.no_grad()``.
-    """
-    import torch._dynamo._trace_wrapped_higher_order_op as indexing  # noqa: PLC0415  an export loads it
-
-    original = indexing.mod_index
-    indexing.mod_index = torch.ops.aten.index.Tensor
-    try:
-        yield
-    finally:
-        indexing.mod_index = original
-
-
-@contextmanager
-def masks_as_given() -> Iterator[None]:
-    """While active, transformer layers of ``torch.nn`` take a mask for causal only where the call says so, ``is_causal=True``.
-
-    Else they compare its values with those of a causal mask, to leave it out for a kernel that gives the same numbers.
-    """
-    from torch.nn.modules import transformer  # noqa: PLC0415  patched where it is looked up
-
-    original = transformer._detect_is_causal_mask
-
-    def said(_mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None) -> bool:
-        return is_causal is True
-
-    transformer._detect_is_causal_mask = said  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = original
-
-
 def last_traced_node() -> fx.Node | None:
     """Return the last node of the graph that ``make_fx`` or ``torch.export`` writes now; None if there is none."""
     mode = get_proxy_mode()
@@ -278,32 +221,6 @@ class OngoingTrace:
         return constant
 
 
-@contextmanager
-def answers_while_tracing(
-    operators: Collection[OpOverload], answer: Callable[[OpOverload, Any, Mapping[str, Any], OngoingTrace], Any]
-) -> Iterator[None]:
-    """While active, a function gives the results of calls of operators that this thread traces, which are not written into the graph.
-
-    Args:
-        answer: returns the result of a call; ``NotImplemented``: trace it.
-    """
-    import torch.fx.experimental.proxy_tensor as tracing  # noqa: PLC0415  patched where it is looked up
-
-    original, thread = tracing.proxy_call, threading.get_ident()
-
-    def proxy_call(mode: Any, function: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> object:
-        found: Any = NotImplemented
-        if function in operators and threading.get_ident() == thread:
-            found = answer(function, args, kwargs, OngoingTrace(mode))
-        return original(mode, function, pre_dispatch, args, kwargs) if found is NotImplemented else found
-
-    tracing.proxy_call = proxy_call  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        tracing.proxy_call = original
-
-
 def dynamo_source(placeholder: fx.Node) -> str:
     """Return where Dynamo reads an argument of one of its graphs, as Python: ``L['self']._modules['fc']._parameters['weight']``."""
     return str(placeholder._dynamo_source.name)  # type: ignore[attr-defined]
@@ -324,14 +241,6 @@ def has_tangent(tensors: Iterable[object]) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(isinstance(each, Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in tensors)
-
-
-def without_fake_cache() -> AbstractContextManager[None]:
-    """Return a context in which fake tensors are computed anew for equal calls: with open sizes, to look one up costs more than a call."""
-    import torch._dynamo.config as dynamo  # noqa: PLC0415  an export loads it
-
-    context: AbstractContextManager[None] = dynamo.patch(fake_tensor_cache_enabled=False)
-    return context
 
 
 def graph_break(module: fx.GraphModule) -> tuple[str, str, int] | None:

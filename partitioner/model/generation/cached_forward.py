@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.tracing.export.export import TRACING
-from partitioner.tracing.export.on_meta.meta_models import autocast_as_cpu
+from partitioner.tracing.export.replaced import TraceRecord, devices_as_cpu, replaced
 from partitioner.tracing.restore import preserve
 from partitioner.tracing.trace import trace
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast, ModelGraph
-from passes.ir.torch_private import FakeTensorMode, as_compiled, tree_flatten
+from passes.ir.torch_private import FakeTensorMode, tree_flatten
 
 __all__ = ["CachedTensor", "cache_name", "cached_tensors", "given_cache_type", "language_model", "logits_of", "trace_cached_forward"]
 
@@ -69,7 +69,9 @@ def cached_tensors(model: nn.Module, autocast: Autocast | None) -> tuple[Layer, 
         TraceError: the model does not cache keys and values of (batch, heads, positions, width), or its forward fails.
     """
     device = _device_of(model)
-    with TRACING, preserve(model), autocast_as_cpu(autocast), as_compiled(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    record = TraceRecord(cpu_devices=devices_as_cpu(autocast))
+    names = ("torch.autocast.__init__", "torch.compiler._is_compiling_flag")
+    with TRACING, preserve(model), replaced(record, names), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         if model.training:
             model.train(mode=False)
         cache = given_cache_type()(torch.arange(2, device=device), {})

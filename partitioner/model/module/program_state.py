@@ -14,6 +14,7 @@ from partitioner.model.session import Session
 from partitioner.runtime.state.stored_parameters import copy_of
 from partitioner.tracing.carried.program_state import Reading
 from partitioner.tracing.export.export import TRACING
+from partitioner.tracing.export.replaced import TraceRecord, replaced
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.repeated.find import calls_of
 from partitioner.tracing.restore import preserve
@@ -73,9 +74,9 @@ def _computes_alike(
         with preserve(model), traced_in(tracing.autocast), torch.set_grad_enabled(tracing.with_gradients):
             for module, is_training in zip(model.modules(), tracing.modes, strict=True):
                 module.training = is_training
-            return calls_of(model, args, kwargs)
+            return calls_of(model, args, kwargs, [])
 
-    with TRACING:
+    with TRACING, replaced(TraceRecord(), ["torch.compiler._is_compiling_flag"]):
         new = log()
         try:
             for reading, values in before:

@@ -12,9 +12,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from passes.graph.provenance import mark_checkpoint, mark_saved
-from passes.ir.torch_private import SelectiveCheckpointMode, last_traced_node
+from passes.ir.torch_private import last_traced_node
 
-__all__ = ["enter_checkpoint", "in_checkpoint", "leave_checkpoint", "mark_selected"]
+__all__ = ["enter_checkpoint", "in_checkpoint", "leave_checkpoint", "with_marked_decisions"]
 
 _depth: ContextVar[int] = ContextVar("depth", default=0)
 
@@ -43,20 +43,13 @@ def leave_checkpoint() -> None:
             node = node.next
 
 
-@contextlib.contextmanager
-def mark_selected() -> Iterator[None]:
-    """While active, mark the nodes that policies of selective checkpointing save."""
-    patched: Any = SelectiveCheckpointMode
-    original = patched.__init__
+def with_marked_decisions(original: Callable[..., None], _: object) -> Callable[..., None]:
+    """Return the ``__init__`` of a mode of selective checkpointing that marks the nodes that its policy saves."""
 
-    def make(mode: Any, policy: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def initialize(mode: Any, policy: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(mode, functools.partial(_decide, policy), *args, **kwargs)
 
-    patched.__init__ = make
-    try:
-        yield
-    finally:
-        patched.__init__ = original
+    return initialize
 
 
 def _decide(policy: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

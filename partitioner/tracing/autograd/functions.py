@@ -7,9 +7,8 @@ that of the forward's operations. So a call that gradients may flow through beco
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from partitioner.tracing.autograd.checkpoints import in_checkpoint
-from partitioner.tracing.autograd.hooks import note_question
 from passes.autograd.functions.operators import (
     AppliedFunction,
     FunctionOperator,
@@ -31,7 +29,7 @@ from passes.ir.errors import TraceError
 from passes.ir.torch_private import FakeTensorMode, no_dispatch_modes, tree_leaves
 from passes.rules.registry import derive_rule_by
 
-__all__ = ["CustomFunctionError", "keep_custom_functions"]
+__all__ = ["CustomFunctionError", "apply_as_operator"]
 
 _ALLOWED = ("torch._higher_order_ops", "torch._library.autograd", "torch._dynamo._trace_wrapped", "torch._functorch.autograd_function")
 """Modules of torch whose functions are no problem: control flow is traced as one operation; an operation of ``torch.library`` keeps the
@@ -50,30 +48,27 @@ class CustomFunctionError(Exception):
         super().__init__(f"{function.__module__}.{function.__qualname__}, which {reason}")
 
 
-@contextlib.contextmanager
-def keep_custom_functions() -> Iterator[None]:
-    """Let this thread call an operator instead of each custom autograd function that it applies to values that carry gradients.
+def apply_as_operator(questions: set[str]) -> Any:
+    """Return ``apply`` of the base class of autograd functions, which calls an operator where values carry gradients.
 
-    The patch is in a base class, because ``Function.apply`` looks up ``super().apply`` at each call: bound copies of it are noticed too.
+    ``Function.apply`` looks up ``super().apply`` at each call: bound copies of it call this one, too.
+
+    Args:
+        questions: gets what calls ask of the state of autograd.
     """
     thread = threading.get_ident()
     base: Any = torch.autograd.Function.__mro__[1]
-    if "apply" in vars(base):
-        raise AssertionError(f"{base} defines apply: this version of torch calls custom autograd functions in another way")
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         is_kept = threading.get_ident() == thread and torch.is_grad_enabled() and not is_applying()
         if not is_kept or function.__module__.startswith(_ALLOWED) or not any(map(_is_differentiable, tree_leaves((args, kwargs)))):
             return super(base, function).apply(*args, **kwargs)
         if function is CheckpointFunction:
+            questions.add("Tensor.requires_grad")
             return _call_in_checkpoint(*args)
         return _call_operator(function, args)
 
-    base.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        del base.apply
+    return classmethod(apply)
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -82,7 +77,6 @@ def _is_differentiable(value: Any) -> bool:
 
 def _call_in_checkpoint(run: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
     """Call what a reentrant checkpoint runs: the same values and gradients, which none have where no argument requires one."""
-    note_question("Tensor.requires_grad")
     with torch.set_grad_enabled(any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)), in_checkpoint():
         return run(*args)
 

@@ -8,59 +8,45 @@ A trace has no value of a tensor as a number. So the factor stays a tensor, and 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from passes.rules.ops.channel_statistics import channel_statistics
 
-__all__ = ["trace_running_statistics"]
+__all__ = ["CumulativeAverages"]
 
-_CLASSES: tuple[Any, ...] = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)  # noqa: SLF001  the class with the forward of all
-"""The classes that have a ``forward`` which reads the number of batches."""
-
-
-@contextlib.contextmanager
-def trace_running_statistics() -> Iterator[None]:
-    """While active, let batch normalisation with ``momentum=None`` update its running statistics by operations on tensors."""
-    originals = [cls.forward for cls in _CLASSES]
-    for cls, original in zip(_CLASSES, originals, strict=True):
-        cls.forward = _with_averages(original)
-    try:
-        yield
-    finally:
-        for cls, original in zip(_CLASSES, originals, strict=True):
-            cls.forward = original
+_CLASSES: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def _with_averages(original: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Return a ``forward`` that normalises as the original does, without running statistics, and then updates these."""
+class CumulativeAverages:
+    """The layers of a model whose statistics are averages over all batches, as a mode of functions sees their calls.
 
-    @functools.wraps(original)
-    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  of torch
-        is_average = self.momentum is None and self.training and self.track_running_stats and self.num_batches_tracked is not None
-        if not is_average:
-            return original(self, input)
-        self.track_running_stats = False
-        try:
-            result = original(self, input)
-        finally:
-            self.track_running_stats = True
-        _update(self, input)
-        return result
+    Args:
+        model: the model, which holds the tensors of the trace when it is called.
+    """
 
-    return forward
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [each for each in model.modules() if isinstance(each, _CLASSES) and each.momentum is None]
+
+    def result(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a call that reads the number of batches, or normalises with it; None for any other call."""
+        if function in (Tensor.__float__, Tensor.item):
+            return 1.0 if any(layer.num_batches_tracked is args[0] for layer in self._layers) else None
+        if function is not F.batch_norm or not kwargs["training"] or args[1] is None:
+            return None
+        layer = next((layer for layer in self._layers if layer.running_mean is args[1]), None)
+        return None if layer is None else _normalized(layer.num_batches_tracked, *args, **kwargs)
 
 
-def _update(module: Any, x: Tensor) -> None:
-    """Count the batch, and add its statistics to the averages: ``running * (1 - 1 / n) + new / n``."""
+def _normalized(count: Tensor, x: Tensor, mean: Tensor, variance: Tensor, **kwargs: Any) -> Tensor:
+    """Normalise without running statistics, and update these: ``running * (1 - 1 / n) + new / n``."""
+    result = F.batch_norm(x, None, None, **kwargs)
     with torch.no_grad():
-        module.num_batches_tracked.add_(1)
-        statistics = channel_statistics(x.detach().to(module.running_mean.dtype))
-        factor = 1.0 / module.num_batches_tracked.to(module.running_mean.dtype)
-        for index, running in enumerate((module.running_mean, module.running_var)):
+        statistics, factor = channel_statistics(x.detach().to(mean.dtype)), 1.0 / count.to(mean.dtype)
+        for index, running in enumerate((mean, variance)):
             running.copy_(running * (1.0 - factor) + statistics[index] * factor)
+    return result

@@ -86,15 +86,17 @@ def export_open(
     Raises:
         TraceError: the model cannot be traced, whatever its batch size.
     """
+    only_batch: tuple[str, ...] = ()
     if not layout.dimensions:
         return "no input is a tensor with dimensions"
     if others:
         result = _try_layout(model, inputs, training, layout, _unique_size(inputs, layout), others=others, may_fail=True)
         if isinstance(result, Exported):
             return _checked(result)
+        only_batch = (f"sizes besides the batch are fixed, and the model is traced again for others: {why_fixed(result)}",)
     result = _try_layout(model, inputs, training, layout, _unique_size(inputs, layout))
     if isinstance(result, Exported):
-        return _checked(result)
+        return _checked(replace(result, notes=(*result.notes, *only_batch)))
     reason = why_fixed(result)
     if len(layout.dimensions) == 1:
         return reason

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from partitioner.tracing.autograd.functions import keep_custom_functions
-from partitioner.tracing.autograd.hooks import keep_autograd_out
 from partitioner.tracing.carried.attributes import (
     Left,
     attributes_of,
@@ -32,26 +30,24 @@ from partitioner.tracing.carried.decisions import Run, drawn_from, refuse_decisi
 from partitioner.tracing.carried.generators import generators_of
 from partitioner.tracing.carried.left_results import LeftByCall, keep_results
 from partitioner.tracing.carried.program_state import Reading, preserve_program, reach_of
-from partitioner.tracing.export.cumulative_averages import trace_running_statistics
-from partitioner.tracing.export.fast_path import record_fast_paths
-from partitioner.tracing.export.flex_attention import decompose_flex_attention
+from partitioner.tracing.export.cumulative_averages import CumulativeAverages
+from partitioner.tracing.export.fast_path import note_fast_paths
 from partitioner.tracing.export.forward_context import entered_in_forward
-from partitioner.tracing.export.guards import ConstantRandomComparisons, record_comparisons_with_one, symbol_of
-from partitioner.tracing.export.known_values import known_values, refuse_written_buffers
-from partitioner.tracing.export.on_meta.meta_models import as_on_cpu
+from partitioner.tracing.export.guards import symbol_of
+from partitioner.tracing.export.known_values import KnownValues, refuse_written_buffers
+from partitioner.tracing.export.on_meta.meta_models import attributes_as_cpu
+from partitioner.tracing.export.replaced import TraceRecord, devices_as_cpu, replaced
+from partitioner.tracing.export.watched_calls import WatchedCalls
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.inputs.kv_caches import register_caches
-from partitioner.tracing.repeated.find import Copies, calls_of, find_copies
+from partitioner.tracing.repeated.find import TRACED_ONE_BY_ONE, Copies, calls_of, find_copies, words_of
 from partitioner.tracing.repeated.replay import NotCopyableError, trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
 from passes.graph.fakes.fake_tensors import plain_autograd
 from passes.ir.torch_private import (
-    indexing_as_operator,
-    masks_as_given,
     records_as_dicts,
     tree_leaves,
     tree_unflatten,
-    without_fake_cache,
 )
 from passes.normalize.autocast.operation_lists import traced_in
 
@@ -97,48 +93,44 @@ def export(
     generators = generators_of(model, reach.objects.values())
     with contextlib.ExitStack() as stack:
         stack.enter_context(TRACING)
-        comparisons = stack.enter_context(record_comparisons_with_one())
-        stack.enter_context(trace_running_statistics())
-        of_fast_paths = stack.enter_context(record_fast_paths())
-        questions = stack.enter_context(keep_autograd_out())
         stack.enter_context(torch.inference_mode(mode=False))  # restores gradients, too: as they are now
         stack.enter_context(torch.set_grad_enabled(inputs.with_gradients))  # sets them when it is made
         for context in (
             traced_in(inputs.autocast),
             plain_autograd(),
-            keep_custom_functions(),
-            decompose_flex_attention(),
-            indexing_as_operator(),
-            masks_as_given(),
-            without_fake_cache(),
             preserve(model),
             drawn_from(generators),
             preserve_program(reach.readings),
-            entered_in_forward(model, ConstantRandomComparisons, functools.partial(_as_called, inputs)),
         ):
             stack.enter_context(context)
-        without_values = stack.enter_context(as_on_cpu(model, inputs.autocast))
-        of_buffers = stack.enter_context(known_values(model, without_values))
+        without_values = stack.enter_context(attributes_as_cpu(model))
+        known = KnownValues(model, without_values)
+        record = TraceRecord(known_values=known, cpu_devices=devices_as_cpu(inputs.autocast))
+        stack.enter_context(replaced(record))
+        watched = functools.partial(WatchedCalls, record.questions, CumulativeAverages(model))
+        stack.enter_context(entered_in_forward(model, watched, functools.partial(_as_called, inputs)))
         stack.enter_context(_silence_torch())
         before = attributes_of(model)
         if model.training != training:
             model.train(training)
+        of_fast_paths = note_fast_paths(model)
         _name_keywords(model, inputs.kwargs)
         if layout is not None and one_size:
             _equate_sizes(model, layout)
+        slower: list[str] = []
         with drawn_from(generators) as drawn, record_left(model) as left:
-            program = _export(model, inputs, shapes or None, left)
+            program = _export(model, inputs, shapes or None, slower, left)
         changed = _set_back(reach.readings)
         refuse_read_tensors(model, before, left, program)
-        refuse_written_buffers(program, of_buffers)
-        calls = functools.partial(calls_of, model, inputs.args, inputs.kwargs)
-        again = functools.partial(_export, model, inputs, None)
+        refuse_written_buffers(program, known.read)
+        calls = functools.partial(calls_of, model, inputs.args, inputs.kwargs, slower)
+        again = functools.partial(_export, model, inputs, None, slower)
         refuse_decisions(Run(model, calls, lambda: again(Left())), reach, drawn, changed)
         edits = refuse_carried_values(model, before, left, calls, again)
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
         by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
-    notes = (*_notes(_lines_about_batch(comparisons, program, layout)), *of_fast_paths)
-    return program, notes, tuple(sorted(questions)), tuple(reach.readings), by_call, of_buffers
+    notes = (*_notes(_lines_about_batch(record.comparisons, program, layout)), *of_fast_paths, *dict.fromkeys(slower))
+    return program, notes, tuple(sorted(record.questions)), tuple(reach.readings), by_call, known.read
 
 
 def _set_back(readings: Sequence[Reading]) -> list[tuple[Reading, dict[str, Any]]]:
@@ -149,8 +141,13 @@ def _set_back(readings: Sequence[Reading]) -> list[tuple[Reading, dict[str, Any]
     return changed
 
 
-def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, left: Left) -> ExportedProgram:
-    """Call ``torch.export``: with repeated modules traced once if possible, else with the unchanged model."""
+def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, slower: list[str], left: Left) -> ExportedProgram:
+    """Call ``torch.export``: with repeated modules traced once if possible, else with the unchanged model.
+
+    Args:
+        slower: gets a note where repeated modules are traced one by one after all.
+        left: is recorded meanwhile.
+    """
 
     def run() -> ExportedProgram:
         args, kwargs = records_as_dicts((inputs.args, inputs.kwargs))
@@ -158,14 +155,16 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, left: Left) -> E
         _erase_own_frames(program)
         return program
 
-    copies = find_copies(model, inputs.args, inputs.kwargs)
+    copies = find_copies(model, inputs.args, inputs.kwargs, slower)
     if copies:
-        # An error of the model itself is raised again.
-        with contextlib.suppress(Exception):
+        try:
             with preserve(model), trace_copies_once(model, copies):
                 program = run()
             _refuse_left(left, copies)
             write_copies(program, copies)
+        except Exception as error:  # noqa: BLE001  an error of the model itself is raised again
+            slower.append(f"{TRACED_ONE_BY_ONE}: {words_of(error)}")
+        else:
             return program
     with preserve(model):
         return run()

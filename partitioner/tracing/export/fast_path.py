@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-__all__ = ["FAST_PATH_NOTE", "record_fast_paths"]
+__all__ = ["FAST_PATH_NOTE", "note_fast_paths"]
 
 FAST_PATH_NOTE = (
     "nn.TransformerEncoder in evaluation mode: under torch.no_grad(), PyTorch returns zeros at the positions that src_key_padding_mask "
@@ -18,22 +17,23 @@ FAST_PATH_NOTE = (
 """Difference of a partitioned model."""
 
 
-@contextlib.contextmanager
-def record_fast_paths() -> Iterator[set[str]]:
-    """Return a set that holds a note once an encoder was called that would take the fast path without gradients."""
+def note_fast_paths(model: nn.Module) -> set[str]:
+    """Return a set that gets a note once an encoder is called that would take the fast path without gradients.
+
+    The encoders of the model get a ``forward`` of their own, until the attributes of the model are restored.
+    """
     found: set[str] = set()
-    original: Any = nn.TransformerEncoder.forward
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and not module.training and module.use_nested_tensor:
+            vars(module)["forward"] = _noting(module.forward, found)
+    return found
 
+
+def _noting(original: Callable[..., Any], found: set[str]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def forward(
-        self: nn.TransformerEncoder, src: Any, mask: Any = None, src_key_padding_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if src_key_padding_mask is not None and not self.training and self.use_nested_tensor:
+    def forward(src: Any, mask: Any = None, src_key_padding_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if src_key_padding_mask is not None:
             found.add(FAST_PATH_NOTE)
-        return original(self, src, mask, src_key_padding_mask, *args, **kwargs)
+        return original(src, mask, src_key_padding_mask, *args, **kwargs)
 
-    nn.TransformerEncoder.forward = forward  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        nn.TransformerEncoder.forward = original  # type: ignore[method-assign]
+    return forward

@@ -8,49 +8,29 @@ without ``torch.compile``: in the memory of attention with a mask.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from passes.ir.torch_private import indexing_by_tensors
+from passes.ir.torch_private import HigherOrderOperator, indexing_by_tensors
 
-__all__ = ["decompose_flex_attention"]
+__all__ = ["attention", "is_flex_attention"]
 
 _MODULE = "torch.nn.attention.flex_attention"
 _INDICES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
 """The dimension (batch, head, query, key) of each level of ``vmap``, innermost first."""
 
 
-@contextlib.contextmanager
-def decompose_flex_attention() -> Iterator[None]:
-    """While active, let ``torch.nn.attention.flex_attention.flex_attention`` call PyTorch's operations; nothing if it is not imported."""
-    module: Any = sys.modules.get(_MODULE)
-    if module is None:
-        yield
-        return
-    replacements = {
-        "flex_attention_hop": lambda *args, **kwargs: _attention(module, *args, **kwargs),
-        "_validate_device": lambda *_: None,  # refuses gradients on the CPU
-        "setup_compilation_env": contextlib.nullcontext,  # takes away the mode that records levels of vmap
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # else it is called through torch.compile
-    }
-    originals = {name: getattr(module, name) for name in replacements}
-    for name, replacement in replacements.items():
-        setattr(module, name, replacement)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(module, name, original)
+def is_flex_attention(function: Any) -> bool:
+    """Return whether a function is the operator that ``torch.nn.attention.flex_attention.flex_attention`` calls."""
+    return isinstance(function, HigherOrderOperator) and function.name() == "flex_attention"
 
 
-def _attention(
-    module: Any,
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,6 +40,7 @@ def _attention(
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, and logarithms to base two of sums and the largest scores, as the operator does."""
+    module: Any = sys.modules[_MODULE]
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     groups, mask_mod = query.shape[1] // key.shape[1], block_mask[-1]
     key, value = (_for_all_queries(each, query, groups) for each in (key, value))

@@ -25,7 +25,7 @@ def entered_in_forward(
     context: Callable[[], AbstractContextManager[object]],
     as_called: Callable[[Any, Any], tuple[Any, Any]] = lambda args, kwargs: (args, kwargs),
 ) -> Iterator[None]:
-    """While active, every ``forward`` of a model runs in a new context, and dataclasses in its result are pytrees.
+    """While active, every call of a model runs in a new context, and dataclasses in the result of its ``forward`` are pytrees.
 
     The model is of a subclass meanwhile: ``torch.export`` passes ``forward`` a stand-in for the model, by which it tells the paths of a
     shared module apart. A function that is set on the model does not get it, and hooks of modules see no exceptions in an export.
@@ -34,15 +34,19 @@ def entered_in_forward(
 
     @functools.wraps(own or original.forward)
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        with context():
-            args, kwargs = as_called(args, kwargs)
-            return with_records(own(*args, **kwargs) if own is not None else original.forward(self, *args, **kwargs))
+        args, kwargs = as_called(args, kwargs)
+        return with_records(own(*args, **kwargs) if own is not None else original.forward(self, *args, **kwargs))
 
+    def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original.__call__(self, *args, **kwargs)
+
+    names: dict[str, Any] = {"__call__": call, "__module__": original.__module__, "__qualname__": original.__qualname__}
     if own is not None:  # other code has replaced it
         vars(model)["forward"] = functools.wraps(own)(functools.partial(forward, model))
     else:
-        names = {"forward": forward, "__module__": original.__module__, "__qualname__": original.__qualname__}
-        model.__class__ = type(original.__name__, (original,), names)
+        names["forward"] = forward
+    model.__class__ = type(original.__name__, (original,), names)
     try:
         yield
     finally:

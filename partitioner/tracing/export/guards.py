@@ -1,34 +1,26 @@
-"""Assumptions of a trace: about the batch size, about a batch of one, and about random numbers.
+"""Assumptions of a trace: about the batch size, and about a batch of one.
 
 - Guards: torch.export records assumptions about symbolic sizes in their shape environment, which is private: this file alone reads it.
 - A batch of one: torch.export assumes that a symbolic size is at least two. If the model's own code compares such a size, and the result
   would differ for one, the graph computes one row as it does several, and a note says so.
-- Random numbers: encoders of transformers drop layers in training, ``if torch.rand([]) < self.layerdrop``. A trace cannot branch on a
-  value, but with ``layerdrop = 0.0`` the result is constant. The number is still drawn, so that later draws do not change.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
-from torch.overrides import TorchFunctionMode
 
 from partitioner.tracing.inputs.flatten import BatchLayout
 from passes.graph.symbolic_sizes import size_of
 
-__all__ = ["Assumptions", "ConstantRandomComparisons", "assumptions_of", "record_comparisons_with_one", "symbol_of"]
+__all__ = ["Assumptions", "assumptions_of", "bool_of_condition", "symbol_of"]
 
 _TESTED_SIZES = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
 """Batch sizes that assumptions are tested with. torch.export assumes that a symbolic size is not 0 or 1."""
@@ -129,86 +121,32 @@ def _size(program: ExportedProgram, leaf: int, dimension: int) -> int | torch.Sy
     return size
 
 
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    f"__{compare.__name__}__": compare for compare in (operator.eq, operator.ge, operator.gt, operator.le, operator.lt, operator.ne)
-}
+def bool_of_condition(original: Callable[[torch.SymBool], bool], lines: list[tuple[sympy.Symbol, str]]) -> Callable[[torch.SymBool], bool]:
+    """Return ``SymBool.__bool__`` that notes conditions of the model's own code whose results would differ for a size of one.
 
-_TORCH = str(Path(torch.__file__).parent)
-
-
-@contextlib.contextmanager
-def record_comparisons_with_one() -> Iterator[list[tuple[sympy.Symbol, str]]]:
-    """While active, record comparisons of symbolic sizes whose results would differ for a size of one.
-
-    Yields:
-        A list that grows by their symbols and source lines, ``file.py:12``.
+    Args:
+        lines: gets the symbol of the size and the source line, ``file.py:12``.
     """
-    lines: list[tuple[sympy.Symbol, str]] = []
-    originals = {name: getattr(torch.SymInt, name) for name in _COMPARISONS}
 
-    def recording(name: str) -> Callable[[Any, Any], Any]:
-        """Return a comparison operator that records lines of the model's code, not of torch, and then compares as the original."""
+    def is_true(condition: torch.SymBool) -> bool:
+        frame = sys._getframe(2)  # noqa: SLF001  the line that asks; inspect.stack() would read source files
+        if not str(frame.f_globals.get("__name__", "")).startswith(_NOT_THE_MODEL) and _differs_for_one(condition.node.expr):
+            (symbol,) = condition.node.expr.free_symbols
+            line = symbol, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if line not in lines:
+                lines.append(line)
+        return original(condition)
 
-        def compare(self: torch.SymInt, other: Any) -> Any:
-            frame = sys._getframe(1)  # noqa: SLF001  the line that compares; inspect.stack() would read source files
-            if not frame.f_code.co_filename.startswith(_TORCH) and _differs_for_one(self, other, _COMPARISONS[name]):
-                (symbol,) = self.node.expr.free_symbols
-                line = symbol, f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                if line not in lines:
-                    lines.append(line)
-            return originals[name](self, other)
-
-        return compare
-
-    for name in _COMPARISONS:
-        setattr(torch.SymInt, name, recording(name))
-    try:
-        yield lines
-    finally:
-        for name, original in originals.items():
-            setattr(torch.SymInt, name, original)
+    return is_true
 
 
-def _differs_for_one(size: torch.SymInt, other: Any, compare: Callable[[Any, Any], Any]) -> bool:
-    """Return whether comparing a symbolic size with an integer gives another result for a size of one than for a size of two."""
-    expression = size.node.expr
-    if not isinstance(other, int) or len(expression.free_symbols) != 1:
+_NOT_THE_MODEL = ("torch.", "partitioner.", "passes.")
+
+
+def _differs_for_one(condition: sympy.Basic) -> bool:
+    """Return whether a condition on one size is another one for a size of one than for a size of two."""
+    if len(condition.free_symbols) != 1:
         return False
-    (symbol,) = expression.free_symbols
-    one, two = (compare(expression.xreplace({symbol: sympy.Integer(rows)}), other) for rows in (1, 2))
-    return bool(one) != bool(two)
-
-
-_RANDOM_COMPARISONS: Mapping[Any, Callable[[Any, Any], bool]] = {
-    function: compare
-    for compare in (operator.lt, operator.le, operator.gt, operator.ge)
-    for function in (getattr(torch, compare.__name__), getattr(Tensor, compare.__name__), getattr(Tensor, f"__{compare.__name__}__"))
-}
-
-_LEAST, _LARGEST = 0.0, 1.0 - 2.0**-24
-"""The least and the largest number that ``torch.rand`` draws."""
-
-
-class ConstantRandomComparisons(TorchFunctionMode):
-    """While active, comparing a scalar of ``torch.rand`` with a number gives a bool if all draws give the same one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._drawn: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        constant = self._constant_result(func, args) if func in _RANDOM_COMPARISONS else None
-        if constant is not None:
-            return constant
-        result = func(*args, **(kwargs or {}))
-        if func is torch.rand and result.ndim == 0:
-            self._drawn.append(result)
-        return result
-
-    def _constant_result(self, func: Any, args: Any) -> bool | None:
-        """Return the result of a comparison that is the same for all draws; None for any other call."""
-        compare = _RANDOM_COMPARISONS.get(func) if len(args) == 2 else None
-        if compare is None or not isinstance(args[1], int | float) or not any(args[0] is drawn for drawn in self._drawn):
-            return None
-        answers = {compare(_LEAST, args[1]), compare(_LARGEST, args[1])}
-        return answers.pop() if len(answers) == 1 else None
+    (symbol,) = condition.free_symbols
+    one, two = (condition.xreplace({symbol: sympy.Integer(rows)}) for rows in (1, 2))
+    return bool(one != two)

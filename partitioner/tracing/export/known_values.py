@@ -10,8 +10,7 @@ A size that such a value depends on is fixed, so that the trace serves no other 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from passes.graph.schemas import bound_arguments
 from passes.ir.errors import TraceError
-from passes.ir.torch_private import OngoingTrace, OpOverload, answers_while_tracing, is_wrapped, no_dispatch_modes, tree_map_only
+from passes.ir.torch_private import OngoingTrace, OpOverload, is_wrapped, no_dispatch_modes, tree_map_only
 
-__all__ = ["known_values", "refuse_written_buffers"]
+__all__ = ["KnownValues", "refuse_written_buffers"]
 
 aten = torch.ops.aten
 
@@ -42,24 +41,34 @@ _LIKE = frozenset(
 """Operators that read the size and the type of their first argument, and none of its values."""
 
 
-@contextmanager
-def known_values(model: nn.Module, without_values: Collection[int]) -> Iterator[dict[str, Tensor]]:
-    """While active, a trace of a model computes decisions by known values; yield the buffers that were read, by name, with their values.
+class KnownValues:
+    """Computes decisions of a model by the values that its trace knows.
 
     Args:
+        model: the model, before it is traced.
         without_values: ids of tensors that are not known.
+
+    Attributes:
+        read: the buffers that were read, by name, with their values.
     """
-    buffers, read = dict(model.named_buffers()), dict[str, Tensor]()
 
-    def buffer_of(node: fx.Node, trace: OngoingTrace) -> Tensor | None:
+    def __init__(self, model: nn.Module, without_values: Collection[int]) -> None:
+        self._model, self._buffers, self._without_values = model, dict(model.named_buffers()), without_values
+        self.read: dict[str, Tensor] = {}
+
+    def _buffer_of(self, node: fx.Node, trace: OngoingTrace) -> Tensor | None:
         """Return the buffer of a placeholder: the model holds the tensors of the trace in its place."""
-        name = next((name for name, tensor in model.named_buffers() if trace.node_of(tensor) is node), None)
-        if name is None or buffers[name].is_meta:
+        name = next((name for name, tensor in self._model.named_buffers() if trace.node_of(tensor) is node), None)
+        if name is None or self._buffers[name].is_meta:
             return None
-        return read.setdefault(name, buffers[name].detach().clone())
+        return self.read.setdefault(name, self._buffers[name].detach().clone())
 
-    def answer(function: OpOverload, args: Any, kwargs: Mapping[str, Any], trace: OngoingTrace) -> Any:
-        values = _Values(trace, without_values, lambda node: buffer_of(node, trace))
+    def result(self, function: Any, args: Any, kwargs: Mapping[str, Any], ongoing: Callable[[], OngoingTrace]) -> Any:
+        """Return the result of a call that is traced, which is not written into the graph; ``NotImplemented``: trace it."""
+        if function not in _READ and function not in _SIZED and function is not aten.index.Tensor:
+            return NotImplemented
+        trace = ongoing()
+        values = _Values(trace, self._without_values, lambda node: self._buffer_of(node, trace))
         if function is aten.index.Tensor:
             return _index(values, *args)
         known = values.of_all(args)
@@ -68,9 +77,6 @@ def known_values(model: nn.Module, without_values: Collection[int]) -> Iterator[
         with no_dispatch_modes(), torch.no_grad():
             found = function(*known, **kwargs)
         return tree_map_only(Tensor, trace.constant, found) if function in _SIZED else found
-
-    with answers_while_tracing(_READ | _SIZED | {aten.index.Tensor}, answer):
-        yield read
 
 
 def refuse_written_buffers(program: ExportedProgram, read: Collection[str]) -> None:

@@ -40,9 +40,25 @@ from torch.overrides import TorchFunctionMode
 from partitioner.tracing.inputs.ties import first_names
 from partitioner.tracing.repeated.unread_attributes import Attribute, record_reads, recordable
 from partitioner.tracing.restore import preserve
-from passes.ir.torch_private import DisableTorchFunction, TreeSpec, as_compiled, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from passes.ir.torch_private import DisableTorchFunction, TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-__all__ = ["LEAST_COPIES", "Copies", "StandIn", "calls_of", "find_copies", "intercept_calls"]
+__all__ = [
+    "LEAST_COPIES",
+    "TRACED_ONE_BY_ONE",
+    "TRACED_TO_COMPARE",
+    "Copies",
+    "StandIn",
+    "calls_of",
+    "find_copies",
+    "intercept_calls",
+    "words_of",
+]
+
+TRACED_ONE_BY_ONE = "modules that repeat are traced one by one, which takes longer"
+"""Beginning of a note: no template is traced in place of its copies."""
+
+TRACED_TO_COMPARE = "calls of the model are compared by tracing it again, which takes longer"
+"""Beginning of a note: a run on the meta device does not show what the model computes."""
 
 LEAST_COPIES = 3
 """The fewest copies that are worth finding: one of them is traced in any case."""
@@ -261,24 +277,37 @@ def intercept_calls(modules: Mapping[str, nn.Module], handler: Handler) -> Itera
             del module.forward
 
 
-def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], notes: list[str]) -> Hashable | None:
     """Return all PyTorch calls of a model on the meta device, equal for equal calls in the same order; None if they cannot be compared.
 
     The model keeps what it changes in its attributes.
+
+    Args:
+        notes: gets the reason why they cannot be compared.
     """
     try:
         log = _run(model, args, kwargs, _CallLogger({}, stand_ins={}), restored=False).outer
-    except Exception:  # noqa: BLE001  a model that reads values, or cannot run on the meta device
+    except Exception as error:  # noqa: BLE001  a model that reads values, or cannot run on the meta device
+        notes.append(f"{TRACED_TO_COMPARE}: {words_of(error)}")
         return None
-    return None if log.unseen else tuple(log.entries)
+    if log.unseen:
+        notes.append(f"{TRACED_TO_COMPARE}: PyTorch makes tensors in calls that are not seen")
+        return None
+    return tuple(log.entries)
 
 
-def find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Copies, ...]:
-    """Return the modules of a model that compute the same; none unless a second run, with stand-ins, confirms all of them."""
-    return _find_copies(model, args, kwargs, frozenset(_differing_attributes(model)))
+def find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], notes: list[str]) -> tuple[Copies, ...]:
+    """Return the modules of a model that compute the same; none unless a second run, with stand-ins, confirms all of them.
+
+    Args:
+        notes: gets the reason why copies are not looked for, or are not used.
+    """
+    return _find_copies(model, args, kwargs, frozenset(_differing_attributes(model)), notes)
 
 
-def _find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unread: frozenset[Attribute]) -> tuple[Copies, ...]:
+def _find_copies(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], unread: frozenset[Attribute], notes: list[str]
+) -> tuple[Copies, ...]:
     """Find copies that may differ in some attributes; those that are read are compared after all."""
     forms = Forms(unread)
     modules = alike_modules(model, forms)
@@ -290,17 +319,26 @@ def _find_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
         if read:
             unread, forms = unread - read, Forms(unread - read)
             if not alike_modules(model, forms).keys() <= modules.keys():  # others, inside some of these
-                return _find_copies(model, args, kwargs, unread)
+                return _find_copies(model, args, kwargs, unread, notes)
         copies = _copies(first, forms, unread)
         if not copies:
             return ()
         stand_ins = {path: group.stand_in for group in copies for path in group.others}
         second = _run(model, args, kwargs, _CallLogger(modules, stand_ins))
-    except Exception:  # noqa: BLE001  a model that reads values, or cannot run on the meta device, is traced whole
+    except Exception as error:  # noqa: BLE001  a model that reads values, or cannot run on the meta device, is traced whole
+        notes.append(f"{TRACED_ONE_BY_ONE}: {words_of(error)}")
         return ()
     expected = [(call.path, call.log) for call in first.calls if call.path not in stand_ins]
     is_same = second.outer.entries == first.outer.entries and expected == [(call.path, call.log) for call in second.calls]
-    return copies if is_same and not second.outer.reads_unknown else ()
+    if is_same and not second.outer.reads_unknown:
+        return copies
+    notes.append(f"{TRACED_ONE_BY_ONE}: the rest of the model calls something else where {copies[0].others[0]} does not run")
+    return ()
+
+
+def words_of(error: Exception) -> str:
+    """Return the class and the first line of an error."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 @dataclass
@@ -442,7 +480,7 @@ def _run(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logge
     for name, tensor in (*enumerate(tree_leaves((args, kwargs))), *state.items(), *replaced.items()):
         logger.outer.sources[id(tensor)] = "given", name
     kept = preserve(model) if restored else contextlib.nullcontext()
-    with kept, intercept_calls(logger.modules, logger.call_module), as_compiled(), logger:
+    with kept, intercept_calls(logger.modules, logger.call_module), logger:
         result = torch.func.functional_call(model, replaced, args, dict(kwargs)) if replaced else model(*args, **kwargs)
     logger.outer.entries.append(logger.outer.register_result(result))
     return logger

@@ -92,6 +92,8 @@ def write_copies(program: ExportedProgram, copies: Sequence[Copies]) -> None:
     graph = program.graph
     borders: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
+        for argument in node.all_input_nodes:
+            argument.users.setdefault(node)  # torch.export forgets users of nodes beside a region of autocast or no_grad
         if node.target is border:
             borders.setdefault(str(node.args[1]), []).append(node)
     state_placeholders = {str(spec.target): spec.arg.name for spec in program.graph_signature.input_specs if spec.target is not None}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from partitioner import partition
 from partitioner.tracing.export import export
-from partitioner.tracing.repeated.find import Copies, find_copies
+from partitioner.tracing.repeated.find import TRACED_ONE_BY_ONE, TRACED_TO_COMPARE, Copies, find_copies
 from partitioner.tracing.repeated.replay import write_copies
 from partitioner.tracing.trace import trace
 from passes.graph.aliasing import aliasing, allocations
@@ -386,7 +387,8 @@ def assert_equal_graphs(one: ModelGraph, other: ModelGraph) -> None:
         assert left == right
     assert aliasing(one.graph) == aliasing(other.graph)
     assert allocations(one.graph).lies_in == allocations(other.graph).lies_in
-    assert (one.parameters, one.buffers, one.outputs, one.notes) == (other.parameters, other.buffers, other.outputs, other.notes)
+    assert (one.parameters, one.buffers, one.outputs) == (other.parameters, other.buffers, other.outputs)
+    assert [note for note in one.notes if not note.startswith(TRACED_ONE_BY_ONE)] == list(other.notes)
 
 
 def traced_in_full(monkeypatch: pytest.MonkeyPatch, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelGraph:
@@ -399,7 +401,7 @@ def traced_in_full(monkeypatch: pytest.MonkeyPatch, model: nn.Module, args: tupl
 def test_the_graph_is_that_of_all_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, n_written = MODELS[name]
     model, args = make(), example_of(name)
-    assert sum(len(copies.others) for copies in find_copies(model, args, {})) == n_written
+    assert sum(len(copies.others) for copies in find_copies(model, args, {}, [])) == n_written
     assert_equal_graphs(trace(model, args, {}), traced_in_full(monkeypatch, model, args, {}))
 
 
@@ -432,6 +434,47 @@ def test_blocks_of_transformers_that_know_their_index_are_copies(name: str, monk
         graph = trace(model, (), inputs)
     assert n_written == [3]
     assert_equal_graphs(graph, traced_in_full(monkeypatch, model, (), inputs))
+
+
+@pytest.mark.parametrize("name", ["gpt", *slow("unet")])
+def test_nothing_is_traced_in_a_slower_way(name: str) -> None:
+    instance = case_named(name).build()
+    pm = partition(instance.model, 2, "pipeline", example_inputs=instance.args, example_kwargs=instance.kwargs, progress=False)
+    assert not slower(pm.plan.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_family_of_transformers_is_traced_in_a_slower_way(name: str) -> None:
+    model, (inputs, _) = FAMILIES[name].model(), FAMILIES[name].batch(0)
+    assert not slower(partition(model, 2, "pipeline", example_kwargs=inputs, progress=False).plan.notes)
+
+
+def slower(notes: Sequence[str]) -> list[str]:
+    return [note for note in notes if note.startswith((TRACED_ONE_BY_ONE, TRACED_TO_COMPARE))]
+
+
+def test_a_slower_way_is_noted() -> None:
+    class Reads(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if torch.ones(2, device=x.device).any() else x
+
+    pm = partition(Stack(lambda _: Reads()), 2, "pipeline", example_inputs=example_of(""), progress=False)
+    assert len(slower(pm.plan.notes)) == 1
+    assert slower(pm.plan.notes)[0] in pm.plan.notes
+
+
+def test_a_region_without_gradients_beside_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = x.mean().exp()
+            return super().forward(x) * scale
+
+    model, args = Scaled(Block), example_of("")
+    graph = trace(model, args, {})
+    assert not slower(graph.notes)
+    assert_equal_graphs(graph, traced_in_full(monkeypatch, model, args, {}))
 
 
 def test_one_of_alike_blocks_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -75,9 +74,6 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     assert isinstance(torch.ops.higher_order.cond, torch_private.HigherOrderOperator)
     with torch_private.FakeTensorMode(), torch_private.enable_python_dispatcher():
         assert torch.ones(2, 3).sum(0).shape == (3,)
-    with torch_private.as_compiled():
-        assert torch.compiler.is_compiling()
-    assert not torch.compiler.is_compiling()
     module = torch_private.make_fx(torch.sin)(x)
     with torch_private.use_lazy_graph_module(True):
         assert isinstance(torch_private.TorchLazyGraphModule.from_graphmodule(module), torch.fx.GraphModule)
@@ -88,18 +84,6 @@ def test_what_torch_has_is_what_is_expected_of_it() -> None:
     assert torch_private.running_ddp() is None
     with torch.nn.parallel.DistributedDataParallel._inside_ddp_forward(cast(Any, ddp := object())):
         assert torch_private.running_ddp() is ddp
-
-
-def test_selective_checkpoints_ask_a_policy() -> None:
-    asked: list[Any] = []
-
-    def policy(_context: object, operation: object, *_: object, **__: object) -> bool:
-        asked.append(operation)
-        return False
-
-    with torch_private.SelectiveCheckpointMode(policy, defaultdict(dict)):
-        torch.ones(2).sin()
-    assert torch.ops.aten.sin.default in asked
 
 
 def test_the_last_node_of_a_trace() -> None:
@@ -153,12 +137,6 @@ def test_graphs_of_dynamo_say_where_they_come_from() -> None:
     assert not torch_private.is_transformed()
     assert ("graph_break" in reason, file, torch_private.is_resumed(first)) == (True, __file__, False)
     assert (torch_private.graph_break(last), torch_private.is_resumed(last)) == (None, True)
-
-
-def test_fake_tensors_without_a_cache() -> None:
-    with torch_private.without_fake_cache():
-        assert not torch_private.FakeTensorMode().cache_enabled
-    assert torch_private.FakeTensorMode().cache_enabled
 
 
 def test_autograd_below_autograd() -> None:
