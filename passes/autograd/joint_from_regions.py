@@ -25,7 +25,7 @@ from passes.autograd.trace_joint import Joint, contiguous_like, example_of, retu
 from passes.graph.aliasing import OWN_MEMORY, memory_keys, new_memory
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.canonicalize import simplify
-from passes.graph.fakes.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode
 from passes.stages.split import StageGraph
 
 __all__ = ["differentiate_regions", "tracked_outputs"]

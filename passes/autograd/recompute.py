@@ -33,7 +33,7 @@ from torch import Tensor, fx
 from passes.autograd.joint_graph import JointNodes, computed_by
 from passes.autograd.trace_joint import Joint
 from passes.graph.aliasing import OWN_MEMORY, memory_keys
-from passes.graph.fakes.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.functional import COLLECTIVES, all_gather, keep_first, local_index, put_runs, replicate, take, take_runs, vary
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state

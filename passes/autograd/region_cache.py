@@ -21,7 +21,7 @@ from passes.autograd.recompute import Recompute
 from passes.autograd.regions import Region, RegionStep, region_module, region_stage, regions_of
 from passes.autograd.trace_joint import Joint, differentiate_from
 from passes.graph.equivalence import LAID_OUT, graph_key
-from passes.graph.fakes.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode
 from passes.stages.split import StageGraph
 
 __all__ = ["RegionTemplate", "RegionTemplates"]

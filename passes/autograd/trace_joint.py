@@ -25,7 +25,7 @@ from passes.autograd.kernel_layouts import request_layouts
 from passes.graph.aliasing import mutated_arguments, writes_statistics
 from passes.graph.buffer_writes import verify_writes
 from passes.graph.canonicalize import simplify
-from passes.graph.fakes.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import Place, TraceError
 from passes.ir.torch_private import make_fx, pytree, use_lazy_graph_module

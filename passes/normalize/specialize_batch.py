@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fakes.fake_tensors import FakeTensorCache
+from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph

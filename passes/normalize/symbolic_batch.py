@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, aliasing, memory_keys
-from passes.graph.fakes.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode
 from passes.graph.schemas import bound_arguments, packet, tensor_operands
 from passes.graph.symbolic_sizes import emit_size, evaluated, size_of
 from passes.ir.graph import VARIES

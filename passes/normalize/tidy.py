@@ -40,7 +40,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fakes.fake_tensors import call_like
+from passes.graph.fake_tensors import call_like
 from passes.graph.schemas import bound_arguments
 from passes.ir.torch_private import OpOverload
 

@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from passes.analysis.axes import Axes, is_item, returned_values
 from passes.analysis.routed_rows import GROUP
 from passes.graph.buffer_writes import verify_writes
-from passes.graph.fakes.fake_tensors import FakeTensorCache, fake_mode
+from passes.graph.fake_tensors import FakeTensorCache, fake_mode
 from passes.graph.lazy_graph_module import rewritten
 from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, call_with, packet, tensor_operands

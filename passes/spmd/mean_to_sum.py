@@ -31,7 +31,7 @@ from torch import Tensor, fx
 from passes.analysis.batch_semantics import COUNTED_LOSSES, MEANS_ADDED, MEANS_KEPT, MEANS_SCALED
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.dependencies import with_ancestors
-from passes.graph.fakes.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule, rewritten
 from passes.graph.schemas import MEAN, SUM, bound_arguments
 from passes.ir.graph import WEIGHTED, Input, ModelGraph, Total

@@ -28,7 +28,7 @@ from passes.autograd.partition_joint import DifferentiatedStage
 from passes.autograd.recompute import Recompute
 from passes.autograd.trace_joint import contiguous_like, example_of, returned_nodes
 from passes.graph.aliasing import OWN_MEMORY, memory_keys
-from passes.graph.fakes.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import emit_size
 from passes.stages.split import StageGraph

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, memory_keys, new_memory
-from passes.graph.fakes.fake_tensors import FakeTensorCache
+from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.symbolic_sizes import size_of
 from passes.tiling.steps import TILE
 

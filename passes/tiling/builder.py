@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from passes.analysis.axes import Axes
 from passes.graph.aliasing import OWN_MEMORY
-from passes.graph.fakes.fake_tensors import FakeTensorCache
+from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.schemas import bound_arguments, call_with
 from passes.graph.symbolic_sizes import emit_size, size_of
 from passes.ir.comm.index_ranges import Run, Runs

@@ -29,7 +29,7 @@ from torch import fx
 
 from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import space_axes
-from passes.graph.fakes.fake_tensors import fake_mode
+from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import rewritten
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from partitioner.model.losses.target_rows import RowsFirst
 from partitioner.tracing.restore import preserve
-from passes.graph.fakes.fake_tensors import plain_autograd
+from passes.graph.fake_tensors import plain_autograd
 
 __all__ = ["loss_key", "preserve_state", "reads_tensors"]
 

@@ -43,7 +43,7 @@ from partitioner.tracing.inputs.kv_caches import register_caches
 from partitioner.tracing.repeated.find import TRACED_ONE_BY_ONE, Copies, calls_of, find_copies, words_of
 from partitioner.tracing.repeated.replay import NotCopyableError, trace_copies_once, write_copies
 from partitioner.tracing.restore import preserve
-from passes.graph.fakes.fake_tensors import plain_autograd
+from passes.graph.fake_tensors import plain_autograd
 from passes.ir.torch_private import (
     records_as_dicts,
     tree_leaves,

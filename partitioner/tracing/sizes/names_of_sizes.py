@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from passes.graph.aliasing import OWN_MEMORY
-from passes.graph.fakes.fake_tensors import fake_mode, fake_result
+from passes.graph.fake_tensors import fake_mode, fake_result
 from passes.graph.lazy_graph_module import rewritten
 from passes.graph.schemas import bound_arguments
 from passes.ir.graph import VARIES, ModelGraph

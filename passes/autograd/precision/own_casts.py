@@ -18,7 +18,7 @@ import dataclasses
 from torch import Tensor, fx
 
 from passes.autograd.trace_joint import Joint
-from passes.graph.fakes.fake_tensors import FakeTensorCache, fake_mode
+from passes.graph.fake_tensors import FakeTensorCache, fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.normalize.shared.equal_computations import OWN_CASTS, SHARED_CAST
 from passes.stages.split import StageGraph

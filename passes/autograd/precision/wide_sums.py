@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from passes.autograd.trace_joint import Joint
-from passes.graph.fakes.fake_tensors import FakeTensorCache, fake_mode
+from passes.graph.fake_tensors import FakeTensorCache, fake_mode
 from passes.graph.schemas import views_its_arguments
 from passes.ir.comm.functional import all_reduce, reduce_scatter, take
 from passes.ir.torch_private import OpOverload

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fakes.fake_tensors import call_like, fake_mode
+from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.provenance import place_of
 from passes.graph.schemas import is_autograd_function, written_arguments
 from passes.ir.errors import TraceError

@@ -33,7 +33,7 @@ from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, mutated_arguments, viewed_node, writes_statistics
 from passes.graph.dependencies import is_differentiable
-from passes.graph.fakes.fake_tensors import fake_mode, fake_result
+from passes.graph.fake_tensors import fake_mode, fake_result
 from passes.graph.provenance import place_of
 from passes.graph.schemas import (
     bound_arguments,

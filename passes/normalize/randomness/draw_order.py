@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY, tensors_of
-from passes.graph.fakes.fake_tensors import call_like, memory_among
+from passes.graph.fake_tensors import call_like, memory_among
 from passes.graph.schemas import bound_arguments, packet
 from passes.normalize.randomness.kernel_order import kernel_values, of_numbers
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.graph.fakes.fake_tensors import FakeTensorCache, fake_mode
+from passes.graph.fake_tensors import FakeTensorCache, fake_mode
 from passes.graph.lazy_graph_module import rewritten
 from passes.graph.schemas import bound_arguments, draws
 from passes.graph.symbolic_sizes import emit_size, size_of

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.fakes.fake_tensors import call_like, fake_mode
+from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.schemas import bound_arguments, draws, packet
 
 __all__ = ["call_layer_by_layer"]

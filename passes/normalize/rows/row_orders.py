@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.graph.aliasing import OWN_MEMORY
-from passes.graph.fakes.fake_tensors import fake_mode, fake_result, memory_among
+from passes.graph.fake_tensors import fake_mode, fake_result, memory_among
 from passes.graph.schemas import bound_arguments, draws, packet
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import OpOverload

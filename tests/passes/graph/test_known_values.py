@@ -15,7 +15,7 @@ from partitioner import partition
 from partitioner.tracing.trace import trace
 from partitioner.tracing.traced_model import trace_model
 from passes.graph.aliasing import aliasing, allocations
-from passes.graph.fakes.fake_tensors import FakeTensorCache
+from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import FakeTensorMode

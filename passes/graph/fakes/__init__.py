@@ -1,1 +1,0 @@
-"""Fake tensors: calls on them, run once for equal calls."""
