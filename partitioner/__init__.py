@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from partitioner.options.devices import DevicesArgument
     from partitioner.runtime.state.optimizers.owner_optimizer import OwnerOptimizer
     from partitioner.runtime.state.optimizers.update_check import register_optimizer
+    from partitioner.schedules.registered import register_schedule
     from passes.ir.errors import (
         CommunicationError,
         ConfigError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from passes.ir.plan import Plan
+    from passes.ir.schedule import Schedule
     from passes.rules.registry import register_rule
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "PartitionWarning",
     "PartitionedModel",
     "Plan",
+    "Schedule",
     "TraceError",
     "VerificationError",
     "WeightDrawing",
@@ -64,6 +67,7 @@ __all__ = [
     "partition",
     "register_optimizer",
     "register_rule",
+    "register_schedule",
 ]
 
 __version__ = "0.1.0"
@@ -73,6 +77,7 @@ _NAMES = {
     "partitioner.model.draw": ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"],
     "partitioner.model.partitioned_model": ["PartitionedModel"],
     "partitioner.options.constraints": ["Constraints"],
+    "partitioner.schedules.registered": ["register_schedule"],
     "partitioner.runtime.state.optimizers.owner_optimizer": ["OwnerOptimizer"],
     "partitioner.runtime.state.optimizers.update_check": ["register_optimizer"],
     "passes.ir.errors": [
@@ -85,6 +90,7 @@ _NAMES = {
         "VerificationError",
     ],
     "passes.ir.plan": ["Plan"],
+    "passes.ir.schedule": ["Schedule"],
     "passes.rules.registry": ["register_rule"],
 }
 """Module -> the public names that are imported from it, each when it is first used."""
@@ -130,7 +136,7 @@ def partition(  # type: ignore[empty-body]
     example_kwargs: Mapping[str, Any] | None = None,
     training: bool | None = None,
     n_microbatches: int | None = None,
-    schedule: str | None = None,
+    schedule: str | Schedule | None = None,
     stages_per_device: int | None = None,
     recompute: str | Mapping[str, str] | None = None,
     cluster: Cluster | str | None = None,
@@ -166,7 +172,9 @@ def partition(  # type: ignore[empty-body]
         example_kwargs: keyword inputs of one call.
         training: trace in training or evaluation mode; None keeps the model's.
         n_microbatches: microbatches a step; None lets the planner choose.
-        schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"ZB1P"``, ``"ZBV"``, ``"DualPipeV"``; None lets the planner choose.
+        schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"ZB1P"``, ``"ZBV"``, ``"DualPipeV"``, a name of
+            ``register_schedule``, or a ``Schedule``: the actions of one step, whose microbatches are then its own. None lets the planner
+            choose.
         stages_per_device: stages that each device runs; None: the schedule's default.
         recompute: activations that the backward recomputes, to save memory: ``"none"``; ``"selective"``, those that are cheap for their
             bytes; ``"full"``, all but the inputs of each repeated block, or of segments between narrow cuts; or a policy for each pattern

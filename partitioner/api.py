@@ -36,6 +36,7 @@ from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
+from partitioner.schedules.registered import microbatches_of, read_schedule
 from partitioner.specialize.programs import variant_for
 from partitioner.specialize.simulate_plan import Traced, simulate_plan
 from partitioner.tracing.inputs.batch_dims import BatchDims
@@ -50,6 +51,7 @@ from passes.ir.errors import PartitionWarning, level_of_caller
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
+from passes.ir.schedule import Schedule
 
 __all__ = ["partition"]
 
@@ -65,7 +67,7 @@ def partition(
     example_kwargs: Mapping[str, Any] | None = None,
     training: bool | None = None,
     n_microbatches: int | None = None,
-    schedule: str | None = None,
+    schedule: str | Schedule | None = None,
     stages_per_device: int | None = None,
     recompute: str | Mapping[str, str] | None = None,
     cluster: Cluster | str | None = None,
@@ -91,8 +93,8 @@ def partition(
         request = PlanRequest(
             mode="auto" if target.mesh is None else stages_mode(target.mesh, n_microbatches),
             devices=tuple(map(str, target.devices)),
-            n_microbatches=n_microbatches,
-            schedule=schedule,
+            n_microbatches=microbatches_of(schedule, n_microbatches),
+            schedule=None if schedule is None else read_schedule(schedule),
             stages_per_rank=stages_per_device,
             replicas=ranks_of_stages(mode),
             **recompute_fields(recompute),

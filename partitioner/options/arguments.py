@@ -15,7 +15,7 @@ from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.units import parse_bytes
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.precision import read_reduce_dtype, true_dtype
-from partitioner.schedules.catalog import find_schedule
+from partitioner.schedules.registered import read_schedule
 from passes.ir.checked_arguments import Rule, at_least, each_of, more_than, one_of, read_by
 from passes.ir.plan import BATCHNORM, OBJECTIVES, RECOMPUTE
 
@@ -30,7 +30,7 @@ def read_cluster(cluster: Cluster | str | None) -> Cluster | None:
 VALUES: Mapping[str, Rule] = MappingProxyType(
     {
         "n_microbatches": at_least(1),
-        "schedule": read_by(find_schedule),
+        "schedule": read_by(read_schedule),
         "stages_per_device": at_least(1),
         "recompute": each_of(one_of(RECOMPUTE)),
         "cluster": read_by(read_cluster),
@@ -55,7 +55,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "example_kwargs": '{"mask": mask}',
         "training": "True or False, or leave it out to keep the model's mode",
         "n_microbatches": "4, or leave it out to let the planner choose",
-        "schedule": '"1F1B", or leave it out to let the planner choose',
+        "schedule": '"1F1B" or a Schedule, or leave it out to let the planner choose',
         "stages_per_device": "2, or leave it out",
         "recompute": '"none", "selective", "full" or {"layers.*": "full"}, or leave it out to let the planner choose',
         "cluster": '"h100:8x8" or a Cluster, or leave it out',

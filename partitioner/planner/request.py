@@ -14,6 +14,7 @@ from partitioner.planner.constraints.recompute_patterns import check_patterns
 from partitioner.planner.costs.memory.named_regions import Patterns
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.gpipe import GPIPE
+from partitioner.schedules.kind import check_forwards
 from partitioner.tracing.inputs.batch_dims import accidental_batch
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -79,7 +80,8 @@ class PlanRequest:
         """Raise ConfigError for the first argument that is invalid by itself, or does not fit the model."""
         self.checked()
         if self.schedule is not None:
-            find_schedule(self.schedule).stage_ranks(len(self.devices), self.stages_per_rank, self.replicas)
+            kind = find_schedule(self.schedule)
+            check_forwards(len(self.replicas) or len(self.devices) * (self.stages_per_rank or kind.default_stages_per_rank))
         if graph.batch_size < 1:
             raise ConfigError(f"the batch has {graph.batch_size} rows", remedy="pass example inputs with at least one row")
         check_patterns(self.patterns, self.modules, graph)
@@ -116,7 +118,7 @@ class PlanRequest:
                 if value not in (None, only):
                     raise ConfigError(f'{name}={value!r} does not fit mode "model"', remedy='leave it out, or use mode "pipeline"')
         if self.schedule is not None:
-            find_schedule(self.schedule).stage_ranks(sum(self.replicas) or 1, self.stages_per_rank, self.replicas)
+            find_schedule(self.schedule).check(self.stages_per_rank, self.replicas)
         elif self.replicas and self.stages_per_rank not in (None, 1):
             raise ConfigError(
                 f"stages_per_device={self.stages_per_rank} cannot be combined with replicated stages, {{'pipeline': {self.replicas}}}",

@@ -1,4 +1,4 @@
-"""The schedules by name: to add one, write its file and list it here."""
+"""The schedules by name: to add one, write its file and list it here; users add theirs by ``register_schedule``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,23 @@ from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
 
-__all__ = ["SCHEDULES", "ScheduleKind", "find_schedule", "interleaves", "make_schedule", "schedule_of"]
+__all__ = ["SCHEDULES", "ScheduleKind", "add_schedule", "find_schedule", "interleaves", "make_schedule", "schedule_of"]
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {kind.name: kind for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPE_V)}
 )
-"""Every schedule under the name that users write."""
+"""Every schedule that the planner chooses from, under the name that users write."""
+
+_added: dict[str, ScheduleKind] = {}
+_made_of: dict[str, object] = {}
+
+
+def add_schedule(kind: ScheduleKind, made_of: object) -> None:
+    """Add a schedule that is used where a user names it; raise ConfigError if there is one of its name that is made of something else."""
+    if _made_of.setdefault(kind.name, made_of) == made_of:
+        _added.setdefault(kind.name, kind)
+    else:  # caches have results by name
+        raise ConfigError(f"there is another schedule {kind.name!r}", remedy="choose a name that no schedule has yet in this process")
 
 
 def find_schedule(name: str) -> ScheduleKind:
@@ -32,11 +43,12 @@ def find_schedule(name: str) -> ScheduleKind:
     >>> find_schedule("ZBV").default_stages_per_rank
     2
     """
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    names = {known.lower(): known for known in SCHEDULES}
+    known = {**SCHEDULES, **_added}
+    if name in known:
+        return known[name]
+    names = {each.lower(): each for each in known}
     closest = [names[match] for match in difflib.get_close_matches(name.lower(), names, n=1)]
-    remedy = f"choose one of {', '.join(SCHEDULES)}"
+    remedy = f"choose one of {', '.join(known)}, or register it: register_schedule"
     raise ConfigError(f"there is no schedule {name!r}", remedy=f"did you mean {closest[0]!r}? {remedy}" if closest else remedy)
 
 
@@ -47,7 +59,7 @@ def make_schedule(
     """Return the schedule of this name for one step, from a cache of recent ones.
 
     Args:
-        name: a key of ``SCHEDULES``.
+        name: of ``SCHEDULES``, or one that was added.
         n_ranks: ranks in the pipeline.
         n_microbatches: microbatches in the step: also fewer than the ranks, also no multiple of them.
         stages_per_rank: stages that each rank runs; None: the schedule's default, 2 for Interleaved1F1B.

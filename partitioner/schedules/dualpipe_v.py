@@ -18,8 +18,7 @@ fewer microbatches is one of 2R without the missing ones.
 from __future__ import annotations
 
 from partitioner.schedules.kind import ScheduleKind
-from partitioner.schedules.pattern import Move, Rank, on
-from partitioner.schedules.placement import v_shaped
+from partitioner.schedules.pattern import Move, Rank, on, v_shaped
 
 __all__ = ["DUALPIPE_V", "dualpipe_v"]
 

@@ -12,8 +12,7 @@ With m microbatches on R ranks, every stage holds m activations, and the ranks a
 from __future__ import annotations
 
 from partitioner.schedules.kind import InFlight, ScheduleKind
-from partitioner.schedules.pattern import Move, Rank, on
-from partitioner.schedules.placement import looped
+from partitioner.schedules.pattern import Move, Rank, looped, on
 
 __all__ = ["GPIPE", "gpipe"]
 

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from partitioner.schedules.kind import ScheduleKind
 from partitioner.schedules.one_f_one_b import alternate, one_f_one_b
-from partitioner.schedules.pattern import Move, Rank, on
-from partitioner.schedules.placement import looped
+from partitioner.schedules.pattern import Move, Rank, looped, on
 
 __all__ = ["INTERLEAVED", "interleaved"]
 

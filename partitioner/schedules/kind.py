@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from partitioner.schedules.pattern import Move, Rank, numbered
-from partitioner.schedules.placement import v_shaped
+from partitioner.schedules.pattern import Move, Rank, numbered, v_shaped
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
@@ -35,9 +34,18 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A kind of schedule.
+    """A schedule for any number of ranks and microbatches: what each rank runs, and what the planner may rely on.
 
-    The planner compares no names of schedules: its bounds rely on the facts stated here, and assume none that is left out.
+    ``pattern`` and ``placement`` are the schedule: ``build`` numbers the moves of every rank. All other fields are facts about it. The
+    planner compares no names of schedules: its bounds rely on the facts stated here, and assume none that is left out, so a fact that is
+    left out makes a search longer and never its plan wrong. Tests compare every fact with the actions that ``build`` gives.
+
+        ONE_F_ONE_B = ScheduleKind("1F1B", source, pattern=one_f_one_b, placement=looped, default_stages_per_rank=1, ...)
+
+        pattern    rank 0 of 2, 3 microbatches:  F F B F B B    ->  build    0F0 0F1 0B0 0F2 0B1 0B2
+                   rank 1 of 2                   F B F B F B                 1F0 1B0 1F1 1B1 1F2 1B2
+
+    A schedule of the user's (``register_schedule``) is a kind with the required fields alone.
 
     Attributes:
         name: as users write it: ``"1F1B"``.
@@ -48,6 +56,8 @@ class ScheduleKind:
         any_stages_per_rank: whether other numbers than the default are possible.
         splits_backward: whether some backwards run in two halves, so that the stages' programs need both.
         forwards_first: whether all forwards of a rank come before all its backwards.
+        is_replicable: whether a stage, where each rank has one, may run on several ranks round-robin: the pattern of a replica is that of
+            another position.
         alternates: whether a rank with one stage runs a forward for each later rank first, and then alternates forward and backward.
         forwards_ahead: function from (n_ranks, rank), for two stages a rank, to the most forwards of a rank's first stage before the
             first forward of its second. With it, a V schedule guarantees that its order before and after the steady state is the same
@@ -66,6 +76,7 @@ class ScheduleKind:
     any_stages_per_rank: bool
     splits_backward: bool
     forwards_first: bool = False
+    is_replicable: bool = True
     alternates: bool = False
     forwards_ahead: Callable[[int, int], int] | None = None
     in_flight_alone: Callable[[int, int], InFlight] | None = None
@@ -82,32 +93,42 @@ class ScheduleKind:
 
     @property
     def has_one_stage(self) -> bool:
-        """Whether each rank runs one stage, which it may then share with others."""
+        """Whether each rank runs one stage."""
         return self.default_stages_per_rank == 1 and not self.any_stages_per_rank
 
-    def stage_ranks(self, n_ranks: int, stages_per_rank: int | None = None, replicas: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
-        """Return for each stage the ranks that run it. Raises ConfigError as ``build`` does."""
-        _check_positive("pipeline ranks", n_ranks)
-        if replicas:
-            return self._ranks_of_replicas(n_ranks, stages_per_rank, replicas)
-        if stages_per_rank is None:
-            stages_per_rank = self.default_stages_per_rank
-        if not self.allows(stages_per_rank):
+    @property
+    def has_replicas(self) -> bool:
+        """Whether a stage may run on several ranks."""
+        return self.has_one_stage and self.is_replicable
+
+    def check(self, stages_per_rank: int | None, replicas: Sequence[int] = ()) -> None:
+        """Raise ConfigError if the schedule does not allow this many stages a rank, or ranks a stage."""
+        if replicas and not (self.has_replicas and stages_per_rank in (None, 1)):
+            reason = "each rank has several stages" if self.is_replicable else "it gives each stage one rank"
+            raise ConfigError(
+                f"schedule {self.name} cannot run stages on {' + '.join(map(str, replicas))} ranks: {reason}",
+                remedy="choose GPipe, 1F1B or ZB1P, or give each stage as many ranks as the others",
+            )
+        if not replicas and stages_per_rank is not None and not self.allows(stages_per_rank):
             wanted = "at least 1" if self.any_stages_per_rank else f"exactly {self.default_stages_per_rank}"
             raise ConfigError(
                 f"schedule {self.name} cannot run {stages_per_rank} stages on each device: it runs {wanted}",
                 remedy=f"pass stages_per_device={self.default_stages_per_rank}, leave it out, or choose another schedule",
             )
+
+    def stage_ranks(self, n_ranks: int, stages_per_rank: int | None = None, replicas: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
+        """Return for each stage the ranks that run it. Raises ConfigError as ``build`` does."""
+        _check_positive("pipeline ranks", n_ranks)
+        self.check(stages_per_rank, replicas)
+        if replicas:
+            return self._ranks_of_replicas(n_ranks, replicas)
+        if stages_per_rank is None:
+            stages_per_rank = self.default_stages_per_rank
         check_forwards(n_ranks * stages_per_rank)
         return tuple((rank,) for rank in self.placement(n_ranks, stages_per_rank))
 
-    def _ranks_of_replicas(self, n_ranks: int, stages_per_rank: int | None, replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def _ranks_of_replicas(self, n_ranks: int, replicas: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each stage, ``replicas[stage]`` of them: ``(2, 1)`` gives ``((0, 1), (2,))``."""
-        if not self.has_one_stage or stages_per_rank not in (None, 1):
-            raise ConfigError(
-                f"schedule {self.name} cannot run stages on {' + '.join(map(str, replicas))} ranks: each rank has several stages",
-                remedy="choose GPipe, 1F1B or ZB1P, or give each stage as many ranks as the others",
-            )
         if sum(replicas) != n_ranks or min(replicas) < 1:
             raise ConfigError(f"stages on {' + '.join(map(str, replicas))} ranks do not make a pipeline of {n_ranks}")
         ends = list(itertools.accumulate(replicas))

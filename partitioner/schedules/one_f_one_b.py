@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from itertools import chain, zip_longest
 
 from partitioner.schedules.kind import InFlight, ScheduleKind
-from partitioner.schedules.pattern import Move, Rank, on
-from partitioner.schedules.placement import looped
+from partitioner.schedules.pattern import Move, Rank, looped, on
 
 __all__ = ["ONE_F_ONE_B", "alternate", "one_f_one_b"]
 

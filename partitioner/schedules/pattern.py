@@ -1,4 +1,4 @@
-"""A pattern: what one rank does in a step, before its microbatches are numbered.
+"""A pattern: what one rank does in a step, before its microbatches are numbered; and the placements of stages on ranks.
 
 A pattern is a list of moves. A move says which stage computes and what, not on which microbatch: every stage takes its microbatches
 in ascending order, so the k-th forward of a stage is microbatch k, and numbering is counting.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from passes.ir.schedule import Action, ActionKind
 
-__all__ = ["Move", "Rank", "numbered", "on"]
+__all__ = ["Move", "Rank", "looped", "numbered", "on", "v_shaped"]
 
 Move = tuple[int, ActionKind]
 """A stage and what it computes."""
@@ -77,3 +77,24 @@ def numbered(moves: Iterable[Move], n_microbatches: int) -> tuple[Action, ...]:
         if microbatch < n_microbatches:
             actions.append(Action(stage, kind, microbatch))
     return tuple(actions)
+
+
+def looped(n_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Return the rank of each stage: round after round over the ranks.
+
+    >>> looped(3, 2)
+    (0, 1, 2, 0, 1, 2)
+    """
+    return tuple(range(n_ranks)) * stages_per_rank
+
+
+def v_shaped(n_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Return the rank of each stage: down the ranks and up again. Rank r of R runs stages r and 2R-1-r.
+
+    The turn stays on one rank and costs no communication, and the first rank holds the last stage, where the loss is.
+
+    >>> v_shaped(3, 2)
+    (0, 1, 2, 2, 1, 0)
+    """
+    down = tuple(range(n_ranks))
+    return tuple(rank for leg in range(stages_per_rank) for rank in (down if leg % 2 == 0 else reversed(down)))

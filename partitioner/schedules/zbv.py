@@ -15,8 +15,7 @@ With a barrier between steps each rank is idle for (R-1) F. A step with fewer mi
 from __future__ import annotations
 
 from partitioner.schedules.kind import ScheduleKind
-from partitioner.schedules.pattern import Move, Rank, on
-from partitioner.schedules.placement import v_shaped
+from partitioner.schedules.pattern import Move, Rank, on, v_shaped
 
 __all__ = ["ZBV", "zbv"]
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from partitioner.schedules.kind import InFlight, ScheduleKind
 from partitioner.schedules.one_f_one_b import alternate
-from partitioner.schedules.pattern import Move, Rank, on
-from partitioner.schedules.placement import looped
+from partitioner.schedules.pattern import Move, Rank, looped, on
 
 __all__ = ["ZERO_BUBBLE", "zero_bubble"]
 

@@ -33,7 +33,7 @@ from partitioner.planner.bounds.v_schedules import least_on_v
 from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.solvers.stage_problem import Floats
-from partitioner.schedules.catalog import SCHEDULES
+from partitioner.schedules.catalog import find_schedule
 
 __all__ = ["least_load", "least_shared_step", "least_step", "shared_load"]
 
@@ -137,7 +137,7 @@ def least_step(
         exchanged: seconds of the collectives of all stages together for one microbatch, forward and backward.
     """
     count, one_stage, forward = candidate.n_microbatches, candidate.stages_per_rank == 1, shares.forward[0]
-    kind = SCHEDULES[candidate.schedule]
+    kind = find_schedule(candidate.schedule)
     total = whole + sum(exchanged)
     load = max(load, total / n_ranks)
     step = max(whole * shares.through + sum(exchanged) if kind.splits_backward else total, count * load)
@@ -181,7 +181,7 @@ def least_shared_step(
         exchanged: as in ``least_step``; collectives of a split backward are not before the last stage.
     """
     count, n_ranks, n_last = candidate.n_microbatches, sum(candidate.replicas), candidate.replicas[-1]  # M, R, k
-    is_split = SCHEDULES[candidate.schedule].splits_backward
+    is_split = find_schedule(candidate.schedule).splits_backward
     with_exchanges = whole + sum(exchanged)
     around = shares.forward[0] if is_split else 1.0  # p
     rounds = -(-count // n_last)  # ceil(M / k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from partitioner.planner.request import PlanRequest
-from partitioner.schedules.catalog import SCHEDULES
+from partitioner.schedules.catalog import SCHEDULES, find_schedule
 from partitioner.schedules.gpipe import GPIPE
 from partitioner.schedules.one_f_one_b import ONE_F_ONE_B
 from passes.analysis.row_statistics import values_per_channel
@@ -40,12 +40,12 @@ def schedules(request: PlanRequest) -> list[tuple[str, int]]:
     if request.mode == "model":
         return [(GPIPE.name, 1)]
     if request.schedule is not None:
-        kind = SCHEDULES[request.schedule]
+        kind = find_schedule(request.schedule)
         return [(kind.name, request.stages_per_rank or kind.default_stages_per_rank)]
     if len(request.devices) == 1 and request.stages_per_rank is None:
         return [(DEFAULT_SCHEDULE, 1)]
     names = sorted(SCHEDULES, key=lambda name: name != DEFAULT_SCHEDULE)
-    names = [name for name in names if SCHEDULES[name].has_one_stage or not request.replicas]
+    names = [name for name in names if SCHEDULES[name].has_replicas or not request.replicas]
     wanted = request.stages_per_rank
     return [(name, wanted or SCHEDULES[name].default_stages_per_rank) for name in names if wanted is None or SCHEDULES[name].allows(wanted)]
 

@@ -30,7 +30,7 @@ from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import plan_words
 from partitioner.planner.search.mesh_problem import LowerBounds, MeshProblem, Solution
 from partitioner.planner.sharding.model import MeshCut
-from partitioner.schedules.catalog import SCHEDULES
+from partitioner.schedules.catalog import find_schedule
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, Mesh
@@ -96,7 +96,7 @@ class Option:
         """A guess that orders the search: the fraction by which a step exceeds its lower bound (idle ranks, recomputation)."""
         candidate, problem = self.candidate, self.problem
         imbalance = _UNEVEN * (candidate.n_stages(problem.n_places) - 1) / len(problem.part.points.units)
-        idle = imbalance + SCHEDULES[candidate.schedule].idle * (problem.n_places - 1) / candidate.n_microbatches
+        idle = imbalance + find_schedule(candidate.schedule).idle * (problem.n_places - 1) / candidate.n_microbatches
         if self.policy != "none":
             return idle + (_RECOMPUTED if self.bounds is None else 0.0)
         return idle + (_TIGHT if candidate.stages_per_rank > 1 and problem.is_tight("none", candidate) else 0.0)

@@ -25,7 +25,7 @@ from partitioner.planner.pipeline.candidates import Candidate, microbatch_choice
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
-from partitioner.schedules.catalog import SCHEDULES
+from partitioner.schedules.catalog import SCHEDULES, find_schedule
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
@@ -109,8 +109,8 @@ def allowed_sharing(graph: ModelGraph, cluster: Cluster, request: PlanRequest, m
 
 def _most_replicas(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> int:
     """Return the most ranks of a round-robin replicated stage, each with at least one microbatch; 1 if no stage can be replicated."""
-    kinds = [SCHEDULES[request.schedule]] if request.schedule is not None else list(SCHEDULES.values())
-    can_replicate = any(kind.has_one_stage for kind in kinds) and request.stages_per_rank in (None, 1)
+    kinds = [find_schedule(request.schedule)] if request.schedule is not None else list(SCHEDULES.values())
+    can_replicate = any(kind.has_replicas for kind in kinds) and request.stages_per_rank in (None, 1)
     if len(cluster.devices) > _MOST_SHARING or not can_replicate or request.constraints.device_map is not None:
         return 1
     if graph.mixing or written_buffers(graph):
