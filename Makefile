@@ -15,10 +15,10 @@ PYTEST    := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu fuzz lint format bench docs clean
+.PHONY: help demo test test-all test-weekly test-gpu fuzz lint format bench docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)   the interpreter that makes the environment"
 	@echo "  VENV=$(VENV)          where the environment is"
@@ -35,6 +35,9 @@ test: lint ## lint, types, layers, then the tests that fit in ten minutes on two
 
 test-all: lint ## the same, with the full matrices
 	$(PYTEST) -m "not gpu"
+
+test-weekly: $(INSTALLED) ## the full matrices, with warnings of torch as errors
+	$(PYTEST) -m "not gpu" --torch-warnings
 
 test-gpu: $(INSTALLED) ## the tests that need an accelerator
 	$(BIN)/python -m pytest -q -m gpu

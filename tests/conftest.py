@@ -34,6 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what the programs print now into tests/support/golden")
+    parser.addoption("--torch-warnings", action="store_true", help="let warnings of torch be errors, as all others are")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--torch-warnings"):
+        for category in ("DeprecationWarning", "FutureWarning", "UserWarning"):
+            config.addinivalue_line("filterwarnings", f"error::{category}:torch.*")
 
 
 @pytest.fixture

@@ -86,6 +86,7 @@ def test_forwards(name: str) -> None:
         (lambda: nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4))), "module of TorchScript.*scripted or traced from"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_modules(model: Callable[[], nn.Module], match: str) -> None:
     _refuses(model(), (torch.ones(4, 4),), match)
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
+from pathlib import Path
+
+import pytest
 
 from tests.project.architecture.source_tree import PACKAGES, ROOT, report
 
@@ -34,6 +39,26 @@ def test_the_workflow_runs_every_python_of_the_metadata() -> None:
     assert re.search(r"^PYTHON +\?= ", (ROOT / "Makefile").read_text(), re.MULTILINE)  # an environment variable overrides it
 
 
+@pytest.mark.parametrize(
+    ("which", "pin"), [("oldest", "torch=={oldest}.*"), ("newest", "torch<{end}"), ("nightly", "torch>={oldest}.dev0")]
+)
+def test_the_weekly_workflow_runs_the_bounds_of_torch(which: str, pin: str, tmp_path: Path) -> None:
+    workflow, script = (ROOT / ".github/workflows/weekly.yml").read_text(), ROOT / ".ci/choose-torch"
+    (matrix,) = re.findall(r"torch: \[(.*)\]", workflow)
+    assert matrix.split(", ") == ["oldest", "newest", "nightly"]
+    assert ".ci/choose-torch ${{ matrix.torch }}" in workflow
+    (tmp_path / ".ci").mkdir()
+    for file in (script, ROOT / "pyproject.toml", ROOT / "constraints.txt"):
+        shutil.copy(file, tmp_path / file.relative_to(ROOT))
+    subprocess.run([tmp_path / ".ci/choose-torch", which], check=True, capture_output=True)
+    (bounds,) = (each for each in PROJECT["project"]["dependencies"] if each.startswith("torch>"))
+    oldest, end = re.findall(r"[\d.]+", bounds)
+    pins = [line for line in (tmp_path / "constraints.txt").read_text().splitlines() if re.match("torch[=<>]", line)]
+    assert pins == [pin.format(oldest=oldest, end=end)]
+    changed = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["dependencies"][0]
+    assert changed == (f"torch>={oldest}.dev0" if which == "nightly" else bounds)
+
+
 def test_torch_is_pinned_without_a_build() -> None:
     """``torch==2.13.0`` takes the CPU build and the CUDA build; ``+cpu`` would take one alone."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
@@ -43,7 +68,14 @@ def test_torch_is_pinned_without_a_build() -> None:
 
 def test_commands_that_the_texts_name_exist() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    texts = ["README.md", "CONTRIBUTING.md", ".ci/run", ".pre-commit-config.yaml", ".github/workflows/test.yml"]
+    texts = [
+        "README.md",
+        "CONTRIBUTING.md",
+        ".ci/run",
+        ".pre-commit-config.yaml",
+        ".github/workflows/test.yml",
+        ".github/workflows/weekly.yml",
+    ]
     offences = [
         f"{path}:{number}: make {target}"
         for path in texts
