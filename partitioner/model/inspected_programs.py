@@ -40,10 +40,6 @@ class InspectedPrograms:
     @property
     def programs(self) -> tuple[Program, ...]:
         """One program for each rank."""
-        return self.read_programs()
-
-    def read_programs(self) -> tuple[Program, ...]:
-        """Return one program for each rank."""
         return self.table.get(self.request).programs
 
     def classes(self) -> tuple[RankClass, ...]:

@@ -439,11 +439,11 @@ class PartitionedModel(ModuleInPlan):
 
     def explained(self) -> Explained:
         """Return the model, its plan and its programs as reports read them."""
-        return self._session.explained(self.inspected())
+        return self._session.explained(self._form.last_step)
 
     def device_table(self) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank, of many ranks for each class of equal ones."""
-        return self._session.device_table(self.inspected())
+        return self._session.device_table(self._form.last_step)
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module, else an attribute of the model; see ``attributes.read_attribute``."""

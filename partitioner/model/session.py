@@ -18,7 +18,7 @@ from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.options.batch_rows import Inputs
 from partitioner.options.devices import hardware_of
 from partitioner.planner.plan import PlanProblem
-from partitioner.reports.sources import Explained
+from partitioner.reports.sources import Explained, LoweredModel
 from partitioner.reports.tables.devices import DeviceTable, device_table
 from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.runtime.base import Runtime
@@ -26,7 +26,7 @@ from partitioner.runtime.state.parameters import State
 from partitioner.specialize.programs import Programs, results_in_training
 from partitioner.specialize.request import Request
 from partitioner.specialize.shard_holders import PlanCuts
-from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.sharded_model import schedule_of_step
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.restore import Structure
 from passes.emit.programs import LossForm
@@ -171,19 +171,27 @@ class Session:
             return self.inspected(None)
         return InspectedPrograms(self.programs, request.call(everything))
 
-    def explained(self, inspected: InspectedPrograms) -> Explained:
-        """Return the model, its plan and these programs as reports read them."""
-        sharded, lowered = self._as_planned, inspected.stages
-        schedule = sharded.schedule(self.plan.n_microbatches, inspected.request.loss or LossForm()) if lowered.training else None
-        parts = (self.name, self.plan, self.graph, sharded.cut, lowered, sharded.pipelines, self.state.blocks)
-        limits, planned_for = self.assumed.limits, self.assumed.planned_for(self.plan)
-        make = functools.partial(Explained, *parts, inspected.read_programs, inspected.classes, schedule, limits, planned_for)
-        return self.reported(("explained", inspected.request), (sharded.cut, lowered), make)
+    def explained(self, last_step: Request | None) -> Explained:
+        """Return the model and its plan as reports read them, with the programs of the last training step (``inspected``)."""
 
-    @property
-    def _as_planned(self) -> ShardedModel:
-        """The model, sharded for a forward of the plan's batch."""
-        return self.programs.sharded(self.programs.request(self.plan.batch_size))
+        @functools.cache
+        def inspected() -> InspectedPrograms:
+            return self.inspected(last_step)
+
+        def lower() -> LoweredModel:
+            sharded = inspected().sharded
+            return LoweredModel(sharded.cut, inspected().stages, sharded.pipelines)
+
+        def make() -> Explained:
+            trains = self.graph.training and bool(trained)
+            schedule = schedule_of_step(self.plan, self.plan.n_microbatches, (last_step and last_step.loss) or LossForm())
+            parts = (self.name, self.plan, self.graph, self.cuts.plan_cut, self.state.blocks, lower)
+            programs = (lambda: inspected().programs, lambda: inspected().classes())
+            limits, planned_for = self.assumed.limits, self.assumed.planned_for(self.plan)
+            return Explained(*parts, *programs, schedule if trains else None, limits, planned_for)
+
+        trained = self.state.gradients.trained
+        return self.reported(("explained", last_step, trained), (self.cuts, self.state), make)
 
     def reported(self, kind: Hashable, of: tuple[Any, ...], make: Callable[[], _Report]) -> _Report:
         """Return a report; the last one of its kind, if that was made of the same objects."""
@@ -194,9 +202,7 @@ class Session:
         made: _Report = report
         return made
 
-    def device_table(self, inspected: InspectedPrograms) -> DeviceTable:
+    def device_table(self, last_step: Request | None) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank, or of many ranks for each class of equal ones."""
-        sharded = self._as_planned
-        if len(sharded.pipelines) == 1:
-            return device_table(self.name, self.plan, sharded.stages, self.assumed.planned_for(self.plan))
-        return mesh_table(self.explained(inspected))
+        explained = self.explained(last_step)
+        return mesh_table(explained) if explained.is_cut else device_table(explained)

@@ -22,7 +22,7 @@ from passes.ir.schedule import Schedule
 from passes.pipeline import Lowerer, Target, values_requiring_gradient
 from passes.spmd.shard_stages import StagedCut
 
-__all__ = ["ShardedModel", "representatives_of"]
+__all__ = ["ShardedModel", "representatives_of", "schedule_of_step"]
 
 
 class ShardedModel:
@@ -105,11 +105,6 @@ class ShardedModel:
         """Return the stages of the first pipeline with their forward and backward graphs."""
         return self.lowerer.after("differentiate", replace(self._target, differentiation=differentiation)).stages[0, 0]
 
-    def schedule(self, n_microbatches: int, loss: LossForm) -> Schedule:
-        """Return the plan's schedule of a step, with all forwards first if the loss needs all rows."""
-        schedule = schedule_of(self.plan, n_microbatches)
-        return forwards_first(schedule) if loss.reduction == "batch" else schedule
-
     def target(self, request: Request) -> Target:
         """Return the target to which the phases lower the programs of a request."""
         target = replace(
@@ -122,7 +117,7 @@ class ShardedModel:
         )
         if request.loss is None:
             return target
-        return replace(target, schedule=self.schedule(request.n_microbatches, request.loss), loss=request.loss)
+        return replace(target, schedule=schedule_of_step(self.plan, request.n_microbatches, request.loss), loss=request.loss)
 
     def representatives(self, request: Request, inline: Inline = "none") -> tuple[tuple[Program, ...], dict[int, int]]:
         """Return programs to inspect, not to run: those of a request, of one pipeline for each kind of pipeline.
@@ -135,6 +130,12 @@ class ShardedModel:
         """
         target = replace(self.target(request), pipelines="kinds", share=inline == "none", inline=inline)
         return representatives_of(self.lowerer, target)
+
+
+def schedule_of_step(plan: Plan, n_microbatches: int, loss: LossForm) -> Schedule:
+    """Return the plan's schedule of a step, with all forwards first if the loss needs all rows."""
+    schedule = schedule_of(plan, n_microbatches)
+    return forwards_first(schedule) if loss.reduction == "batch" else schedule
 
 
 def representatives_of(lowerer: Lowerer, target: Target) -> tuple[tuple[Program, ...], dict[int, int]]:

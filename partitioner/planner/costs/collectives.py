@@ -21,7 +21,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -73,6 +73,7 @@ class Exchange:
         wider: bytes of the gradient that is sent, in bytes of the value: other than 1 for a parameter, or a cast of one, whose gradient is
             summed in another type.
         n_coalesced: number of small stored values that can share a message; 0: unknown.
+        value: the node whose value is resharded, for reports; empty where a call sends parts of several.
     """
 
     reader: str
@@ -85,6 +86,7 @@ class Exchange:
     is_stored: bool = False
     n_coalesced: int = 0
     wider: float = 1.0
+    value: str = field(default="", compare=False)
 
     def in_stages(self, count: int) -> Exchange:
         """Return the collective in a model of ``count`` stages: each stage coalesces only its own, equal share of the small ones."""
@@ -272,7 +274,7 @@ def _reshards(
             key = (value, index, "sum" if isinstance(source, Partial) else target)
             is_stored = (operand.name in layouts.stored or operand.name in layouts.casts) and isinstance(source, Shard)
             wider = widths.get(operand.name, 1.0)
-            yield key, Exchange(reader, size, name, forward, backward, regather, runs, is_stored, wider=wider)
+            yield key, Exchange(reader, size, name, forward, backward, regather, runs, is_stored, wider=wider, value=operand.name)
 
 
 def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:

@@ -14,7 +14,9 @@ from partitioner.options.batch_statistics import microbatch_effects
 from partitioner.planner.price_of_pins import Pinned
 from partitioner.planner.search.describe import recomputed_regions
 from partitioner.reports.communication.collectives import collectives_of_classes
+from partitioner.reports.communication.planned import planned_communication, planned_transfers
 from partitioner.reports.communication.summary import transfers
+from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.explain.activations import activations_section
 from partitioner.reports.explain.choices import axes_proof, contenders_section, fullest_rank, pinned_section
 from partitioner.reports.explain.clocks import clocks, stage_seconds
@@ -64,7 +66,7 @@ def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple
         ("HALOS", halos_section(explained.plan)),
         ("PARAMETERS", parameters_section(explained) if explained.is_cut else None),
         ("STAGES", _stages(explained)),
-        ("ACTIVATIONS", activations_section(explained)),
+        ("ACTIVATIONS", None if explained.is_long else activations_section(explained)),
         ("MEMORY", _memory(explained)),
         ("COMMUNICATION", _communication(explained)),
         ("TIED PARAMETERS", _tied(explained)),
@@ -265,56 +267,71 @@ def _schedule(explained: Explained) -> list[str]:
 
 
 def _memory(explained: Explained) -> Table:
-    """Return the table of activation memory: saved bytes by stage from the graphs, microbatches in flight from the schedule."""
-    lowered, plan = explained.lowered, explained.plan
-    if explained.schedule is None or not lowered.training:
+    """Return the table of activation memory: saved bytes by stage, microbatches in flight from the schedule."""
+    plan = explained.plan
+    if explained.schedule is None:
         peaks = [(str(rank), format_bytes(peak)) for rank, peak in enumerate(plan.memory)]
         return Table([("rank", "predicted peak"), *_ends(peaks, ("...", ""))], ">>")
-    in_flight = peak_in_flight(explained.schedule)
     peaks_of_ranks = peaks_of_step(plan, explained.schedule)
     heading = ("stage", _rank_heading(explained), "kept a microbatch", "microbatches held", "kept at most", "peak of the rank")
     rows: list[tuple[str, ...]] = []
-    for stage, training, count in zip(lowered.stages, lowered.training, in_flight, strict=True):
-        saved = saved_bytes(lowered, training, plan)
-        places = lowered.stage_ranks[stage.index]
-        peak = format_bytes(peaks_of_ranks[explained.ranks_at(places[:1])[0]])
-        rows.append((str(stage.index), _ranks(explained, places), format_bytes(saved), str(count), format_bytes(saved * count), peak))
-    footnote = "kept: for the backward, read from the graphs; peak: predicted, with parameters, gradients and optimizer states"
+    for index, (stage, saved, count) in enumerate(
+        zip(plan.stages, _saved_bytes(explained), peak_in_flight(explained.schedule), strict=True)
+    ):
+        peak = format_bytes(peaks_of_ranks[explained.ranks_at(stage.ranks[:1])[0]])
+        rows.append((str(index), _ranks(explained, stage.ranks), format_bytes(saved), str(count), format_bytes(saved * count), peak))
+    source = "predicted" if explained.is_long else "read from the graphs"
+    footnote = f"kept: for the backward, {source}; peak: predicted, with parameters, gradients and optimizer states"
     if peaks_of_ranks != plan.memory:
         footnote += "; the last step took a loss of all rows, for which every stage holds all microbatches"
     return Table([heading, *_ends(rows, ("...",) + ("",) * 5)], ">>>>>>", footnote)
 
 
+def _saved_bytes(explained: Explained) -> list[int]:
+    """Return the bytes that each stage saves of one microbatch for its backward."""
+    if explained.is_long:
+        return [stage.activation_bytes for stage in explained.plan.stages]
+    return [saved_bytes(explained.lowered, training, explained.plan) for training in explained.lowered.training]
+
+
 def _communication(explained: Explained) -> Table | Sequence[str]:
-    mesh = explained.mesh if explained.is_cut else None
-    every = transfers(explained.lowered, explained.classes, mesh, collectives_of_classes(explained))
+    mesh, is_training = explained.mesh if explained.is_cut else None, explained.schedule is not None
+    every: Sequence[Transfer]
+    if explained.is_long:
+        every = planned_transfers(explained.plan, planned_communication(explained))
+    else:
+        every = transfers(explained.lowered, explained.classes, mesh, collectives_of_classes(explained))
     if not every:
         return ["none: everything runs on one rank"]
     heading = ("value", "one message", "bytes", "messages", "from", "to", "why")
     rows = [(one.value, one.shape, format_bytes(one.bytes), str(one.times), one.source, one.destination, one.reason) for one in every]
-    step = "step" if explained.schedule is not None else "forward"
+    step = "step" if is_training else "forward"
     totals = ("total", "", format_bytes(sum(one.bytes for one in every)), str(sum(one.times for one in every)), "", "", "")
-    arrows = "x -> y: y reads what x computes" + ("; x <- y: its gradient goes back" if explained.schedule is not None else "")
-    return Table([heading, *rows, totals], "<<>><<<", f"bytes and messages are of a whole {step}; {arrows}")
+    footnote = f"bytes and messages are of a whole {step}; "
+    footnote += "x -> y: y reads what x computes" + ("; x <- y: its gradient goes back" if is_training else "")
+    footnote += "; predicted from the layouts of values, pm.graphs has the programs" if explained.is_long else ""
+    return Table([heading, *rows, totals], "<<>><<<", footnote)
 
 
 def _tied(explained: Explained) -> list[str]:
-    """List the parameters that have several names or are read by stages on different ranks, with the ranks that hold them."""
-    lowered = explained.lowered
+    """List the parameters that have several names or are held by several stages, with the ranks that hold them."""
+    graph = explained.graph
+    place_of = {rank: place for place, ranks in enumerate(explained.ranks_at_places) for rank in ranks}
     rows = []
-    for placeholder, name in lowered.graph.parameters.items():
-        aliases = [alias for alias, first in lowered.graph.aliases.items() if first == name]
-        readers = {lowered.stage_ranks[stage.index] for stage in lowered.stages if placeholder in stage.parameters}
-        ranks = explained.ranks_at(place for places in readers for place in places)
+    for placeholder, name in graph.parameters.items():
+        held = explained.blocks.get(placeholder, {})
+        places = {place_of[rank] for rank in held}
+        holders = {stage.ranks for stage in explained.plan.stages if not places.isdisjoint(stage.ranks)}
+        aliases = [alias for alias, first in graph.aliases.items() if first == name]
         reason = f"also {', '.join(aliases)}" if aliases else "read by several stages"
-        if len(readers) > 1:
-            rows.append((name, reason, f"held by {rank_list(ranks)}, gradients are summed in training"))
+        if len(holders) > 1:
+            rows.append((name, reason, f"held by {rank_list(sorted(held))}, gradients are summed in training"))
         elif aliases:
-            rows.append((name, reason, f"held by {rank_list(ranks or (0,))}"))
+            rows.append((name, reason, f"held by {rank_list(sorted(held) or (0,))}"))
     return align(rows, "<<<") if rows else []
 
 
 def notes_of(explained: Explained) -> list[str]:
     """Return the notes of the plan, the effects of microbatches and the notes of the graph, without duplicates."""
     effects = microbatch_effects(explained.graph.mixing, explained.plan.n_microbatches)
-    return list(dict.fromkeys((*explained.plan.notes, *effects, *explained.lowered.graph.notes)))
+    return list(dict.fromkeys((*explained.plan.notes, *effects, *explained.graph.notes)))

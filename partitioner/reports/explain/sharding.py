@@ -29,8 +29,8 @@ _FEW = 3
 
 def axes_section(explained: Explained) -> Table:
     """Return the table of sharded axes: name, size, mesh dimension, size of a rank's part."""
-    plan, mesh, axes = explained.plan, explained.mesh, explained.cut.axes
-    names = explained.axis_names
+    plan, mesh, axes = explained.plan, explained.mesh, explained.planned.widest.axes
+    names = explained.planned_axis_names
     rows = [("axis", "size", "over", "a rank has")]
     for (base, dimension), chosen in _group_by_base(plan.axes).items():
         sharded = {axis for name in chosen for axis in axes_named(name, names)}
@@ -90,12 +90,12 @@ def parameters_section(explained: Explained) -> Table:
 
 def tensor_layout(explained: Explained, placeholder: str) -> str:
     """Return the layout of a parameter or buffer: ``"[ffn/tensor, hidden]"``."""
-    axes, blocks = explained.cut.axes, explained.blocks[placeholder]
+    axes, blocks = explained.planned.widest.axes, explained.blocks[placeholder]
 
     def over(position: int, _dimension: int) -> list[str]:
         return _mesh_dimensions_of_axis(blocks, position, explained.mesh)
 
-    return axes_text(axes, explained.axis_names, axes.of(placeholder), over)
+    return axes_text(axes, explained.planned_axis_names, axes.of(placeholder), over)
 
 
 def _mesh_dimensions_of_axis(blocks: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from cost_models.hardware.units import format_bytes, format_flops
 from partitioner.options.batch_statistics import microbatch_effects
+from partitioner.reports.communication.planned import PlannedCommunication, planned_communication
 from partitioner.reports.module_names import module_range
+from partitioner.reports.sources import Explained
 from partitioner.reports.tables.table import align, html_table
 from partitioner.schedules.catalog import interleaves
 from passes.autograd.staged_model import SplitModel
@@ -26,6 +28,7 @@ __all__ = ["DeviceTable", "device_table", "headline", "table_notes"]
 _COLUMNS = "><<<>>>>>"
 _HEADING = ("rank", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory", "sends forward")
 _FOOTNOTE = "work and sends are of all forwards of a step; memory is predicted"
+_PLANNED = "work and sends are of all forwards of a step; all is predicted"
 _TEXT_WIDTH = 132
 _MODULES_WIDTH = 52
 """Of the column, if the stages of a rank share it: the table then fits 140 columns."""
@@ -60,14 +63,20 @@ class DeviceTable:
         return html_table(self.rows, self.columns, caption=" ".join(caption))
 
 
-def device_table(name: str, plan: Plan, lowered: SplitModel, planned_for: str) -> DeviceTable:
-    """Return the table of devices of a pipeline. ``planned_for`` is the hardware of the plan; empty if the programs run on it."""
-    notes = table_notes(lowered.graph, plan, planned_for)
-    return DeviceTable(headline(name, plan, training=lowered.graph.training), _rows(plan, lowered), _COLUMNS, _FOOTNOTE, notes)
+def device_table(explained: Explained) -> DeviceTable:
+    """Return the table of devices of a pipeline."""
+    plan, graph = explained.plan, explained.graph
+    notes = table_notes(graph, plan, explained.planned_for)
+    title = headline(explained.name, plan, training=graph.training)
+    return DeviceTable(title, _rows(explained), _COLUMNS, _PLANNED if explained.is_long else _FOOTNOTE, notes)
 
 
 def table_notes(graph: ModelGraph, plan: Plan, planned_for: str) -> list[str]:
-    """Return the notes below a table of devices, one sentence each; arguments as for ``device_table``."""
+    """Return the notes below a table of devices, one sentence each.
+
+    Args:
+        planned_for: the hardware that the plan is for; empty if the programs run on it.
+    """
     hardware = (
         [f"planned for {planned_for}, whose memory is predicted; the column device says where the programs run"] if planned_for else []
     )
@@ -85,9 +94,10 @@ def headline(name: str, plan: Plan, *, training: bool) -> str:
     return f"{name}: {mesh}{tiles}{schedule}, {cut}, {'training' if training else 'evaluation'}"
 
 
-def _rows(plan: Plan, lowered: SplitModel) -> list[tuple[str, ...]]:
+def _rows(explained: Explained) -> list[tuple[str, ...]]:
     """Return the heading, a row for each rank, and the totals."""
-    sent = _sent_forward(plan, lowered)
+    plan = explained.plan
+    sent = _planned_sends(plan, planned_communication(explained)) if explained.is_long else _sent_forward(plan, explained.lowered)
     rows: list[tuple[str, ...]] = [_HEADING]
     for rank, device in enumerate(plan.devices):
         stages = {index: stage for index, stage in enumerate(plan.stages) if rank in stage.ranks}
@@ -103,7 +113,7 @@ def _rows(plan: Plan, lowered: SplitModel) -> list[tuple[str, ...]]:
                 format_bytes(sent[rank]),
             )
         )
-    rows.append(("", "", "", "total", *_totals(plan, lowered.graph), "", format_bytes(sum(sent))))
+    rows.append(("", "", "", "total", *_totals(plan, explained.graph), "", format_bytes(sum(sent))))
     return rows
 
 
@@ -128,6 +138,16 @@ def _totals(plan: Plan, graph: ModelGraph) -> tuple[str, str, str]:
         format_bytes(sum(bytes_of(parameter, None, 1) for parameter in parameters)),
         format_flops(sum(stage.flops for stage in plan.stages) * plan.n_microbatches),
     )
+
+
+def _planned_sends(plan: Plan, planned: PlannedCommunication) -> list[int]:
+    """Return the bytes of activations that each rank sends in a step, by the plan."""
+    sent = [0] * plan.n_ranks
+    for message in planned.messages:
+        ranks = plan.stages[message.source].ranks
+        for index, rank in enumerate(ranks):
+            sent[rank] += message.bytes * len(range(index, plan.n_microbatches, len(ranks)))
+    return sent
 
 
 def _sent_forward(plan: Plan, lowered: SplitModel) -> list[int]:

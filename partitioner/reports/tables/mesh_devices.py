@@ -10,6 +10,7 @@ import sympy
 from cost_models.graph_cost import graph_cost
 from cost_models.hardware.units import format_bytes, format_flops
 from partitioner.reports.communication.collectives import collectives_of_classes, sent_by_kind
+from partitioner.reports.communication.planned import planned_communication, sent_by_place
 from partitioner.reports.module_names import module_range
 from partitioner.reports.sources import MANY_RANKS, Blocks, Explained
 from partitioner.reports.tables.devices import DeviceTable, headline, table_notes
@@ -27,26 +28,32 @@ __all__ = ["mesh_table"]
 _HEADING = ("rank", "place", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory")
 _COLUMNS = "><<<<>>>>"
 _FOOTNOTE = "parameters: held by the rank; work: of all forwards of a step; memory: predicted; last columns: bytes that it sends in a step"
+_PLANNED = "parameters: held by the rank; work: of all forwards of a step; last columns: bytes that it sends in a step; all is predicted"
 
 
 def mesh_table(explained: Explained) -> DeviceTable:
     """Return the table of devices of a model on a mesh; its last columns are the functions that communicate, with bytes sent."""
     plan, mesh = explained.plan, explained.mesh
     parameters = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)  # (count, bytes)
-    work = _work_of_ranks(plan, explained.pipelines, explained.staged)
     places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
-    sent = _sent_by_programs(explained)
+    if explained.is_long:
+        work = [_planned_work(plan, places[rank]) for rank in range(mesh.size)]
+        sent = _sent_by_plan(explained, places)
+    else:
+        work, sent = _work_of_ranks(plan, explained.pipelines, explained.staged), _sent_by_programs(explained)
     kinds = tuple(dict.fromkeys(kind for sizes in sent for kind, size in sizes.items() if size))
-    rows: list[tuple[str, ...]] = [(*_HEADING, *kinds)]
-    for rank, device in enumerate(plan.devices):
+    alike: dict[tuple[object, ...], list[int]] = {}  # place, memory, ... -> ranks; of few ranks, each alone
+    for rank in range(mesh.size):
+        own = (places[rank], parameters[rank], work[rank], plan.memory[rank], *(sent[rank].get(kind, 0) for kind in kinds))
+        alike.setdefault(own if mesh.size > MANY_RANKS else (rank,), []).append(rank)
+    rows: list[tuple[str, ...]] = []
+    for ranks in alike.values():
+        rank = ranks[0]
         stages = {index: stage for index, stage in enumerate(plan.stages) if places[rank] in stage.ranks}
-        coordinate = mesh.coordinate(rank)
         count, size = parameters[rank]
         rows.append(
             (
-                str(rank),
-                ", ".join(f"{name} {coordinate[name]}" for name in mesh.cutting.names),
-                device,
+                *_ranks_cells(explained, ranks),
                 ", ".join(map(str, stages)),
                 "; ".join(module_range(stage.modules, 32 // max(len(stages), 1)) for stage in stages.values()),
                 f"{count:,}",
@@ -56,14 +63,33 @@ def mesh_table(explained: Explained) -> DeviceTable:
                 *(format_bytes(sent[rank].get(kind, 0)) for kind in kinds),
             )
         )
-    if mesh.size > MANY_RANKS:
-        rows = [rows[0], *_by_class(rows[1:])]
     totals = (format_bytes(sum(size for _, size in parameters)), format_flops(sum(work)), "")
     sums = (format_bytes(sum(sizes.get(kind, 0) for sizes in sent)) for kind in kinds)
-    rows.append(("", "", "", "", "all ranks", f"{sum(count for count, _ in parameters):,}", *totals, *sums))
+    total = ("", "", "", "", "all ranks", f"{sum(count for count, _ in parameters):,}", *totals, *sums)
     notes = table_notes(explained.graph, plan, explained.planned_for)
     title = headline(explained.name, plan, training=explained.graph.training)
-    return DeviceTable(title, rows, _COLUMNS + ">" * len(kinds), _FOOTNOTE, notes)
+    footnote = _PLANNED if explained.is_long else _FOOTNOTE
+    return DeviceTable(title, [(*_HEADING, *kinds), *_ends(rows), total], _COLUMNS + ">" * len(kinds), footnote, notes)
+
+
+def _planned_work(plan: Plan, place: int) -> float:
+    """Return the FLOPs of the forwards of a rank at a pipeline position in a step, by the plan."""
+    stages = [stage for stage in plan.stages if place in stage.ranks]
+    return sum(stage.flops * len(range(stage.ranks.index(place), plan.n_microbatches, len(stage.ranks))) for stage in stages)
+
+
+def _sent_by_plan(explained: Explained, places: Mapping[int, int]) -> list[dict[str, int]]:
+    """Return for each rank name of a function -> bytes that it sends, by the plan."""
+    sent = sent_by_place(explained.plan, planned_communication(explained))
+    return [sent[places[rank]] for rank in range(explained.plan.n_ranks)]
+
+
+def _ranks_cells(explained: Explained, ranks: Sequence[int]) -> tuple[str, str, str]:
+    """Return the cells of equal ranks: their numbers, their place on the mesh and their device."""
+    mesh, devices = explained.mesh, explained.plan.devices
+    coordinate, first = mesh.coordinate(ranks[0]), devices[ranks[0]]
+    place = ", ".join(f"{name} {coordinate[name]}" for name in mesh.cutting.names) if len(ranks) == 1 else f"{len(ranks)} ranks"
+    return _ranks_words(ranks), place, first + (" ..." if any(devices[rank] != first for rank in ranks) else "")
 
 
 def _sent_by_programs(explained: Explained) -> list[dict[str, int]]:
@@ -76,25 +102,12 @@ def _sent_by_programs(explained: Explained) -> list[dict[str, int]]:
     return [sent[rank] for rank in range(explained.plan.n_ranks)]
 
 
-def _by_class(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return one row for all ranks whose cells after rank and place are equal; of many such classes, the first and the last.
-
-    0  tensor 0  cuda:0  0  layers.0-9          0 to 7  8 ranks  cuda:0 ...  0  layers.0-9
-    ...                                   ->
-    7  tensor 7  cuda:7  0  layers.0-9
-    """
-    classes: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in rows:
-        classes.setdefault(row[3:], []).append(row)
-    found = []
-    for cells, members in classes.items():
-        ranks, devices = [int(row[0]) for row in members], list(dict.fromkeys(row[2] for row in members))
-        place = members[0][1] if len(members) == 1 else f"{len(members)} ranks"
-        found.append((_ranks_words(ranks), place, devices[0] + (" ..." if len(devices) > 1 else ""), *cells))
-    if len(found) <= _MOST_CLASSES:
-        return found
+def _ends(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows of all classes of equal ranks; of many, the first and the last."""
+    if len(rows) <= max(_MOST_CLASSES, MANY_RANKS):
+        return list(rows)
     half = _MOST_CLASSES // 2
-    return [*found[:half], ("...", *[""] * (len(found[0]) - 1)), *found[-half:]]
+    return [*rows[:half], ("...", *[""] * (len(rows[0]) - 1)), *rows[-half:]]
 
 
 _MOST_CLASSES = 14
