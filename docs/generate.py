@@ -1,4 +1,4 @@
-"""Write what of these pages comes from the code: the tables of docs/reference, and with --pictures the drawings of docs/pictures.
+"""Write the parts of these pages that come from the code: docs/reference, the table of phases, with --pictures the drawings.
 
 python docs/generate.py
 python docs/generate.py --pictures
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from cost_models.hardware.units import format_bytes, format_flops
 from partitioner import Constraints, PartitionedModel, draw, draw_weight, partition
 from partitioner.reports.explain.timetable import timetable
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
+from passes.normalize.order import NORMALIZE
+from passes.pipeline import PHASES
 from passes.rules.registry import RULES, Rule
 
 DOCS = Path(__file__).parent
@@ -40,7 +43,15 @@ def tables() -> dict[str, str]:
         "schedules.md": schedules(),
         "machines.md": machines(),
         "gpt3.md": gpt3(),
+        "../architecture.md": with_generated(DOCS / "architecture.md", "phases", phases()),
     }
+
+
+def with_generated(file: Path, name: str, text: str) -> str:
+    """Return a page with another text between the comments ``<!-- name -->`` and ``<!-- end -->``."""
+    before, begin, rest = file.read_text(encoding="utf-8").partition(f"<!-- {name}: by docs/generate.py -->\n")
+    _, end, after = rest.partition("<!-- end -->\n")
+    return f"{before}{begin}{text}\n{end}{after}"
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -108,9 +119,52 @@ def passes() -> str:
         folder = DOCS.parent / "passes" / phase
         files = [file for file in sorted(folder.rglob("*.py")) if file.name != "__init__.py"]
         rows = [(f"`{file.relative_to(folder).as_posix()}`", first_line_of(file)) for file in files]
-        parts += [f"## `passes/{phase}/`", first_line_of(folder / "__init__.py"), table(("file", "what it does"), rows)]
-    lead = "The compiler's phases, in the order in which they may build on one another. A file's docstring shows a graph before and after."
+        parts += [f"## `passes/{phase}/`", first_line_of(folder / "__init__.py"), table(("file", "what it does"), rows), *shown(phase)]
+    lead = (
+        "The compiler's phases, in the order in which they may build on one another. Below the files of a phase, each pass is shown with a "
+        "model, and the graphs before and after: the smallest of its pairs in `tests/passes/`, which tests compare and run. "
+        "The order in which they run is in [the architecture map](../architecture.md#the-phases)."
+    )
     return page("Passes", lead, *parts)
+
+
+def shown(phase: str) -> list[str]:
+    """Return the smallest pair of each pass of a folder."""
+    found: dict[str, list[str]] = {}
+    for file, text in pairs().items():
+        if file.parts[0] == phase:
+            found.setdefault("/".join(file.parts[1:-1]), []).append(text)
+    parts = []
+    for name, texts in sorted(found.items()):
+        title, _, graphs = min(texts, key=len).partition("\n\n")
+        parts += [f"### {name}", title, f"```text\n{graphs}\n```"]
+    return parts
+
+
+def phases() -> str:
+    """Return the steps of both orders: name, purpose and files."""
+    rows = []
+    for phase in (*NORMALIZE, *PHASES):
+        of_phase = {file: text for file, text in pairs().items() if f'phase="{phase.name}"' in text}
+        purpose = first_line(phase.apply) if phase in PHASES else min(of_phase.values(), key=len).partition("\n")[0]
+        files = sorted({code_of(file) for file in of_phase}) or [f"passes/{phase.name}/"]
+        shown_files = files if len(files) < 3 else [f"passes/{file.parts[0]}/" for file in list(of_phase)[:1]]
+        rows.append((f"`{phase.name}`", purpose.partition(". ")[0].rstrip("."), ", ".join(f"`{file}`" for file in shown_files)))
+    return table(("phase", "what it does", "files"), rows)
+
+
+@functools.cache
+def pairs() -> dict[Path, str]:
+    """Return the executed pairs of graphs before and after a pass: path in tests/passes -> text."""
+    folder = DOCS.parent / "tests" / "passes"
+    return {file.relative_to(folder): file.read_text(encoding="utf-8").strip() for file in sorted(folder.rglob("*.txt"))}
+
+
+def code_of(pair: Path) -> str:
+    """Return the file, else the folder, of the pass that a pair is of."""
+    places = (Path("passes") / place for place in (pair.parent.with_suffix(".py"), pair.parent, pair.parent.parent))
+    found = next(place for place in places if (DOCS.parent / place).exists())
+    return found.as_posix() + ("" if found.suffix else "/")
 
 
 def first_line_of(file: Path) -> str:
