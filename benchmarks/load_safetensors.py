@@ -74,7 +74,7 @@ def run_rank(folder: Path, mode: str, layers: int) -> None:
     part = sum(parameter.nbytes for parameter in pm.parameters())
     tokens = pm.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0).tolist()
     seconds = planned - start, loaded - planned
-    line = {"rank": pm.session.runtime.local_ranks[0], "part": part, "peak": peak, "seconds": seconds, "tokens": tokens}
+    line = {"rank": pm.traced.runtime.local_ranks[0], "part": part, "peak": peak, "seconds": seconds, "tokens": tokens}
     sys.stdout.write(json.dumps(line) + "\n")  # one write: those of other ranks go to the same pipe
 
 

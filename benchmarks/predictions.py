@@ -169,7 +169,7 @@ def partitioned(placement: Placement) -> tuple[PartitionedModel, Callable[[], Te
 def simulated(pm: PartitionedModel, placement: Placement, costs: CostModel, link: Link, *, in_turn: bool) -> float:
     """Return the seconds of a step; for sequential ranks, compute of all ranks and copies of received values."""
     cluster = Cluster([machine()] * placement.ranks, link)
-    simulation = simulate_programs(pm.programs(), cluster, costs, pm.plan.batch_size, n_row_parts=pm.session.programs.rows.count)
+    simulation = simulate_programs(pm.programs(), cluster, costs, pm.plan.batch_size, n_row_parts=pm.traced.programs.rows.count)
     if not in_turn:
         return simulation.step_time
     computed = simulation.step_time * placement.ranks * (1 - simulation.bubble_fraction)

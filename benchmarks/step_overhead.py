@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import PartitionedModel, partition
-from partitioner.model.module.modes import first_session
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.executor import ProgramSet
+from partitioner.specialize.make_trace import first_trace
 
 __all__ = ["MODES", "Overhead", "overhead"]
 
@@ -77,9 +77,9 @@ def overhead(devices: int, mode: str, *, layers: int = 30, steps: int = 200) -> 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
     x, target = torch.randn(32, 64), torch.randn(32, 64)
-    made = partition(model, devices=devices, mode=mode, example_inputs=(x,), n_microbatches=2 if mode == "pipeline" else None).session
+    made = partition(model, devices=devices, mode=mode, example_inputs=(x,), n_microbatches=2 if mode == "pipeline" else None).traced
     runtime = _TimedRuntime(made.runtime.devices)
-    pm = PartitionedModel(first_session(made.original, made.graph, made.plan, runtime, made.assumed, made.tracing, {}))
+    pm = PartitionedModel(first_trace(made.original, made.graph, made.plan, runtime, made.assumed, made.tracing, {}))
 
     def eager() -> None:
         nn.functional.mse_loss(model(x), target).backward()

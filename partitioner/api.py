@@ -14,9 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.profiling.op_times import MeasuredCosts
-from partitioner.model.module.modes import first_session, modes_of_trace
 from partitioner.model.partitioned_model import PartitionedModel
-from partitioner.model.session import Assumptions, Tracing
 from partitioner.options.arguments import EXAMPLES, VALUES, positional, read_cluster
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel, warn_of_microbatches
@@ -37,8 +35,10 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.hooks import TensorHooks, side_effect_note, tensor_hooks
 from partitioner.schedules.registered import microbatches_of, read_schedule
+from partitioner.specialize.make_trace import first_trace, modes_of_trace
 from partitioner.specialize.programs import variant_for
 from partitioner.specialize.simulate_plan import Traced, simulate_plan
+from partitioner.specialize.trace import Assumptions, Tracing
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.outputs import REPEATED_WRITES
@@ -118,7 +118,7 @@ def partition(
         tracing = _tracing(source, modes, graph, target)
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
         warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else (), source.model)
-        return PartitionedModel(first_session(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
+        return PartitionedModel(first_trace(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
 
 
 @dataclasses.dataclass(frozen=True)

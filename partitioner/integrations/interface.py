@@ -60,7 +60,7 @@ def model_in_processes(module: Any) -> PartitionedModel | None:
 
 def passes_own_rows(model: PartitionedModel) -> bool:
     """Return whether each process passes its own rows: ``partition(..., inputs="local")``."""
-    return model.session.tracing.inputs == "local"
+    return model.traced.tracing.inputs == "local"
 
 
 def refuse_parameters_outside(module: nn.Module) -> None:

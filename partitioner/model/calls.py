@@ -8,7 +8,6 @@ A process may leave out inputs that its stages do not read: it learns the number
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,25 +22,12 @@ from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.effects.views import ViewsOfCalls
 from partitioner.model.effects.written_inputs import check_writable, own_memory, write_inputs
 from partitioner.options.batch_rows import RowParts
-from partitioner.options.precision import converted_inputs
-from partitioner.runtime.arguments import (
-    BoundInputs,
-    as_traced,
-    check_values,
-    first_rows,
-    given_inputs,
-    is_as_traced,
-    may_be_traced,
-    missing_inputs,
-    refuse_tangents,
-    reorder_keywords,
-    to_device,
-    values_on,
-)
+from partitioner.runtime.arguments import BoundInputs, missing_inputs, to_device, values_on
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.optimizers.step_count import OptimizerSteps
 from partitioner.runtime.state.parameters import State
+from partitioner.specialize.arguments import TracedArguments
 from partitioner.specialize.sharded_model import ShardedModel
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError, level_of_caller
@@ -50,10 +36,6 @@ from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 
 __all__ = ["Calls", "size_at_rows"]
-
-_NONE = "none"
-"""The text on which ranks agree where no input requires a gradient."""
-
 
 _SIZES = {"FloorDiv": operator.floordiv, "Mod": operator.mod}
 """How functions of sizes are computed, of ints and symbolic ints."""
@@ -71,7 +53,9 @@ class Calls:
     """Matches calls with the traced inputs, and runs programs on them.
 
     Args:
-        original: the model; its signature says which argument has which name.
+        arguments: of the trace.
+        graph: the trace.
+        runtime: runs the programs.
         state: the parameters, buffers and gradients of this process's ranks.
         rows: cuts batches into the rows of ranks.
         left: receives what calls leave in attributes of modules.
@@ -80,7 +64,7 @@ class Calls:
 
     def __init__(
         self,
-        original: nn.Module,
+        arguments: TracedArguments,
         graph: ModelGraph,
         runtime: Runtime,
         state: State,
@@ -88,7 +72,7 @@ class Calls:
         left: LeftAttributes,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._signature = inspect.signature(original.forward)
+        self.arguments: TracedArguments = arguments
         self._graph = graph
         self._runtime = runtime
         self._state = state
@@ -100,7 +84,7 @@ class Calls:
         self.dtype = dtype
         self._output_tree = graph.output_tree
         self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
-        self._lowered_views: dict[ShardedModel, ViewsOfCalls] = {}
+        self._sharded_views: dict[ShardedModel, ViewsOfCalls] = {}
         self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.leaves)
 
     @functools.cached_property
@@ -127,84 +111,17 @@ class Calls:
         """Whether code of the model asks whether gradients are on, or required."""
         return bool(self._graph.gradient_questions)
 
-    def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
-        """Return whether a call passes the arguments that were traced.
-
-        Args:
-            with_lacking: whether None may stand for a tensor: a rank may leave out what its stages do not read.
-            exactly: whether values that are no tensors, and dtypes, are those that were traced; False: names and structure are enough,
-                and tensors where there were tensors.
-        """
-        leaves = self._leaves(args, kwargs)
-        return leaves is not None and all(
-            (isinstance(value, Tensor) == (leaf.dtype is not None) or (with_lacking and value is None))
-            and (not exactly or is_as_traced(self._graph, leaf, value, self.dtype))
-            for leaf, value in zip(self._graph.inputs, leaves, strict=True)
-        )
-
-    def may_be_traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the model is traced anew for a call that passes other values or dtypes than those of the trace."""
-        pairs = zip(self._graph.inputs, self._leaves(args, kwargs) or (), strict=True)
-        return all(is_as_traced(self._graph, leaf, value, self.dtype) or may_be_traced(leaf, value) for leaf, value in pairs)
-
-    def check_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a call of the traced structure has another dtype, or another value of what is no tensor."""
-        check_values(self._graph, self._leaves(*converted_inputs((args, dict(kwargs)), self.dtype)) or ())
-
-    def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """Return the arguments of a call, one for each traced input; None if it has another structure."""
-        args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
-        given, tree = pytree.tree_flatten((args, reorder_keywords(self._graph, dict(kwargs))))
-        return given if tree == self._graph.input_tree else None
-
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
-        """Return the tensors of one call. Ranks agree on the size of the batch and on the inputs that require gradients.
-
-        Raises:
-            ConfigError: the inputs do not fit the trace, or ranks differ in them.
-        """
+        """Return the tensors of one call; see ``TracedArguments.bind``."""
         if self.views:
             with self._runtime.failing_together():
-                for views in self._lowered_views.values():
+                for views in self._sharded_views.values():
                     views.check_copies()
-        own = self._leaves(args, kwargs) if self._graph.writes else None
-        refuse_tangents(pytree.tree_leaves((args, kwargs)))
-        args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self.dtype))
-        given = given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
-        question = "local batch size" if self._rows.inputs == "local" else "batch size"
-        rows_passed = self._runtime.agree(question, given.batch, in_step=True)
-        requiring = given.requiring_gradient
-        is_unsure = bool(given.lacking) and not requiring  # an input that this process lacks may require a gradient
-        answer = None if is_unsure else ", ".join(sorted(requiring)) or _NONE
-        agreed = self._runtime.agree("inputs that require gradients", answer, in_step=True)
-        if rows_passed is None:
-            raise missing_inputs(given.lacking)
-        if is_unsure and agreed not in (None, _NONE):
-            requiring = frozenset(str(agreed).split(", "))
-        batch, sizes = self._rows.batch_size(int(rows_passed)), self._agreed_sizes(given.sizes)
-        bound = BoundInputs(given.tensors, batch, requiring, sizes, self._written(own or ()))
+        bound = self.arguments.bind(args, kwargs, self._runtime, self._rows)
         if bound.written:
             with self._runtime.failing_together():
                 check_writable(self._graph, bound)
         return bound
-
-    def _written(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
-        """Return placeholder -> tensor of those arguments that forward writes; ``leaves``: all arguments, one for each traced input."""
-        pairs = zip(self._graph.inputs, leaves, strict=False)
-        written = self._graph.writes
-        return {leaf.placeholder: value for leaf, value in pairs if leaf.placeholder in written and isinstance(value, Tensor)}
-
-    def _agreed_sizes(self, given: Mapping[str, int]) -> Mapping[str, int]:
-        """Return the sizes of the inputs besides the batch; a process that lacks inputs learns them from the others."""
-        agreed = {name: self._runtime.agree(f"{name} of the inputs", given.get(name), in_step=True) for name in self._graph.open_sizes}
-        return {name: size if agreed[name] is None else int(str(agreed[name])) for name, size in self._graph.open_sizes.items()}
-
-    def rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | torch.SymInt:
-        """Return the rows that a call passes; symbolic where the sizes of its tensors are. Nothing is checked or agreed on."""
-        args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
-        leaves = pytree.tree_leaves((args, reorder_keywords(self._graph, dict(kwargs))))
-        rows = first_rows(self._graph, leaves)
-        return self._graph.batch_size if rows is None else rows
 
     def run(
         self, sharded: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
@@ -314,9 +231,9 @@ class Calls:
         if self._graph.batch is None and rows not in self._shapes:
             self._shapes[rows] = [(list(by_node[name].shape), by_node[name].dtype) for name in self._returned]
         self._write(by_node, inputs)
-        if sharded not in self._lowered_views:
-            self._lowered_views[sharded] = ViewsOfCalls(sharded.whole)
-        if views := self._lowered_views[sharded]:
+        if sharded not in self._sharded_views:
+            self._sharded_views[sharded] = ViewsOfCalls(sharded.whole)
+        if views := self._sharded_views[sharded]:
             names = {str(own.node): str(output.node) for output, own in zip(self._graph.outputs, sharded.whole.outputs, strict=True)}
             whole = {own: by_node[name] for own, name in names.items() if name in by_node}
             by_node = {names[own]: value for own, value in views.taken(whole, {**inputs.tensors, **inputs.written}, rows).items()}
@@ -393,8 +310,8 @@ class Calls:
 
     def computed_leaves(self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the leaves of the result that differ between calls: tensors, and sizes that depend on the batch."""
-        rows = self.rows_of(args, kwargs)
-        leaves = () if self.dtype is not None else self._leaves(args, kwargs) or ()
+        rows = self.arguments.rows_of(args, kwargs)
+        leaves = () if self.dtype is not None else self.arguments.leaves(args, kwargs) or ()
         pairs = zip(self._graph.inputs, leaves, strict=False)
         given = {leaf.placeholder: value for leaf, value in pairs if leaf.placeholder is not None and isinstance(value, Tensor)}
         by_node = self.views.taken(dict(zip(self._returned, values, strict=True)), given, rows)

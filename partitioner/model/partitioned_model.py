@@ -17,22 +17,21 @@ from cost_models.formulas.step import StepFormula
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from cost_models.text_files import write_text
+from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
-from partitioner.model.inspected_programs import InspectedPrograms
+from partitioner.model.inspected_programs import InspectedPrograms, explained, table_of_devices
 from partitioner.model.losses.losses import check_loss
-from partitioner.model.module.copies import Pickled, copied_session, copy_tensors, fill, pickled, restored_session, tensors_of
-from partitioner.model.module.forms import Forms, at_sizes
+from partitioner.model.module.copies import Pickled, copied_trace, copy_tensors, fill, pickled, restored_trace, tensors_of
 from partitioner.model.module.freezing import Freezing
 from partitioner.model.module.functional import call_with
-from partitioner.model.module.modes import Form, modes_of
-from partitioner.model.module.questions import ANSWERS
+from partitioner.model.module.questions import ANSWERS, refuse_call_in_ddp
 from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import ModuleInPlan, RegisteredTensors, build_structure
 from partitioner.model.replan import Replanned, replan
-from partitioner.model.session import Session
+from partitioner.model.served_trace import ServedTrace
 from partitioner.model.simulate import Step, simulate
 from partitioner.model.steps.autograd import backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
 from partitioner.model.steps.gradient_accumulation import Accumulation
@@ -46,11 +45,12 @@ from partitioner.reports.check.check import Subject, check
 from partitioner.reports.check.report import CheckReport
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.cost_formula import cost_formula
+from partitioner.reports.dump_passes import dump_passes
 from partitioner.reports.explain.explanation import explanation
 from partitioner.reports.page.build import page_html
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import DeviceTable
-from partitioner.runtime.arguments import BoundInputs, bind_inputs
+from partitioner.runtime.arguments import BoundInputs, bind_inputs, check_shapes
 from partitioner.runtime.compiled.numbered_models import number_of
 from partitioner.runtime.record import Recording, record
 from partitioner.runtime.state.checkpoint.dtensors import DTensorState
@@ -62,8 +62,10 @@ from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, attach_hooks
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
 from partitioner.runtime.state.parameters import check_values
-from partitioner.specialize.dump_passes import dump_passes
+from partitioner.specialize.make_trace import modes_of
 from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.trace import Trace
+from partitioner.specialize.traces import Match, Traces
 from passes.emit.programs import LossReduction
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
@@ -80,31 +82,31 @@ class PartitionedModel(ModuleInPlan):
     Call and train it like the original, or with ``train_step``. ``graphs`` are the programs of ranks; ``plan`` says where everything runs.
     """
 
-    def __new__(cls, session: Session) -> Self:
+    def __new__(cls, trace: Trace, left: LeftAttributes | None = None) -> Self:
         """Return an instance of a class of its own: ``inspect.signature`` of its ``forward`` is that of the model."""
-        return cast(Self, super().__new__(with_signature(cls, session.original)))
+        return cast(Self, super().__new__(with_signature(cls, trace.original)))
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, trace: Trace, left: LeftAttributes | None = None) -> None:
         super().__init__()
         check_optimizers()
-        self._first = session
-        self._forms = Forms(session)
-        self._freezing = Freezing(session.state, session.runtime)
-        self._accumulation = Accumulation(session.state.named_parameters())
+        self._first, self._left = trace, left or LeftAttributes(trace.original)
+        self._traces = Traces(trace, lambda made: ServedTrace.of(made, self._left))
+        self._freezing = Freezing(trace.state, trace.runtime)
+        self._accumulation = Accumulation(trace.state.named_parameters())
         self.loss_in_step = LossInStep(self._accumulation)
         """Runs steps inside of calls, for integrations."""
-        self._norm = ModelNorm(session.original, session.state, session.runtime)
-        self._gathered = GatheredState(session.state, session.runtime)
-        self._dtensors = DTensorState(session.state, session.runtime, self._gathered, session.plan.grid)
-        self._optimizer_states = OptimizerStates(session.state, session.runtime)
+        self._norm = ModelNorm(trace.original, trace.state, trace.runtime)
+        self._gathered = GatheredState(trace.state, trace.runtime)
+        self._dtensors = DTensorState(trace.state, trace.runtime, self._gathered, trace.plan.grid)
+        self._optimizer_states = OptimizerStates(trace.state, trace.runtime)
         self._decoders: list[Decoder] = []  # none before the first generate()
         self._prices: tuple[Pinned, ...] | None = None
-        self.calls = self._forms.first.calls
+        self.calls = self._traces.first.calls
         """Of the modes that it was partitioned in: compiled code expects results like these."""
         self._number = number_of(self)
-        self._anchor = torch.empty(0, requires_grad=any(parameter.requires_grad for _, parameter in session.state.named_parameters()))
-        source = (session.original, session.state, self._gathered, session.tracing.structure, session.left)
-        build_structure(self, *source, session.tracing.modes)
+        self._anchor = torch.empty(0, requires_grad=any(parameter.requires_grad for _, parameter in trace.state.named_parameters()))
+        source = (trace.original, trace.state, self._gathered, trace.tracing.structure, self._left)
+        build_structure(self, *source, trace.tracing.modes)
         self._parts = tuple(self.modules())
         self._tensor_places = RegisteredTensors.of(self)
         self._initial = frozenset({*vars(self), "_initial"})
@@ -125,22 +127,20 @@ class PartitionedModel(ModuleInPlan):
             return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
         if replaced := self._tensor_places.replaced():
             with self._tensor_places.registered(), self.loss_in_step.off():
-                return call_with(self._form.session, self._run_forward, replaced, args, kwargs)
+                return call_with(self._served.trace, self._run_forward, replaced, args, kwargs)
         return self._run_forward(*args, **kwargs)
 
     def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
-        form_of_call, inputs = self._bind(args, kwargs, tracked=torch.is_grad_enabled())
-        form = at_sizes(form_of_call, inputs)
-        calls = form.calls
-        programs = form.session.programs
+        match, inputs = self._match(args, kwargs, tracked=torch.is_grad_enabled())
+        calls, programs = match.served.calls, match.served.trace.programs
         request = programs.request(inputs.batch)
         sharded = programs.sharded(request)
         differentiation = sharded.everything(inputs.requiring_gradient)
         if not (differentiation.outputs and tracks_gradients(calls, inputs)):
             return calls.result(sharded, calls.run(sharded, programs.get(request), inputs)[self._here], inputs)
         self._check_parameters()
-        given = (calls, self._session.runtime, programs, request, differentiation, inputs, self._accumulation)
-        return calls.result(sharded, self.loss_in_step.results(form_of_call, inputs, lambda: tracked_forward(*given)), inputs)
+        given = (calls, self.traced.runtime, programs, request, differentiation, inputs, self._accumulation)
+        return calls.result(sharded, self.loss_in_step.results(match, inputs, lambda: tracked_forward(*given)), inputs)
 
     def train_step(
         self,
@@ -179,8 +179,8 @@ class PartitionedModel(ModuleInPlan):
         self._tensor_places.refuse_replaced()
         check_loss(loss_fn, loss_reduction)
         self._check_parameters()
-        form, inputs = self._bind(args, kwargs, tracked=True)
-        step = prepare_step(form, inputs, target, loss_fn, loss_reduction, self._accumulation.gradients)
+        match, inputs = self._match(args, kwargs, tracked=True)
+        step = prepare_step(match, inputs, target, loss_fn, loss_reduction, self._accumulation.gradients)
         loss, gradients = step.run()
         backward_of_inputs(inputs.tensors, step.input_names, gradients)
         return loss
@@ -203,44 +203,39 @@ class PartitionedModel(ModuleInPlan):
         return generate(self._first, self._decoders, any(part.training for part in self._parts), input_ids, kwargs)
 
     @property
-    def _form(self) -> Form:
-        """The model in the modes that its modules have now, called as in the example; traced when it is first used."""
-        return self._forms.in_modes(modes_of(self))
-
-    @property
-    def _session(self) -> Session:
-        return self._form.session
+    def _served(self) -> ServedTrace:
+        """The trace in the modes that its modules have now, for a call as in the example; made when it is first used."""
+        return self._traces.in_modes(modes_of(self))
 
     @property
     def _here(self) -> int:
-        return self._session.runtime.local_ranks[0]  # the rank whose results this process returns
+        return self.traced.runtime.local_ranks[0]  # the rank whose results this process returns
 
     def _check_parameters(self) -> None:
         """Raise ConfigError if a parameter has hooks that would get another gradient than on the original."""
-        refuse_parameter_hooks(self._session.state.stored_parameters(), in_no_sync=self._accumulation.holds)
+        refuse_parameter_hooks(self.traced.state.stored_parameters(), in_no_sync=self._accumulation.holds)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, tracked: bool) -> tuple[Form, BoundInputs]:
-        """Return the form that serves a call, and its inputs, after bringing the parameters up to date."""
+    def _match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, tracked: bool) -> tuple[Match[ServedTrace], BoundInputs]:
+        """Return the trace that serves a call, and its inputs, after bringing the parameters up to date."""
         check_values(self._first.state)
         if tracked:
             self._freezing.check()
         refuse_global_hooks()
-        form = self._forms.of_call(modes_of(self), args, kwargs)
-        form.session.state.refresh()
-        self._forms.agree_on(form)
-        inputs = form.calls.bind(args, kwargs)
-        return form.for_gradients(inputs.requiring_gradient, tracked=tracked), inputs
+        if not self.has_all_ranks:
+            refuse_call_in_ddp(self._first)
+        call = self._traces.call(args, kwargs, modes_of(self), tracked=tracked)
+        return self._traces.find(call) or self._traces.make(call)
 
     def sharded_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, ShardedModel]:
         """Return the number of microbatches of a batch of this size, and the model as it is sharded for it; see ``Programs.request``."""
-        programs = self._session.programs
+        programs = self.traced.programs
         request = programs.request(batch, in_parts=in_parts)
         return request.n_microbatches, programs.sharded(request)
 
     @property
     def is_traced(self) -> bool:
         """Whether it has been traced in the modes that its modules have now."""
-        return self._forms.has_traced(modes_of(self))
+        return self._traces.has_traced(modes_of(self))
 
     @property
     def result_device(self) -> torch.device:
@@ -250,24 +245,24 @@ class PartitionedModel(ModuleInPlan):
     # -- inspection ----------------------------------------------------------------------------------------------------------------
 
     @property
-    def session(self) -> Session:
-        """The parts that it is made of, for integrations."""
-        return self._session
+    def traced(self) -> Trace:
+        """The trace in the modes that its modules have now, with its plan, tensors and programs: for integrations."""
+        return self._served.trace
 
     @property
     def plan(self) -> Plan:
         """The plan: where everything runs, and when."""
-        return self._session.plan
+        return self.traced.plan
 
     @property
     def data_parallel_size(self) -> int:
         """Number of parts in which processes pass the batch: ``num_replicas`` of a ``DistributedSampler``; 1 in a single process."""
-        return 1 if self.has_all_ranks else self._session.programs.rows.count
+        return 1 if self.has_all_ranks else self.traced.programs.rows.count
 
     @property
     def data_parallel_rank(self) -> int:
         """Index of this process's part of the batch: ``rank`` of a ``DistributedSampler``."""
-        return 0 if self.has_all_ranks else self._session.programs.rows.part_index(self._here)
+        return 0 if self.has_all_ranks else self.traced.programs.rows.part_index(self._here)
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
@@ -278,8 +273,8 @@ class PartitionedModel(ModuleInPlan):
     @checked_arguments()
     def graph(self, rank: int) -> fx.GraphModule:
         """Return the program of one rank."""
-        if not 0 <= rank < self._session.plan.n_ranks:
-            raise ConfigError(f"there is no rank {rank}", remedy=f"ranks are 0 to {self._session.plan.n_ranks - 1}")
+        if not 0 <= rank < self.traced.plan.n_ranks:
+            raise ConfigError(f"there is no rank {rank}", remedy=f"ranks are 0 to {self.traced.plan.n_ranks - 1}")
         return self.graphs[rank]
 
     def programs(self) -> tuple[Program, ...]:
@@ -294,12 +289,12 @@ class PartitionedModel(ModuleInPlan):
         """
         inspected = self.inspected()
         whole, target = inspected.sharded.whole, inspected.sharded.target(inspected.request)
-        fixed_size = whole.batch_size if whole.batch is None and self._session.graph.batch is None else None
-        dump_passes(Path(folder), lambda: self._session.cuts.traced_for(fixed_size), self._session.plan, target)
+        fixed_size = whole.batch_size if whole.batch is None and self.traced.graph.batch is None else None
+        dump_passes(Path(folder), lambda: self.traced.cuts.traced_for(fixed_size), self.traced.plan, target)
 
     def inspected(self) -> InspectedPrograms:
         """Return the programs that reports describe: those of the last training step, if there was one."""
-        return self._session.inspected(self._form.last_step)
+        return InspectedPrograms.of(self.traced, self._served.last_step)
 
     @checked_arguments()
     def verify(self) -> None:
@@ -308,8 +303,8 @@ class PartitionedModel(ModuleInPlan):
         Raises:
             VerificationError: names the nodes and ranks that do not match; see ``passes.verify.programs``.
         """
-        programs = self._session.programs
-        request = programs.request(self._session.plan.batch_size)
+        programs = self.traced.programs
+        request = programs.request(self.traced.plan.batch_size)
         differentiation = programs.sharded(request).everything(frozenset())
         verify(self.programs())
         verify(programs.get(request).programs)
@@ -323,13 +318,15 @@ class PartitionedModel(ModuleInPlan):
         Pass the whole batch on every rank, also with ``inputs="local"``. Gradients, buffers and random states are restored afterwards.
         ``bool(report)`` says whether all is equal.
         """
-        planned = self._session
+        planned = self.traced
         args, kwargs = converted_inputs((args, kwargs), planned.dtype)
         given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
-        session = at_sizes(self._form, given).session
-        with_microbatches = functools.partial(self._with_microbatches, session)
-        with session.tracing.structure.restored():
-            return check(Subject(session.original, session.graph, session.runtime, session.state, with_microbatches), args, kwargs)
+        served = self._traces.at(self._served, given.sizes)
+        check_shapes(served.trace.graph, given.tensors)
+        trace = served.trace
+        with_microbatches = functools.partial(self._with_microbatches, trace)
+        with trace.tracing.structure.restored():
+            return check(Subject(trace.original, trace.graph, trace.runtime, trace.state, with_microbatches), args, kwargs)
 
     @checked_arguments()
     def explain(self, *, prices: bool = False) -> str:
@@ -340,7 +337,7 @@ class PartitionedModel(ModuleInPlan):
                 a search of its own, on the first call: seconds for a small model.
         """
         if prices and self._prices is None:
-            problem = self._session.assumed.problem
+            problem = self.traced.assumed.problem
             self._prices = () if problem is None else pinned(problem, self.plan)
         return explanation(self.explained(), (self._prices or ()) if prices else ())
 
@@ -360,12 +357,12 @@ class PartitionedModel(ModuleInPlan):
         ``.model`` has the FLOPs and bytes of every operation of the unpartitioned model, in batch and sequence. ``.evaluate`` takes
         arrays of values. Printed, each symbol has the plan's own value beside it. See ``cost_models.formulas.step``.
         """
-        return cost_formula(self.explained(), self._session.assumed.cluster, self._session.assumed.optimizer)
+        return cost_formula(self.explained(), self.traced.assumed.cluster, self.traced.assumed.optimizer)
 
     @checked_arguments()
     def record(self) -> AbstractContextManager[Recording]:
         """Record when ranks compute and communicate, by the names of ``simulate().timeline``, and the load of experts."""
-        return record(self._session.runtime, self.plan.grid)
+        return record(self.traced.runtime, self.plan.grid)
 
     @checked_arguments(VALUES, EXAMPLES)
     def simulate(self, cluster: Cluster | str | None = None, *, step: Step = "train_step") -> Simulation:
@@ -373,7 +370,7 @@ class PartitionedModel(ModuleInPlan):
 
         It runs on ``cluster``; None: the hardware that the model was planned for. ``"forward_backward"`` is ``pm(...)`` and ``backward()``.
         """
-        return simulate(self._session, self.inspected(), cluster, step)
+        return simulate(self.traced, self.inspected(), cluster, step)
 
     @checked_arguments(INFERENCE_VALUES, INFERENCE_EXAMPLES)
     def simulate_inference(
@@ -400,7 +397,7 @@ class PartitionedModel(ModuleInPlan):
         """
         if any(part.training for part in self._parts):
             raise ConfigError("inference is simulated of a model in evaluation mode", remedy="pm.eval()")
-        return simulate_inference(self._session, self._decoders, batches, prompt, new_tokens, cluster, requests)
+        return simulate_inference(self.traced, self._decoders, batches, prompt, new_tokens, cluster, requests)
 
     @checked_arguments(VALUES, EXAMPLES)
     def replan(
@@ -433,17 +430,15 @@ class PartitionedModel(ModuleInPlan):
             ConfigError: an argument does not fit.
             InfeasiblePlanError: nothing fits the memory; says what would.
         """
-        return replan(
-            self._session, devices, mode, cluster=cluster, memory_limit=memory_limit, survivors=survivors, constraints=constraints
-        )
+        return replan(self.traced, devices, mode, cluster=cluster, memory_limit=memory_limit, survivors=survivors, constraints=constraints)
 
     def explained(self) -> Explained:
         """Return the model, its plan and its programs as reports read them."""
-        return self._session.explained(self._form.last_step)
+        return explained(self.traced, self._served.last_step)
 
     def device_table(self) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank, of many ranks for each class of equal ones."""
-        return self._session.device_table(self._form.last_step)
+        return table_of_devices(self.traced, self._served.last_step)
 
     def __getattr__(self, name: str) -> Any:
         """Return a parameter, buffer or module, else an attribute of the model; see ``attributes.read_attribute``."""
@@ -468,12 +463,12 @@ class PartitionedModel(ModuleInPlan):
     def _repr_html_(self) -> str:
         return self.device_table().html()
 
-    def _with_microbatches(self, session: Session, count: int | None) -> PartitionedModel:
+    def _with_microbatches(self, trace: Trace, count: int | None) -> PartitionedModel:
         """Return a model that shares tensors and programs, without a last step; with ``count`` microbatches unless that is None.
 
-        ``session``: for the sizes of the inputs that it is called with.
+        ``trace``: for the sizes of the inputs that it is called with.
         """
-        return PartitionedModel(session.with_microbatches(count))
+        return PartitionedModel(trace.with_microbatches(count), self._left)
 
     # -- parameters ----------------------------------------------------------------------------------------------------------------
 
@@ -488,10 +483,10 @@ class PartitionedModel(ModuleInPlan):
     @checked_arguments()
     def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
         """Yield a rank's part of each parameter, under the original name: the tensors that it computes with. Do not change them."""
-        if rank not in self._session.runtime.local_ranks:
-            ranks = ", ".join(map(str, self._session.runtime.local_ranks))
+        if rank not in self.traced.runtime.local_ranks:
+            ranks = ", ".join(map(str, self.traced.runtime.local_ranks))
             raise ConfigError(f"rank {rank} is not in this process", remedy=f"the ranks in this process: {ranks}")
-        return self._session.state.named_parts(rank)
+        return self.traced.state.named_parts(rank)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield this process's parameters, and an empty one if other processes alone train some: optimizers refuse an empty list."""
@@ -513,7 +508,7 @@ class PartitionedModel(ModuleInPlan):
         ``dcp.save(pm.sharded_state_dict())``; and, for any plan and number of processes, ``state = pm.sharded_state_dict()``,
         ``dcp.load(state)``, ``pm.load_state_dict(state)``. An unpartitioned model loads the same checkpoint into its ``state_dict()``.
         """
-        return dict(self._session.state.sharded())
+        return dict(self.traced.state.sharded())
 
     @checked_arguments()
     def dtensor_state_dict(self) -> dict[str, Tensor]:
@@ -559,8 +554,8 @@ class PartitionedModel(ModuleInPlan):
         Raises:
             ConfigError: parameters or buffers that would be left without a value, by name.
         """
-        self._session.runtime.agree("seed", seed_text(seed))
-        initialize(self._session.original, self._session.state, self._gathered, init_fn, seed)
+        self.traced.runtime.agree("seed", seed_text(seed))
+        initialize(self.traced.original, self.traced.state, self._gathered, init_fn, seed)
 
     @checked_arguments()
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -575,7 +570,7 @@ class PartitionedModel(ModuleInPlan):
                 for each element, and this process holds a part of the parameter, so that the state cannot be gathered.
         """
         attach_hooks(optimizer)
-        return full_optimizer_state_dict(self._session.state, self._session.runtime, optimizer)
+        return full_optimizer_state_dict(self.traced.state, self.traced.runtime, optimizer)
 
     @checked_arguments()
     def sharded_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -584,7 +579,7 @@ class PartitionedModel(ModuleInPlan):
         An optimizer that has not stepped gets that of its first step, all zeros, for ``dcp.load`` to fill. Groups are those of all ranks.
         """
         attach_hooks(optimizer)
-        return sharded_optimizer_state_dict(self._session.state, self._session.runtime, optimizer)
+        return sharded_optimizer_state_dict(self.traced.state, self.traced.runtime, optimizer)
 
     @checked_arguments()
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -599,7 +594,7 @@ class PartitionedModel(ModuleInPlan):
                 parameter; or parameters of one group come from groups with different options. Nothing is loaded then.
         """
         attach_hooks(optimizer)
-        load_optimizer_state_dict(self._session.state, self._session.runtime, optimizer, state_dict)
+        load_optimizer_state_dict(self.traced.state, self.traced.runtime, optimizer, state_dict)
 
     @checked_arguments()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -647,8 +642,8 @@ class PartitionedModel(ModuleInPlan):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModel:
         """Return a model of the same plan with parameters, buffers and gradients of its own. Every rank must call it."""
-        copied = PartitionedModel(copied_session(self._first))
-        self._forms.copy_into(copied._forms)
+        copied = PartitionedModel(copied_trace(self._first))
+        self._traces.copy_into(copied._traces)
         copy_tensors(self._first.state, copied._first.state)
         memo[id(self)] = copied
         memo.update({id(part): other for part, other in zip(self._parts, copied._parts, strict=True)})
@@ -658,7 +653,7 @@ class PartitionedModel(ModuleInPlan):
 
     def __copy__(self) -> PartitionedModel:
         """Return a model that shares parameters, buffers and programs."""
-        copied = self._with_microbatches(self._session, None)
+        copied = self._with_microbatches(self.traced, None)
         copied.set_own(modes_of(self), self.own_attributes())
         return copied
 
@@ -680,7 +675,7 @@ class PartitionedModel(ModuleInPlan):
 
 def _restored(saved: Pickled, modes: Sequence[bool], own: Mapping[str, Any]) -> PartitionedModel:
     """Return the partitioned model of a pickle. With one rank a process, every rank must load its own."""
-    pm = PartitionedModel(restored_session(saved))
+    pm = PartitionedModel(restored_trace(saved))
     fill(pm._first, saved)  # noqa: SLF001  of this module
     pm.set_own(modes, own)
     return pm

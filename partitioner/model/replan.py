@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cost_models.hardware.clusters import Cluster
 from cost_models.memory.optimizer_state import training_bytes
-from partitioner.model.session import Session
 from partitioner.options.arguments import read_cluster
 from partitioner.options.constraints import Constraints
 from partitioner.options.devices import hardware_of, resolve_devices
@@ -28,6 +27,7 @@ from partitioner.reports.tables.moved import moved_text
 from partitioner.runtime.state.resharding_moves import Moves, TensorBytes, moves_between
 from partitioner.specialize.programs import first_variant
 from partitioner.specialize.shard_holders import PlanCuts
+from partitioner.specialize.trace import Trace
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan
@@ -55,7 +55,7 @@ class Replanned:
 
 
 def replan(
-    session: Session,
+    trace: Trace,
     devices: int | Sequence[str | torch.device] | Cluster | None,
     mode: str | Mapping[str, int | Sequence[int]],
     *,
@@ -65,10 +65,10 @@ def replan(
     constraints: Constraints | None,
 ) -> Replanned:
     """Make the new plan, and list the moves; see ``PartitionedModel.replan``."""
-    graph = session.graph
-    new_devices, hardware = _new_devices(session, devices, cluster)
+    graph = trace.graph
+    new_devices, hardware = _new_devices(trace, devices, cluster)
     mesh = resolve_mode(mode, len(new_devices))
-    given = session.assumed.problem.request if session.assumed.problem is not None else None
+    given = trace.assumed.problem.request if trace.assumed.problem is not None else None
     request = PlanRequest(
         mode=next((name for name in mesh.names if name in STAGES), "model") if mesh is not None else "auto",
         devices=tuple(map(str, new_devices)),
@@ -76,29 +76,29 @@ def replan(
         recompute=given.recompute if given is not None else None,
         patterns=given.patterns if given is not None else (),
         memory_limit=memory_limit,
-        optimizer=session.assumed.optimizer,
+        optimizer=trace.assumed.optimizer,
         constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),
-        modules=frozenset(name for name, _ in session.original.named_modules()),
-        batchnorm=session.plan.batchnorm,
-        reduce_dtype=session.plan.reduce_dtype,
+        modules=frozenset(name for name, _ in trace.original.named_modules()),
+        batchnorm=trace.plan.batchnorm,
+        reduce_dtype=trace.plan.reduce_dtype,
     )
-    plan = PlanProblem(graph, hardware, request, session.assumed.cost_model, mesh).solve()
+    plan = PlanProblem(graph, hardware, request, trace.assumed.cost_model, mesh).solve()
     fixed = fixed_for(graph, plan)
     variant = dataclasses.replace(first_variant(fixed, plan), batch_size=None)  # ranks hold the same tensors for every batch size
     after = PlanCuts(fixed, plan, lambda _rows: fixed).holdings(variant, new_devices)
     names = {**graph.parameters, **graph.buffers}
-    sizes = {node.name: _element_bytes(node.meta["val"], session.assumed.optimizer) for node in graph.graph.nodes if node.name in names}
-    old_ranks = _old_ranks(survivors, session.plan.n_ranks, len(new_devices))
-    moves = moves_between(session.state.blocks, {name: after[name] for name in sizes}, sizes, old_ranks, len(new_devices))
+    sizes = {node.name: _element_bytes(node.meta["val"], trace.assumed.optimizer) for node in graph.graph.nodes if node.name in names}
+    old_ranks = _old_ranks(survivors, trace.plan.n_ranks, len(new_devices))
+    moves = moves_between(trace.state.blocks, {name: after[name] for name in sizes}, sizes, old_ranks, len(new_devices))
     renamed = tuple(dataclasses.replace(move, name=names[move.name]) for move in moves.moves)
-    return Replanned(session.plan, plan, dataclasses.replace(moves, moves=renamed))
+    return Replanned(trace.plan, plan, dataclasses.replace(moves, moves=renamed))
 
 
 def _new_devices(
-    session: Session, devices: int | Sequence[str | torch.device] | Cluster | None, cluster: Cluster | str | None
+    trace: Trace, devices: int | Sequence[str | torch.device] | Cluster | None, cluster: Cluster | str | None
 ) -> tuple[tuple[torch.device, ...], Cluster]:
     """Return the device of each new rank, and the hardware to plan for."""
-    present = tuple(session.state.devices)
+    present = tuple(trace.state.devices)
     if devices is None:
         new_devices = present
     elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0 and len(set(present)) == 1:
@@ -106,7 +106,7 @@ def _new_devices(
     else:
         new_devices = resolve_devices(devices, None).devices
     cluster = read_cluster(cluster)
-    hardware = cluster or (devices if isinstance(devices, Cluster) else None) or session.assumed.cluster
+    hardware = cluster or (devices if isinstance(devices, Cluster) else None) or trace.assumed.cluster
     count = len(new_devices)
     if len(hardware.devices) < count:
         if cluster is not None or isinstance(devices, Cluster):

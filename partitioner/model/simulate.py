@@ -9,9 +9,9 @@ from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
 from partitioner.model.inspected_programs import InspectedPrograms
-from partitioner.model.session import Session
 from partitioner.options.arguments import read_cluster
 from partitioner.specialize.simulate_plan import is_inlined
+from partitioner.specialize.trace import Trace
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
 
@@ -22,11 +22,11 @@ Step = Literal["train_step", "forward_backward"]
 
 
 @gc_paused()
-def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | str | None, step: Step = "train_step") -> Simulation:
+def simulate(trace: Trace, inspected: InspectedPrograms, cluster: Cluster | str | None, step: Step = "train_step") -> Simulation:
     """Simulate the programs of a plan.
 
     Args:
-        session: the plan, and the hardware, cost model and optimizer that it was made for.
+        trace: the plan, and the hardware, cost model and optimizer that it was made for.
         inspected: its programs; those of a step by ``train_step``.
         cluster: the machine, ``"h100:8x8"`` or a ``Cluster``; None: the one that the plan was made for.
         step: one of ``Step``.
@@ -35,9 +35,9 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
         ConfigError: the cluster has fewer devices than the plan has ranks.
     """
     if step == "forward_backward":
-        inspected = session.inspected_call()
-    plan, assumed = session.plan, session.assumed
-    machine = machine_of(session, cluster)
+        inspected = InspectedPrograms.of_call(trace)
+    plan, assumed = trace.plan, trace.assumed
+    machine = machine_of(trace, cluster)
     sharded, request, mesh = inspected.sharded, inspected.request, plan.grid
 
     def run() -> Simulation:
@@ -56,19 +56,19 @@ def simulate(session: Session, inspected: InspectedPrograms, cluster: Cluster | 
             representatives=Representatives(mesh, representative_of),
         )
 
-    return session.reported(("simulation", step, request), (sharded, machine), run)
+    return trace.reported(("simulation", step, request), (sharded, machine), run)
 
 
-def machine_of(session: Session, cluster: Cluster | str | None) -> Cluster:
+def machine_of(trace: Trace, cluster: Cluster | str | None) -> Cluster:
     """Return the hardware to simulate on.
 
     Raises:
         ConfigError: it has fewer devices than the plan has ranks.
     """
-    machine = read_cluster(cluster) or session.assumed.cluster
-    if len(machine.devices) < session.plan.n_ranks:
+    machine = read_cluster(cluster) or trace.assumed.cluster
+    if len(machine.devices) < trace.plan.n_ranks:
         raise ConfigError(
-            f"the plan has {session.plan.n_ranks} ranks and the cluster {len(machine.devices)} devices",
-            remedy=f"pass a cluster of {session.plan.n_ranks} devices or more",
+            f"the plan has {trace.plan.n_ranks} ranks and the cluster {len(machine.devices)} devices",
+            remedy=f"pass a cluster of {trace.plan.n_ranks} devices or more",
         )
     return machine

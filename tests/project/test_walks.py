@@ -6,7 +6,7 @@ import pytest
 
 from tests.project.walks import Walk, walks
 
-FILES = {"train_step, found": 34, "call, found": 35}
+FILES = {"train_step, found": 30, "call, found": 30}
 
 
 @pytest.fixture(scope="module")

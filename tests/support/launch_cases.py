@@ -67,7 +67,7 @@ def trained(devices: Any, mode: Mode = "auto", seed: int = 0, **arguments: Any) 
 
 def where(pm: PartitionedModel) -> tuple[tuple[str, ...], int]:
     """Return the names of the plan's mesh, and the rank that this process has."""
-    return pm.plan.grid.names, pm._session.runtime.local_ranks[0]
+    return pm.plan.grid.names, pm.traced.runtime.local_ranks[0]
 
 
 def mesh_of_names(names: tuple[str, ...]) -> tuple[float, tuple[str, ...], int]:
@@ -197,8 +197,8 @@ def group_by(init_method: str, mode: Mode, backend: str = "gloo") -> tuple[float
     """Return results of a script's reversed group: the difference, the rank of this process, and the seconds of waits."""
     with scripted(init_method, backend, order=-1):
         found, pm = trained(dist.get_world_size(), mode)
-        assert isinstance(pm._session.runtime, TorchrunRuntime)
-        return found, where(pm)[1], pm._session.runtime._connection.timeout.total_seconds()
+        assert isinstance(pm.traced.runtime, TorchrunRuntime)
+        return found, where(pm)[1], pm.traced.runtime._connection.timeout.total_seconds()
 
 
 def groups_made_again(init_method: str) -> list[float]:

@@ -35,7 +35,7 @@ def copy_average(callback: Any, trainer: Any, device: torch.device) -> None:
 def refuse_reset_statistics(model: PartitionedModel) -> None:
     """Raise ConfigError for batch normalization, whose statistics and momentum the callback replaces after the last epoch."""
     kind = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-    name = next((name for name, module in model.session.original.named_modules() if isinstance(module, kind)), None)
+    name = next((name for name, module in model.traced.original.named_modules() if isinstance(module, kind)), None)
     if name is not None:
         raise ConfigError(
             f"StochasticWeightAveraging would replace the running statistics and the momentum of {name} after the last epoch, and programs "

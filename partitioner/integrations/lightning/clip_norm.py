@@ -17,7 +17,7 @@ __all__ = ["clip_norm", "has_whole_models"]
 
 def has_whole_models(models: Iterable[PartitionedModel]) -> bool:
     """Return whether every process has all parameters of the models, each whole."""
-    return all(model.session.state.all_have_all for model in models)
+    return all(model.traced.state.all_have_all for model in models)
 
 
 def clip_norm(

@@ -39,7 +39,7 @@ def refuse_copies_inside(model: PartitionedModel, path: str) -> None:
     Args:
         path: of the model in the LightningModule.
     """
-    original = model.session.original
+    original = model.traced.original
     for name, module in original.named_modules():
         for copied, other in _beside(original, name):
             if is_copy(module, other) and _is_read(model, name) and not _is_read(model, copied):
@@ -65,6 +65,6 @@ def _beside(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _is_read(model: PartitionedModel, path: str) -> bool:
     """Return whether programs read a parameter of a module."""
-    graph = model.session.graph
+    graph = model.traced.graph
     read = {node.name for node in graph.module.graph.find_nodes(op="placeholder") if node.users}
     return any(placeholder in read and name.startswith(f"{path}.") for placeholder, name in graph.parameters.items())

@@ -78,9 +78,9 @@ def _staged(models: Sequence[PartitionedModel], optimizer: Optimizer) -> Partiti
 
 def _whole_groups(model: PartitionedModel, own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the parameter groups of all ranks as one, with names in the order of the model."""
-    order = {name: place for place, name in enumerate(model.session.state.parameter_names)}
+    order = {name: place for place, name in enumerate(model.traced.state.parameter_names)}
     of_ranks: list[Any] = [None] * torchrun.world_size()
-    dist.all_gather_object(of_ranks, [[name for name in group["params"] if model.session.state.held(name)] for group in own])
+    dist.all_gather_object(of_ranks, [[name for name in group["params"] if model.traced.state.held(name)] for group in own])
     if len({len(groups) for groups in of_ranks}) > 1:
         raise ConfigError(
             f"the optimizers of the ranks have {', '.join(str(len(groups)) for groups in of_ranks)} parameter groups",

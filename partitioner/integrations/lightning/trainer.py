@@ -383,7 +383,7 @@ def _callbacks_of(package: str) -> Any:
 
 def _same_parameters(replacement: Replacement) -> bool:
     """Return whether the module of an earlier run has parameters of the same dtypes, and the same of them train."""
-    pairs = zip(replacement.model.session.original.parameters(), replacement.module.parameters(), strict=True)
+    pairs = zip(replacement.model.traced.original.parameters(), replacement.module.parameters(), strict=True)
     return all(one.dtype == other.dtype and one.requires_grad == other.requires_grad for one, other in pairs)
 
 

@@ -98,7 +98,7 @@ class PartitionedGraph:
                 raise
             hint = "torch.compile(..., dynamic=True), which leaves open the batch size that is a constant in this graph"
             raise ConfigError(error.problem, place=error.place, remedy=f"{error.remedy}; or {hint}") from error
-        return FunctionalModel(partitioned.session, lambda inputs: partitioned(*inputs), state)
+        return FunctionalModel(partitioned.traced, lambda inputs: partitioned(*inputs), state)
 
     def _warn(self) -> None:
         """Warn of a graph break, and of arguments that differ in each call."""
@@ -145,7 +145,7 @@ def _ambient_precision() -> str | None:
 
 def _fits(function: FunctionalModel, inputs: Sequence[Tensor]) -> bool:
     """Return whether inputs have the sizes of a trace, apart from the batch."""
-    leaves = function.session.graph.inputs
+    leaves = function.trace.graph.inputs
     return all(
         dimension == leaf.batch_dim or size == value.shape[dimension]
         for leaf, value in zip(leaves, inputs, strict=True)

@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 
 from partitioner.model.calls import Calls
+from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.generation.cached_forward import cached_tensors, trace_cached_forward
+from partitioner.model.generation.same_weights import lower_with_weights, plan_with_weights
 from partitioner.model.generation.static_cache_check import check_static_cache
-from partitioner.model.session import Session
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.parameters import check_values
+from partitioner.specialize.arguments import TracedArguments
 from partitioner.specialize.programs import Programs
 from partitioner.specialize.request import Request
-from partitioner.specialize.same_weights import lower_with_weights, plan_with_weights
+from partitioner.specialize.trace import Trace
 from partitioner.specialize.transfer import stored_as_in
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
@@ -69,15 +71,15 @@ class Decoder:
     """Lowers and runs the forwards that decode.
 
     Args:
-        session: of the partitioned model, whose tensors the programs read.
+        trace: of the partitioned model, whose tensors the programs read.
         limit: the most positions that the model takes; None: any number.
     """
 
-    def __init__(self, session: Session, limit: int | None) -> None:
-        self._session = session
+    def __init__(self, trace: Trace, limit: int | None) -> None:
+        self._trace = trace
         self.limit = limit
-        with session.tracing.structure.restored():
-            self._layers = cached_tensors(session.original, session.graph.autocast)
+        with trace.tracing.structure.restored():
+            self._layers = cached_tensors(trace.original, trace.graph.autocast)
         self._programs: dict[tuple[int, int], _Programs] = {}
         self._checked: set[int] = set()  # lengths of caches
         self._stored: StoredLayouts | None = None
@@ -85,12 +87,12 @@ class Decoder:
     @property
     def n_row_parts(self) -> int:
         """Into how many parts the mesh cuts the batch."""
-        return self._session.programs.rows.count
+        return self._trace.programs.rows.count
 
     def begin(self, length: int) -> Decoding:
         """Return an empty cache for sequences of so many tokens; one that is too short grows."""
-        check_values(self._session.state)
-        self._session.state.refresh()
+        check_values(self._trace.state)
+        self._trace.state.refresh()
         return Decoding(self._cache_length(length))
 
     def _cache_length(self, length: int) -> int:
@@ -141,12 +143,12 @@ class Decoder:
         request = programs.table.request(batch)
         sharded = programs.table.sharded(request)
         if not decoding.caches:
-            decoding.caches = {rank: dict(self._empty(programs.table, request, rank, batch)) for rank in self._session.runtime.local_ranks}
+            decoding.caches = {rank: dict(self._empty(programs.table, request, rank, batch)) for rank in self._trace.runtime.local_ranks}
         inputs = BoundInputs({name: tensor for name, tensor in tensors.items() if name is not None}, batch, frozenset(), {})
         finish = programs.calls.start(sharded, programs.table.get(request), inputs, decoding.caches)
 
         def logits() -> Tensor:
-            (found,) = finish()[self._session.runtime.local_ranks[0]]
+            (found,) = finish()[self._trace.runtime.local_ranks[0]]
             assert isinstance(found, Tensor)
             return found
 
@@ -154,7 +156,7 @@ class Decoder:
 
     def _empty(self, table: Programs, request: Request, rank: int, batch: int) -> Iterator[tuple[str, Tensor]]:
         """Yield a rank's part of each tensor of the cache that its stages extend, all zeros."""
-        device = self._session.runtime.devices[rank]
+        device = self._trace.runtime.devices[rank]
         sharded = table.sharded(request)
         graph, read = sharded.part(rank), table.get(replace(request, n_microbatches=1)).programs[rank].placeholders
         values = {node.name: node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"}
@@ -201,26 +203,27 @@ class Decoder:
         return self._programs[size, length]
 
     def _lower(self, size: int, length: int) -> _Programs:
-        session = self._session
-        inputs = session.programs.rows.inputs
+        trace = self._trace
+        inputs = trace.programs.rows.inputs
         batch = 3 * self.n_row_parts  # no power of two, as chunks and caches are
 
-        def trace(rows: int | None) -> ModelGraph:
-            with session.tracing.structure.restored():
-                return trace_cached_forward(session.original, self._layers, batch, size, length, session.graph.autocast, rows)
+        def traced_for(rows: int | None) -> ModelGraph:
+            with trace.tracing.structure.restored():
+                return trace_cached_forward(trace.original, self._layers, batch, size, length, trace.graph.autocast, rows)
 
         if length not in self._checked:
-            with session.tracing.structure.restored():
-                check_static_cache(session.original, length, session.graph.autocast)
+            with trace.tracing.structure.restored():
+                check_static_cache(trace.original, length, trace.graph.autocast)
             self._checked.add(length)
-        graph = trace(None)
-        first = session.programs.sharded(session.programs.request(session.plan.batch_size))
-        plan = plan_with_weights(graph, first, session.plan)
-        stored = stored_as_in(session.cuts.plan_cut, session.graph, graph) if self._stored is None else self._stored
-        table = lower_with_weights(graph, plan, stored, session.state, trace, inputs, session.runtime)
+        graph = traced_for(None)
+        first = trace.programs.sharded(trace.programs.request(trace.plan.batch_size))
+        plan = plan_with_weights(graph, first, trace.plan)
+        stored = stored_as_in(trace.cuts.plan_cut, trace.graph, graph) if self._stored is None else self._stored
+        table = lower_with_weights(graph, plan, stored, trace.state, traced_for, inputs, trace.runtime)
         if self._stored is None:  # all programs then keep the cache in the layout of the first
             self._stored = table.sharded(table.request(batch)).cut.stored
-        calls = Calls(session.original, graph, session.runtime, session.state, table.rows, session.left, session.dtype)
+        arguments, left = TracedArguments(trace.original, graph, trace.dtype), LeftAttributes(trace.original)
+        calls = Calls(arguments, graph, trace.runtime, trace.state, table.rows, left, trace.dtype)
         return _Programs(graph, plan, table, calls)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from partitioner.model.generation.cached_forward import cache_name, language_model
 from partitioner.model.generation.decoder import Decoder, Decoding
 from partitioner.model.generation.requests import Meanwhile, answers
-from partitioner.model.session import Session
+from partitioner.specialize.trace import Trace
 from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError, PartitionError
 
@@ -72,7 +72,7 @@ class _Request:
 
 
 def generate(
-    session: Session,
+    trace: Trace,
     decoders: list[Decoder],
     training: bool,
     input_ids: Tensor | Sequence[Tensor] | None,
@@ -86,21 +86,21 @@ def generate(
         input_ids: (batch, tokens), or one such tensor for each of several requests.
         kwargs: further arguments of ``model.generate``.
     """
-    model: Any = session.original
+    model: Any = trace.original
     if hasattr(model, "generate"):
         model = language_model(model)
     else:
-        raise AttributeError(f"{session.name} has no generate(): it is for causal language models of transformers")
+        raise AttributeError(f"{trace.name} has no generate(): it is for causal language models of transformers")
     if training:
         raise ConfigError("generate() is for a model in evaluation mode", remedy="pm.eval()")
     limit = most_positions(model)
     given = input_ids if input_ids is not None else kwargs.get("inputs")
-    requests = [_checked_request(session, limit, *each) for each in _requests(given, kwargs)]
+    requests = [_checked_request(trace, limit, *each) for each in _requests(given, kwargs)]
     longest = max(each.length for each in requests)  # caches of one length have the same programs
     shapes = ", ".join(f"{tuple(each.ids.shape)} and up to {each.length} tokens" for each in requests)
-    session.runtime.agree("shape of the tokens to generate from", shapes)
+    trace.runtime.agree("shape of the tokens to generate from", shapes)
     if not decoders:
-        decoders.append(Decoder(session, limit))
+        decoders.append(Decoder(trace, limit))
 
     def answered(request: _Request, meanwhile: Meanwhile) -> Any:
         cache = _cache_type()(decoders[0], longest, meanwhile)
@@ -108,7 +108,7 @@ def generate(
             return _driver(model, request.ids.device).generate(request.ids, **{cache_name(): cache}, **request.arguments)
 
     has_state = any(each.config.do_sample or each.arguments.get(name) for each in requests for name in _OF_THE_SCRIPT)
-    most = 1 if has_state or len(requests) == 1 else most_in_flight(session)
+    most = 1 if has_state or len(requests) == 1 else most_in_flight(trace)
     found = answers([functools.partial(answered, each) for each in requests], most)
     return found[0] if isinstance(given, Tensor) else found
 
@@ -136,12 +136,12 @@ def _requests(given: Any, kwargs: Mapping[str, Any]) -> list[tuple[Any, dict[str
     return [(ids, {**rest, "attention_mask": mask}) for ids, mask in zip(given, masks, strict=True)]
 
 
-def _checked_request(session: Session, limit: int | None, ids: Any, given: dict[str, Any]) -> _Request:
+def _checked_request(trace: Trace, limit: int | None, ids: Any, given: dict[str, Any]) -> _Request:
     """Return a request that programs can answer; raise ConfigError for any other."""
     ids = _checked_ids(ids)
     rest = {name: value for name, value in given.items() if name != "cache_implementation"}
-    config = _resolved_config(session, rest, given)
-    parts = session.programs.rows.count
+    config = _resolved_config(trace, rest, given)
+    parts = trace.programs.rows.count
     if (config.num_beams or 1) > 1 and parts > 1:  # None in transformers 5, where nothing is said
         raise ConfigError(
             f"num_beams={config.num_beams} moves sequences between rows of the batch, which {parts} ranks hold",
@@ -150,14 +150,14 @@ def _checked_request(session: Session, limit: int | None, ids: Any, given: dict[
     return _Request(ids, rest, config, _length(config, ids.shape[1], limit))
 
 
-def most_in_flight(session: Session) -> int:
+def most_in_flight(trace: Trace) -> int:
     """Return how many requests keep the ranks of a pipeline busy: one each.
 
     It is one request where ranks have several stages, of which they do not leave the first for another request, and where they gather
     rows after the last.
     """
-    first_ranks = [ranks[0] for ranks in session.plan.stage_ranks]
-    return 1 if len(set(first_ranks)) < len(first_ranks) or session.programs.rows.count > 1 else len(first_ranks)
+    first_ranks = [ranks[0] for ranks in trace.plan.stage_ranks]
+    return 1 if len(set(first_ranks)) < len(first_ranks) or trace.programs.rows.count > 1 else len(first_ranks)
 
 
 @contextlib.contextmanager
@@ -197,13 +197,13 @@ def most_positions(model: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def _resolved_config(session: Session, rest: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
+def _resolved_config(trace: Trace, rest: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the generation config of a call, after refusing what programs cannot do.
 
     Raises:
         ConfigError: names the argument.
     """
-    model: Any = language_model(session.original)
+    model: Any = language_model(trace.original)
     given = rest.get("generation_config")
     config = copy.deepcopy(model.generation_config if given is None else given)
     with _naming_arguments():
@@ -222,13 +222,13 @@ def _resolved_config(session: Session, rest: Mapping[str, Any], kwargs: Mapping[
     mode = str(getattr(config.get_generation_mode(), "value", config.get_generation_mode()))
     if mode not in _MODES:
         raise ConfigError(f"generate() does not do {mode}", remedy=f"choose arguments of one of {', '.join(_MODES)}")
-    is_alone = len(session.runtime.local_ranks) == session.runtime.n_ranks
+    is_alone = len(trace.runtime.local_ranks) == trace.runtime.n_ranks
     if config.do_sample and not is_alone:
         raise ConfigError(
             "do_sample=True draws in every process, and their random states may differ, so that each would go on with other tokens",
             remedy="do_sample=False, or all ranks in one process",
         )
-    if session.programs.rows.inputs == "local":
+    if trace.programs.rows.inputs == "local":
         raise ConfigError(
             'generate() takes the whole batch on every rank, and the model is partitioned with inputs="local"',
             remedy='partition(..., inputs="global")',

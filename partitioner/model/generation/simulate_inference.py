@@ -23,10 +23,10 @@ from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import simulate_programs
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import most_in_flight, most_positions
-from partitioner.model.session import Session
 from partitioner.model.simulate import machine_of
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.runtime.executor import ProgramSet
+from partitioner.specialize.trace import Trace
 from passes.ir.checked_arguments import Rule, at_least, each_of
 from passes.ir.errors import ConfigError
 
@@ -118,7 +118,7 @@ def _cells(batch: SimulatedBatch, unit: str) -> tuple[str, ...]:
 
 
 def simulate_inference(
-    session: Session,
+    trace: Trace,
     decoders: list[Decoder],
     batches: Sequence[int],
     prompt: int | None,
@@ -129,33 +129,33 @@ def simulate_inference(
     """Simulate batches; see ``PartitionedModel.simulate_inference``.
 
     Args:
-        session: of the model in evaluation mode.
+        trace: of the model in evaluation mode.
         decoders: the one decoder of the model, or none before it is needed.
     """
-    machine = machine_of(session, cluster)
-    parts = session.programs.rows.count
+    machine = machine_of(trace, cluster)
+    parts = trace.programs.rows.count
     uneven = [each for each in batches if each % parts]
     if not batches or uneven:
         said = "no batch is given" if not batches else f"{parts} ranks share the rows of a batch, and {uneven[0]} rows do not divide"
         raise ConfigError(said, remedy=f"batches=({parts}, {2 * parts}, {4 * parts})")
-    if not hasattr(session.original, "generate"):
+    if not hasattr(trace.original, "generate"):
         if prompt is not None or new_tokens is not None or requests > 1:
-            raise ConfigError(f"{session.name} generates no tokens", remedy="leave out prompt, new_tokens and requests")
-        return InferenceTable(tuple(_forward(session, machine, each) for each in batches), 0)
-    return _generation(session, decoders, batches, prompt or 128, new_tokens or 128, machine, requests)
+            raise ConfigError(f"{trace.name} generates no tokens", remedy="leave out prompt, new_tokens and requests")
+        return InferenceTable(tuple(_forward(trace, machine, each) for each in batches), 0)
+    return _generation(trace, decoders, batches, prompt or 128, new_tokens or 128, machine, requests)
 
 
-def _forward(session: Session, machine: Cluster, rows: int) -> SimulatedBatch:
+def _forward(trace: Trace, machine: Cluster, rows: int) -> SimulatedBatch:
     """Simulate a forward."""
-    simulation = _simulated(session, machine, session.programs.get(session.programs.request(rows)), rows)
+    simulation = _simulated(trace, machine, trace.programs.get(trace.programs.request(rows)), rows)
     return SimulatedBatch(rows, 0, simulation.step_time, simulation.step_time, simulation.peak_memory)
 
 
 def _generation(
-    session: Session, decoders: list[Decoder], batches: Sequence[int], prompt: int, new_tokens: int, machine: Cluster, requests: int
+    trace: Trace, decoders: list[Decoder], batches: Sequence[int], prompt: int, new_tokens: int, machine: Cluster, requests: int
 ) -> InferenceTable:
     """Simulate the chunks of a prompt, and a token after it, which every further token repeats."""
-    limit = most_positions(session.original)
+    limit = most_positions(trace.original)
     length = prompt + new_tokens
     if limit is not None and length > limit:
         raise ConfigError(
@@ -163,18 +163,18 @@ def _generation(
             remedy=f"prompt and new_tokens of {limit} together at most",
         )
     if not decoders:
-        decoders.append(Decoder(session, limit))
+        decoders.append(Decoder(trace, limit))
     found = []
     for rows in batches:
-        first, prefilled = _answering(session, decoders[0], machine, rows, requests, (0, prompt, length))
-        per_token, decoded = _answering(session, decoders[0], machine, rows, requests, (prompt, prompt + 1, length))
+        first, prefilled = _answering(trace, decoders[0], machine, rows, requests, (0, prompt, length))
+        per_token, decoded = _answering(trace, decoders[0], machine, rows, requests, (prompt, prompt + 1, length))
         latency = first + (new_tokens - 1) * per_token
         found.append(SimulatedBatch(rows, new_tokens, latency, first, _highest([*prefilled, *decoded]), requests))
     return InferenceTable(tuple(found), prompt)
 
 
 def _answering(
-    session: Session, decoder: Decoder, machine: Cluster, rows: int, requests: int, tokens: tuple[int, int, int]
+    trace: Trace, decoder: Decoder, machine: Cluster, rows: int, requests: int, tokens: tuple[int, int, int]
 ) -> tuple[float, list[Simulation]]:
     """Simulate how several requests, of so many rows each, go on by some tokens.
 
@@ -186,10 +186,10 @@ def _answering(
     """
 
     def simulated(count: int) -> list[Simulation]:
-        return [_simulated(session, machine, each, count * rows) for each in decoder.forwards(*tokens, rows, count)]
+        return [_simulated(trace, machine, each, count * rows) for each in decoder.forwards(*tokens, rows, count)]
 
     alone = simulated(1)
-    if requests == 1 or most_in_flight(session) == 1:
+    if requests == 1 or most_in_flight(trace) == 1:
         return requests * sum(each.step_time for each in alone), alone if requests == 1 else simulated(requests)
     once, twice = simulated(requests), simulated(2 * requests)
     pairs = zip(once, twice, strict=True)
@@ -197,8 +197,8 @@ def _answering(
     return sum(max(each.step_time, time) for each, time in zip(alone, rounds, strict=True)), once
 
 
-def _simulated(session: Session, machine: Cluster, programs: ProgramSet, rows: int) -> Simulation:
-    assumed, parts = session.assumed, session.programs.rows.count
+def _simulated(trace: Trace, machine: Cluster, programs: ProgramSet, rows: int) -> Simulation:
+    assumed, parts = trace.assumed, trace.programs.rows.count
     return simulate_programs(programs.programs, machine, assumed.cost_model or Roofline(), rows, n_row_parts=parts)
 
 

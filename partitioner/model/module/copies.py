@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
-from partitioner.model.module.modes import first_session, session_of_trace, traced
-from partitioner.model.session import Assumptions, Session, Tracing
 from partitioner.options.devices import resolve_devices
 from partitioner.options.given_plan import check_fits, plan_on
 from partitioner.planner.plan import PlanProblem
@@ -29,20 +27,22 @@ from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.gradient_slots import copy_gradient
 from partitioner.runtime.state.parameters import State
+from partitioner.specialize.make_trace import first_trace, traced
+from partitioner.specialize.trace import Assumptions, Trace, Tracing
 from partitioner.tracing.restore import Structure
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
 
-__all__ = ["Pickled", "copied_form", "copied_session", "copy_tensors", "fill", "pickled", "restored_session", "tensors_of"]
+__all__ = ["Pickled", "copied_trace", "copy_tensors", "fill", "pickled", "restored_trace", "tensors_of"]
 
 
-def copied_session(session: Session) -> Session:
-    """Return a session of the same trace and plan with tensors of its own, which have the values of the model. Every rank must call it."""
-    runtime = _new_runtime(session.runtime.devices, _processes(session.runtime))
-    with session.tracing.structure.restored():
-        return first_session(session.original, session.graph, session.plan, runtime, session.assumed, session.tracing, {})
+def copied_trace(trace: Trace) -> Trace:
+    """Return the same trace and plan with tensors of its own, which have the values of the model. Every rank must call it."""
+    runtime = _new_runtime(trace.runtime.devices, _processes(trace.runtime))
+    with trace.tracing.structure.restored():
+        return first_trace(trace.original, trace.graph, trace.plan, runtime, trace.assumed, trace.tracing, {})
 
 
 def _new_runtime(devices: Sequence[torch.device], processes: Sequence[int] | None) -> Runtime:
@@ -53,11 +53,6 @@ def _new_runtime(devices: Sequence[torch.device], processes: Sequence[int] | Non
 def _processes(runtime: Runtime) -> tuple[int, ...] | None:
     """Return the number of the process of each rank; None if all ranks are in this one."""
     return None if runtime.members is None else runtime.members.processes
-
-
-def copied_form(first: Session, other: Session) -> Session:
-    """Return the session of another form, ``other``, that shares the tensors of ``first``."""
-    return session_of_trace(first, other.graph, other.plan, other.tracing)
 
 
 def copy_tensors(source: State, target: State) -> None:
@@ -113,27 +108,25 @@ class Pickled:
     frozen: tuple[bool, ...]
 
 
-def pickled(session: Session) -> Pickled:
-    """Return what to pickle of a session."""
-    state, assumed, problem = session.state, session.assumed, session.assumed.problem
-    has_values = not any(tensor.is_meta for tensor in _tensors(session.original))
-    is_alone = len(session.runtime.local_ranks) == session.runtime.n_ranks
-    puts_into_model, processes = is_alone and has_values, _processes(session.runtime)
-    with session.tracing.structure.restored():
+def pickled(trace: Trace) -> Pickled:
+    """Return what to pickle of a trace."""
+    state, assumed, problem = trace.state, trace.assumed, trace.assumed.problem
+    has_values = not any(tensor.is_meta for tensor in _tensors(trace.original))
+    is_alone = len(trace.runtime.local_ranks) == trace.runtime.n_ranks
+    puts_into_model, processes = is_alone and has_values, _processes(trace.runtime)
+    with trace.tracing.structure.restored():
         model = (
-            _with_values(session)
-            if puts_into_model
-            else copy.deepcopy(session.original, {id(each): each for each in _tensors(session.original)})
+            _with_values(trace) if puts_into_model else copy.deepcopy(trace.original, {id(each): each for each in _tensors(trace.original)})
         )
     return Pickled(
         model,
-        replace(session.tracing, structure=Structure(model)),
-        session.plan,
+        replace(trace.tracing, structure=Structure(model)),
+        trace.plan,
         assumed.cluster,
         assumed.cost_model,
         assumed.optimizer,
         None if problem is None else (problem.request, problem.mesh, problem.sequential_tiles),
-        tuple(session.runtime.local_ranks),
+        tuple(trace.runtime.local_ranks),
         processes if processes is not None and processes != tuple(range(torchrun.world_size())) else None,
         None if puts_into_model else tuple(old.detach() for old, _ in _pairs(state, state)),
         tuple(not parameter.requires_grad for parameter in _with_stand_in(state)),
@@ -145,12 +138,12 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _with_values(session: Session) -> nn.Module:
+def _with_values(trace: Trace) -> nn.Module:
     """Return a copy of the model, on its device, with the values of the partitioned model."""
-    model, state = session.original, session.state
+    model, state = trace.original, trace.state
     named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = [name for name in named if state.knows(name)]
-    values = GatheredState(state, session.runtime).whole(dict.fromkeys(state.graph.aliases.get(name, name) for name in names))
+    values = GatheredState(state, trace.runtime).whole(dict.fromkeys(state.graph.aliases.get(name, name) for name in names))
     memo: dict[int, Any] = {}
     for name in names:
         tensor, value = named[name], values[state.graph.aliases.get(name, name)].to(named[name].device)
@@ -158,7 +151,7 @@ def _with_values(session: Session) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def restored_session(saved: Pickled) -> Session:
+def restored_trace(saved: Pickled) -> Trace:
     """Trace the model of a pickle, and lower it by its plan. With one rank a process, every rank must call it.
 
     Raises:
@@ -179,12 +172,12 @@ def restored_session(saved: Pickled) -> Session:
     check_fits(plan, graph)
     problem = None if saved.request is None else PlanProblem(graph, saved.cluster, saved.request[0], saved.cost_model, *saved.request[1:])
     assumed = Assumptions(saved.cluster, saved.cost_model, saved.optimizer, problem)
-    return first_session(saved.model, fixed_for(graph, plan), plan, runtime, assumed, saved.tracing, {})
+    return first_trace(saved.model, fixed_for(graph, plan), plan, runtime, assumed, saved.tracing, {})
 
 
-def fill(session: Session, saved: Pickled) -> None:
-    """Give the tensors of a restored session the values and flags of the pickle."""
-    state = session.state
+def fill(trace: Trace, saved: Pickled) -> None:
+    """Give the tensors of a restored trace the values and flags of the pickle."""
+    state = trace.state
     if saved.tensors is not None:
         for (_, held), value in zip(_pairs(state, state), saved.tensors, strict=True):
             state.copy_into(held, value)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partitioner.model.session import Session
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.hooks import has_hooks
 from partitioner.runtime.state.parameters import State
+from partitioner.specialize.trace import Trace
 from passes.graph.aliasing import mutated_arguments
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.torch_private import TreeSpec, tree_flatten, tree_unflatten
@@ -31,21 +31,19 @@ class FunctionalModel:
     """A partitioned model as a function of its parameters, buffers and inputs.
 
     Args:
-        session: of the partitioned model.
+        trace: of the partitioned model.
         run: calls it with positional inputs.
         state: the values of the first call. Processes that start with others would train other models: they raise ConfigError.
         keeps: whether the model keeps the last values that it was given; else it has its own again after each forward and backward.
     """
 
-    def __init__(
-        self, session: Session, run: Callable[[Sequence[Tensor]], Any], state: Mapping[str, Tensor], *, keeps: bool = True
-    ) -> None:
-        self.session, self._call_model, self._keeps = session, run, keeps
-        if len(session.runtime.local_ranks) < session.runtime.n_ranks:
+    def __init__(self, trace: Trace, run: Callable[[Sequence[Tensor]], Any], state: Mapping[str, Tensor], *, keeps: bool = True) -> None:
+        self.trace, self._call_model, self._keeps = trace, run, keeps
+        if len(trace.runtime.local_ranks) < trace.runtime.n_ranks:
             sums = [tensor.detach().double().sum().item() for tensor in state.values() if not tensor.is_complex()]
-            session.runtime.agree("values of parameters and buffers", repr(sums))
-        self._state, self._gathered = session.state, GatheredState(session.state, session.runtime)
-        graph = session.graph
+            trace.runtime.agree("values of parameters and buffers", repr(sums))
+        self._state, self._gathered = trace.state, GatheredState(trace.state, trace.runtime)
+        graph = trace.graph
         written = {argument.name for node in graph.computing_nodes() for argument in mutated_arguments(node)}
         self._written = tuple(name for placeholder, name in graph.buffers.items() if placeholder in written)
 
@@ -119,11 +117,11 @@ class FunctionalModel:
         return found
 
 
-def call_with(session: Session, run: Callable[..., Any], given: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_with(trace: Trace, run: Callable[..., Any], given: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a model with other tensors in place of some parameters and buffers, as ``torch.func.functional_call`` does.
 
     Args:
-        session: of the partitioned model.
+        trace: of the partitioned model.
         run: calls it with its own tensors.
         given: original name -> the tensor that takes the place of the whole parameter or buffer.
 
@@ -131,10 +129,10 @@ def call_with(session: Session, run: Callable[..., Any], given: Mapping[str, Ten
         ConfigError: a tensor does not fit what it takes the place of; or gradients are asked of parameters that are frozen, have hooks, or
             are not given and in parts.
     """
-    chosen = _once(session.state, given)
+    chosen = _once(trace.state, given)
     if torch.is_grad_enabled():
-        _check_gradients(session.state, chosen)
-        own = ((each.name, each.parameter) for each in session.state.stored_parameters() if each.parameter.requires_grad)
+        _check_gradients(trace.state, chosen)
+        own = ((each.name, each.parameter) for each in trace.state.stored_parameters() if each.parameter.requires_grad)
         chosen |= {name: parameter for name, parameter in own if name not in chosen}
     leaves, tree = tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -144,7 +142,7 @@ def call_with(session: Session, run: Callable[..., Any], given: Mapping[str, Ten
         own_args, own_kwargs = tree_unflatten([by_place.get(place, leaf) for place, leaf in enumerate(leaves)], tree)
         return run(*own_args, **own_kwargs)
 
-    return FunctionalModel(session, run_with, chosen, keeps=False)(chosen, [leaves[place] for place in places])
+    return FunctionalModel(trace, run_with, chosen, keeps=False)(chosen, [leaves[place] for place in places])
 
 
 def _once(state: State, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

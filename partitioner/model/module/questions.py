@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import torch
 
-    from partitioner.model.session import Session
+    from partitioner.specialize.trace import Trace
 
 __all__ = ["ANSWERS", "preparing", "refuse_call_in_ddp"]
 
@@ -36,14 +36,14 @@ def preparing() -> Iterator[None]:
         _IS_ANSWERED.reset(token)
 
 
-def _device_map(session: Session) -> Mapping[str, torch.device]:
+def _device_map(trace: Trace) -> Mapping[str, torch.device]:
     """Return where the ranks of this process are, if on several devices: accelerate and Trainer do not move or copy such a model.
 
     Raises:
         AttributeError: they are on one device.
         ConfigError: accelerate's own class, or Trainer, prepares a model with one rank a process.
     """
-    runtime = session.runtime
+    runtime = trace.runtime
     if len(runtime.local_ranks) < runtime.n_ranks and not _IS_ANSWERED.get() and _accelerates_processes():
         _refuse_replicas()
     devices = {f"rank {rank}": runtime.devices[rank] for rank in runtime.local_ranks}
@@ -69,7 +69,7 @@ def _refuse_replicas() -> NoReturn:
     )
 
 
-def refuse_call_in_ddp(session: Session) -> None:
+def refuse_call_in_ddp(trace: Trace) -> None:
     """Raise ConfigError for a call in the forward of a DistributedDataParallel that has tensors of the partitioned model.
 
     Ignored tensors are not among them.
@@ -79,13 +79,13 @@ def refuse_call_in_ddp(session: Session) -> None:
     ddp = running_ddp()
     if ddp is None:
         return
-    own = {id(tensor) for tensors in (session.state.named_parameters(), session.state.named_buffers()) for _, tensor in tensors}
+    own = {id(tensor) for tensors in (trace.state.named_parameters(), trace.state.named_buffers()) for _, tensor in tensors}
     wrapped = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
     if any(id(tensor) in own and name not in ddp.parameters_to_ignore for name, tensor in wrapped):
-        _refuse_wrapping(session)
+        _refuse_wrapping(trace)
 
 
-def _refuse_wrapping(_session: Session) -> NoReturn:
+def _refuse_wrapping(_trace: Trace) -> NoReturn:
     """Raise ConfigError: DistributedDataParallel would copy the part of the first process into all others."""
     from passes.ir.errors import ConfigError  # noqa: PLC0415  importing partitioner imports little
 
@@ -96,7 +96,7 @@ def _refuse_wrapping(_session: Session) -> NoReturn:
     )
 
 
-ANSWERS: Mapping[str, Callable[[Session], Any]] = MappingProxyType(
+ANSWERS: Mapping[str, Callable[[Trace], Any]] = MappingProxyType(
     {"hf_device_map": _device_map, "_ddp_params_and_buffers_to_ignore": _refuse_wrapping}
 )
-"""Attribute -> function of the session that returns it."""
+"""Attribute -> function of the trace that returns it."""

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.module.attributes import is_traced_attribute, read_attribute
-from partitioner.model.module.modes import modes_after_train, modes_of
 from partitioner.runtime.state.checkpoint.load_safetensors import load_safetensors
 from partitioner.runtime.state.checkpoint.load_state import load_state
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.hooks import refuse_hooks
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import plain
+from partitioner.specialize.make_trace import modes_after_train, modes_of
 from partitioner.tracing.restore import Structure
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError, Place

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partitioner.model.module.modes import Form
+from partitioner.model.served_trace import ServedTrace
 from partitioner.model.steps.autograd import Versions, tracked_call
 from partitioner.model.steps.gradient_accumulation import Accumulation
 from partitioner.model.steps.train_step import prepare_step
@@ -30,6 +30,7 @@ from partitioner.model.steps.unread_output import UnreadOutput, read
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.state.hooks import has_hooks
 from partitioner.schedules.catalog import interleaves
+from partitioner.specialize.traces import Match
 from passes.graph.schemas import draws
 from passes.ir.errors import ConfigError, PartitionWarning, first_few, level_of_caller
 from passes.normalize.loss_alone import own_loss
@@ -51,8 +52,8 @@ class LossInStep:
         self._accumulation = accumulation
         self._is_on = False
         self._reads_loss_alone = False
-        self._facts: weakref.WeakKeyDictionary[Form, _Facts] = weakref.WeakKeyDictionary()
-        self._reads: weakref.WeakKeyDictionary[Form, bool] = weakref.WeakKeyDictionary()
+        self._facts: weakref.WeakKeyDictionary[ServedTrace, _Facts] = weakref.WeakKeyDictionary()
+        self._reads: weakref.WeakKeyDictionary[ServedTrace, bool] = weakref.WeakKeyDictionary()
         self._said: set[str] = set()
         self._unread: list[weakref.ref[UnreadOutput]] | None = None
 
@@ -86,41 +87,42 @@ class LossInStep:
         """Run steps inside of calls from now on."""
         self._is_on = True
 
-    def results(self, form: Form, inputs: BoundInputs, call: Call) -> Sequence[Tensor]:
+    def results(self, match: Match[ServedTrace], inputs: BoundInputs, call: Call) -> Sequence[Tensor]:
         """Return the results of a call that autograd tracks: of a step that has run, or of ``call``. Every rank must call it."""
-        graph = form.session.graph
-        if not (self._is_on and graph.training and interleaves(form.session.plan)) or graph.writes or graph.edits:
+        served = match.planned
+        graph = served.trace.graph
+        if not (self._is_on and graph.training and interleaves(served.trace.plan)) or graph.writes or graph.edits:
             return call()  # a step gives no new values of inputs, and no attributes of modules
-        if form not in self._facts:
-            self._facts[form] = _Facts.of(form)
-        facts = self._facts[form]
-        if (reason := self._why_not(form, facts)) is not None:
+        if served not in self._facts:
+            self._facts[served] = _Facts.of(served)
+        facts = self._facts[served]
+        if (reason := self._why_not(served, facts)) is not None:
             self._say(f"all forwards of the pipeline come before its backwards, whatever the schedule: {reason}")
             return call()
-        if self._is_read(form):
+        if self._is_read(served):
             return call()
-        if form not in self._reads and not self._reads_loss_alone and not facts.may_run_again:
-            self._reads[form] = False
-            return [each if number == facts.loss else self._watched(form, each) for number, each in enumerate(call())]
-        return self._step(form, inputs, facts, call)
+        if served not in self._reads and not self._reads_loss_alone and not facts.may_run_again:
+            self._reads[served] = False
+            return [each if number == facts.loss else self._watched(served, each) for number, each in enumerate(call())]
+        return self._step(match, inputs, facts, call)
 
-    def _is_read(self, form: Form) -> bool:
-        """Return whether a loop reads results of this form besides the loss; what one rank has seen, all do."""
-        runtime = form.session.runtime
-        answer = runtime.agree("results that the loop reads", "some" if self._reads.get(form) else None, in_step=True)
-        if answer is not None and not self._reads.get(form):
-            self._reads[form] = True
+    def _is_read(self, served: ServedTrace) -> bool:
+        """Return whether a loop reads results of this trace besides the loss; what one rank has seen, all do."""
+        runtime = served.trace.runtime
+        answer = runtime.agree("results that the loop reads", "some" if self._reads.get(served) else None, in_step=True)
+        if answer is not None and not self._reads.get(served):
+            self._reads[served] = True
         return answer is not None
 
-    def _why_not(self, form: Form, facts: _Facts) -> str | None:
+    def _why_not(self, served: ServedTrace, facts: _Facts) -> str | None:
         """Return why a step inside of a call would not be exact, in words; None if it is."""
-        graph, parameters = form.session.graph, form.calls.parameters
+        graph, parameters = served.trace.graph, served.calls.parameters
         if facts.loss is None:
             return "the call returns no loss of its own, which train_step() would need; let the model take the labels and return its loss"
         dtypes = {parameter.dtype for parameter in parameters} | ({graph.autocast.dtype} if graph.autocast is not None else set())
         if torch.float16 in dtypes:
             return "gradients in float16 need the scaled loss before the backward"
-        if form.calls.views:
+        if served.calls.views:
             return "results of the call share memory, or are parameters or buffers"
         if len(graph.leaves) < len(graph.outputs):
             return "forward writes into its arguments, or leaves tensors on modules"
@@ -132,13 +134,14 @@ class LossInStep:
             return "a parameter has a hook, which backward() calls"
         return None
 
-    def _step(self, form: Form, inputs: BoundInputs, facts: _Facts, call: Call) -> Sequence[Tensor]:
+    def _step(self, match: Match[ServedTrace], inputs: BoundInputs, facts: _Facts, call: Call) -> Sequence[Tensor]:
         """Run the step; return the loss, and stand-ins for all other results."""
-        gradients, calls = form.session.state.gradients, form.calls
-        states = _RandomStates(form.session.runtime.devices if facts.draws else ())
+        served = match.planned
+        gradients, calls = served.trace.state.gradients, served.calls
+        states = _RandomStates(served.trace.runtime.devices if facts.draws else ())
         buffers = Versions.of(calls.named_buffers(), ())
-        step = prepare_step(form, inputs, None, None, "mean", "sum")
-        kinds = step.form.calls.result_shapes(calls.rows_passed(inputs.batch))
+        step = prepare_step(match, inputs, None, None, "mean", "sum")
+        kinds = step.served.calls.result_shapes(calls.rows_passed(inputs.batch))
 
         def forward() -> tuple[tuple[Tensor, ...], Any]:
             with gradients.aside() as of_parameters:
@@ -165,7 +168,7 @@ class LossInStep:
 
         def other(number: int) -> Tensor:
             if not again:
-                self._note_read(form)
+                self._note_read(served)
                 _check_unchanged(versions, has_written=has_written)
                 with states.restored(), torch.enable_grad():
                     results = call()
@@ -187,18 +190,18 @@ class LossInStep:
             self._unread.append(weakref.ref(output))
         return output
 
-    def _watched(self, form: Form, value: Tensor) -> Tensor:
+    def _watched(self, served: ServedTrace, value: Tensor) -> Tensor:
         """Return a stand-in for a result that is there, which notes that it is read."""
 
         def found() -> Tensor:
-            self._note_read(form)
+            self._note_read(served)
             return value
 
         return self._stand_in(list(value.shape), value.dtype, value.device, found, lambda: True)
 
-    def _note_read(self, form: Form) -> None:
+    def _note_read(self, served: ServedTrace) -> None:
         """Remember that a loop reads results besides the loss, and say what that means."""
-        self._reads[form] = True
+        self._reads[served] = True
         self._say(
             "the loop reads a result besides the loss that the model returns, so that its calls run all forwards of the pipeline before "
             "its backwards, whatever the schedule; read it in evaluation, or let the model return its loss alone"
@@ -212,7 +215,7 @@ class LossInStep:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts that decide whether a step may run inside the calls of a form.
+    """Facts that decide whether a step may run inside the calls of a trace.
 
     Attributes:
         loss: number of the result that is the loss, among those that programs return; None: there is none.
@@ -225,9 +228,9 @@ class _Facts:
     may_run_again: bool
 
     @classmethod
-    def of(cls, form: Form) -> _Facts:
-        """Return the facts of a form."""
-        graph, runtime = form.session.graph, form.session.runtime
+    def of(cls, served: ServedTrace) -> _Facts:
+        """Return the facts of a trace."""
+        graph, runtime = served.trace.graph, served.trace.runtime
         index = own_loss(graph)
         node = None if index is None else graph.leaves[index].node
         has_draws = any(draws(each) for each in graph.computing_nodes())

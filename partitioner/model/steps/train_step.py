@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from partitioner.model.losses.losses import PreparedLoss
-from partitioner.model.module.forms import at_sizes
-from partitioner.model.module.modes import Form
+from partitioner.model.served_trace import ServedTrace
 from partitioner.reports.explain.step_memory import warn_of_loss
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.executor import ProgramSet
+from partitioner.specialize.traces import Match
 from passes.autograd.staged_model import Differentiation
 from passes.emit.place_on_mesh import Gradients
 from passes.emit.programs import LossReduction
@@ -26,14 +26,14 @@ class PreparedStep:
     """A training step that can be run.
 
     Attributes:
-        form: the model for these sizes of the inputs.
+        served: the trace for these sizes of the inputs.
         inputs: of the step.
         loss: how the loss is computed.
         differentiation: what gets a gradient.
         programs: of all ranks.
     """
 
-    form: Form
+    served: ServedTrace
     inputs: BoundInputs
     loss: PreparedLoss
     differentiation: Differentiation
@@ -42,16 +42,16 @@ class PreparedStep:
     @property
     def input_names(self) -> list[str]:
         """The inputs whose gradients ``run`` returns, in order."""
-        return self.form.calls.input_gradient_names(self.differentiation.inputs)
+        return self.served.calls.input_gradient_names(self.differentiation.inputs)
 
     def run(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Run the step: gradients of parameters are added to ``.grad``. Return the loss, and the gradients of inputs."""
-        loss, gradients = self.form.calls.step(self.loss.sharded, self.programs, self.inputs, self.loss.extra)
+        loss, gradients = self.served.calls.step(self.loss.sharded, self.programs, self.inputs, self.loss.extra)
         return loss, tuple(gradients)
 
 
 def prepare_step(
-    form_of_call: Form,
+    match: Match[ServedTrace],
     inputs: BoundInputs,
     target: Any,
     loss_fn: Callable[..., Tensor] | None,
@@ -63,14 +63,13 @@ def prepare_step(
     Raises:
         ConfigError: the loss is no tensor of one number, or contradicts ``loss_reduction``.
     """
-    form = at_sizes(form_of_call, inputs)
-    prepared = form.losses.prepare(inputs, target, loss_fn, loss_reduction, form.session.programs)
+    served, planned = match.served, match.planned
+    prepared = served.losses.prepare(inputs, target, loss_fn, loss_reduction, served.trace.programs)
     differentiation = prepared.sharded.differentiation(prepared.outputs, inputs.requiring_gradient)
-    programs = form.session.programs.get(prepared.request.train_step(differentiation, prepared.form, gradients))
-    is_new = form_of_call.last_step is None or form_of_call.last_step.loss != prepared.form
-    planned = form_of_call.session
+    programs = served.trace.programs.get(prepared.request.train_step(differentiation, prepared.form, gradients))
+    is_new, trace = planned.last_step is None or planned.last_step.loss != prepared.form, planned.trace
     if prepared.form.reduction == "batch" and is_new:
-        warn_of_loss(planned.plan, planned.assumed.limits)
-    of_plan = planned.programs.request(planned.plan.batch_size, **prepared.options)
-    form_of_call.last_step = of_plan.train_step(differentiation, prepared.form)
-    return PreparedStep(form, inputs, prepared, differentiation, programs)
+        warn_of_loss(trace.plan, trace.assumed.limits)
+    of_plan = trace.programs.request(trace.plan.batch_size, **prepared.options)
+    planned.last_step = of_plan.train_step(differentiation, prepared.form)
+    return PreparedStep(served, inputs, prepared, differentiation, programs)

@@ -13,15 +13,8 @@ from torch import Tensor
 __all__ = ["NumberedModel", "ResultsOfCalls", "number_of", "numbered_model"]
 
 
-class ResultsOfCalls(Protocol):
-    """Facts of a model's results for compiled code; see ``partitioner.model.calls``."""
-
-    @property
-    def asks_for_gradients(self) -> bool:
-        """Whether code of the model asks whether gradients are on, or required."""
-
-    def refuse_compiled(self) -> None:
-        """Raise ConfigError if forward writes into its arguments."""
+class ArgumentsOfCalls(Protocol):
+    """Facts of a model's arguments for compiled code; see ``partitioner.specialize.arguments``."""
 
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
         """Return whether a call passes the arguments that were traced; ``with_lacking``: None may stand for a tensor."""
@@ -31,6 +24,21 @@ class ResultsOfCalls(Protocol):
 
     def rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | torch.SymInt:
         """Return the rows that a call passes."""
+
+
+class ResultsOfCalls(Protocol):
+    """Facts of a model's results for compiled code; see ``partitioner.model.calls``."""
+
+    @property
+    def arguments(self) -> ArgumentsOfCalls:
+        """The arguments that were traced."""
+
+    @property
+    def asks_for_gradients(self) -> bool:
+        """Whether code of the model asks whether gradients are on, or required."""
+
+    def refuse_compiled(self) -> None:
+        """Raise ConfigError if forward writes into its arguments."""
 
     def result_shapes(self, rows: int | torch.SymInt) -> list[tuple[list[Any], torch.dtype]]:
         """Return sizes and dtype of each returned node."""

@@ -126,12 +126,12 @@ def _forward(
     with autograd_dispatch(), torch.set_grad_enabled(is_tracked):
         tensors = [tensor.detach().requires_grad_(each) for tensor, each in zip(inputs, wanted, strict=True)]
         args, kwargs = _forms[form].arguments(tensors)
-        if not model.calls.takes(args, kwargs, with_lacking=True, exactly=False):
+        if not model.calls.arguments.takes(args, kwargs, with_lacking=True, exactly=False):
             raise ConfigError(
                 "compiled code calls the model with other arguments than it was partitioned with, and expects the results for those",
                 remedy="partition it with these arguments, partition(model, ..., example_kwargs=...), and compile that",
             )
-        model.calls.check_values(args, kwargs)
+        model.calls.arguments.check_values(args, kwargs)
         try:
             result = model.forward(*args, **kwargs)
         except TraceError as error:
@@ -143,7 +143,7 @@ def _forward(
                 "before its compiled form",
             ) from error
         results = model.calls.values_of(result)
-    expected = model.calls.result_shapes(model.calls.rows_of(args, kwargs))
+    expected = model.calls.result_shapes(model.calls.arguments.rows_of(args, kwargs))
     if [(list(result.shape), result.dtype) for result in results] != expected:
         raise ConfigError(
             "compiled code expects results of the sizes and types that the model was partitioned for, and this call gives others: it is in "
@@ -162,7 +162,7 @@ def _(
 ) -> tuple[list[Tensor], Tensor]:
     args, kwargs = _forms[form].arguments(inputs)
     model = numbered_model(number)
-    shapes = model.calls.result_shapes(model.calls.rows_of(args, kwargs))
+    shapes = model.calls.result_shapes(model.calls.arguments.rows_of(args, kwargs))
     results = [torch.empty(shape, dtype=dtype, device=model.result_device) for shape, dtype in shapes]
     return results, torch.empty(1, dtype=torch.int64)
 

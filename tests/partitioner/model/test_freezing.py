@@ -122,7 +122,7 @@ def test_parts_on_several_devices_frozen_in_part_are_refused(how: str) -> None:
     ["pipeline", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp", "model", "data", "zero1", "zero2", "tensor"))],
 )
 def test_unfrozen_parameters_train_without_a_new_trace(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("partitioner.model.module.modes.traced")
+    monkeypatch.delattr("partitioner.specialize.make_trace.traced")
     assert unfreezing_difference(mode, 2) is None
 
 

@@ -142,7 +142,7 @@ class Scaled(nn.Module):
 def test_other_values_and_dtypes_are_traced_in_whatever_order_they_come() -> None:
     model, x, classes = Scaled().double(), torch.rand(6, 4, dtype=torch.float64), torch.randint(3, (6,))
     pm = partition(model, devices=2, mode="fsdp", example_inputs=(x,), progress=False)
-    forms = pm._forms._forms
+    forms = pm._traces._traces
     calls: list[dict[str, Any]] = [{"flag": True}, {"flag": False}, {"scale": 2.0}, {"scale": 3.0}, {"scale": 2.0, "flag": False}]
     calls += [{"labels": labels} for labels in (classes, nn.functional.one_hot(classes, 3).double(), classes)]
     for arguments in calls:
@@ -159,12 +159,12 @@ def test_a_default_that_is_passed_is_that_of_the_trace() -> None:
     pm = partition(model, devices=2, mode="model", example_inputs=(x,), example_kwargs={"scale": 1.0, "flag": True}, progress=False)
     for arguments in ({"flag": True}, {"scale": 1.0, "flag": True}, {}):
         torch.testing.assert_close(pm(x, **arguments), model(x, **arguments))
-    assert sum(map(len, pm._forms._forms.values())) == 2
+    assert sum(map(len, pm._traces._traces.values())) == 2
 
 
 def test_values_that_change_in_every_call_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partitioner.model.module.forms._FORMS_ANNOUNCED", 3)
-    monkeypatch.setattr("partitioner.model.module.forms._FORMS_KEPT", 4)
+    monkeypatch.setattr("partitioner.specialize.traces._TRACES_ANNOUNCED", 3)
+    monkeypatch.setattr("partitioner.specialize.traces._TRACES_KEPT", 4)
     model, x = Scaled().double(), torch.rand(6, 4, dtype=torch.float64)
     pm = partition(model, devices=2, mode="model", example_inputs=(x,), progress=False)
     pm(x, scale=2.0)
@@ -172,7 +172,7 @@ def test_values_that_change_in_every_call_are_announced(monkeypatch: pytest.Monk
         pm(x, scale=3.0)
     for scale in (4.0, 5.0, 2.0, 1.0):
         torch.testing.assert_close(pm(x, scale=scale), model(x, scale=scale))
-    assert [len(each) for each in pm._forms._forms.values()] == [4]
+    assert [len(each) for each in pm._traces._traces.values()] == [4]
 
 
 @pytest.mark.parametrize("mode", ["pipeline", *slow("tensor", "fsdp")])

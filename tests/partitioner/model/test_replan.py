@@ -181,7 +181,7 @@ def test_blocks_are_those_that_the_new_model_holds() -> None:
     new = partitioned(8, plan=replanned.plan)
     for rank in range(8):
         parts = sum(part.nbytes for _, part in new.named_parts(rank))
-        buffers = sum(value.nbytes for key, value in new._session.state.by_rank[rank].items() if key in new._session.graph.buffers)
+        buffers = sum(value.nbytes for key, value in new.traced.state.by_rank[rank].items() if key in new.traced.graph.buffers)
         size = 3 * parts + buffers
         assert replanned.moves.kept[rank] + replanned.moves.received(rank) + replanned.moves.loaded(rank) == size
 

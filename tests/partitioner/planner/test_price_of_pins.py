@@ -28,7 +28,7 @@ PINS: dict[str, Any] = {"mode": "pipeline", "schedule": "GPipe", "n_microbatches
 def test_the_price_of_a_pin_is_what_is_saved_without_it() -> None:
     """Each argument left out once, by hand."""
     pm = gpt(**PINS)
-    problem = pm._session.assumed.problem
+    problem = pm.traced.assumed.problem
     assert problem is not None
     found = {each.choice.partition("=")[0]: each for each in pinned(problem, pm.plan)}
     assert set(found) == set(PINS)

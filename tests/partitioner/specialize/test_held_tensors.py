@@ -31,7 +31,7 @@ def test_one_stage_reads_what_the_graphs_of_ranks_read(name: str, mode: str) -> 
         if (name, mode) in QUICK or not refusal.problem.startswith(("the model has no axis", "the model has no space")):
             raise
         pytest.skip(refusal.problem)
-    session = pm._session
+    session = pm.traced
     model = session.cuts.plan_cut.widest
     assert "parts" not in vars(model)
     lowerer, target = session.cuts.at(first_variant(session.graph, session.plan, "global"))

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from partitioner import partition
+from partitioner.reports.dump_passes import _graphs_of
 from partitioner.schedules.catalog import make_schedule
-from partitioner.specialize.dump_passes import _graphs_of
 from partitioner.tracing import assemble
 from partitioner.tracing.trace import source_of, trace_source
 from passes.autograd.staged_model import Differentiation

@@ -84,11 +84,11 @@ def without_environment() -> list[int]:
     kept = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     try:
         pm, optimizer = partitioned("pipeline")
-        assert isinstance(pm._session.runtime, TorchrunRuntime)
+        assert isinstance(pm.traced.runtime, TorchrunRuntime)
         for _, x, target in batches(2):
             train_step(pm, x, target)
             optimizer.step()
-        return list(pm._session.runtime.local_ranks)
+        return list(pm.traced.runtime.local_ranks)
     finally:
         os.environ.update(kept)
 

@@ -101,7 +101,7 @@ def training_difference(name: str, mode: Mode, leave_out: bool = False) -> str |
     rows, tree = data_of(case)
     pm = partitioned(case, case.build(), mode)
     mine, whole = batches(rows, pm.data_parallel_size, pm.data_parallel_rank), whole_batches(rows, pm.data_parallel_size)
-    inputs = {leaf.placeholder for leaf in pm._session.graph.inputs}
+    inputs = {leaf.placeholder for leaf in pm.traced.graph.inputs}
     reads = not leave_out or not inputs.isdisjoint(placeholders(pm))
     computes_loss = not leave_out or "target" in placeholders(pm)
 

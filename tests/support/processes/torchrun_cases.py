@@ -319,7 +319,7 @@ def connect_anew(runtime: Runtime, seconds: int, *, tagged: bool = True) -> Conn
 def training_over_channels(name: str, schedule: str) -> str | None:
     """Compare a training step whose messages have no tags."""
     case, instance, pm = partitioned(name, schedule=schedule)
-    use_channels(pm._session.runtime)
+    use_channels(pm.traced.runtime)
     loss = step(case, instance, pm).detach()
     reference = reference_steps(case, n_steps=1)
     difference = compare_values(reference.losses[0], loss, case.tolerance)
@@ -387,7 +387,7 @@ def failing_loss() -> None:
 def silent_loss() -> None:
     """Wait in the loss until some rank has timed out."""
     _, instance, pm = partitioned("linear")
-    has_failed = [connect_anew(pm._session.runtime, 4).record.first]  # in a list, whose items do not tell one loss from another
+    has_failed = [connect_anew(pm.traced.runtime, 4).record.first]  # in a list, whose items do not tell one loss from another
     steps: list[int] = []
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -403,8 +403,8 @@ def silent_loss() -> None:
 def use_after_failure() -> str:
     """Return the error of a model whose ranks have failed together before."""
     case, instance, pm = partitioned("linear")
-    assert isinstance(pm._session.runtime, TorchrunRuntime)
-    pm._session.runtime._connection.end(Failure(0, "rank 0 failed: ValueError: 17"))
+    assert isinstance(pm.traced.runtime, TorchrunRuntime)
+    pm.traced.runtime._connection.end(Failure(0, "rank 0 failed: ValueError: 17"))
     try:
         step(case, instance, pm)
     except CommunicationError as error:

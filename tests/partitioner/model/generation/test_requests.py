@@ -91,7 +91,7 @@ def prompts() -> tuple[list[Tensor], list[Tensor]]:
 )
 def test_tokens_are_those_of_the_model(name: str, devices: int, mode: Any, options: dict[str, Any], most: int) -> None:
     model, pm = partitioned(name, devices, mode, **options)
-    assert most_in_flight(pm._session) == most
+    assert most_in_flight(pm.traced) == most
     ids, masks = prompts()
     found = pm.generate(ids, attention_mask=masks, **GREEDY)
     assert all(

@@ -60,7 +60,7 @@ def step(pm: PartitionedModel, x: Tensor, target: Tensor, *, by_backward: bool) 
 def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[list[int]]:
     """Count the sums of parameter gradients that each run of a program starts on rank 0."""
     counts: list[int] = []
-    start = pm._session.runtime.start
+    start = pm.traced.runtime.start
 
     def counting(programs: object, inputs: object) -> object:
         nodes = programs.programs[0].module.graph.nodes  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[l
         return start(programs, inputs)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(pm._session.runtime, "start", counting)
+        patch.setattr(pm.traced.runtime, "start", counting)
         yield counts
 
 

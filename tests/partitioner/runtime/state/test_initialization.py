@@ -59,7 +59,7 @@ def on_two(model: Callable[[], nn.Module], mode: str = "fsdp", size: int = 16) -
 def test_one_module_at_a_time() -> None:
     """A function sees its own module real and everything else on the meta device, also afterwards."""
     pm = on_two(deep)
-    original = pm._session.original
+    original = pm.traced.original
     seen: list[list[str]] = []
 
     def init(module: nn.Module) -> None:
@@ -188,7 +188,7 @@ def test_what_no_function_sets_is_named() -> None:
     pm = on_two(deep)
     with pytest.raises(ConfigError, match=r"init_fn gave no value to 0.bias, 1.bias, 2.bias and 2 more"):
         pm.initialize(lambda module: nn.init.ones_(module.weight) if isinstance(module, nn.Linear) else None)
-    assert all(parameter.is_meta for parameter in pm._session.original.parameters())
+    assert all(parameter.is_meta for parameter in pm.traced.original.parameters())
 
 
 def test_a_wrong_shape_is_named() -> None:

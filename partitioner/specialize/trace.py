@@ -1,4 +1,4 @@
-"""The parts of a partitioned model, as its methods read them: the model, the plan, the runtime, tensors and programs."""
+"""A trace of a partitioned model, with its plan, tensors and programs."""
 
 from __future__ import annotations
 
@@ -13,28 +13,20 @@ from torch import nn
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
-from partitioner.model.effects.left_attributes import LeftAttributes
-from partitioner.model.inspected_programs import InspectedPrograms
 from partitioner.options.batch_rows import Inputs
 from partitioner.options.devices import hardware_of
 from partitioner.planner.plan import PlanProblem
-from partitioner.reports.sources import Explained, LoweredModel
-from partitioner.reports.tables.devices import DeviceTable, device_table
-from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
-from partitioner.specialize.programs import Programs, results_in_training
-from partitioner.specialize.request import Request
+from partitioner.specialize.arguments import TracedArguments
+from partitioner.specialize.programs import Programs
 from partitioner.specialize.shard_holders import PlanCuts
-from partitioner.specialize.sharded_model import schedule_of_step
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.restore import Structure
-from passes.emit.programs import LossForm
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.plan import Plan
-from passes.normalize.loss_alone import results_of_step
 
-__all__ = ["Assumptions", "Session", "Tracing"]
+__all__ = ["Assumptions", "Trace", "Tracing"]
 
 _Report = TypeVar("_Report")
 
@@ -95,8 +87,8 @@ class Tracing:
 
 
 @dataclass(frozen=True, eq=False)
-class Session:
-    """The parts of a partitioned model. Only the values of tensors change, and programs are lowered when first used.
+class Trace:
+    """A trace of the model, and all that its calls read. Only the values of tensors change, and programs are lowered when first used.
 
     Attributes:
         original: the model; never changed.
@@ -108,7 +100,6 @@ class Session:
         assumed: the hardware, costs and optimizer that it was planned for.
         cuts: of the graph, from which programs are lowered.
         tracing: how the graph was traced.
-        left: what calls have left in attributes of modules.
         last_reports: kind of report -> the objects that it was last made of, and the report.
     """
 
@@ -121,7 +112,6 @@ class Session:
     assumed: Assumptions
     cuts: PlanCuts
     tracing: Tracing
-    left: LeftAttributes
     last_reports: dict[Hashable, tuple[tuple[Any, ...], Any]] = field(default_factory=dict, init=False)
 
     @property
@@ -145,53 +135,15 @@ class Session:
         others_train = len(self.runtime.local_ranks) < self.runtime.n_ranks and any(map(trains, self.state.parameter_names))
         return self.state.stand_in if not own or (others_train and not any(own)) else ()
 
-    def with_microbatches(self, count: int | None) -> Session:
-        """Return a session with the same tensors and programs, and ``count`` microbatches unless that is None."""
+    @functools.cached_property
+    def arguments(self) -> TracedArguments:
+        """The arguments of the trace, with which those of calls are matched."""
+        return TracedArguments(self.original, self.graph, self.dtype)
+
+    def with_microbatches(self, count: int | None) -> Trace:
+        """Return a trace with the same tensors and programs, and ``count`` microbatches unless that is None."""
         plan = self.plan if count is None else replace(self.plan, n_microbatches=count)
         return replace(self, plan=plan, programs=self.programs.with_microbatches(count))
-
-    def inspected(self, last_step: Request | None) -> InspectedPrograms:
-        """Return the programs of the last training step; without one, of a step that differentiates all results, or of a forward."""
-        batch, programs = self.plan.batch_size, self.programs
-        if self.graph.training and last_step is not None:
-            return InspectedPrograms(programs, last_step)
-        if self.graph.training:
-            request = programs.request(batch, results=results_in_training(self.graph), kept=results_of_step(self.graph))
-            everything = programs.sharded(request).everything(frozenset())
-            if everything.outputs:
-                return InspectedPrograms(programs, request.train_step(everything, LossForm()))
-        return InspectedPrograms(programs, programs.request(batch))
-
-    def inspected_call(self) -> InspectedPrograms:
-        """Return the programs of a step by ``pm(...)`` and ``backward()`` of all results; of a forward where there is no gradient."""
-        is_gathered = not any(output.combine in ("mean", "sum") for output in self.graph.outputs)
-        request = self.programs.request(self.plan.batch_size, results="whole" if is_gathered else "rows")
-        everything = self.programs.sharded(request).everything(frozenset())
-        if not (self.graph.training and everything.outputs):
-            return self.inspected(None)
-        return InspectedPrograms(self.programs, request.call(everything))
-
-    def explained(self, last_step: Request | None) -> Explained:
-        """Return the model and its plan as reports read them, with the programs of the last training step (``inspected``)."""
-
-        @functools.cache
-        def inspected() -> InspectedPrograms:
-            return self.inspected(last_step)
-
-        def lower() -> LoweredModel:
-            sharded = inspected().sharded
-            return LoweredModel(sharded.cut, inspected().stages, sharded.pipelines)
-
-        def make() -> Explained:
-            trains = self.graph.training and bool(trained)
-            schedule = schedule_of_step(self.plan, self.plan.n_microbatches, (last_step and last_step.loss) or LossForm())
-            parts = (self.name, self.plan, self.graph, self.cuts.plan_cut, self.state.blocks, lower)
-            programs = (lambda: inspected().programs, lambda: inspected().classes())
-            limits, planned_for = self.assumed.limits, self.assumed.planned_for(self.plan)
-            return Explained(*parts, *programs, schedule if trains else None, limits, planned_for)
-
-        trained = self.state.gradients.trained
-        return self.reported(("explained", last_step, trained), (self.cuts, self.state), make)
 
     def reported(self, kind: Hashable, of: tuple[Any, ...], make: Callable[[], _Report]) -> _Report:
         """Return a report; the last one of its kind, if that was made of the same objects."""
@@ -201,8 +153,3 @@ class Session:
             self.last_reports[kind] = of, report
         made: _Report = report
         return made
-
-    def device_table(self, last_step: Request | None) -> DeviceTable:
-        """Return the table that ``print`` shows: a line for each rank, or of many ranks for each class of equal ones."""
-        explained = self.explained(last_step)
-        return mesh_table(explained) if explained.is_cut else device_table(explained)

@@ -17,7 +17,7 @@ from partitioner.runtime.state.parameters import State, state_of_trace
 from partitioner.specialize.programs import Programs, Tensors, first_variant
 from partitioner.specialize.shard_holders import PlanCuts
 from partitioner.specialize.sharded_model import ShardedModel
-from partitioner.specialize.stage_starts import stages_where_held
+from partitioner.specialize.transfer import stages_where_held
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes
 from passes.analysis.merge_axes import find_axes_to_cut

@@ -1,4 +1,4 @@
-"""Refuse a call where plain state of the program has changed since the trace, and the model computes otherwise with it.
+"""Refuse a call where state that decides what the model computes has changed since the trace.
 
 STEP = 0; pm = partition(model, 2)       forward reads STEP of its module
 STEP = 1; pm(x)                          the model runs on the meta device with 0 and with 1: other calls? then the change is refused
@@ -10,21 +10,43 @@ from collections.abc import Sequence
 
 import torch
 
-from partitioner.model.session import Session
 from partitioner.runtime.state.stored_parameters import copy_of
+from partitioner.specialize.make_trace import example_of
+from partitioner.specialize.trace import Trace
+from partitioner.tracing.autograd.hooks import GRADIENTS_ON
 from partitioner.tracing.carried.program_state import Reading
 from partitioner.tracing.export.export import TRACING
 from partitioner.tracing.export.replaced import TraceRecord, replaced
-from partitioner.tracing.inputs.example import find_example_inputs
 from partitioner.tracing.repeated.find import calls_of
 from partitioner.tracing.restore import preserve
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, first_few
+from passes.ir.graph import ModelGraph
 from passes.normalize.autocast.operation_lists import traced_in
 
-__all__ = ["refuse_changed_buffers", "refuse_changed_program"]
+__all__ = ["decides", "refuse_changes"]
 
 
-def refuse_changed_program(session: Session, changed: Sequence[Reading]) -> None:
+def decides(graph: ModelGraph) -> bool:
+    """Return whether state besides arguments and parameters decides what a trace computes, so that each call must check it."""
+    return bool(graph.program_state or graph.deciding_buffers or graph.gradient_questions)
+
+
+def refuse_changes(trace: Trace, *, tracked: bool) -> None:
+    """Raise ConfigError where state that decides what the model computes has changed since the trace. Every rank must call it.
+
+    Args:
+        tracked: whether gradients are on.
+    """
+    changed = [reading for reading in trace.graph.program_state if reading.is_changed()]
+    if changed:
+        _refuse_changed_program(trace, changed)
+    if trace.graph.deciding_buffers:
+        _refuse_changed_buffers(trace)
+    if trace.graph.gradient_questions:
+        _refuse_frozen(trace, tracked=tracked)
+
+
+def _refuse_changed_program(trace: Trace, changed: Sequence[Reading]) -> None:
     """Take the values that the program has now for those of the trace, if the model computes the same with them.
 
     Raises:
@@ -32,7 +54,7 @@ def refuse_changed_program(session: Session, changed: Sequence[Reading]) -> None
     """
     now = [(reading, reading.changed()) for reading in changed]
     before = [(reading, {name: reading.values[name] for name in values}) for reading, values in now]
-    if not _computes_alike(session, now, before):
+    if not _computes_alike(trace, now, before):
         (reading, values), old = now[0], before[0][1]
         name = next(iter(values))
         raise ConfigError(
@@ -44,15 +66,15 @@ def refuse_changed_program(session: Session, changed: Sequence[Reading]) -> None
         reading.take(values)
 
 
-def refuse_changed_buffers(session: Session) -> None:
+def _refuse_changed_buffers(trace: Trace) -> None:
     """Compare the buffers whose values decided the trace with these values. Every rank must call it.
 
     Raises:
         ConfigError: one of them has other values now.
     """
-    with session.runtime.failing_together():
-        for name, values in session.graph.deciding_buffers.items():
-            for block, tensor in session.state.held(name) if session.state.knows(name) else ():
+    with trace.runtime.failing_together():
+        for name, values in trace.graph.deciding_buffers.items():
+            for block, tensor in trace.state.held(name) if trace.state.knows(name) else ():
                 if not torch.equal(copy_of(values, block, tensor.device), tensor):
                     raise ConfigError(
                         f"the buffer {name} has other values than when the model was traced, and these decided what programs compute",
@@ -61,14 +83,12 @@ def refuse_changed_buffers(session: Session) -> None:
 
 
 def _computes_alike(
-    session: Session, now: Sequence[tuple[Reading, dict[str, object]]], before: Sequence[tuple[Reading, dict[str, object]]]
+    trace: Trace, now: Sequence[tuple[Reading, dict[str, object]]], before: Sequence[tuple[Reading, dict[str, object]]]
 ) -> bool:
     if any(value is ... for _, values in now for value in values.values()):
         return False
-    model, tracing = session.original, session.tracing
-    args, kwargs = (
-        (tracing.args or (), tracing.kwargs or {}) if (tracing.args, tracing.kwargs) != (None, None) else find_example_inputs(model)
-    )
+    model, tracing = trace.original, trace.tracing
+    args, kwargs = example_of(trace)
 
     def log() -> object:
         with preserve(model), traced_in(tracing.autocast), torch.set_grad_enabled(tracing.with_gradients):
@@ -86,3 +106,19 @@ def _computes_alike(
             for reading, values in now:
                 reading.set(values)
     return new is not None and new == old
+
+
+def _refuse_frozen(trace: Trace, *, tracked: bool) -> None:
+    """Raise ConfigError where code of the model asks which tensors require gradients, and another parameter does than in the trace."""
+    questions = [question for question in trace.graph.gradient_questions if question != GRADIENTS_ON]
+    trained = {name: trace.tracing.structure.trains(name) for name in trace.graph.parameters.values()}
+    changes = {
+        "frozen": [name for name, parameter in trace.state.named_parameters() if trained[name] and not parameter.requires_grad],
+        "unfrozen": [name for name in trace.state.gradients.trained if not trained[name]],
+    }
+    for change, names in changes.items():
+        if tracked and questions and names:
+            raise ConfigError(
+                f"{first_few(names)} was {change} after the model was partitioned, and its forward asks for {questions[0]} of its tensors",
+                remedy="freeze, or unfreeze, the parameters of the model, and partition it again",
+            )

@@ -1,0 +1,94 @@
+"""The key of traces: the kind of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.ir.torch_private import tree_flatten
+
+__all__ = ["Call", "Signature", "call_of"]
+
+_PLAIN = (bool, int, str, type(None))
+"""Types of values that are equal if their type and ``==`` say so."""
+
+_DENSE = (Tensor, nn.Parameter)
+"""Classes of tensors whose kind, sizes and strides say all that a trace may depend on."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The kind of a call. Calls with equal signatures run the same trace, and match it in the same way.
+
+    Attributes:
+        modes: the flag ``training`` of every module.
+        autocast: the dtype of the autocast around the call; None: there is none.
+        structure: of the arguments.
+        kinds: of each argument: class, dtype and device of a tensor; type and value of anything else.
+        sizes: of each tensor: sizes, and strides.
+        gradients: whether gradients are on, and for each tensor whether it requires one.
+    """
+
+    modes: tuple[bool, ...]
+    autocast: torch.dtype | None
+    structure: Hashable
+    kinds: tuple[Hashable, ...]
+    sizes: tuple[Hashable, ...]
+    gradients: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a partitioned model.
+
+    Attributes:
+        args, kwargs: the arguments.
+        modes: the flag ``training`` of every module.
+        tracked: whether gradients are on.
+        leaves: the arguments, without their structure.
+        signature: None where an argument has a value that is not compared: the call is matched anew.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    modes: tuple[bool, ...]
+    tracked: bool
+    leaves: Sequence[Any]
+    signature: Signature | None
+
+
+def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: tuple[bool, ...], device_type: str, *, tracked: bool) -> Call:
+    """Return a call with its signature.
+
+    Args:
+        device_type: of the model: the autocast of this type counts.
+        tracked: whether gradients are on.
+    """
+    leaves, structure = _flat(args, kwargs)
+    kinds, sizes, gradients = list[Hashable](), list[Hashable](), [tracked]
+    for leaf in leaves:
+        if type(leaf) in _DENSE and leaf.layout is torch.strided:
+            kinds.append((type(leaf), leaf.dtype, leaf.device))
+            sizes.append((leaf.shape, leaf.stride()))
+            gradients.append(leaf.requires_grad)
+        elif type(leaf) in _PLAIN:
+            kinds.append((type(leaf), leaf))
+        elif type(leaf) is float:
+            kinds.append((float, repr(leaf)))
+        else:
+            return Call(args, kwargs, modes, tracked, leaves, None)
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    signature = Signature(modes, autocast, structure, tuple(kinds), tuple(sizes), tuple(gradients))
+    return Call(args, kwargs, modes, tracked, leaves, signature)
+
+
+def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Hashable]:
+    """Return the arguments without their structure, and the structure."""
+    values = (*args, *kwargs.values())
+    if all(type(value) in _DENSE for value in values):
+        return values, (len(args), tuple(kwargs))
+    return tree_flatten((args, dict(kwargs)))
