@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests import ROOT
 from tests.project.walks import Walk, walks
 
 FILES = {"train_step, found": 30, "call, found": 30}
@@ -17,3 +18,9 @@ def found() -> dict[str, Walk]:
 @pytest.mark.parametrize("name", FILES)
 def test_a_call_enters_few_files(found: dict[str, Walk], name: str) -> None:
     assert len(found[name].files) <= FILES[name], found[name].files
+
+
+def test_the_page_names_the_files_of_a_step(found: dict[str, Walk]) -> None:
+    page = (ROOT / "docs" / "one-call.md").read_text(encoding="utf-8")
+    missing = [file for file in found["train_step, found"].files if f"`{file}`" not in page]
+    assert not missing, f"docs/one-call.md: say what a step does in {', '.join(missing)}"
