@@ -55,12 +55,13 @@ _MOVED = frozenset({aten.view, aten.reshape, aten.unsqueeze, aten.expand, aten.t
 """Operations whose results have the numbers of their operand."""
 
 
-def name_masks(graph: fx.Graph, batch: fx.Node | None) -> None:
-    """Rewrite attention in place.
+def name_masks(graph: fx.Graph, batch: fx.Node | None) -> dict[fx.Node, str]:
+    """Rewrite attention in place; return each mask that cannot be computed here, with the error, and that attention computes as given.
 
     Args:
         batch: the placeholder of the batch size; None when it is fixed.
     """
+    failed: dict[fx.Node, str] = {}
     meanings: dict[tuple[fx.Node, int, int], str | None] = {}
     for node in list(graph.nodes):
         if packet(node.target) is not aten.scaled_dot_product_attention:
@@ -71,22 +72,23 @@ def name_masks(graph: fx.Graph, batch: fx.Node | None) -> None:
         if not isinstance(mask, fx.Node) or arguments["is_causal"] or not isinstance(queries, int) or not isinstance(keys, int):
             continue
         if (mask, queries, keys) not in meanings:
-            meanings[mask, queries, keys] = _meaning(mask, batch, queries, keys)
+            meanings[mask, queries, keys] = _meaning(mask, batch, queries, keys, failed)
         meaning = meanings[mask, queries, keys]
         if meaning is not None:
             node.args = (*(arguments[name] for name in ("query", "key", "value")), None, arguments["dropout_p"], meaning == "causal")
             node.kwargs = {name: arguments[name] for name in ("scale", "enable_gqa")}
     for mask in dict.fromkeys(mask for (mask, _, _), meaning in meanings.items() if meaning is not None):
         _erase_unread(graph, mask)
+    return failed
 
 
-def _meaning(mask: fx.Node, batch: fx.Node | None, queries: int, keys: int) -> str | None:
+def _meaning(mask: fx.Node, batch: fx.Node | None, queries: int, keys: int, failed: dict[fx.Node, str]) -> str | None:
     """Return ``"causal"``, or ``"none"`` for a mask that hides nothing; None: another, or one that is not known for every batch."""
     needed = with_ancestors([mask])
     in_order = [node for node in mask.graph.nodes if node in needed]
     if not all(node is batch or _is_of_sizes(node, batch) for node in in_order) or not _has_equal_rows(mask, in_order, batch):
         return None
-    value = _value(mask, in_order, batch)
+    value = _value(mask, in_order, batch, failed)
     if value is None or not value.numel():
         return None
     if value.dtype == torch.bool:
@@ -190,14 +192,15 @@ def _kind_of_rows(
 # -- its value -----------------------------------------------------------------------------------------------------------------------
 
 
-def _value(mask: fx.Node, in_order: list[fx.Node], batch: fx.Node | None) -> Tensor | None:
+def _value(mask: fx.Node, in_order: list[fx.Node], batch: fx.Node | None, failed: dict[fx.Node, str]) -> Tensor | None:
     """Return the value of a mask; None if torch cannot compute it here."""
     values: dict[fx.Node, Any] = {}
     try:
         with torch.device("cpu"), torch.no_grad():  # a planned model names another device, or none
             for node in in_order:
                 values[node] = _BATCH if node is batch else _call(node, values)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        failed[mask] = f"{type(error).__name__}: {error}".partition("\n")[0]
         return None
     value = values[mask]
     return value if isinstance(value, Tensor) else None

@@ -135,6 +135,12 @@ def _written_placeholder(node: fx.Node) -> str:
     return node.name
 
 
+def _causal_masks(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
+    failed = name_masks(exported.graph, exported.batch)
+    notes = (f"it is not known whether the mask of {place_of(mask)} is causal: {error}" for mask, error in failed.items())
+    return replace(exported, notes=(*exported.notes, *notes))
+
+
 def _draw_order(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     place_getitems(exported.graph)
     call_layer_by_layer(exported.graph)
@@ -172,7 +178,7 @@ NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("symbolic_batch", _symbolic_batch),
     Phase("functionalize", _functionalize),
     Phase("remove_noise", _rewriting(lambda exported: remove_noise(exported.graph, exported.without_gradient))),
-    Phase("causal_masks", _rewriting(lambda exported: name_masks(exported.graph, exported.batch))),
+    Phase("causal_masks", _causal_masks),
     Phase("row_orders", _rewriting(lambda exported: keep_rows_in_order(exported.graph))),
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),

@@ -20,12 +20,9 @@ from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 
-from partitioner.tracing.carried.left_results import LeftByCall
-from partitioner.tracing.carried.program_state import Reading
 from partitioner.tracing.errors import depends_on_sizes, trace_error, why_fixed
-from partitioner.tracing.export.export import export
+from partitioner.tracing.export.export import Export, export
 from partitioner.tracing.export.guards import Assumptions, assumptions_of, symbol_of
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from passes.ir.errors import ConfigError
@@ -34,39 +31,27 @@ from passes.ir.torch_private import TreeSpec
 __all__ = ["Exported", "export_fixed", "export_open", "wrong_dimension"]
 
 
-@dataclass(frozen=True)
-class Exported:
+@dataclass(frozen=True, kw_only=True)
+class Exported(Export):
     """A model exported with or without an open batch size.
 
     Attributes:
-        program: the result of ``torch.export``.
         inputs: the inputs of the user; a program with a fixed batch size has inputs of that size.
         layout: where they hold the batch.
         batch: the symbol of the batch size; None when every size is fixed.
-        notes: for the user, one sentence each.
         limit: the largest batch that a program with an open size is the model for; None: any.
         open_sizes: the other open sizes: (leaf, dimension) -> its symbol.
         sizes: each of these symbols -> its size in the inputs.
         assumed: what the program assumes of open sizes; None without any.
-        gradient_questions: what code of the model asked of autograd's state.
-        program_state: the plain state of the program that its code may have read.
-        left: what it leaves in attributes of modules.
-        deciding_buffers: the buffers whose values it decides by, with these values.
     """
 
-    program: ExportedProgram
     inputs: ModelInputs
     layout: BatchLayout
-    batch: sympy.Symbol | None
-    notes: tuple[str, ...]
+    batch: sympy.Symbol | None = None
     limit: int | None = None
     open_sizes: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     assumed: Assumptions | None = None
-    gradient_questions: tuple[str, ...] = ()
-    program_state: tuple[Reading, ...] = ()
-    deciding_buffers: Mapping[str, Tensor] = field(default_factory=dict)
-    left: LeftByCall = field(default_factory=LeftByCall)
 
     @property
     def output_tree(self) -> TreeSpec:
@@ -162,34 +147,21 @@ def _try_layout(
         The program, with the leaves that stayed open as its layout.
     """
     try:
-        program, notes, questions, readings, left, buffers = export(
-            model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others
-        )
+        found = export(model, inputs.with_batch(size, layout), training, layout, one_size=one_size, others=others)
     except Exception as error:
         if not may_fail and not depends_on_sizes(error):
             raise trace_error(model, error) from error
         return error
+    program = found.program
     still_open = tuple(pair for pair in layout.dimensions if symbol_of(program, *pair) is not None)
     if not still_open:
         return None
     open_layout, batch = replace(layout, dimensions=still_open), symbol_of(program, *still_open[0])
-    found = {pair: symbol for pair in others if (symbol := symbol_of(program, *pair)) is not None}
-    sizes = {symbol: inputs.leaves[leaf].shape[dimension] for (leaf, dimension), symbol in found.items() if symbol != batch}
-    open_sizes = {pair: symbol for pair, symbol in found.items() if symbol in sizes}
-    return Exported(
-        program,
-        inputs,
-        open_layout,
-        batch,
-        notes,
-        open_sizes=open_sizes,
-        sizes=sizes,
-        assumed=assumptions_of(program, open_layout),
-        gradient_questions=questions,
-        program_state=readings,
-        left=left,
-        deciding_buffers=buffers,
-    )
+    symbols = {pair: symbol for pair in others if (symbol := symbol_of(program, *pair)) is not None}
+    sizes = {symbol: inputs.leaves[leaf].shape[dimension] for (leaf, dimension), symbol in symbols.items() if symbol != batch}
+    open_sizes = {pair: symbol for pair, symbol in symbols.items() if symbol in sizes}
+    assumed = assumptions_of(program, open_layout)
+    return Exported(**vars(found), inputs=inputs, layout=open_layout, batch=batch, open_sizes=open_sizes, sizes=sizes, assumed=assumed)
 
 
 def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> Exported:
@@ -202,24 +174,13 @@ def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: 
     for candidate in (layout, *layout.smaller_layouts()):
         resized = inputs.with_batch(size, candidate)
         try:
-            program, notes, questions, readings, left, buffers = export(model, resized, training)
+            found = export(model, resized, training)
         except Exception as error:  # noqa: BLE001  torch.export raises every kind
             first_error = first_error or error
             if size == layout.size or not depends_on_sizes(error):
                 break
         else:
-            fixed = replace(candidate, size=size)
-            return Exported(
-                program,
-                resized,
-                fixed,
-                None,
-                notes,
-                gradient_questions=questions,
-                program_state=readings,
-                left=left,
-                deciding_buffers=buffers,
-            )
+            return Exported(**vars(found), inputs=resized, layout=replace(candidate, size=size))
     assert first_error is not None
     raise trace_error(model, first_error) from first_error
 

@@ -11,6 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,31 @@ from passes.ir.torch_private import (
 )
 from passes.normalize.autocast.operation_lists import traced_in
 
-__all__ = ["TRACING", "export"]
+__all__ = ["TRACING", "Export", "export"]
 
 TRACING = threading.RLock()
 """Held while a model is traced: neither ``torch.export`` nor what is patched for it is thread-safe."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """A model exported once.
+
+    Attributes:
+        program: the result of ``torch.export``.
+        notes: for the user, one sentence each.
+        gradient_questions: what code of the model asked of autograd's state.
+        program_state: the plain state of the program that its code may have read.
+        left: what it leaves in attributes of modules.
+        deciding_buffers: the buffers whose values it decides by, with these values.
+    """
+
+    program: ExportedProgram
+    notes: tuple[str, ...]
+    gradient_questions: tuple[str, ...]
+    program_state: tuple[Reading, ...]
+    left: LeftByCall
+    deciding_buffers: Mapping[str, Tensor]
 
 
 def export(
@@ -65,7 +87,7 @@ def export(
     *,
     one_size: bool = True,
     others: Sequence[tuple[int, int]] = (),
-) -> tuple[ExportedProgram, tuple[str, ...], tuple[str, ...], tuple[Reading, ...], LeftByCall, dict[str, Tensor]]:
+) -> Export:
     """Export a model in training IR: composite operations, parameters lifted to placeholders.
 
     Args:
@@ -74,10 +96,6 @@ def export(
             read by ``assumptions_of``. None makes every size static.
         one_size: whether they are the same size.
         others: further dimensions, pairs (leaf, dimension), whose sizes are left open, each by itself.
-
-    Returns:
-        The program; notes for the user, one sentence each; what code of the model asked of autograd's state; the plain state of the
-        program that it may have read; what it leaves in attributes of modules; and the buffers whose values it decides by.
 
     Raises:
         CustomFunctionError: the model applies a custom autograd function, where gradients flow, that has no graph.
@@ -130,7 +148,7 @@ def export(
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
         by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
     notes = (*_notes(_lines_about_batch(record.comparisons, program, layout)), *of_fast_paths, *dict.fromkeys(slower))
-    return program, notes, tuple(sorted(record.questions)), tuple(reach.readings), by_call, known.read
+    return Export(program, notes, tuple(sorted(record.questions)), tuple(reach.readings), by_call, known.read)
 
 
 def _set_back(readings: Sequence[Reading]) -> list[tuple[Reading, dict[str, Any]]]:

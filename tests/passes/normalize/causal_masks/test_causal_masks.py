@@ -235,3 +235,13 @@ def test_a_model_on_meta(inside: bool) -> None:
     with torch.device("meta") if inside else contextlib.nullcontext():
         graph = trace(model, (torch.empty(4, LENGTH, WIDTH, device="meta"),))
     assert bound_arguments(attention_of(graph))["is_causal"]
+
+
+def test_a_mask_that_cannot_be_computed_here_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(causal_masks, "_call", fail)
+    graph = traced(Masked(lambda rows, columns: columns <= rows))
+    assert bound_arguments(attention_of(graph))["attn_mask"] is not None
+    assert ["RuntimeError: no kernel" in note for note in graph.notes] == [True]
