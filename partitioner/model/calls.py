@@ -11,7 +11,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import sympy
@@ -22,7 +22,7 @@ from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.effects.views import ViewsOfCalls
 from partitioner.model.effects.written_inputs import check_writable, own_memory, write_inputs
 from partitioner.options.batch_rows import RowParts
-from partitioner.runtime.arguments import BoundInputs, missing_inputs, to_device, values_on
+from partitioner.runtime.arguments import BoundInputs, missing_inputs, values_on
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.optimizers.step_count import OptimizerSteps
@@ -31,7 +31,7 @@ from partitioner.specialize.arguments import TracedArguments
 from partitioner.specialize.sharded_model import ShardedModel
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError, level_of_caller
-from passes.ir.graph import Base, ModelGraph, Output, without_autocast
+from passes.ir.graph import Base, Input, ModelGraph, Output, without_autocast
 from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 
@@ -47,6 +47,14 @@ def size_at_rows(size: Any, rows: int | torch.SymInt) -> Any:
         return size
     symbols = list(size.free_symbols)
     return sympy.lambdify(symbols, size, modules=[_SIZES])(*[rows] * len(symbols))
+
+
+_AUTOCAST = ("cpu", "cuda")
+
+
+def _no_autocast() -> AbstractContextManager[None]:
+    """Return a context in which no autocast is enabled: casts are operations of the programs."""
+    return without_autocast() if any(map(torch.is_autocast_enabled, _AUTOCAST)) else nullcontext()
 
 
 class Calls:
@@ -84,6 +92,7 @@ class Calls:
         self.dtype = dtype
         self._output_tree = graph.output_tree
         self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
+        self._read: dict[tuple[ProgramSet, int], tuple[Input, ...]] = {}  # the inputs that a rank's program reads
         self._sharded_views: dict[ShardedModel, ViewsOfCalls] = {}
         self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.leaves)
 
@@ -140,34 +149,53 @@ class Calls:
         self, sharded: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
     ) -> Callable[[], dict[int, Any]]:
         """Begin what ``run`` does; return the function that ends it, see ``Runtime.start``."""
-        arguments: dict[int, dict[str, Any]] = {}
-        for rank in self._runtime.local_ranks:
-            names = programs.programs[rank].placeholders
-            needed = (leaf for leaf in self._graph.inputs if leaf.placeholder in names and not leaf.resident)
-            lacking = [leaf.name for leaf in needed if leaf.placeholder not in inputs.tensors]
-            if lacking:
-                with self._runtime.failing_together():
-                    raise missing_inputs(lacking)
-            arguments[rank] = {
-                "batch": inputs.batch // sharded.rows.count,
-                **to_device(sharded.rows.inputs_of_rank(self._graph, inputs.tensors, rank), names, self._runtime.devices[rank]),
-                **values_on(extra[rank] if extra else {}, self._runtime.devices[rank]),
-            }
-        self._state.gradients.begin()
-        with without_autocast():  # casts are operations of the programs
+        arguments = {rank: self._arguments(sharded.rows, programs, inputs, rank) for rank in self._runtime.local_ranks}
+        for rank, values in (extra or {}).items():
+            device = self._runtime.devices[rank]
+            for name, value in values.items():
+                is_function = value is None or callable(value)
+                arguments[rank][name] = (
+                    value.detach().to(device) if isinstance(value, Tensor) else value if is_function else values_on(value, device)
+                )
+        if self._state.gradients.waiting:
+            self._state.gradients.begin()
+        with _no_autocast():
             if len(arguments) == self._runtime.n_ranks:
                 finish = self._runtime.start(programs, arguments)
             else:
                 finish = self._runtime.start(programs, arguments, self._common_tensors(inputs, extra), self._optimizer_steps.counts())
 
         def finished() -> dict[int, Any]:
-            with without_autocast():
+            with _no_autocast():
                 results = finish()
             with self._runtime.failing_together():
                 self._state.finish()
             return results
 
         return finished
+
+    def _arguments(self, rows: RowParts, programs: ProgramSet, inputs: BoundInputs, rank: int) -> dict[str, Any]:
+        """Return the rows of the batch that a rank computes, and its part of the inputs: detached, on its device and contiguous.
+
+        Raises:
+            ConfigError: the call lacks an input that the rank reads.
+        """
+        if (programs, rank) not in self._read:
+            names = programs.executables[rank].placeholders
+            self._read[programs, rank] = tuple(leaf for leaf in self._graph.inputs if leaf.placeholder in names and not leaf.resident)
+        arguments: dict[str, Any] = {"batch": inputs.batch // rows.count}
+        device, lacking = self._runtime.devices[rank], list[str]()
+        for leaf in self._read[programs, rank]:
+            tensor = inputs.tensors.get(str(leaf.placeholder))
+            if tensor is None:
+                lacking.append(leaf.name)
+                continue
+            part = tensor if rows.count == 1 else rows.part(tensor, leaf.batch_dim, rank)
+            arguments[str(leaf.placeholder)] = part.detach().to(device).contiguous()
+        if lacking:
+            with self._runtime.failing_together():
+                raise missing_inputs(lacking)
+        return arguments
 
     @property
     def parameters(self) -> list[nn.Parameter]:

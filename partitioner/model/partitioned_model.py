@@ -22,9 +22,8 @@ from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import generate
 from partitioner.model.generation.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
 from partitioner.model.inspected_programs import InspectedPrograms, explained, table_of_devices
-from partitioner.model.losses.losses import check_loss
+from partitioner.model.module.call_checks import CallChecks
 from partitioner.model.module.copies import Pickled, copied_trace, copy_tensors, fill, pickled, restored_trace, tensors_of
-from partitioner.model.module.freezing import Freezing
 from partitioner.model.module.functional import call_with
 from partitioner.model.module.questions import ANSWERS, refuse_call_in_ddp
 from partitioner.model.module.save_pretrained import save_pretrained
@@ -36,7 +35,7 @@ from partitioner.model.simulate import Step, simulate
 from partitioner.model.steps.autograd import backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
 from partitioner.model.steps.gradient_accumulation import Accumulation
 from partitioner.model.steps.loss_in_step import LossInStep
-from partitioner.model.steps.train_step import prepare_step
+from partitioner.model.steps.train_step import StepArguments, prepare_step
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.constraints import Constraints
 from partitioner.options.precision import converted_inputs
@@ -56,12 +55,11 @@ from partitioner.runtime.record import Recording, record
 from partitioner.runtime.state.checkpoint.dtensors import DTensorState
 from partitioner.runtime.state.clip_grad_norm import ModelNorm, scale_gradients
 from partitioner.runtime.state.gather import GatheredState, separated
-from partitioner.runtime.state.hooks import refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
+from partitioner.runtime.state.hooks import refuse_hooks
 from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_text
 from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, attach_hooks
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
-from partitioner.runtime.state.parameters import check_values
 from partitioner.specialize.make_trace import modes_of
 from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.specialize.trace import Trace
@@ -91,7 +89,7 @@ class PartitionedModel(ModuleInPlan):
         check_optimizers()
         self._first, self._left = trace, left or LeftAttributes(trace.original)
         self._traces = Traces(trace, lambda made: ServedTrace.of(made, self._left))
-        self._freezing = Freezing(trace.state, trace.runtime)
+        self._is_alone = len(trace.runtime.local_ranks) == trace.runtime.n_ranks
         self._accumulation = Accumulation(trace.state.named_parameters())
         self.loss_in_step = LossInStep(self._accumulation)
         """Runs steps inside of calls, for integrations."""
@@ -109,6 +107,7 @@ class PartitionedModel(ModuleInPlan):
         build_structure(self, *source, trace.tracing.modes)
         self._parts = tuple(self.modules())
         self._tensor_places = RegisteredTensors.of(self)
+        self._checks = CallChecks(self, self._tensor_places, trace.state, trace.runtime)
         self._initial = frozenset({*vars(self), "_initial"})
 
     # -- running -------------------------------------------------------------------------------------------------------------------
@@ -138,8 +137,8 @@ class PartitionedModel(ModuleInPlan):
         differentiation = sharded.everything(inputs.requiring_gradient)
         if not (differentiation.outputs and tracks_gradients(calls, inputs)):
             return calls.result(sharded, calls.run(sharded, programs.get(request), inputs)[self._here], inputs)
-        self._check_parameters()
-        given = (calls, self.traced.runtime, programs, request, differentiation, inputs, self._accumulation)
+        self._checks.before_backward(in_no_sync=self._accumulation.holds)
+        given = (calls, self._first.runtime, programs, request, differentiation, inputs, self._accumulation)
         return calls.result(sharded, self.loss_in_step.results(match, inputs, lambda: tracked_forward(*given)), inputs)
 
     def train_step(
@@ -175,14 +174,13 @@ class PartitionedModel(ModuleInPlan):
                 added to ``.grad`` then.
             CommunicationError: a rank could not communicate.
         """
-        refuse_hooks(self, "train_step()")
-        self._tensor_places.refuse_replaced()
-        check_loss(loss_fn, loss_reduction)
-        self._check_parameters()
+        self._checks.before_step(self, in_no_sync=self._accumulation.holds)
         match, inputs = self._match(args, kwargs, tracked=True)
-        step = prepare_step(match, inputs, target, loss_fn, loss_reduction, self._accumulation.gradients)
+        of_parameters = "sum" if self._is_alone and not self._accumulation.holds else self._accumulation.gradients
+        step = prepare_step(match, inputs, StepArguments(target, loss_fn, loss_reduction, of_parameters))
         loss, gradients = step.run()
-        backward_of_inputs(inputs.tensors, step.input_names, gradients)
+        if gradients:
+            backward_of_inputs(inputs.tensors, step.input_names, gradients)
         return loss
 
     def generate(self, input_ids: Tensor | Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
@@ -209,21 +207,15 @@ class PartitionedModel(ModuleInPlan):
 
     @property
     def _here(self) -> int:
-        return self.traced.runtime.local_ranks[0]  # the rank whose results this process returns
-
-    def _check_parameters(self) -> None:
-        """Raise ConfigError if a parameter has hooks that would get another gradient than on the original."""
-        refuse_parameter_hooks(self.traced.state.stored_parameters(), in_no_sync=self._accumulation.holds)
+        return self._first.runtime.local_ranks[0]  # the rank whose results this process returns
 
     def _match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, tracked: bool) -> tuple[Match[ServedTrace], BoundInputs]:
         """Return the trace that serves a call, and its inputs, after bringing the parameters up to date."""
-        check_values(self._first.state)
-        if tracked:
-            self._freezing.check()
-        refuse_global_hooks()
-        if not self.has_all_ranks:
+        self._checks.before_call(tracked=tracked)
+        if not self._is_alone:
             refuse_call_in_ddp(self._first)
-        call = self._traces.call(args, kwargs, modes_of(self), tracked=tracked)
+        modes = tuple([part.training for part in self._parts])
+        call = self._traces.call(args, kwargs, modes, tracked=tracked)
         return self._traces.find(call) or self._traces.make(call)
 
     def sharded_for(self, batch: int, *, in_parts: bool = True) -> tuple[int, ShardedModel]:
@@ -451,7 +443,7 @@ class PartitionedModel(ModuleInPlan):
     @property
     def has_all_ranks(self) -> bool:
         """Whether all ranks are in this process."""
-        return len(self._first.runtime.local_ranks) == self._first.runtime.n_ranks
+        return self._is_alone
 
     def _get_name(self) -> str:
         """Return the name of the model's class, by which transformers' Trainer knows how a loss aligns labels."""

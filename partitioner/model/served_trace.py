@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from partitioner.model.calls import Calls
@@ -24,12 +24,14 @@ class ServedTrace:
         trace: the graph, its plan, its tensors and its programs.
         calls: runs its programs.
         losses: what was proved of loss functions.
+        steps: kind of a training step -> a step that was prepared.
         last_step: the last training step, for the plan's batch; None: there was none.
     """
 
     trace: Trace
     calls: Calls
     losses: Losses
+    steps: dict[Hashable, Any] = field(default_factory=dict)
     last_step: Request | None = None
 
     @classmethod

@@ -60,7 +60,7 @@ class RowParts:
     def inputs_of_rank(self, graph: ModelGraph, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         """Return a rank's rows of the inputs; an input without rows is returned whole."""
         dims = {leaf.placeholder: leaf.batch_dim for leaf in graph.inputs}
-        return {name: self._part(tensor, dims[name], rank) for name, tensor in tensors.items()}
+        return {name: self.part(tensor, dims[name], rank) for name, tensor in tensors.items()}
 
     def output_gradients(self, graph: ModelGraph, names: tuple[str, ...], gradients: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
         """Return a rank's rows of the gradients of outputs; whole those of outputs without rows.
@@ -70,7 +70,7 @@ class RowParts:
         dims = {output.node: output.batch_dim if output.combine == "concatenate" else None for output in graph.outputs}
         if self.inputs == "local":
             return tuple(gradient if dims[name] is None else gradient / self.count for name, gradient in zip(names, gradients, strict=True))
-        return tuple(self._part(gradient, dims[name], rank) for name, gradient in zip(names, gradients, strict=True))
+        return tuple(self.part(gradient, dims[name], rank) for name, gradient in zip(names, gradients, strict=True))
 
     def input_gradients(self, graph: ModelGraph, names: Sequence[str], gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Undo the division of ``output_gradients`` for inputs with rows: their gradients are those of the rank's own loss."""
@@ -86,11 +86,11 @@ class RowParts:
         """Return a rank's rows of every tensor in the target whose first dimension is the batch."""
 
         def part(leaf: Tensor) -> Tensor:
-            return self._part(leaf, 0, rank) if leaf.dim() > 0 and leaf.shape[0] == batch else leaf
+            return self.part(leaf, 0, rank) if leaf.dim() > 0 and leaf.shape[0] == batch else leaf
 
-        return pytree.tree_map_only(Tensor, part, target)
+        return part(target) if isinstance(target, Tensor) else pytree.tree_map_only(Tensor, part, target)
 
-    def _part(self, value: Tensor, dim: int | None, rank: int) -> Tensor:
+    def part(self, value: Tensor, dim: int | None, rank: int) -> Tensor:
         """Return a rank's rows of a value of the whole batch; ``dim``: its batch dimension, None if it has none."""
         if dim is None or self.count == 1 or self.inputs == "local":
             return value

@@ -39,7 +39,6 @@ __all__ = [
     "refuse_tangents",
     "reorder_keywords",
     "shape_text",
-    "to_device",
     "values_on",
 ]
 
@@ -420,12 +419,6 @@ def shape_text(leaf: Input) -> str:
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
-def to_device(tensors: Mapping[str, Tensor], names: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
-    """Return the named tensors that were given, detached, on a device and contiguous, as stages are traced."""
-    return {name: tensors[name].detach().to(device).contiguous() for name in names if name in tensors}
-
-
-def values_on(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def values_on(values: Any, device: torch.device) -> Any:
     """Return values of any structure with their tensors detached and on a device."""
-    moved: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), dict(values))
-    return moved
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), values)

@@ -64,12 +64,13 @@ class Executable:
 
     Attributes:
         program: what it runs.
+        placeholders: of the program.
         source: the Python text of it.
     """
 
     def __init__(self, program: Program) -> None:
         writer = _Writer(program.module)
-        self.program = program
+        self.program, self.placeholders = program, program.placeholders
         self.source = writer.generator()
         self._run: Callable[..., Run] = writer.compile(self.source, f"program of rank {program.rank}")
         self._recorded: Callable[..., Run] | None = None
@@ -80,7 +81,7 @@ class Executable:
         Args:
             inputs: a value for each placeholder of the program.
         """
-        values = (inputs[name] for name in self.program.placeholders)
+        values = [inputs[name] for name in self.placeholders]
         recorder, is_profiled = active_recorders(self.program.rank)
         if recorder is None:
             return self._run(transport, *values)

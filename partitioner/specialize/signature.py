@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.ir.torch_private import tree_flatten
+from passes.ir.torch_private import forward_ad_level, tree_flatten
 
-__all__ = ["Call", "Signature", "call_of"]
+__all__ = ["Call", "Signature", "call_of", "kind_of"]
 
 _PLAIN = (bool, int, str, type(None))
 """Types of values that are equal if their type and ``==`` say so."""
@@ -28,17 +28,15 @@ class Signature:
         modes: the flag ``training`` of every module.
         autocast: the dtype of the autocast around the call; None: there is none.
         structure: of the arguments.
-        kinds: of each argument: class, dtype and device of a tensor; type and value of anything else.
-        sizes: of each tensor: sizes, and strides.
-        gradients: whether gradients are on, and for each tensor whether it requires one.
+        arguments: kind of each argument, sizes and gradient state of tensors among them (``kind_of``).
+        tracked: whether gradients are on.
     """
 
     modes: tuple[bool, ...]
     autocast: torch.dtype | None
     structure: Hashable
-    kinds: tuple[Hashable, ...]
-    sizes: tuple[Hashable, ...]
-    gradients: tuple[bool, ...]
+    arguments: tuple[Hashable, ...]
+    tracked: bool
 
 
 @dataclass(frozen=True)
@@ -69,21 +67,27 @@ def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: tuple[bool,
         tracked: whether gradients are on.
     """
     leaves, structure = _flat(args, kwargs)
-    kinds, sizes, gradients = list[Hashable](), list[Hashable](), [tracked]
-    for leaf in leaves:
-        if type(leaf) in _DENSE and leaf.layout is torch.strided:
-            kinds.append((type(leaf), leaf.dtype, leaf.device))
-            sizes.append((leaf.shape, leaf.stride()))
-            gradients.append(leaf.requires_grad)
-        elif type(leaf) in _PLAIN:
-            kinds.append((type(leaf), leaf))
-        elif type(leaf) is float:
-            kinds.append((float, repr(leaf)))
-        else:
-            return Call(args, kwargs, modes, tracked, leaves, None)
+    kinds = tuple(map(kind_of, leaves))
+    if None in kinds:
+        return Call(args, kwargs, modes, tracked, leaves, None)
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    signature = Signature(modes, autocast, structure, tuple(kinds), tuple(sizes), tuple(gradients))
-    return Call(args, kwargs, modes, tracked, leaves, signature)
+    return Call(args, kwargs, modes, tracked, leaves, Signature(modes, autocast, structure, kinds, tracked))
+
+
+def kind_of(leaf: object) -> Hashable:
+    """Return class, dtype, device, sizes, strides and gradient state of a tensor, type and value of anything else.
+
+    None where these do not say all: for other objects, and tensors of other classes or layouts; and in forward-mode differentiation.
+    """
+    kind = type(leaf)
+    if kind in _DENSE:
+        assert isinstance(leaf, Tensor)
+        if leaf.layout is not torch.strided or forward_ad_level() >= 0:
+            return None
+        return kind, leaf.dtype, leaf.device, leaf.shape, leaf.stride(), leaf.requires_grad
+    if kind in _PLAIN:
+        return kind, leaf
+    return (float, repr(leaf)) if kind is float else None
 
 
 def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Hashable]:

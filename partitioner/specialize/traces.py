@@ -74,6 +74,7 @@ class Match(Generic[S]):
         first: the inputs of the first such call, without tensors.
         places: placeholder -> index of the argument, and the dtype to convert it to.
         questions: what all ranks must agree on, with the answers of this process.
+        is_decided: whether state that may change decides what the trace computes.
     """
 
     served: S
@@ -82,6 +83,7 @@ class Match(Generic[S]):
     first: BoundInputs
     places: tuple[tuple[str, int, torch.dtype], ...]
     questions: tuple[tuple[str, object], ...]
+    is_decided: bool
 
     def inputs(self, call: Call) -> BoundInputs:
         """Return the inputs of another call of the signature."""
@@ -132,7 +134,7 @@ class Traces(Generic[S]):
             return None
         trace = match.base.trace
         trace.state.refresh()
-        if decides(trace.graph):
+        if match.is_decided:
             refuse_changes(trace, tracked=call.tracked)
         return match, match.inputs(call)
 
@@ -166,7 +168,15 @@ class Traces(Generic[S]):
             check_shapes(served.trace.graph, inputs.tensors)
         places = _places(base.trace, call, inputs)
         first = dataclasses.replace(inputs, tensors={}, written={})  # else they would be kept
-        match = Match(served, planned, base, first, places or (), () if self._is_alone else _questions(base.trace, inputs, text))
+        match = Match(
+            served,
+            planned,
+            base,
+            first,
+            places or (),
+            () if self._is_alone else _questions(base.trace, inputs, text),
+            decides(base.trace.graph),
+        )
         if call.signature is not None and places is not None and base.binds_alike:
             if len(self._matches) >= _MATCHES_KEPT:
                 self._matches.clear()

@@ -5,6 +5,7 @@ Nothing else imports from a private module of torch or from ``torch.fx.experimen
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -56,7 +57,9 @@ __all__ = [
     "flash_attention",
     "flash_attention_gradients",
     "foreach_add_",
+    "foreach_copy_",
     "foreach_norm",
+    "forward_ad_level",
     "graph_break",
     "has_tangent",
     "indexing_by_tensors",
@@ -103,6 +106,9 @@ foreach_add_ = torch._foreach_add_
 
 is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # of the C extension
 """Whether a profiler is active in this thread: ``torch.profiler.record_function`` costs 10 to 100 microseconds without one, too."""
+
+foreach_copy_ = torch._foreach_copy_
+"""Copy each tensor of a list into the one in the same place of another: every step does, and one call for each would cost more."""
 
 foreach_norm = torch._foreach_norm
 """Called by ``torch.nn.utils.clip_grad_norm_`` for tensors on an accelerator; a subclass must recognize it."""
@@ -234,6 +240,10 @@ def is_transformed() -> bool:
 def is_wrapped(tensor: Tensor) -> bool:
     """Return whether a transform of ``torch.func`` made a tensor: it has no storage of its own."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+forward_ad_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")  # each call asks: a function would cost more
+"""Return the level of forward-mode differentiation; -1: it is not active."""
 
 
 def has_tangent(tensors: Iterable[object]) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from tests import ROOT
 from tests.project.walks import Walk, walks
 
-FILES = {"train_step, found": 30, "call, found": 30}
+FILES = {"train_step, found": 8, "call, found": 28}
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +24,13 @@ def test_the_page_names_the_files_of_a_step(found: dict[str, Walk]) -> None:
     page = (ROOT / "docs" / "one-call.md").read_text(encoding="utf-8")
     missing = [file for file in found["train_step, found"].files if f"`{file}`" not in page]
     assert not missing, f"docs/one-call.md: say what a step does in {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_call_that_was_traced_before_enters_no_tracer(found: dict[str, Walk], name: str) -> None:
+    assert not found[name].traced_files
+
+
+@pytest.mark.parametrize("name", ["train_step, made", "call, made"])
+def test_the_tracer_is_entered_from_few_files(found: dict[str, Walk], name: str) -> None:
+    assert len(found[name].callers_of_tracer) <= 2, found[name].callers_of_tracer

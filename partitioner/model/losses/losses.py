@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class PreparedLoss:
         outputs: nodes of the model's results that the loss depends on differentiably.
         form: reduction and dtype of the loss, for the programs.
         extra: rank of this process -> arguments of its program besides inputs of the model.
+        takes_whole_target: whether each rank gets the target of the batch, or that of its own rows.
+        combination: how the loss of the batch follows from its parts; None: there is one part, or the loss takes all rows.
+        questions: what ranks agreed on, with the answers of this process, if a step of the same kind is prepared alike but for what
+            follows from values (``Losses.again``); else None.
     """
 
     request: Request
@@ -57,17 +61,25 @@ class PreparedLoss:
     outputs: frozenset[str]
     form: LossForm
     extra: Mapping[int, Mapping[str, Any]]
+    takes_whole_target: bool
+    combination: str | None = None
+    questions: tuple[tuple[str, object], ...] | None = None
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The arguments of a training step, and the indices of the results in attributes of modules that its loss reads."""
+    """The arguments of a training step, and the indices of the results in attributes of modules that its loss reads.
+
+    Attributes:
+        asked: receives the questions on which ranks agree, with the answers of this process.
+    """
 
     inputs: BoundInputs
     target: Any
     loss_fn: LossFunction | None
     reduction: LossReduction
     attributes: tuple[int, ...] = ()
+    asked: list[tuple[str, object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,7 @@ class Losses:
         Raises:
             ConfigError: the loss is no number, is not what ``reduction`` says, or the target does not fit.
         """
+        given = target, loss_fn
         graph = self._traced(inputs.batch, lambda: programs.sharded(programs.request(inputs.batch)))
         if loss_fn is not None:
             target, loss_fn = rows_first(self._batch_dims, graph, target, loss_fn, self._rows.rows_passed(inputs.batch))
@@ -154,13 +167,38 @@ class Losses:
         takes_all_rows = loss_fn is not None and (mixes_rows or reduction == "batch")
         prepared = self._prepare(step, programs, "whole" if mixes_rows or takes_all_rows else "loss")
         is_cut = prepared.request.n_microbatches > 1 or prepared.sharded.rows.count > 1
-        if loss_fn is None or takes_all_rows or prepared.is_own_loss or not is_cut:
-            return prepared
+        if loss_fn is not None and is_cut and not (takes_all_rows or prepared.is_own_loss):
+            prepared = self._combined(step, prepared, programs)
+        is_alike = step.target is given[0] and step.loss_fn is given[1] and not attribute_results(graph)
+        is_known = all(answer is not None for _, answer in step.asked)
+        return replace(prepared, questions=tuple(step.asked) if is_alike and is_known and prepared.combination != "batch" else None)
+
+    def again(
+        self,
+        known: PreparedLoss,
+        inputs: BoundInputs,
+        target: Any,
+        loss_fn: LossFunction | None,
+        reduction: LossReduction,
+        programs: Programs,
+    ) -> PreparedLoss:
+        """Return how a step computes its loss that is like an earlier one but for values; ``known.questions`` were asked before."""
+        extra = {rank: {"target": target, "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
+        if not known.takes_whole_target:
+            for rank in self._runtime.local_ranks:
+                extra[rank]["target"] = known.sharded.rows.target_of_rank(target, inputs.batch, rank)
+        prepared = replace(known, extra=extra)
+        return self._combined(_Step(inputs, target, loss_fn, reduction), prepared, programs) if known.combination == "counted" else prepared
+
+    def _combined(self, step: _Step, prepared: PreparedLoss, programs: Programs) -> PreparedLoss:
+        """Return how a loss is combined from those of the parts of the batch; from all rows at once if there is no other way."""
         combination = self._agreed_combination(step, prepared)
         if combination.kind == "batch":
-            return self._prepare(step, programs, "whole")
+            return replace(self._prepare(step, programs, "whole"), combination="batch")
+        prepared = replace(prepared, combination=combination.kind)
         if combination.kind != "counted":
             return prepared
+        step.asked.pop()  # the answer follows from the values of the target
         weights = self._weights(step, prepared, combination)
         extra = {rank: {**arguments, "loss_weights": weights.get(rank)} for rank, arguments in prepared.extra.items()}
         return replace(prepared, form=replace(prepared.form, is_weighted=True), extra=extra)
@@ -212,14 +250,14 @@ class Losses:
         extra = {rank: {"target": targets[rank], "loss_fn": step.loss_fn} for rank in self._runtime.local_ranks}
         if dependence.own is None:
             form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype, draws=dependence.draws)
-            return PreparedLoss(request, sharded, options, False, dependence.outputs, form, extra)
+            return PreparedLoss(request, sharded, options, False, dependence.outputs, form, extra, results == "whole")
         index = sharded.graph.returned.index(dependence.own)
         request = programs.request(batch, **own)
         sharded = programs.sharded(request)
         loss = sharded.graph.returned[index]
         outputs = frozenset({loss}) if dependence.outputs else frozenset[str]()  # without outputs, the loss has no gradient
         form = LossForm("sum" if sharded.graph.combine(loss) == "sum" else "mean", dependence.dtype)
-        return PreparedLoss(request, sharded, own, True, outputs, form, extra)
+        return PreparedLoss(request, sharded, own, True, outputs, form, extra, results == "whole")
 
     def _agreed_dependence(self, step: _Step, sharded: ShardedModel, target: Any, n_microbatches: int | None) -> LossDependence:
         """Return which results the loss depends on. A rank that computes no loss and has no target learns it from the others.
@@ -234,7 +272,7 @@ class Losses:
                 raise
             error = raised
         text = None if dependence is None else _encode_dependence(dependence)
-        agreed = self._runtime.agree("dependence of the loss", text, in_step=True)
+        agreed = self._agreed(step, "dependence of the loss", text)
         if agreed is None:
             assert error is not None
             raise error
@@ -269,12 +307,17 @@ class Losses:
                 hint = f"it takes all {batch} rows: {_BATCH_REMEDY}"
             raise ConfigError(f"loss_fn fails on outputs of {rows}: {type(error).__name__}: {error}", remedy=hint) from error
 
+    def _agreed(self, step: _Step, question: str, answer: str | None) -> str | None:
+        """Return the answer of all ranks."""
+        step.asked.append((question, answer))
+        return self._runtime.agree(question, answer, in_step=True)
+
     def _agreed_combination(self, step: _Step, prepared: PreparedLoss) -> _Combination:
         """Return how the loss of the batch is combined, agreed by all ranks; raise ConfigError if it is not the stated reduction."""
         proof = self._proof(step, prepared)
         local = None if proof is None else self._local_combination(step, prepared, proof)
         text = None if local is None else local.kind + local.targets_per_row
-        agreed = self._runtime.agree("reduction of the loss", text, in_step=True)
+        agreed = self._agreed(step, "reduction of the loss", text)
         kind, stated = (agreed or "").partition(" ")[0], step.reduction
         if kind in ("mean", "sum") and kind != stated:
             hint = "leave loss_reduction out" if kind == "mean" else 'pass loss_reduction="sum"'

@@ -19,26 +19,22 @@ class Accumulation:
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._parameters = tuple(parameters)
-        self._holds = False
+        self.holds = False
+        """Whether steps now keep each rank's part of gradients."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep each rank's part of gradients inside; see ``PartitionedModel.no_sync``."""
-        before, self._holds = self._holds, True
+        before, self.holds = self.holds, True
         try:
             yield
         finally:
-            self._holds = before
-
-    @property
-    def holds(self) -> bool:
-        """Whether steps now keep each rank's part of gradients."""
-        return self._holds
+            self.holds = before
 
     @property
     def gradients(self) -> Gradients:
         """Handling of gradients in the next step: keep parts, add them to the parts of earlier steps and sum, or sum its own."""
-        if self._holds:
+        if self.holds:
             return "keep"
         return "add" if any(is_unsummed(parameter) for _, parameter in self._parameters) else "sum"
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from partitioner.model.served_trace import ServedTrace
 from partitioner.model.steps.autograd import Versions, tracked_call
 from partitioner.model.steps.gradient_accumulation import Accumulation
-from partitioner.model.steps.train_step import prepare_step
+from partitioner.model.steps.train_step import StepArguments, prepare_step
 from partitioner.model.steps.unread_output import UnreadOutput, read
 from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.state.hooks import has_hooks
@@ -140,7 +140,7 @@ class LossInStep:
         gradients, calls = served.trace.state.gradients, served.calls
         states = _RandomStates(served.trace.runtime.devices if facts.draws else ())
         buffers = Versions.of(calls.named_buffers(), ())
-        step = prepare_step(match, inputs, None, None, "mean", "sum")
+        step = prepare_step(match, inputs, StepArguments())
         kinds = step.served.calls.result_shapes(calls.rows_passed(inputs.batch))
 
         def forward() -> tuple[tuple[Tensor, ...], Any]:

@@ -34,6 +34,7 @@ class GradientStore:
 
     Attributes:
         trained: the names of the parameters that programs compute gradients for.
+        waiting: the gradients of parameters with hooks, in a run.
     """
 
     def __init__(self, trained: frozenset[str], *, all_ranks_here: bool) -> None:
@@ -41,12 +42,12 @@ class GradientStore:
         self.all_ranks_here = all_ranks_here
         self._calls_hooks = True
         self.discards = False
-        self._waiting: dict[StoredParameter, Tensor] = {}
+        self.waiting: dict[StoredParameter, Tensor] = {}
         self._aside: dict[StoredParameter, Tensor] | None = None
 
     def begin(self) -> None:
         """Discard gradients of a run that failed."""
-        self._waiting.clear()
+        self.waiting.clear()
 
     def add(self, stored: StoredParameter, gradient: Tensor, block: Block | None) -> None:
         """Add a summed gradient, or a block of it."""
@@ -54,15 +55,15 @@ class GradientStore:
         if self._aside is not None:
             self._aside[stored] = _add(self._aside.get(stored), gradient, block, parameter)
         elif self._calls_hooks and has_hooks(parameter):
-            self._waiting[stored] = _add(self._waiting.get(stored), gradient, block, parameter)
+            self.waiting[stored] = _add(self.waiting.get(stored), gradient, block, parameter)
         else:
             set_gradient(stored, _add(parameter.grad, gradient, block, parameter))
 
     def finish(self) -> None:
         """Let autograd add the waiting gradients: it calls tensor hooks, adds to ``.grad``, and calls post-accumulate hooks."""
-        if not self._waiting:
+        if not self.waiting:
             return
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         torch.autograd.backward([stored.parameter for stored in waiting], list(waiting.values()))
         for stored in waiting:
             set_gradient(stored, stored.parameter.grad)

@@ -22,6 +22,8 @@ from partitioner.runtime.state.stored_parameters import StoredParameter
 from passes.ir.errors import ConfigError, Place, first_few
 
 __all__ = [
+    "CALL_HOOKS",
+    "GLOBAL_HOOKS",
     "TensorHooks",
     "has_hooks",
     "refuse_global_hooks",
@@ -47,6 +49,12 @@ _NOT_CALLED = {
 """Method of a partitioned model -> the hooks of it that the method does not call."""
 
 _GLOBAL = {f"_global{place}": kind for place, kind in (_FORWARD | _BACKWARD).items()}
+
+GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = tuple(getattr(torch.nn.modules.module, name) for name in _GLOBAL)
+"""The tables of hooks that are registered for all modules; torch changes them in place."""
+
+CALL_HOOKS = tuple(_FORWARD | _BACKWARD)
+"""Attributes of a module that hold its forward and backward hooks."""
 
 
 def has_hooks(parameter: Tensor) -> bool:

@@ -18,9 +18,53 @@ from passes.graph.aliasing import aliasing
 from passes.ir.comm.unsummed import GradientSlot
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import foreach_copy_
 from passes.spmd.shards import Block, whole_block
 
 __all__ = ["State", "check_values", "materialize", "state_of_trace"]
+
+
+class Followers:
+    """The views and copies of parameters that programs read."""
+
+    def __init__(self) -> None:
+        self._of: dict[StoredParameter, list[RankTensor]] = {}
+        self._copied: tuple[list[Tensor], list[Tensor]] | None = None  # to and from; None: not known
+
+    def add(self, follower: RankTensor) -> None:
+        """Let a view or copy follow its parameter."""
+        self._of.setdefault(follower.stored, []).append(follower)
+        self._copied = None
+
+    def refresh(self) -> None:
+        """Update all to the current values of their parameters.
+
+        Raises:
+            ConfigError: ``.data`` of a parameter was replaced by a tensor of another shape, dtype or device.
+        """
+        for stored, followers in self._of.items():
+            if stored.parameter.data_ptr() != stored.address:
+                stored.check_unchanged()
+                stored.address, self._copied = stored.parameter.data_ptr(), None
+                for follower in followers:
+                    follower.move()
+        if self._copied is None:
+            pairs = [pair for followers in self._of.values() for follower in followers if (pair := follower.copied) is not None]
+            self._copied = [target for target, _ in pairs], [source for _, source in pairs]
+        if self._copied[0]:
+            foreach_copy_(*self._copied)
+
+    def write_back(self) -> None:
+        """Copy what programs wrote to copies back to the parameters."""
+        for followers in self._of.values():
+            for follower in followers:
+                follower.write_back()
+
+    def become_real(self, stored: StoredParameter) -> None:
+        """Replace what follows a parameter, in place, after it has left the meta device."""
+        self._copied = None
+        for follower in self._of.get(stored, ()):
+            follower.become_real()
 
 
 @dataclass(frozen=True)
@@ -51,7 +95,7 @@ class State:
     by_rank: Mapping[int, dict[str, Tensor]]
     blocks: Mapping[str, Mapping[int, Block]]
     stored: Mapping[str, Sequence[StoredParameter]]
-    followers: dict[StoredParameter, list[RankTensor]]
+    followers: Followers
     gradients: GradientStore
     slots: Mapping[int, dict[str, GradientSlot]]
     names: tuple[str, ...]
@@ -180,22 +224,14 @@ class State:
             ConfigError: ``.data`` of a parameter was replaced by a tensor of another shape, dtype or device.
         """
         with torch.no_grad():
-            for stored, followers in self.followers.items():
-                moved = stored.parameter.data_ptr() != stored.address
-                if moved:
-                    stored.check_unchanged()
-                    stored.address = stored.parameter.data_ptr()
-                for follower in followers:
-                    follower.refresh(moved=moved)
+            self.followers.refresh()
             for source, copy in self._following_buffers:
                 copy.data.copy_(source)
 
     def finish(self) -> None:
         """After a run, write back parameters that the model itself writes to, and add the gradients of parameters with hooks."""
         with torch.no_grad():
-            for followers in self.followers.values():
-                for follower in followers:
-                    follower.write_back()
+            self.followers.write_back()
         self.gradients.finish()
 
     # -- values --------------------------------------------------------------------------------------------------------------------
@@ -277,8 +313,7 @@ class State:
             torch.utils.swap_tensors(held, values)
             return
         stored.become_real(values)
-        for follower in self.followers.get(stored, ()):
-            follower.become_real()
+        self.followers.become_real(stored)
 
     def _set_blocks(self, name: str, source: BlockTensor) -> None:
         """Copy blocks into the shards of this process.
@@ -402,7 +437,7 @@ def materialize(
     gradients = GradientStore(trained, all_ranks_here=len(local_ranks) == len(devices))
     by_rank: dict[int, dict[str, Tensor]] = {}
     slots: dict[int, dict[str, GradientSlot]] = {}
-    followers: dict[StoredParameter, list[RankTensor]] = {}
+    followers = Followers()
     written = _written_parameters(graph)
     owner_of = {placeholder: owners(blocks[placeholder].items()) for placeholder in stored}
     for rank in local_ranks:
@@ -496,9 +531,7 @@ class _ParameterBinder:
     gradients: GradientStore
     written: frozenset[str]
 
-    def bind(
-        self, placeholder: str, stored: Sequence[StoredParameter], followers: dict[StoredParameter, list[RankTensor]]
-    ) -> tuple[Tensor, GradientSlot]:
+    def bind(self, placeholder: str, stored: Sequence[StoredParameter], followers: Followers) -> tuple[Tensor, GradientSlot]:
         """Return the tensor that programs read of a parameter, and its slot; a view or copy is added to ``followers``."""
         block, device = self.blocks[placeholder][self.rank], self.devices[self.rank]
         owner = self.owner_of[placeholder][block] if self.gradients.all_ranks_here else self.rank
@@ -513,7 +546,7 @@ class _ParameterBinder:
         follower = RankTensor(
             source, block_of_source, device, on_same_device=on_same_device, writes=self.rank == owner if is_written else None
         )
-        followers.setdefault(source, []).append(follower)
+        followers.add(follower)
         return follower.tensor, slot
 
 

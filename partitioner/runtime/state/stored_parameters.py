@@ -142,17 +142,15 @@ class RankTensor:
             return parameter.clone() if parameter.is_meta else parameter.to(self._device, copy=True)
         return self._block.take(parameter).to(parameter.device if parameter.is_meta else self._device)
 
-    def refresh(self, *, moved: bool) -> None:
-        """Update to the current values of the parameter.
+    def move(self) -> None:
+        """Follow a parameter whose storage was replaced."""
+        if self._is_view:
+            self.tensor.data = self._make()  # programs refer to the tensor object, so the object gets the new view
 
-        Args:
-            moved: whether its storage was replaced, so that a view must be replaced.
-        """
-        if moved and self._is_view:
-            # Programs refer to the tensor object, so the object gets the new view.
-            self.tensor.data = self._make()
-        elif not self._is_view:
-            self._unfolded().data.copy_(self._block.within(self.stored.parameter.detach()))
+    @property
+    def copied(self) -> tuple[Tensor, Tensor] | None:
+        """Target and source of the copy, valid until the storage of the parameter is replaced; None of a view."""
+        return None if self._is_view else (self._unfolded().data, self._block.within(self.stored.parameter.detach()))
 
     def write_back(self) -> None:
         """Copy values that programs wrote to a copy back to the parameter."""

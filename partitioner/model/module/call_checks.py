@@ -1,0 +1,76 @@
+"""Check, before each call, what a user may have changed on the modules and parameters since the last one.
+
+The common case is that nothing has changed: one pass over the parameters compares flags and identities, and calls no other function.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from partitioner.model.module.freezing import Freezing
+from partitioner.model.module.structure import RegisteredTensors
+from partitioner.runtime.base import Runtime
+from partitioner.runtime.state.hooks import CALL_HOOKS, GLOBAL_HOOKS, refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
+from partitioner.runtime.state.parameters import State, check_values
+
+__all__ = ["CallChecks"]
+
+
+class CallChecks:
+    """Checks the modules and parameters of a partitioned model.
+
+    Args:
+        model: the partitioned model.
+        places: of its parameters and buffers.
+        state: the tensors of this process.
+        runtime: its ranks.
+    """
+
+    def __init__(self, model: nn.Module, places: RegisteredTensors, state: State, runtime: Runtime) -> None:
+        self._own, self._places, self._state = vars(model), places, state
+        self._freezing = Freezing(state, runtime)
+        self._is_alone = len(runtime.local_ranks) == runtime.n_ranks
+        self._parameters = tuple(parameter for _, parameter in state.named_parameters())
+        self._has_values = False
+        self._trained: list[bool] | None = None
+
+    def before_call(self, *, tracked: bool) -> None:
+        """Check what every call depends on: values, frozen parameters, hooks of all modules. Every rank must call it.
+
+        Args:
+            tracked: whether gradients are on.
+
+        Raises:
+            ConfigError: parameters are on the meta device; parts of one are frozen apart; or a hook is registered for all modules.
+        """
+        if not self._has_values:
+            check_values(self._state)
+            self._has_values = True
+        if tracked:
+            trained = [parameter.requires_grad for parameter in self._parameters]
+            if not self._is_alone or trained != self._trained:
+                self._freezing.check()
+                self._trained = trained
+        if any(GLOBAL_HOOKS):
+            refuse_global_hooks()
+
+    def before_step(self, model: nn.Module, *, in_no_sync: bool) -> None:
+        """Check what a training step depends on.
+
+        Raises:
+            ConfigError: hooks of the model would not be called; a tensor was replaced; or a parameter has a hook that would get another
+                gradient than on the original.
+        """
+        if any(self._own[name] for name in CALL_HOOKS):
+            refuse_hooks(model, "train_step()")
+        for table, key, tensor, _ in self._places.places:
+            if table[key] is not tensor:
+                self._places.refuse_replaced()
+        self.before_backward(in_no_sync=in_no_sync)
+
+    def before_backward(self, *, in_no_sync: bool) -> None:
+        """Check what a backward depends on: the hooks of parameters."""
+        for parameter in self._parameters:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # noqa: SLF001  as ``has_hooks``
+                refuse_parameter_hooks(self._state.stored_parameters(), in_no_sync=in_no_sync)
+                return
