@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster, Device
 from cost_models.memory.optimizer_state import training_bytes
@@ -110,19 +112,30 @@ def simulate_programs(
 
 def _traffic(traffic: Mapping[Group, Mapping[Pair, float]], everybody: Representatives) -> dict[Pair, int]:
     """Return the bytes between all pairs of ranks: those of each representative's group, shifted to the groups that it stands for."""
-    mesh = everybody.mesh
     totals: dict[Pair, float] = {}
     for group, sizes in traffic.items():
         anchor = next(member for member in group if everybody.of[member] == member)
-        seen: set[frozenset[int]] = set()
-        for rank in (rank for rank, other in everybody.of.items() if other == anchor):
-            place = {member: mesh.shifted(member, anchor, rank) for member in group}
-            if frozenset(place.values()) not in seen:
-                seen.add(frozenset(place.values()))
-                for (source, destination), size in sizes.items():
-                    pair = place[source], place[destination]
-                    totals[pair] = totals.get(pair, 0.0) + size
+        represented = [rank for rank, other in everybody.of.items() if other == anchor]
+        for others in _shifted_groups(everybody.mesh, group, anchor, represented):
+            place = dict(zip(group, others, strict=True))
+            for (source, destination), size in sizes.items():
+                pair = place[source], place[destination]
+                totals[pair] = totals.get(pair, 0.0) + size
     return {pair: round(size) for pair, size in sorted(totals.items())}
+
+
+def _shifted_groups(mesh: Mesh, group: Sequence[int], anchor: int, ranks: Sequence[int]) -> list[list[int]]:
+    """Return the groups that are to some ranks as ``group`` is to ``anchor`` (``Mesh.shifted``), equal sets of ranks once."""
+    if mesh.widths:
+        places = np.array([[mesh.shifted(member, anchor, rank) for member in group] for rank in ranks])
+    else:
+        shape = [size for _, size in mesh.dimensions]
+        starts, members, at = (np.stack(np.unravel_index(each, shape)) for each in ([anchor], group, ranks))  # coordinates
+        coordinates = (at[:, :, None] + (members - starts)[:, None, :]) % np.array(shape)[:, None, None]
+        places = np.ravel_multi_index(tuple(coordinates), shape)
+    _, first = np.unique(np.sort(places, axis=1), axis=0, return_index=True)
+    found: list[list[int]] = places[np.sort(first)].tolist()
+    return found
 
 
 def _latency(runs: Mapping[int, RankRun]) -> float:

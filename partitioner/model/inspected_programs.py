@@ -109,4 +109,4 @@ def explained(trace: Trace, last_step: Request | None) -> Explained:
 def table_of_devices(trace: Trace, last_step: Request | None) -> DeviceTable:
     """Return the table that ``print`` shows: a line for each rank, or of many ranks for each class of equal ones."""
     sources = explained(trace, last_step)
-    return mesh_table(sources) if sources.is_cut else device_table(sources)
+    return sources.once("devices", lambda: mesh_table(sources) if sources.is_cut else device_table(sources))

@@ -65,6 +65,7 @@ from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.specialize.trace import Trace
 from partitioner.specialize.traces import Match, Traces
 from passes.emit.programs import LossReduction
+from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.checked_arguments import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
@@ -321,6 +322,7 @@ class PartitionedModel(ModuleInPlan):
             return check(Subject(trace.original, trace.graph, trace.runtime, trace.state, with_microbatches), args, kwargs)
 
     @checked_arguments()
+    @gc_paused()
     def explain(self, *, prices: bool = False) -> str:
         """Return the plan as text: stages, layouts, communication and why, schedule, predicted time and what bounds it, and runner-ups.
 
@@ -334,6 +336,7 @@ class PartitionedModel(ModuleInPlan):
         return explanation(self.explained(), (self._prices or ()) if prices else ())
 
     @checked_arguments(VALUES, EXAMPLES)
+    @gc_paused()
     def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
         """Write all reports as one HTML file, which needs no network; the step is simulated on ``cluster``.
 
@@ -428,6 +431,7 @@ class PartitionedModel(ModuleInPlan):
         """Return the model, its plan and its programs as reports read them."""
         return explained(self.traced, self._served.last_step)
 
+    @gc_paused()
     def device_table(self) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank, of many ranks for each class of equal ones."""
         return table_of_devices(self.traced, self._served.last_step)

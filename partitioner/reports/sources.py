@@ -135,6 +135,13 @@ class Explained:
         return self.classes_of_ranks()
 
     @property
+    def rank_classes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each class of equal ones; of a model of many operations, those at each pipeline position."""
+        if self.is_long:
+            return self.ranks_at_places
+        return tuple(of_class.ranks for of_class in self.classes)
+
+    @property
     def mesh(self) -> Mesh:
         return self.plan.grid
 

@@ -95,7 +95,8 @@ def tensor_layout(explained: Explained, placeholder: str) -> str:
     def over(position: int, _dimension: int) -> list[str]:
         return _mesh_dimensions_of_axis(blocks, position, explained.mesh)
 
-    return axes_text(axes, explained.planned_axis_names, axes.of(placeholder), over)
+    names = explained.planned_axis_names
+    return explained.once(("layout", placeholder), lambda: axes_text(axes, names, axes.of(placeholder), over))
 
 
 def _mesh_dimensions_of_axis(blocks: Mapping[int, Block], position: int, mesh: Mesh) -> list[str]:

@@ -35,6 +35,10 @@ _PROGRAMS, _PROGRAM_BYTES = 16, 2_000_000
 
 _FOOTER = "times and memory are predicted: those of plans, stages and devices by the planner, the others by simulating the programs."
 
+_LONG_FORMULAS = '<p class="footnote">pm.cost_formula() has the formulas: those of so many operations take long.</p>'
+_LONG_PROGRAMS = '<p class="footnote">pm.graph(rank) has the program of a rank: those of so many operations do not fit a page.</p>'
+"""In place of what takes long of a model of many operations."""
+
 _WEIGHTS = 4
 """Largest number of weights that are drawn, one for each layout."""
 
@@ -48,17 +52,18 @@ def page_html(
         choices: the options that the user fixed, with their cost.
         formula: returns the formulas of a step. If it raises, the page gives the reason in their place.
     """
-    bodies, classes = dict(sections(explained, choices)), [of_class.ranks for of_class in explained.classes]
+    bodies, classes = dict(sections(explained, choices)), explained.rank_classes
+    drawing = "" if explained.is_long else f'<div class="wide">{diagram_svg(partition_diagram(explained))}</div>'
     parts = (
         ("Plan", _plan(explained, bodies, simulation)),
         ("Devices", f'<div class="wide">{devices.html()}</div>'),
-        ("Drawing", f'<div class="wide">{diagram_svg(partition_diagram(explained))}</div>'),
+        ("Drawing", drawing),
         ("Weights", _weights(explained)),
         ("Timeline", f'<div class="wide">{simulation.timeline.svg()}</div>'),
         ("Memory", bars_html([simulation.memory[ranks[0]] for ranks in classes], [_ranks_words(ranks) for ranks in classes])),
         ("Communication", _communication(explained, bodies, simulation)),
-        ("Formulas", _formulas(explained, formula)),
-        ("Programs", _programs(explained)),
+        ("Formulas", _LONG_FORMULAS if explained.is_long else _formulas(explained, formula)),
+        ("Programs", _LONG_PROGRAMS if explained.is_long else _programs(explained)),
         ("Notes", _notes(explained)),
     )
     header = f"<h1>{escape(explained.name)}</h1><p>{escape(devices.headline)}</p>{_tiles(simulation)}"
@@ -104,7 +109,7 @@ def _weights(explained: Explained) -> str:
 
 def _communication(explained: Explained, bodies: _Bodies, simulation: Simulation) -> str:
     n_ranks = explained.mesh.size
-    classes = [of_class.ranks for of_class in explained.classes] if n_ranks > _CELLS else [(rank,) for rank in range(n_ranks)]
+    classes = explained.rank_classes if n_ranks > _CELLS else [(rank,) for rank in range(n_ranks)]
     return f'<div class="wide">{matrix_html(simulation.communication, classes)}</div>' + _tables(bodies, ("COMMUNICATION",))
 
 

@@ -78,11 +78,12 @@ def block_table(title: str, detail: str, blocks: Mapping[int, Block], held: Sequ
     rows = _undivided_intervals(axis_sizes[:n_row_axes], edges[:n_row_axes])
     columns = _undivided_intervals(axis_sizes[n_row_axes:], edges[n_row_axes:])
 
-    def owners(row: _Interval, column: _Interval) -> tuple[int, ...]:
-        index = row.index + column.index
-        return tuple(rank for rank in blocks if rank not in parts or _contains(parts[rank], index))
-
-    cells = [[owners(row, column) for column in columns] for row in rows]
+    owners: list[list[list[int]]] = [[[] for _ in columns] for _ in rows]
+    for rank in blocks:
+        of_rows, of_columns = (_within(parts.get(rank), each, start) for each, start in ((rows, 0), (columns, n_row_axes)))
+        for row, column in itertools.product(of_rows, of_columns):
+            owners[row][column].append(rank)
+    cells = [[tuple(ranks) for ranks in of_row] for of_row in owners]
     merged_rows = _merge_equal(rows, cells)
     cells_by_column = [list(column) for column in zip(*(cells_of_row for _, cells_of_row in merged_rows), strict=True)]
     merged_columns = _merge_equal(columns, cells_by_column)
@@ -129,8 +130,16 @@ def _undivided_intervals(sizes: Sequence[int], edges: Sequence[set[int]]) -> lis
     return intervals
 
 
-def _contains(intervals: Sequence[tuple[int, int]], index: Sequence[int]) -> bool:
-    return all(start <= place < stop for (start, stop), place in zip(intervals, index, strict=True))
+def _within(block: Sequence[tuple[int, int]] | None, intervals: Sequence[_Interval], first_axis: int) -> list[int]:
+    """Return the numbers of the intervals, of axes from ``first_axis`` on, that a block covers; None is the whole tensor."""
+    if block is None:
+        return list(range(len(intervals)))
+    axes = block[first_axis:]
+    return [
+        number
+        for number, interval in enumerate(intervals)
+        if all(start <= place < stop for (start, stop), place in zip(axes, interval.index, strict=False))
+    ]
 
 
 Cells = list[tuple[int, ...]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +73,15 @@ def test_a_pipeline_of_a_long_model(every_model_is_long: None, monkeypatch: pyte
     assert "predicted from the layouts of values" in text
     monkeypatch.setattr(sources, "MANY_NODES", 10**9)
     assert pm.device_table().rows == planned.rows
+
+
+def test_a_page_of_a_long_model_has_no_programs(every_model_is_long: None, tmp_path: Path) -> None:
+    pm = gpt({"pipeline": 2, "zero1": 16, "tensor": 4}, 128, n_microbatches=2)
+    pm.save_report(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "pm.graph(rank) has the program of a rank" in text
+    assert "pm.cost_formula() has the formulas" in text
+    assert 'class="program"' not in text
+    assert text.count('<span class="bar">') == 2
+    assert pm.device_table().html() in text
+    assert len(text) < 1_000_000
