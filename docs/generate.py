@@ -25,6 +25,8 @@ import partitioner
 from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.units import format_bytes, format_flops
 from partitioner import Constraints, PartitionedModel, draw, draw_weight, partition
+from partitioner.model.inspection.inspected_model import InspectedModel
+from partitioner.model.module.model_state import ModelState
 from partitioner.reports.explain.timetable import timetable
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from passes.normalize.order import NORMALIZE
@@ -74,9 +76,10 @@ def first_line(documented: object) -> str:
 def api() -> str:
     """Return every public name, and every method of a partitioned model."""
     names = [(f"`{name}`", first_line(getattr(partitioner, name))) for name in sorted(partitioner.__all__, key=str.lower)]
+    members = dict(item for kind in (ModelState, InspectedModel, PartitionedModel) for item in vars(kind).items())
     own = [
         (name, member)
-        for name, member in vars(PartitionedModel).items()
+        for name, member in members.items()
         if not name.startswith("_") and (callable(member) or isinstance(member, property))
     ]
     methods = [(f"`pm.{name}{'' if isinstance(member, property) else '()'}`", first_line(member)) for name, member in sorted(own)]

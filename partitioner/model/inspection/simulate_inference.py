@@ -23,7 +23,7 @@ from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import simulate_programs
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.generation.generate import most_in_flight, most_positions
-from partitioner.model.simulate import machine_of
+from partitioner.model.inspection.simulate import machine_of
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.runtime.executor import ProgramSet
 from partitioner.specialize.trace import Trace

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from cost_models.hardware.clusters import Cluster
 from partitioner import ConfigError, InfeasiblePlanError, PartitionedModel, partition
-from partitioner.model.replan import Replanned
+from partitioner.model.inspection.replan import Replanned
 from tests.support.models.attention.gpt import Gpt
 from tests.support.processes.processes import Workers
 from tests.support.processes.resumed_cases import resumed_difference

@@ -1,0 +1,1 @@
+"""Plan, programs, predictions and reports of a partitioned model."""
