@@ -55,7 +55,7 @@ class Replaced:
     Attributes:
         name: dotted, from ``torch``.
         reason: what the replacement does.
-        since: the first version of torch that has the name.
+        since: the first version of torch that has the name; 2.0 for older ones.
         without: what fails, or is wrong, without it.
         make: returns the replacement of an original; a function among them is called by the thread that traces alone.
     """
@@ -104,28 +104,28 @@ REPLACED = (
     Replaced(
         "torch.autograd.graph.saved_tensors_hooks.__enter__",
         "ignores hooks of torch, begins a region of a checkpoint, and refuses hooks of other code",
-        "1.10",
+        "2.0",
         "hooks that change saved tensors are forgotten, checkpoints are not marked, and nested ones have no gradients",
         lambda _, __: enter_hooks,
     ),
     Replaced(
         "torch.autograd.graph.saved_tensors_hooks.__exit__",
         "ends a region of a checkpoint",
-        "1.10",
+        "2.0",
         "hooks that were not set are taken away",
         lambda _, __: leave_hooks,
     ),
     Replaced(
         "torch.is_grad_enabled",
         "notes that the model asks whether gradients are on",
-        "1.0",
+        "2.0",
         "a model that computes something else without gradients has the program of the mode that it was traced in for both",
         lambda original, record: is_grad_enabled_for(original, record.questions),
     ),
     Replaced(
         "torch.utils.checkpoint._CachingTorchDispatchMode.__init__",
         "marks the values that a policy of selective checkpointing saves",
-        "2.4",
+        "2.2",
         "the plan recomputes everything in a checkpoint",
         with_marked_decisions,
     ),
@@ -139,14 +139,14 @@ REPLACED = (
     Replaced(
         f"{_FLEX}._validate_device",
         "allows gradients on every device",
-        "2.5",
+        "2.6",
         "FlexAttention in training is refused on the CPU",
         lambda _, __: lambda *_: None,
     ),
     Replaced(
         f"{_FLEX}.setup_compilation_env",
         "keeps the mode that records the levels of ``vmap``",
-        "2.9",
+        "2.11",
         "a trace of FlexAttention fails",
         lambda _, __: contextlib.nullcontext,
     ),
@@ -174,7 +174,7 @@ REPLACED = (
     Replaced(
         "torch.fx.experimental.proxy_tensor.proxy_call",
         "computes decisions by values that the trace knows",
-        "1.13",
+        "2.0",
         "``if mask.all()`` of a constant mask cannot be traced",
         _call_by_known_values,
     ),
@@ -188,7 +188,7 @@ REPLACED = (
     Replaced(
         "torch.autocast.__init__",
         "makes autocast for the meta device, and for the planned one, that of the CPU",
-        "1.6",
+        "2.0",
         "a model on the meta device that writes ``torch.autocast(x.device.type)`` cannot be traced",
         _autocast,
     ),
