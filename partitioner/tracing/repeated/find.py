@@ -352,6 +352,8 @@ class _Log:
         takes_unseen: whether a tensor without a source is given one, as in the rest of the model before it calls a candidate.
         reads_unknown: whether a call has read a tensor without a source.
         unseen: tensors that were given one, kept alive, so that their ids stay unique.
+        objects: id of another object, such as a cache that each run makes anew -> its number, and the object; None: it is compared by
+            identity, as copies must be given one object.
     """
 
     entries: list[Hashable] = field(default_factory=list)
@@ -359,11 +361,14 @@ class _Log:
     takes_unseen: bool = False
     reads_unknown: bool = False
     unseen: list[Tensor] = field(default_factory=list)
+    objects: dict[int, tuple[int, Any]] | None = None
 
     def source_of(self, value: Any) -> Hashable:
         """Return the source of a tensor, and note if it has none; for another object, a key of its identity."""
         if not isinstance(value, Tensor):
-            return value if callable(value) and isinstance(value, Hashable) else _identity_key(value)
+            if callable(value) and isinstance(value, Hashable):
+                return value
+            return _identity_key(value) if self.objects is None else self.objects.setdefault(id(value), (len(self.objects), value))[0]
         if id(value) not in self.sources and self.takes_unseen:
             self.sources[id(value)] = "unseen", len(self.unseen)
             self.unseen.append(value)
@@ -405,7 +410,7 @@ class _CallLogger(TorchFunctionMode):
 
     def __init__(self, modules: Mapping[str, nn.Module], stand_ins: Mapping[str, StandIn]) -> None:
         super().__init__()
-        self.outer = _Log(takes_unseen=True)
+        self.outer = _Log(takes_unseen=True, objects={})
         self.calls: list[_Call] = []
         self._around = _modes()
         self._log: _Log | None = self.outer  # None: calls are not logged
@@ -431,15 +436,20 @@ class _CallLogger(TorchFunctionMode):
         arguments, tree = tree_flatten((args, kwargs))
         entry = path, str(tree), comparison_key(arguments, self.outer.source_of)
         self.outer.takes_unseen = False
-        stand_in = self._stand_ins.get(path)
-        result = self._run_module(path, forward, args, kwargs) if stand_in is None else tree_unflatten(stand_in(arguments), stand_in.tree)
+        stand_in, inner = self._stand_ins.get(path), _Log()
+        if stand_in is None:
+            result, inner = self._run_module(path, forward, args, kwargs)
+        else:
+            result = tree_unflatten(stand_in(arguments), stand_in.tree)
         self._alive.append((arguments, result))
         self.outer.entries.append((*entry, self.outer.register_result(result)))
+        for tensor, source in inner.sources.items():  # what it left in a cache may be read: not that of a copy, which has a stand-in
+            self.outer.sources.setdefault(tensor, ("inside", path, source))
         self._log = self.outer
         return result
 
-    def _run_module(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a candidate with a log of its own, and record the call in ``calls``."""
+    def _run_module(self, path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, _Log]:
+        """Run a candidate with a log of its own, and record the call in ``calls``; return its result and its log."""
         module = self.modules[path]
         arguments, tree = tree_flatten((args, kwargs))
         log, attributes, modes = _module_log(module, arguments), attribute_snapshot(module), _modes()
@@ -458,7 +468,7 @@ class _CallLogger(TorchFunctionMode):
             results = tuple(log.source_of(leaf) if isinstance(leaf, Tensor) else comparison_key(leaf, id) for leaf in leaves)
             key = str(tree), layouts, modes, tuple(log.entries), str(result_tree), results
         self.calls.append(_Call(path, tuple(log.entries), key, stand_in))
-        return result
+        return result, log
 
 
 def _module_log(module: nn.Module, arguments: Sequence[Any]) -> _Log:

@@ -444,7 +444,7 @@ def test_nothing_is_traced_in_a_slower_way(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_no_family_of_transformers_is_traced_in_a_slower_way(name: str) -> None:
     model, (inputs, _) = FAMILIES[name].model(), FAMILIES[name].batch(0)
     assert not slower(partition(model, 2, "pipeline", example_kwargs=inputs, progress=False).plan.notes)
