@@ -13,7 +13,7 @@ from cost_models.hardware.units import format_bytes
 from partitioner.planner.constraints.halos import check_halos
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto, plans_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.least_memory import least_memory
 from partitioner.planner.search.plan_mesh import plan_mesh
@@ -79,16 +79,17 @@ class PlanProblem:
 
     def _fastest(self, request: PlanRequest, tell: Callable[[str], None] | None, simulated: Simulated | None = None) -> Plan:
         """Return the plan with the shortest step."""
-        graph, deadline = self.models.graph_of_step(self.graph), Deadline.after(request.time_limit)
+        deadline = Deadline.after(request.time_limit)  # before anything that takes time
+        graph = self.models.graph_of_step(self.graph)
         problem = (graph, self.cluster, request, self.cost_model)
         if self.sequential_tiles is not None:
             plan = plan_stream(graph, self.sequential_tiles, *problem[1:])
         elif self.mesh is not None:
-            plan = plan_mesh(*problem, self.mesh, self.models)
+            plan = plan_mesh(*problem, self.mesh, self.models, deadline)
         elif simulated is None or len(request.devices) == 1:
-            plan = plan_auto(*problem, tell, self.models)
+            plan = plans_auto(*problem, tell, self.models, deadline, most=1)[0]
         else:
-            plans = plans_auto(*problem, tell, self.models, most=MOST_SIMULATED)
+            plans = plans_auto(*problem, tell, self.models, deadline, most=MOST_SIMULATED)
             plan = fastest_simulated(plans, simulated, self.limits, deadline, interruptible=tell is not None)
         return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))
 

@@ -39,14 +39,15 @@ def fastest_simulated(
     Args:
         plans: of different meshes, the first of the search's choice. One that cannot be lowered is left out, and named in the notes.
         limits: the memory limit of each rank in bytes.
-        deadline: of the search; once it is over, no further plan is simulated.
+        deadline: of the search; once it is over, no plan is simulated, and the step time is that of the search.
         interruptible: whether Ctrl-C ends the ranking with the best plan so far; otherwise it is raised.
     """
     steps: list[tuple[Plan, Simulation]] = []
     notes: list[str] = []
     end = ""
     for plan in plans:
-        if steps and deadline.is_over:
+        if deadline.is_over:
+            end = " within the time limit"
             break
         try:
             steps.append((plan, simulated(plan)))

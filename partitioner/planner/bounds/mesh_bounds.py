@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -118,6 +118,12 @@ class MeshBounds:
         """Return the work of an average rank: a weaker lower bound, which holds whatever axes the mesh shards."""
         seconds = self._prices.times(self._whole.batch_size).least
         return float(np.maximum(seconds / mesh.cutting.size, self._starts).sum()) / stages_length(mesh) * (1 - _ROUNDING)
+
+    @cached_property
+    def of_any_mesh(self) -> float:
+        """The work of an average device: the weakest lower bound, of all meshes."""
+        seconds = self._prices.times(self._whole.batch_size).least
+        return float(seconds.sum()) / len(self._cluster.devices) * (1 - _ROUNDING)
 
     def _of_submeshes(self, mesh: Mesh, replicas: tuple[int, ...]) -> float:
         """Return the lower bound for stages with different tensor-parallel degrees.

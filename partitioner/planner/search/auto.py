@@ -68,6 +68,7 @@ def plans_auto(
     cost_model: CostModel | None = None,
     tell: Callable[[str], None] | None = None,
     models: SharedModels | None = None,
+    deadline: Deadline | None = None,
     *,
     most: int,
 ) -> list[Plan]:
@@ -79,14 +80,16 @@ def plans_auto(
         cost_model: prices work and messages; None: an analytic roofline.
         tell: called with the progress whenever it changes; an interrupt then keeps the best plan. None: an interrupt is raised.
         models: what plans of one graph share.
-        most: how many plans.
+        deadline: of the search; None: it begins now.
+        most: how many plans; one once the time is over.
 
     Raises:
         ConfigError: the request does not fit the model, the cluster or itself.
         InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
     """
     request.check(graph)
-    search = _Auto(graph, cluster.first(len(request.devices)), request, cost_model or Roofline(), tell, models or SharedModels())
+    known = (cost_model or Roofline(), tell, models or SharedModels(), deadline or Deadline.after(request.time_limit))
+    search = _Auto(graph, cluster.first(len(request.devices)), request, *known)
     search.run()
     return search.plans(most)
 
@@ -154,7 +157,9 @@ class _Auto:
         cost_model: CostModel,
         tell: Callable[[str], None] | None,
         models: SharedModels,
+        deadline: Deadline,
     ) -> None:
+        self._deadline = deadline
         self._graph, self._cluster, self._request, self._cost_model = graph, cluster, request, cost_model
         clock_rate, hardware = clock_rate_of(graph, cluster, asked=False), Hardware(cluster, cost_model)
         self._model = models.cuttable(graph, request, clock_rate, hardware)
@@ -162,7 +167,7 @@ class _Auto:
             raise ConfigError("the model computes nothing: there is nothing to divide", remedy="pass a model that computes something")
         self._opener = _Opener(self._model, graph, cluster, request, cost_model)
         breadth = min(1.0, math.log2(max(2, len(cluster.devices))) / _DOUBLINGS)
-        self._new_search = partial(PlanSearch, tell, self._opener, breadth, Deadline.after(request.time_limit))
+        self._new_search = partial(PlanSearch, tell, self._opener, breadth, deadline)
         self._search = self._new_search()
         self._kinds: dict[tuple[str, ...], list[tuple[float, ClosedMesh]]] = {}  # dimensions -> usual meshes without stages
         self._n_cuts = 0
@@ -200,14 +205,20 @@ class _Auto:
     def _search_meshes(self, shapes: Iterable[Mesh], bounds: MeshBounds) -> None:
         """Add meshes, and search until none of their candidates can be faster than the best plan."""
         for mesh in shapes:
+            if self._deadline.is_half_over and self._search.best is None:
+                self._search.run(first=True)  # of the meshes so far: bounds of all others may take the rest of the time
             self._open_mesh(mesh, bounds)
         self._search.run()
 
     def _open_mesh(self, mesh: Mesh, bounds: MeshBounds, replicas: tuple[int, ...] = ()) -> None:
         """Add a mesh to the search with its lower bound; a second time with extra axes, if the model allows that.
 
-        A mesh whose bound is infinite does not fit the memory: it is remembered for the error message of a failed search.
+        A mesh whose bound is infinite does not fit the memory: it is remembered for the error message of a failed search. Once the time is
+        over, or the search is interrupted, a mesh is left out: the work of the model over all devices bounds its step.
         """
+        if self._deadline.is_over or self._search.interrupted:
+            self._search.leave_out(bounds.of_any_mesh)
+            return
         try:
             uniform = not replicas and not mesh.widths
             extra = (False, True) if uniform and self._model.has_extra_axes(mesh) else (False,)
@@ -232,12 +243,13 @@ class _Auto:
         their bound is above the best step, are solved for it.
         """
         if self._search.best is None:
-            raise self._failure()
+            raise self._search.out_of_time if self._deadline.is_over else self._failure()
         step_time = self._search.best[1].step_time
         near: dict[tuple[str, ...], tuple[PlanSearch, int]] = {}
         for place, (option, found) in enumerate(self._search.fastest(_of_mesh)):
             if not place or found.step_time <= step_time * _NEARLY:
                 near.setdefault(option.problem.mesh.names, (self._search, place))
+        most = 1 if self._deadline.is_over else most
         if most > 1:
             near |= {names: (search, 0) for names, search in self._other_kinds(near, step_time * _NEARLY)}
         every = [(search.fastest(_of_mesh)[place], search, place) for search, place in near.values()]
@@ -284,9 +296,20 @@ class _Auto:
         """Return the error of a search without a plan: the least missing memory over all meshes, or the reasons of their refusal."""
         if self._request.is_trial:
             return nothing_of_trial()
-        for item in self._too_large:
+        opened = self._search.meshes
+        most = max(_LEAST_REMEDIES, _REMEDY_UNITS // len(self._model.whole.points.units)) if not self._deadline.is_over else _LEAST_REMEDIES
+        for item in sorted(self._too_large, key=self._need)[: max(0, most - len(opened))]:
             self._search.open(item)
-        return nothing_fits(self._search.meshes, [*self._refusals, *self._search.refusals])
+        return nothing_fits(sorted(opened, key=self._need)[:most], [*self._refusals, *self._search.refusals])
+
+    def _need(self, item: ClosedMesh | MeshProblem) -> tuple[int, bool, bool]:
+        """Return a key that orders meshes roughly by memory: few copies of parameters first, equal stages, usual ones."""
+        mesh, replicas = item.mesh, item.replicas if isinstance(item, ClosedMesh) else item.request.replicas
+        return mesh.length("data"), bool(replicas or mesh.widths), mesh not in self._usual
+
+
+_REMEDY_UNITS, _LEAST_REMEDIES = 6_000, 8
+"""Units of all meshes, and the least number of meshes, that an error of a search without a plan reads: each unit takes about 2 ms."""
 
 
 def _of_mesh(option: Option) -> Hashable:

@@ -195,9 +195,9 @@ class PlanSearch:
             bound = problem.bound(policy, candidate) if policy == "none" else problem.bound_of_any(candidate)
             self.add(bound, Option(problem, cut, policy, candidate, axes=axes))
 
-    def run(self) -> None:
-        """Search until no candidate left can beat the best solution, or a limit is reached."""
-        while self._queue and not self._has_searched_enough():
+    def run(self, *, first: bool = False) -> None:
+        """Search until no candidate left can beat the best solution, or a limit is reached; with ``first``, until there is a solution."""
+        while self._queue and not self._has_searched_enough() and not (first and self.best is not None):
             _, _, bound, item = heapq.heappop(self._queue)
             if self._is_beaten(bound):
                 continue
@@ -271,14 +271,23 @@ class PlanSearch:
         """Return whether no plan with this lower bound can beat the best one."""
         return bound >= self._best_seconds
 
+    def leave_out(self, bound: float) -> None:
+        """Leave out plans with this lower bound, which stay unproved."""
+        self._unproved.append(bound)
+
+    @property
+    def out_of_time(self) -> ConfigError:
+        """The error of a search that has no plan when its time is over."""
+        n_meshes = f"{len(self.meshes)} mesh{'es' if len(self.meshes) != 1 else ''}"
+        return ConfigError(
+            f"no plan was found within time_limit={self._deadline.seconds:g} seconds, in which {n_meshes} could be looked at",
+            remedy='allow more seconds, or name the mesh, as in mode={"pipeline": 2, "tensor": 8}',
+        )
+
     def _has_searched_enough(self) -> bool:
         """Return whether the search ends with the best solution so far; raise ConfigError if its time is over, and it has none."""
         if not self._may_end and self._deadline.is_over:
-            n_meshes = f"{len(self.meshes)} mesh{'es' if len(self.meshes) != 1 else ''}"
-            raise ConfigError(
-                f"no plan was found within time_limit={self._deadline.seconds:g} seconds, in which {n_meshes} could be looked at",
-                remedy='allow more seconds, or name the mesh, as in mode={"pipeline": 2, "tensor": 8}',
-            )
+            raise self.out_of_time
         is_much = self._deadline.seconds is None and self._n_actions >= _MOST_ACTIONS
         return self.interrupted or (self._may_end and (self._is_too_long or is_much))
 

@@ -34,3 +34,8 @@ class Deadline:
     def is_over(self) -> bool:
         """Whether a limit was given and has passed."""
         return self.left == 0.0
+
+    @property
+    def is_half_over(self) -> bool:
+        """Whether a limit was given and half of it has passed."""
+        return self.left is not None and self.seconds is not None and self.left <= self.seconds / 2

@@ -22,6 +22,9 @@ __all__ = ["nothing_fits", "nothing_of_trial", "too_many_stages", "why_infeasibl
 
 _MOST_PLACES = 4096
 
+_MOST_TRIED = 16
+"""How many meshes, those that lack least first, are tried with more devices."""
+
 
 def why_infeasible(by_policy: Sequence[PipelineProblems], candidate: Candidate) -> PartitionError:
     """Return the error for a candidate without a solution.
@@ -89,7 +92,9 @@ class _Lack:
 
 
 def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionError]) -> PartitionError:
-    """Return the error if no plan of any mesh fits: what the closest mesh lacks, and the fewest devices that suffice, of all meshes.
+    """Return the error if no plan of any mesh fits: what the closest mesh lacks, and the fewest devices that suffice.
+
+    Of many meshes, more devices are tried for those that lack least.
 
     Args:
         meshes: all that were tried; if there are none, there are refusals.
@@ -105,7 +110,10 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
     mesh, candidate = closest.mesh, closest.candidate
     words, count = mesh_words(mesh, candidate.replicas), _count(candidate.n_microbatches, "microbatch", "es")
     devices, limit = _count(mesh.size, "device"), format_bytes(min(closest.problems.limits))
-    places = [(lack.mesh, _fewest_places(lack.problems, lack.candidate)) for lack in lacks]
+    lacks.sort(key=lambda lack: lack.missing)
+    meshes_tried = list(dict.fromkeys(lack.mesh for lack in lacks))[:_MOST_TRIED]
+    nearest = [lack for lack in lacks if lack.mesh in meshes_tried]
+    places = [(lack.mesh, _fewest_places(lack.problems, lack.candidate)) for lack in nearest]
     suffice = [(_n_ranks(each, n_places), _larger_mesh_words(each, n_places)) for each, n_places in places if n_places is not None]
     return InfeasiblePlanError(
         f"no plan fits {devices} of {limit}: in the closest, {words} with {count}, {_lack_words(closest.missing)}",

@@ -39,7 +39,12 @@ __all__ = ["PlanRequest", "Sharding", "describe", "describe_best", "make_plan", 
 
 
 def make_plan(
-    graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None, models: SharedModels | None = None
+    graph: ModelGraph,
+    cluster: Cluster,
+    request: PlanRequest,
+    cost_model: CostModel | None = None,
+    models: SharedModels | None = None,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """Decide stages, ranks, schedule and microbatches for a model whose axes are not sharded.
 
@@ -48,6 +53,7 @@ def make_plan(
         request: the user's choices; those that are None are decided here.
         cost_model: prices work and messages; None: an analytic roofline.
         models: what plans of one graph share.
+        deadline: of the search; None: it begins now.
 
     Raises:
         ConfigError: the request does not fit the model, the cluster or itself.
@@ -58,7 +64,7 @@ def make_plan(
     part = (models or SharedModels()).whole(graph, prices)
     mesh = Mesh((("pipeline", len(request.devices)),))
     problem = MeshProblem(mesh, part, cluster.first(len(request.devices)), request, prices)
-    return plan_shardings([Sharding(problem, None)])[0]
+    return plan_shardings([Sharding(problem, None)], deadline=deadline)[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,6 +89,7 @@ def plan_shardings(
     may_take: Callable[[float], bool] = lambda _seconds: True,
     n_left_out: int = 0,
     bound_left_out: float = math.inf,
+    deadline: Deadline | None = None,
 ) -> tuple[Plan, MeshCut | None]:
     """Return the best plan of a mesh over several shardings, with its sharded model; raises as ``make_plan`` does.
 
@@ -92,9 +99,10 @@ def plan_shardings(
         may_take: whether a contender of the mode may be taken if its step takes so many seconds.
         n_left_out: how many other choices of axes were not priced.
         bound_left_out: lower bound of their step seconds.
+        deadline: of the search; None: it begins now.
     """
     every = [*shardings, *contenders]
-    deadline = Deadline.after(shardings[0].problem.request.time_limit)
+    deadline = deadline or Deadline.after(shardings[0].problem.request.time_limit)
     search = taken = _search(every, deadline)
     if search.best is None:
         refusals = (sharding.problem.refusal for sharding in shardings)
@@ -102,9 +110,9 @@ def plan_shardings(
     fastest, solution = search.best
     of_mode = [sharding for sharding in every if sharding.is_of_mode]
     if all(sharding.problem is not fastest.problem for sharding in of_mode):
-        taken = _search(of_mode, deadline)
+        taken = _search(of_mode, deadline, is_optional=True)
     if taken.best is not None and taken.best[0].axes and not may_take(taken.best[1].step_time):
-        taken = _search(shardings, deadline)
+        taken = _search(shardings, deadline, is_optional=True)
     taken = taken if taken.best is not None else search
     assert taken.best is not None
 
@@ -121,9 +129,9 @@ def plan_shardings(
     return plan.predicted(searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), taken.best[0].cut
 
 
-def _search(shardings: Sequence[Sharding], deadline: Deadline) -> PlanSearch:
-    """Search all plans of some shardings of a mesh."""
-    search = PlanSearch(deadline=deadline)
+def _search(shardings: Sequence[Sharding], deadline: Deadline, *, is_optional: bool = False) -> PlanSearch:
+    """Search all plans of some shardings of a mesh; ``is_optional``: it may end without one, as another search has one."""
+    search = PlanSearch(deadline=deadline, is_optional=is_optional)
     for sharding in shardings:
         problem = sharding.problem
         problem.request.check(problem.part.graph)

@@ -21,6 +21,7 @@ from partitioner.planner.constraints.axes import check_dimensions, check_sharded
 from partitioner.planner.costs.links import LinkTable, clock_rate_of, stages_length
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.axis_contenders import contending_axes, n_sets_of_axes
+from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.make_plan import Sharding, make_plan, plan_shardings
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.axis_costs import contractions_of
@@ -56,6 +57,7 @@ def plan_mesh(
     cost_model: CostModel | None,
     mesh: Mesh,
     models: SharedModels | None = None,
+    deadline: Deadline | None = None,
 ) -> Plan:
     """Plan for a mesh that the user named.
 
@@ -63,29 +65,30 @@ def plan_mesh(
         cluster: the hardware, at least as many devices as the mesh has ranks.
         cost_model: prices; None: an analytic roofline.
         models: what plans of one graph share.
+        deadline: of the search; None: it begins now.
 
     Raises:
         ConfigError: the mesh cannot cut this model.
         InfeasiblePlanError: no plan fits the memory.
     """
     check_dimensions(request.constraints, mesh)
-    models = models or SharedModels()
+    models, deadline = models or SharedModels(), deadline or Deadline.after(request.time_limit)
     if mesh.cutting.size == 1:
-        return dataclasses.replace(make_plan(graph, cluster, request, cost_model, models), weights=weights_digest(graph))
+        return dataclasses.replace(make_plan(graph, cluster, request, cost_model, models, deadline), weights=weights_digest(graph))
     model_prices, clock_rate = cost_model or Roofline(), clock_rate_of(graph, cluster, asked=True)
     hardware = Hardware(cluster, model_prices)
     model = models.cuttable(graph, request, clock_rate, hardware)
     mesh = model.with_grid(mesh)
     sharder = _Sharder(model, cluster.first(mesh.size), request, model_prices, mesh)
     shardings = [*sharder.shardings(model, request), *sharder.with_attention()]
-    contenders, n_left_out = sharder.contenders(shardings)
+    contenders, n_left_out = sharder.contenders(shardings, deadline)
 
     def may_take(seconds: float) -> bool:
-        return seconds < _seconds_without(graph, cluster, request, cost_model, mesh, models)
+        return deadline.is_over or seconds < _seconds_without(graph, cluster, request, cost_model, mesh, models, deadline)
 
     bounds = MeshBounds(model, cluster.first(mesh.size), request, model_prices) if n_left_out else None
     bound_left_out = math.inf if bounds is None else bounds.of_any_axes(mesh)
-    plan, chosen = plan_shardings(shardings, contenders, may_take, n_left_out, bound_left_out)
+    plan, chosen = plan_shardings(shardings, contenders, may_take, n_left_out, bound_left_out, deadline)
     assert chosen is not None
     return dataclasses.replace(with_sharding(plan, chosen), weights=weights_digest(graph))
 
@@ -111,18 +114,22 @@ class _Sharder:
         shardings = [self._shard(self._model, self._request, extra_axes=False, attention=attention) for attention in others]
         return [sharding for sharding in shardings if sharding.cut is not None and sharding.cut.shares_attention]
 
-    def contenders(self, known: Sequence[Sharding]) -> tuple[list[Sharding], int]:
+    def contenders(self, known: Sequence[Sharding], deadline: Deadline) -> tuple[list[Sharding], int]:
         """Return the mesh with other axes that a user could name, without the cuts of the known shardings, and how many are left out.
 
-        Those that are what the mode means come first, with as many axes as possible; of a model of many operations the others are left out.
+        Those that are what the mode means come first, with as many axes as possible; of a model of many operations the others are left out,
+        and once the time is over all that are left.
         Beside axes that the user named, every other set that could be named as well counts as left out.
         """
         cuts, contenders = [sharding.cut for sharding in known], list[Sharding]()
         given = self._request.constraints
         named_axes = [*contending_axes(self._model, self._mesh, given)]
         named_axes.sort(key=lambda named: (not named[2], -len(named[0])))
-        priced = named_axes[: self._most_contenders()]
-        for names, dimension, is_of_mode in priced:
+        n_priced = 0
+        for names, dimension, is_of_mode in named_axes[: self._most_contenders()]:
+            if deadline.is_over:
+                break
+            n_priced += 1
             constraints = dataclasses.replace(given, axes={**(given.axes or {}), **dict.fromkeys(names, dimension)})
             named = dataclasses.replace(self._request, constraints=constraints)
             words = f"{', '.join(names)} over {dimension}"
@@ -132,7 +139,7 @@ class _Sharder:
                         cuts.append(sharding.cut)
                         contenders.append(dataclasses.replace(sharding, axes=words, is_of_mode=is_of_mode))
         n_sets = n_sets_of_axes(self._model, self._mesh, given) if given.axes else len(named_axes)
-        return contenders, n_sets - len(priced)
+        return contenders, n_sets - n_priced
 
     def _most_contenders(self) -> int:
         """Return how many contenders are priced."""
@@ -161,7 +168,13 @@ def _extra_axes_choices(model: CuttableModel, mesh: Mesh, request: PlanRequest) 
 
 
 def _seconds_without(
-    graph: ModelGraph, cluster: Cluster, request: PlanRequest, cost_model: CostModel | None, mesh: Mesh, models: SharedModels
+    graph: ModelGraph,
+    cluster: Cluster,
+    request: PlanRequest,
+    cost_model: CostModel | None,
+    mesh: Mesh,
+    models: SharedModels,
+    deadline: Deadline,
 ) -> float:
     """Return the seconds of a step on the mesh without its tensor dimension; inf if it has none, or there is no such plan.
 
@@ -172,7 +185,7 @@ def _seconds_without(
     smaller = Mesh(tuple(dimension for dimension in mesh.dimensions if dimension[0] != TENSOR) or (("pipeline", 1),))
     request = dataclasses.replace(request, devices=request.devices[: smaller.size], is_trial=True)
     try:
-        return plan_mesh(graph, cluster.first(smaller.size), request, cost_model, smaller, models).step_time
+        return plan_mesh(graph, cluster.first(smaller.size), request, cost_model, smaller, models, deadline).step_time
     except PartitionError:
         return math.inf
 

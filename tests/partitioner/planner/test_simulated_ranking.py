@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from partitioner import ConfigError, Plan, partition
+from partitioner.planner.bounds.mesh_bounds import MeshBounds
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto, plans_auto
 from partitioner.planner.search.best_first import ClosedMesh, PlanSearch
@@ -96,17 +98,6 @@ def test_a_plan_that_cannot_be_lowered_is_left_out(plans: list[Plan], step: Simu
     assert all(f"Left out, as it cannot be lowered: {words}: it cannot be lowered." in plan.notes for plan in (taken, only))
 
 
-def test_no_further_plan_is_simulated_once_time_is_over(plans: list[Plan], step: Simulation) -> None:
-    asked: list[Plan] = []
-
-    def simulated(plan: Plan) -> Simulation:
-        asked.append(plan)
-        return step
-
-    assert fastest_simulated(plans, simulated, NO_LIMIT, Deadline(1.0, 0.0)) == plans[0]
-    assert asked == plans[:1]
-
-
 def test_a_plan_whose_simulated_memory_fits_comes_first(plans: list[Plan], step: Simulation) -> None:
     seconds = {plan: 1.0 + place for place, plan in enumerate(plans)}
     peak = max(step.peak_memory)
@@ -120,6 +111,15 @@ def test_a_plan_whose_simulated_memory_fits_comes_first(plans: list[Plan], step:
     assert fastest_simulated(plans, simulated, limits, FREE) == plans[1]
     only = fastest_simulated(plans[:1], simulated, limits, FREE)
     assert any(note.startswith("The simulated peak memory exceeds the limit by ") for note in only.notes)
+
+
+def test_nothing_is_simulated_once_the_time_is_over(plans: list[Plan]) -> None:
+    def refuse(_: Plan) -> Simulation:
+        raise AssertionError("a simulation began after the end")
+
+    found = fastest_simulated(plans, refuse, NO_LIMIT, Deadline(1.0, 0.0))
+    assert found == plans[0]
+    assert found.prediction.searched.endswith("none was simulated within the time limit")
 
 
 def test_an_interrupt_keeps_what_is_simulated_where_progress_is_shown(plans: list[Plan], step: Simulation) -> None:
@@ -143,3 +143,27 @@ def test_the_end_of_the_time_keeps_the_plan_of_the_search() -> None:
     search.run()
     assert search.best is None
     assert plans_auto(graph(), CLUSTER, request, most=6)
+
+
+def test_meshes_are_left_out_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock passes the limit with the first plan: no mesh gets a bound afterwards, and the gap says that these were left out."""
+    opened, found = list[Mesh](), list[bool]()
+    of, solve = MeshBounds.of, PlanSearch._solve
+
+    def counted(bounds: MeshBounds, mesh: Mesh, **options: Any) -> float:
+        assert not found
+        opened.append(mesh)
+        return of(bounds, mesh, **options)
+
+    def solved(search: PlanSearch, *arguments: Any) -> None:
+        solve(search, *arguments)
+        found.extend([True] if search.best is not None else [])
+
+    monkeypatch.setattr(MeshBounds, "of", counted)
+    monkeypatch.setattr(PlanSearch, "_solve", solved)
+    is_over: Any = property(lambda _: bool(found))
+    monkeypatch.setattr(Deadline, "is_over", is_over)
+    monkeypatch.setattr(Deadline, "is_half_over", True)
+    (plan,) = plans_auto(graph(), CLUSTER, dataclasses.replace(REQUEST, time_limit=60.0), most=6)
+    assert len(opened) < 8  # of about 40
+    assert plan.gap
