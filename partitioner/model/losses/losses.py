@@ -177,18 +177,19 @@ class Losses:
         self,
         known: PreparedLoss,
         inputs: BoundInputs,
+        extra: Mapping[int, Mapping[str, Any]],
         target: Any,
-        loss_fn: LossFunction | None,
         reduction: LossReduction,
         programs: Programs,
     ) -> PreparedLoss:
-        """Return how a step computes its loss that is like an earlier one but for values; ``known.questions`` were asked before."""
-        extra = {rank: {"target": target, "loss_fn": loss_fn} for rank in self._runtime.local_ranks}
-        if not known.takes_whole_target:
-            for rank in self._runtime.local_ranks:
-                extra[rank]["target"] = known.sharded.rows.target_of_rank(target, inputs.batch, rank)
-        prepared = replace(known, extra=extra)
-        return self._combined(_Step(inputs, target, loss_fn, reduction), prepared, programs) if known.combination == "counted" else prepared
+        """Return how a step computes its loss that is like an earlier one but for the targets that count.
+
+        Args:
+            extra: rank of this process -> its target and the loss function.
+            target: of the batch.
+        """
+        step = _Step(inputs, target, extra[self._here]["loss_fn"], reduction)
+        return self._combined(step, replace(known, extra=extra), programs)
 
     def _combined(self, step: _Step, prepared: PreparedLoss, programs: Programs) -> PreparedLoss:
         """Return how a loss is combined from those of the parts of the batch; from all rows at once if there is no other way."""

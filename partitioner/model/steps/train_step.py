@@ -59,6 +59,7 @@ class PreparedStep:
         of_plan: the same step of the plan's batch, which reports describe.
         programs: of all ranks.
         input_names: the inputs whose gradients ``run`` returns, in order.
+        extra: rank of this process -> arguments of its program besides inputs of the model.
     """
 
     served: ServedTrace
@@ -67,10 +68,11 @@ class PreparedStep:
     of_plan: Request
     programs: ProgramSet
     input_names: list[str]
+    extra: Mapping[int, Mapping[str, Any]]
 
     def run(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Run the step: gradients of parameters are added to ``.grad``. Return the loss, and the gradients of inputs."""
-        loss, gradients = self.served.calls.step(self.loss.sharded, self.programs, self.inputs, self.loss.extra)
+        loss, gradients = self.served.calls.step(self.loss.sharded, self.programs, self.inputs, self.extra)
         return loss, tuple(gradients)
 
 
@@ -86,8 +88,8 @@ def prepare_step(match: Match[ServedTrace], inputs: BoundInputs, given: StepArgu
     if known is None and key is not None and step.loss.questions is not None:
         if len(served.steps) >= _STEPS_KEPT:
             served.steps.clear()
-        empty = replace(inputs, tensors={}, written={})
-        served.steps[key] = replace(step, inputs=empty, loss=replace(step.loss, extra={}))  # else tensors would be kept
+        empty = replace(inputs, tensors={}, written={})  # else tensors would be kept
+        served.steps[key] = replace(step, inputs=empty, loss=replace(step.loss, extra={}), extra={})
     match.planned.last_step = step.of_plan
     return step
 
@@ -110,12 +112,17 @@ def _again(match: Match[ServedTrace], inputs: BoundInputs, given: StepArguments,
     runtime = served.trace.runtime
     for question, answer in (loss.questions or ()) if len(runtime.local_ranks) < runtime.n_ranks else ():
         runtime.agree(question, answer, in_step=True)
-    is_whole = loss.takes_whole_target or loss.sharded.rows.count == 1
-    if is_whole and loss.combination != "counted":
-        extra: Mapping[str, Any] = {"target": given.target, "loss_fn": given.loss_fn}
-        return replace(known, inputs=inputs, loss=replace(loss, extra=dict.fromkeys(runtime.local_ranks, extra)))
-    loss = served.losses.again(loss, inputs, given.target, given.loss_fn, given.reduction, served.trace.programs)
-    return replace(known, inputs=inputs, loss=loss) if loss.combination == known.loss.combination else _made(match, inputs, given, loss)
+    rows = None if loss.takes_whole_target or loss.sharded.rows.count == 1 else loss.sharded.rows
+    extra: dict[int, Mapping[str, Any]] = {}
+    for rank in runtime.local_ranks:
+        target = given.target if rows is None else rows.target_of_rank(given.target, inputs.batch, rank)
+        extra[rank] = {"target": target, "loss_fn": given.loss_fn}
+    if loss.combination == "counted":
+        loss = served.losses.again(loss, inputs, extra, given.target, given.reduction, served.trace.programs)
+        if loss.combination != "counted":
+            return _made(match, inputs, given, loss)
+        extra = dict(loss.extra)
+    return PreparedStep(served, inputs, known.loss, known.of_plan, known.programs, known.input_names, extra)
 
 
 def _make(match: Match[ServedTrace], inputs: BoundInputs, given: StepArguments) -> PreparedStep:
@@ -133,4 +140,4 @@ def _made(match: Match[ServedTrace], inputs: BoundInputs, given: StepArguments, 
     if loss.form.reduction == "batch" and is_new:
         warn_of_loss(trace.plan, trace.assumed.limits)
     of_plan = trace.programs.request(trace.plan.batch_size, **loss.options).train_step(differentiation, loss.form)
-    return PreparedStep(served, inputs, loss, of_plan, programs, served.calls.input_gradient_names(differentiation.inputs))
+    return PreparedStep(served, inputs, loss, of_plan, programs, served.calls.input_gradient_names(differentiation.inputs), loss.extra)
