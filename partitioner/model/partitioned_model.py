@@ -21,7 +21,7 @@ from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
 from partitioner.model.module.structure import RegisteredTensors, build_structure
 from partitioner.model.served_trace import ServedTrace
-from partitioner.model.steps.autograd import backward_of_inputs, outside_inference_mode, tracked_forward, tracks_gradients
+from partitioner.model.steps.autograd import backward_of_inputs, outside_inference_mode, prepare_call, tracked_forward, tracks_gradients
 from partitioner.model.steps.loss_in_step import LossInStep
 from partitioner.model.steps.train_step import StepArguments, prepare_step
 from partitioner.options.precision import converted_inputs
@@ -86,15 +86,12 @@ class PartitionedModel(InspectedModel):
 
     def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         match, inputs = self._match(args, kwargs, tracked=torch.is_grad_enabled())
-        calls, programs = match.served.calls, match.served.trace.programs
-        request = programs.request(inputs.batch)
-        sharded = programs.sharded(request)
-        differentiation = sharded.everything(inputs.requiring_gradient)
-        if not (differentiation.outputs and tracks_gradients(calls, inputs)):
-            return calls.result(sharded, calls.run(sharded, programs.get(request), inputs)[self._here], inputs)
+        calls, call = match.served.calls, prepare_call(match.served, inputs)
+        if not (call.differentiation.outputs and tracks_gradients(calls, inputs)):
+            return calls.result(call.sharded, calls.run(call.sharded, call.forward, inputs)[self._here], inputs)
         self._checks.before_backward(in_no_sync=self._accumulation.holds)
-        given = (calls, self._first.runtime, programs, request, differentiation, inputs, self._accumulation)
-        return calls.result(sharded, self.loss_in_step.results(match, inputs, lambda: tracked_forward(*given)), inputs)
+        results = self.loss_in_step.results(match, inputs, lambda: tracked_forward(call, inputs, self._accumulation))
+        return calls.result(call.sharded, results, inputs)
 
     def train_step(
         self,

@@ -24,7 +24,7 @@ class ServedTrace:
         trace: the graph, its plan, its tensors and its programs.
         calls: runs its programs.
         losses: what was proved of loss functions.
-        steps: kind of a training step -> a step that was prepared.
+        steps: kind of a training step, or of a call -> what was prepared for it.
         last_step: the last training step, for the plan's batch; None: there was none.
     """
 

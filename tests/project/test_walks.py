@@ -7,7 +7,7 @@ import pytest
 from tests import ROOT
 from tests.project.walks import Walk, walks
 
-FILES = {"train_step, found": 8, "call, found": 29}
+FILES = {"train_step, found": 8, "call, found": 11}
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,29 @@ from torch import Tensor, nn
 
 from partitioner.model.calls import Calls
 from partitioner.model.effects.written_inputs import with_copies
+from partitioner.model.served_trace import ServedTrace
 from partitioner.model.steps.gradient_accumulation import Accumulation
 from partitioner.runtime.arguments import BoundInputs, refuse_tangents
-from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.state.hooks import has_hooks
-from partitioner.specialize.programs import Programs
 from partitioner.specialize.request import Request
+from partitioner.specialize.sharded_model import ShardedModel
 from passes.autograd.staged_model import Differentiation
 from passes.emit.communication_plan import differentiated_outputs
 from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError, first_few
-from passes.ir.torch_private import is_transformed, is_view, tree_leaves, version_of, will_run
+from passes.ir.torch_private import forward_ad_level, is_transformed, is_view, tree_leaves, version_of, will_run
 
-__all__ = ["Versions", "backward_of_inputs", "outside_inference_mode", "tracked_call", "tracked_forward", "tracks_gradients"]
+__all__ = [
+    "PreparedCall",
+    "Versions",
+    "backward_of_inputs",
+    "outside_inference_mode",
+    "prepare_call",
+    "tracked_call",
+    "tracked_forward",
+    "tracks_gradients",
+]
 
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 """Returns the outputs, and the saved tensors."""
@@ -77,7 +86,7 @@ def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and forward_ad_level() >= 0:
             _refuse_tangents(args, kwargs)
         if not torch.compiler.is_compiling() and is_transformed():
             raise ConfigError(
@@ -178,37 +187,82 @@ def tracks_gradients(calls: Calls, inputs: BoundInputs) -> bool:
     return torch.is_grad_enabled() and bool(inputs.requiring_gradient or not calls.are_parameters_frozen)
 
 
-def tracked_forward(
-    calls: Calls,
-    runtime: Runtime,
-    programs: Programs,
-    request: Request,
-    differentiation: Differentiation,
-    inputs: BoundInputs,
-    accumulation: Accumulation,
-) -> tuple[Tensor, ...]:
+@dataclass(frozen=True, eq=False)
+class PreparedCall:
+    """The programs of calls of one kind: a batch size, and inputs that require gradients.
+
+    Attributes:
+        served: the trace.
+        request: of a forward without autograd.
+        sharded: the model, sharded for the request.
+        differentiation: of every result that autograd would track.
+    """
+
+    served: ServedTrace
+    request: Request
+    sharded: ShardedModel
+    differentiation: Differentiation
+
+    @functools.cached_property
+    def forward(self) -> ProgramSet:
+        """The programs of a forward without autograd."""
+        return self.served.trace.programs.get(self.request)
+
+    @functools.cached_property
+    def training_forward(self) -> ProgramSet:
+        """The programs of a forward that also returns what the backward takes."""
+        return self.served.trace.programs.get(self.request.training_forward(self.differentiation))
+
+    def backward(self, given: frozenset[str], gradients: Gradients) -> ProgramSet:
+        """Return the programs of the backward for these results with gradients."""
+        return self.served.trace.programs.get(self.request.backward(self.differentiation, given, gradients))
+
+    @functools.cached_property
+    def returned(self) -> tuple[str, ...]:
+        """The results, each once."""
+        return self.sharded.training(self.differentiation).returned
+
+    @functools.cached_property
+    def differentiated(self) -> tuple[str, ...]:
+        """The results whose gradients the backward takes."""
+        return differentiated_outputs(self.sharded.training(self.differentiation))
+
+    @functools.cached_property
+    def input_names(self) -> list[str]:
+        """The inputs whose gradients the backward returns, in order."""
+        return self.served.calls.input_gradient_names(self.differentiation.inputs)
+
+
+def prepare_call(served: ServedTrace, inputs: BoundInputs) -> PreparedCall:
+    """Find the programs of a call of this kind, else make the request of them."""
+    trace = served.trace
+    key = "call", inputs.batch, inputs.requiring_gradient, trace.state.gradients.trained
+    if key not in served.steps:
+        request = trace.programs.request(inputs.batch)
+        sharded = trace.programs.sharded(request)
+        served.steps[key] = PreparedCall(served, request, sharded, sharded.everything(inputs.requiring_gradient))
+    prepared: PreparedCall = served.steps[key]
+    return prepared
+
+
+def tracked_forward(call: PreparedCall, inputs: BoundInputs, accumulation: Accumulation) -> tuple[Tensor, ...]:
     """Run the forward of one call; ``.backward()`` on its outputs runs the backward, with one rank a process in each of them.
 
     Args:
-        programs: the table of the trace.
-        request: of the forward.
         accumulation: whether the backward sums gradients over ranks. After a call inside ``no_sync()`` it does not, wherever it runs.
     """
-    here = runtime.local_ranks[0]
-    read = with_copies(inputs)
-    in_no_sync = accumulation.gradients == "keep"
-    sharded = programs.sharded(request)
-    training = sharded.training(differentiation)
-    differentiated = differentiated_outputs(training)
-    names = calls.input_gradient_names(differentiation.inputs)
+    calls, runtime, sharded = call.served.calls, call.served.trace.runtime, call.sharded
+    here, in_no_sync = runtime.local_ranks[0], accumulation.holds
+    read = with_copies(inputs) if inputs.written else inputs
+    names, returned, differentiated = call.input_names, call.returned, call.differentiated
     metas: dict[str, Tensor] = {}
 
     def forward() -> tuple[tuple[Tensor, ...], Any]:
         """Run the training forward; return the model's outputs, and what its backward reads."""
         before = Versions.of(calls.named_buffers(), ())
-        results = calls.run(sharded, programs.get(request.training_forward(differentiation)), read)
+        results = calls.run(sharded, call.training_forward, read)
         outputs = _writable(results[here][0])
-        metas.update({name: torch.empty_like(output, device="meta") for name, output in zip(training.returned, outputs, strict=True)})
+        metas.update({name: torch.empty_like(output, device="meta") for name, output in zip(returned, outputs, strict=True)})
         saved = {rank: result[1] for rank, result in results.items()}
         own = dict(before.changed())  # of a buffer that the model writes to, the backward reads a saved value
         named = [each for each in calls.named_tensors(read) if each[0] not in own]
@@ -217,7 +271,7 @@ def tracked_forward(
     def backward(kept: _Kept, gradients: tuple[Tensor | None, ...], wants_parameters: bool) -> tuple[Tensor | None, ...]:
         """Run the backward, with zeros for outputs without a gradient; return the gradients of this process's inputs."""
         rows, graph = sharded.rows, sharded.graph
-        present = {name: gradient for name, gradient in zip(training.returned, gradients, strict=True) if gradient is not None}
+        present = {name: gradient for name, gradient in zip(returned, gradients, strict=True) if gradient is not None}
         if not present:  # a function after the call returned None
             return (None,) * len(names)
         filled = _filled(present, {name: metas[name] for name in differentiated})
@@ -226,7 +280,7 @@ def tracked_forward(
             for rank in runtime.local_ranks
         }
         mode: Gradients = "keep" if in_no_sync or not wants_parameters else accumulation.gradients
-        of_backward = programs.get(request.backward(differentiation, frozenset(present), mode))
+        of_backward = call.backward(frozenset(present), mode)
         with runtime.failing_together():
             assert kept.versions is not None
             kept.versions.check(of_backward)
@@ -234,7 +288,7 @@ def tracked_forward(
         with contextlib.nullcontext() if wants_parameters else calls.discarding_gradients():
             return tuple(rows.input_gradients(graph, names, calls.run(sharded, of_backward, read, extra)[here]))
 
-    return tracked_call(calls, inputs, names, forward, backward, tuple(name in differentiated for name in training.returned))
+    return tracked_call(calls, inputs, names, forward, backward, tuple(name in differentiated for name in returned))
 
 
 def tracked_call(
