@@ -169,7 +169,7 @@ def test_the_caches_of_transformers_come_out() -> None:
     result = tree_unflatten(list(run.leaves), graph.output_tree)
     assert isinstance(result.past_key_values, transformers.DynamicCache)
     assert result.past_key_values.get_seq_length() == instance.args[0].shape[1]
-    assert "past_key_values[0][1]" in [output.name for output in graph.outputs]
+    assert "cache[0][1]" in [output.name for output in graph.outputs]
 
 
 # -- batch -------------------------------------------------------------------------------------------------------------------------
