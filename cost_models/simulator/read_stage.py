@@ -20,7 +20,7 @@ from cost_models.simulator.pricing import NodePrices, is_mask, is_part_of_mask, 
 from cost_models.simulator.storages import Category, Held, Storage, leaves_of, storages_of
 from cost_models.simulator.tasks import Step, Transfer, combine_storages, merge_compute_steps
 from passes.graph.aliasing import memory_keys
-from passes.graph.dependencies import with_ancestors
+from passes.graph.dependencies import last_uses, with_ancestors
 from passes.graph.schemas import packet, viewed_arguments
 from passes.graph.symbolic_sizes import SIZE_OPERATORS, size_of
 from passes.ir.program import StageCall
@@ -63,7 +63,7 @@ class GraphReader(ABC):
         self.steps: list[Step] = []
         self.made: list[Storage] = []
         self._gradients = _behind_views(gradients)
-        self._last_use = _last_uses(graph)
+        self._last_use = last_uses(graph)
         self._fused = prices.fused_works(graph)
         self._new: dict[Hashable, Storage] = {}
         self._numbers: dict[int, Numbers] = {}
@@ -205,18 +205,6 @@ def _viewed(node: fx.Node) -> Sequence[fx.Node]:
     if node.target is operator.getitem:
         return node.all_input_nodes
     return viewed_arguments(node) if node.op == "call_function" and isinstance(node.target, OpOverload) else ()
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each node, the values last used by it."""
-    last: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        for value in (*node.all_input_nodes, node):
-            if value not in seen:
-                seen.add(value)
-                last.setdefault(node, []).append(value)
-    return last
 
 
 def _only_reshapes(node: fx.Node) -> bool:

@@ -48,6 +48,7 @@ from torch import Tensor, fx
 from partitioner.runtime.collectives.random_stream import ProgramDraws
 from partitioner.runtime.recording.recorder import active_recorders, in_profiler_ranges
 from passes.emit.random_state import drawing_calls
+from passes.graph.dependencies import last_uses
 from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, share_random_state, wait
 from passes.ir.program import Program, StageCall
 from passes.ir.schedule import Action, ActionKind
@@ -125,7 +126,7 @@ class _Writer:
         self.names: dict[str, Any] = {}
         self._draws = dict(drawing_calls(module))
         self._last_draws = {draws: node for node, draws in self._draws.items() if draws is not None}
-        self._last_use = _last_uses(module.graph)
+        self._last_use = last_uses(module.graph)
         self._calls: dict[str, str] = {}
         used = {node.name for node in module.graph.nodes}
         self._transport, self._recorder = _unused("transport", used), _unused("recorder", used)
@@ -311,18 +312,6 @@ def _is_forward(node: fx.Node) -> bool:
     """Return whether a node computes a forward, and not its recomputation in a backward."""
     section = node.meta.get("section")
     return isinstance(section, Action) and section.kind is ActionKind.FORWARD
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each node, the values without later readers: inputs of the node, or its own unread value."""
-    last: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        for value in [*node.all_input_nodes, node]:
-            if value not in seen and value.op != "output":
-                seen.add(value)
-                last.setdefault(node, []).append(value)
-    return last
 
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from torch import fx
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import tree_leaves
 
-__all__ = ["boundary", "is_differentiable", "may_require_gradient", "parameter_values", "with_ancestors"]
+__all__ = ["boundary", "is_differentiable", "last_uses", "may_require_gradient", "parameter_values", "with_ancestors"]
 
 
 def with_ancestors(
@@ -61,6 +61,18 @@ def parameter_values(graph: ModelGraph) -> frozenset[str]:
         if node.all_input_nodes and all(argument.name in values for argument in node.all_input_nodes):
             values.add(node.name)
     return frozenset(values)
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Return, for each node, the values without later readers: inputs of the node, or its own unread value."""
+    last: dict[fx.Node, list[fx.Node]] = {}
+    seen = {graph.output_node()}
+    for node in reversed(graph.nodes):
+        for value in (*node.all_input_nodes, node):
+            if value not in seen:
+                seen.add(value)
+                last.setdefault(node, []).append(value)
+    return last
 
 
 def is_differentiable(node: fx.Node) -> bool:
