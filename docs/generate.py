@@ -29,6 +29,7 @@ from partitioner.model.inspection.inspected_model import InspectedModel
 from partitioner.model.module.model_state import ModelState
 from partitioner.reports.explain.timetable import timetable
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
+from partitioner.tracing.export.replaced import REPLACED
 from passes.normalize.order import NORMALIZE
 from passes.pipeline import PHASES
 from passes.rules.registry import RULES, Rule
@@ -45,6 +46,7 @@ def tables() -> dict[str, str]:
         "schedules.md": schedules(),
         "machines.md": machines(),
         "gpt3.md": gpt3(),
+        "torch.md": replaced_names(),
         "../architecture.md": with_generated(DOCS / "architecture.md", "phases", phases()),
     }
 
@@ -172,6 +174,17 @@ def code_of(pair: Path) -> str:
 
 def first_line_of(file: Path) -> str:
     return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
+def replaced_names() -> str:
+    """Return every name of torch that is replaced while a model is traced."""
+    rows = [(f"`{each.name}`", each.reason.replace("``", "`"), each.since, each.without.replace("``", "`")) for each in REPLACED]
+    lead = (
+        "A trace replaces these names of torch, in its own thread and until it ends (`partitioner/tracing/export/replaced.py`). A test for "
+        "each fails if the entry is removed, or if torch no longer has the name. Calls that torch dispatches to modes of functions are "
+        "watched without replacing anything (`partitioner/tracing/export/watched_calls.py`)."
+    )
+    return page("Names of torch", lead, table(("name", "the replacement", "since torch", "without it"), rows))
 
 
 # -- schedules and machines ------------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ REPLACED = (
         "torch.autograd.graph.saved_tensors_hooks.__exit__",
         "ends a region of a checkpoint",
         "2.0",
-        "hooks that were not set are taken away",
+        "torch takes away a hook that was not set, and stops with an internal error",
         lambda _, __: leave_hooks,
     ),
     Replaced(
@@ -154,7 +154,7 @@ REPLACED = (
         f"{_FLEX}._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG",
         "lets FlexAttention call its operator without Dynamo",
         "2.9",
-        "a trace of FlexAttention fails: Dynamo does not compile inside of an export",
+        "a run on the meta device compiles FlexAttention, and fails: repeated modules are traced one by one",
         lambda _, __: True,
     ),
     Replaced(
@@ -182,14 +182,14 @@ REPLACED = (
         "torch.compiler._is_compiling_flag",
         "is true in runs on the meta device, too, as in an export",
         "2.3",
-        "libraries call what an export does not, and repeated modules are traced one by one",
+        "libraries call in these runs what an export does not, and repeated modules are traced one by one",
         lambda _, __: True,
     ),
     Replaced(
         "torch.autocast.__init__",
         "makes autocast for the meta device, and for the planned one, that of the CPU",
         "2.0",
-        "a model on the meta device that writes ``torch.autocast(x.device.type)`` cannot be traced",
+        "``torch.autocast`` for CUDA casts nothing where there is none, and runs on the meta device fail: modules are traced one by one",
         _autocast,
     ),
     Replaced(
