@@ -132,6 +132,8 @@ class Prediction:
             None if there was no such choice.
         searched: how many plans were evaluated, and what is proved of all others, in words; empty if ``gap`` is None.
         contenders: the best plan of each evaluated mesh (of each schedule, if the mesh was given): the chosen one and the next few.
+        front: of a search over all meshes, the evaluated plans that no other beats in both step time and memory, the fastest first: at most
+            five; empty for a given mesh.
         sizes: the sizes of the inputs, besides the batch, that it was priced for, where calls may have others: ``(("length", 128),)``.
     """
 
@@ -145,6 +147,7 @@ class Prediction:
     axes_gap: float | None = None
     searched: str = ""
     contenders: tuple[Contender, ...] = ()
+    front: tuple[Contender, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
 
 
@@ -251,7 +254,7 @@ class Plan:
 
     def check(self) -> None:
         """Raise ConfigError, naming the entry, if an entry is out of range or contradicts another."""
-        for part in (self, self.prediction, *self.stages, *self.prediction.contenders, *self.halos, *self.regions):
+        for part in (self, self.prediction, *self.stages, *self.prediction.contenders, *self.prediction.front, *self.halos, *self.regions):
             check_fields(part)
         for path, number in _numbers(self, ""):
             may_be_negative = path in ("prediction.gap", "prediction.axes_gap")  # by a rounding error

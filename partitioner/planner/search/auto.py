@@ -27,7 +27,7 @@ from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.best_first import ClosedMesh, Opened, Option, PlanSearch
 from partitioner.planner.search.deadline import Deadline
-from partitioner.planner.search.describe import searched_words
+from partitioner.planner.search.describe import pareto_front, searched_words
 from partitioner.planner.search.infeasible import nothing_fits, nothing_of_trial
 from partitioner.planner.search.make_plan import describe
 from partitioner.planner.search.mesh_problem import MeshProblem
@@ -290,7 +290,8 @@ class _Auto:
         proved = whole.best[1].step_time * (1 - whole.gap)
         gap = (plan.gap or 0.0) if search is whole else max(0.0, 1 - proved / plan.step_time)
         searched = searched_words(len(whole.solutions), len(whole.meshes), self._n_cuts, gap, interrupted=whole.interrupted)
-        return dataclasses.replace(plan.predicted(searched=searched, gap=gap), weights=weights_digest(self._graph))
+        front = pareto_front((option.words, solution) for option, solution in whole.solutions)
+        return dataclasses.replace(plan.predicted(searched=searched, gap=gap, front=front), weights=weights_digest(self._graph))
 
     def _failure(self) -> PartitionError:
         """Return the error of a search without a plan: the least missing memory over all meshes, or the reasons of their refusal."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cost_models.hardware.units import format_seconds
 from partitioner.planner.pipeline.candidate import StagedModel
 from partitioner.planner.pipeline.candidates import Candidate
@@ -11,7 +13,17 @@ from passes.ir.layout import BATCH, SPACE
 from passes.ir.mesh import STAGES, TILES, Mesh, mesh_words
 from passes.ir.plan import ATTENTION, BY_REGION, Contender, Plan
 
-__all__ = ["bound_by", "candidate_words", "compared", "contender", "plan_words", "recomputed_regions", "searched_words", "words_of"]
+__all__ = [
+    "bound_by",
+    "candidate_words",
+    "compared",
+    "contender",
+    "pareto_front",
+    "plan_words",
+    "recomputed_regions",
+    "searched_words",
+    "words_of",
+]
 
 
 def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
@@ -51,6 +63,26 @@ def contender(words: str, solution: Solution) -> Contender:
     else:
         spent = "waiting for other ranks" if staged.idle > 1 / 2 else _spent_on(staged.problems, staged)
     return Contender(words, solution.step_time, max(staged.memory), spent)
+
+
+def pareto_front(solutions: Iterable[tuple[str, Solution]]) -> tuple[Contender, ...]:
+    """Return the plans that no other beats in both step time and memory, the fastest first; of many, the ends and some between.
+
+    Args:
+        solutions: plans in words, with their solutions.
+    """
+    least, front = float("inf"), list[tuple[str, Solution]]()
+    for words, solution in sorted(solutions, key=lambda pair: (pair[1].step_time, max(pair[1].staged.memory))):
+        if max(solution.staged.memory) < least:
+            least = max(solution.staged.memory)
+            front.append((words, solution))
+    step = max(1.0, (len(front) - 1) / (_MOST_OF_FRONT - 1))
+    indices = dict.fromkeys(min(round(number * step), len(front) - 1) for number in range(min(_MOST_OF_FRONT, len(front))))
+    return tuple(contender(*front[index]) for index in indices)
+
+
+_MOST_OF_FRONT = 5
+"""Limit of the reported plans of a Pareto front."""
 
 
 def searched_words(

@@ -19,7 +19,7 @@ from partitioner.reports.tables.table import Table
 from passes.ir.mesh import TILES
 from passes.ir.plan import Plan
 
-__all__ = ["axes_proof", "contenders_section", "fullest_rank", "pinned_section"]
+__all__ = ["axes_proof", "contenders_section", "front_section", "fullest_rank", "pinned_section"]
 
 _AS_FAST = 0.05
 """Percent below which two plans count as equally fast."""
@@ -37,6 +37,18 @@ def contenders_section(plan: Plan) -> Table | None:
     meshes = {contender.words.partition(",")[0] for contender in contenders}
     varied = "mesh" if len(meshes) > 1 else "schedule"
     return Table(rows, "<>>><", f"the best plan of each {varied} that was worked out; all is predicted")
+
+
+def front_section(plan: Plan) -> Table | None:
+    """Return the table of the plans that no other beats in both step time and memory; None if one plan beats all."""
+    front = plan.prediction.front
+    if len(front) < 2:
+        return None
+    rows = [("plan", "step", "beside the fastest", "fullest rank", "most of the time")]
+    for number, each in enumerate(front):
+        relative = _relative_time(each.step_time, front[0].step_time) if number else "fastest"
+        rows.append((each.words, format_seconds(each.step_time), relative, format_bytes(each.memory), each.spent_on))
+    return Table(rows, "<>>><", "by the prices of the search, no plan that was worked out beats one of these in both")
 
 
 def _relative_time(seconds: float, chosen: float) -> str:

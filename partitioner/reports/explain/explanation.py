@@ -18,7 +18,7 @@ from partitioner.reports.communication.planned import planned_communication, pla
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.explain.activations import activations_section
-from partitioner.reports.explain.choices import axes_proof, contenders_section, fullest_rank, pinned_section
+from partitioner.reports.explain.choices import axes_proof, contenders_section, front_section, fullest_rank, pinned_section
 from partitioner.reports.explain.clocks import clocks, stage_seconds
 from partitioner.reports.explain.halos import halos_section
 from partitioner.reports.explain.regions import regions_section
@@ -60,6 +60,7 @@ def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple
     notes = [textwrap.fill(note, _WIDTH - 6, subsequent_indent="     ") for note in notes_of(explained)]
     every: tuple[tuple[str, Table | Sequence[str] | None], ...] = (
         ("PLANS", contenders_section(explained.plan)),
+        ("TIME AGAINST MEMORY", front_section(explained.plan)),
         ("PINNED", pinned_section(choices, explained.plan)),
         ("AXES", axes_section(explained) if explained.is_cut else None),
         ("REGIONS", regions_section(explained) if explained.is_cut else None),

@@ -89,7 +89,7 @@ _Bodies: TypeAlias = Mapping[str, Table | Sequence[str]]
 
 def _plan(explained: Explained, bodies: _Bodies, simulation: Simulation) -> str:
     pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in summary(explained, simulation))
-    titles = ("PLANS", "PINNED", "AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE")
+    titles = ("PLANS", "TIME AGAINST MEMORY", "PINNED", "AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE")
     return f"<dl>{pairs}</dl>" + _tables(bodies, titles)
 
 
