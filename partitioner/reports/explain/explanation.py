@@ -308,9 +308,8 @@ def _communication(explained: Explained) -> Table | Sequence[str]:
     rows = [(one.value, one.shape, format_bytes(one.bytes), str(one.times), one.source, one.destination, one.reason) for one in every]
     step = "step" if is_training else "forward"
     totals = ("total", "", format_bytes(sum(one.bytes for one in every)), str(sum(one.times for one in every)), "", "", "")
-    footnote = f"bytes and messages are of a whole {step}; "
+    footnote = f"bytes and messages are of a whole {step}{', predicted' if explained.is_long else ''}; "
     footnote += "x -> y: y reads what x computes" + ("; x <- y: its gradient goes back" if is_training else "")
-    footnote += "; predicted from the layouts of values, pm.graphs has the programs" if explained.is_long else ""
     return Table([heading, *rows, totals], "<<>><<<", footnote)
 
 

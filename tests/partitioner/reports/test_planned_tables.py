@@ -70,7 +70,7 @@ def test_a_pipeline_of_a_long_model(every_model_is_long: None, monkeypatch: pyte
     with observing_phases(lambda phase, _state, _seconds: phases.append(phase)):
         planned, text = pm.device_table(), pm.explain()
     assert phases == []
-    assert "predicted from the layouts of values" in text
+    assert "are of a whole step, predicted; x -> y" in text
     monkeypatch.setattr(sources, "MANY_NODES", 10**9)
     assert pm.device_table().rows == planned.rows
 
