@@ -21,7 +21,7 @@ from partitioner.experiments.models.subject import trace_subject
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto
 from partitioner.planner.search.describe import words_of
-from partitioner.specialize.simulate_plan import lower_for_timing
+from partitioner.specialize.simulate_plan import timed_programs
 from passes.ir.plan import Plan
 
 __all__ = ["chosen"]
@@ -41,7 +41,7 @@ def chosen(row: Row) -> tuple[Plan, float]:
     started = time.process_time()
     plan = plan_auto(subject.graph, cluster, request)
     print(f"# {row.name}: planned in {time.process_time() - started:.1f} s, gap {plan.gap:.2f}", flush=True)
-    simulation = simulated(lower_for_timing(subject.traced, plan), cluster, plan.batch_size)
+    simulation = simulated(timed_programs(subject.traced, plan), cluster, plan.batch_size)
     return plan, simulation.step_time + update_seconds(simulation, cluster)
 
 

@@ -44,7 +44,7 @@ from partitioner import Constraints
 from partitioner.experiments.models.subject import trace_subject
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import plan_mesh
-from partitioner.specialize.simulate_plan import Timed, lower_for_timing
+from partitioner.specialize.simulate_plan import Timed, timed_programs
 from passes.ir.mesh import Mesh
 
 __all__ = ["SEQUENCE", "Gpt", "Predicted", "Row", "predict", "rows", "simulated", "update_seconds"]
@@ -192,7 +192,7 @@ def predict(row: Row, policy: str) -> Predicted:
     found = took.of("plan", lambda: plan_mesh(subject.graph, cluster, request, None, mesh))
     asked = tuple((name, over) for name, over in found.axes if name in cut or over == "data")  # the planner may cut more than it must
     plan = dataclasses.replace(found, axes=asked)
-    timed = took.of("lower", lambda: lower_for_timing(subject.traced, plan))
+    timed = took.of("lower", lambda: timed_programs(subject.traced, plan))
     simulation = took.of("simulate", lambda: simulated(timed, cluster, plan.batch_size))
     update = update_seconds(simulation, cluster)
     layer_bytes = sum(

@@ -4,7 +4,8 @@
     python -m benchmarks.step_overhead --layers 100 --steps 500
 
 "programs" is the time in the runtime, from the start of the programs to their end: their kernels, their messages, and the sums of gradients
-into ``.grad``. "ours" is the rest of ``pm.train_step``: matching the call, finding its programs, cutting the batch, and reading the result.
+into ``.grad``. "copies" brings the shards that ranks read up to date, where they are no views of a parameter: data that moves before the
+programs start. "ours" is the rest of ``pm.train_step``: matching the call, finding its programs, cutting the batch, reading the result.
 Each figure is the median of all steps, in microseconds of the processor; gradients are cleared between steps, outside of the time.
 """
 
@@ -46,11 +47,13 @@ class Overhead:
     Attributes:
         eager: of the model itself.
         programs: in the runtime.
-        ours: of ``train_step`` outside of it.
+        copies: of parameters, before.
+        ours: of ``train_step`` besides.
     """
 
     eager: float
     programs: float
+    copies: float
     ours: float
 
 
@@ -87,10 +90,11 @@ def overhead(devices: int, mode: str, *, layers: int = 30, steps: int = 200) -> 
     def step() -> None:
         pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
 
-    of_steps = [(_seconds(step, pm), runtime.seconds) for _ in range(_WARM_UP + steps)][_WARM_UP:]
+    refresh = pm.traced.state.refresh
+    of_steps = [(_seconds(step, pm), runtime.seconds, _seconds(refresh, pm)) for _ in range(_WARM_UP + steps)][_WARM_UP:]
     of_eager = [_seconds(eager, model) for _ in range(_WARM_UP + steps)][_WARM_UP:]
-    programs, ours = (statistics.median(each) for each in zip(*((inside, all_ - inside) for all_, inside in of_steps), strict=True))
-    return Overhead(statistics.median(of_eager) * 1e6, programs * 1e6, ours * 1e6)
+    parts = zip(*((programs, copies, whole - programs - copies) for whole, programs, copies in of_steps), strict=True)
+    return Overhead(*(1e6 * statistics.median(each) for each in (of_eager, *parts)))
 
 
 def _seconds(call: Callable[[], object], model: nn.Module) -> float:
@@ -107,10 +111,10 @@ def _main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{2 * arguments.layers} parameters, microseconds of a step\n{'':10} {'eager':>8} {'programs':>9} {'ours':>7}")
+    print(f"{2 * arguments.layers} parameters, microseconds of a step\n{'':10} {'eager':>8} {'programs':>9} {'copies':>7} {'ours':>7}")
     for name, (devices, mode) in MODES.items():
         found = overhead(devices, mode, layers=arguments.layers, steps=arguments.steps)
-        print(f"{name:10} {found.eager:8.0f} {found.programs:9.0f} {found.ours:7.0f}")
+        print(f"{name:10} {found.eager:8.0f} {found.programs:9.0f} {found.copies:7.0f} {found.ours:7.0f}")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ from partitioner.experiments.models.subject import Subject
 from partitioner.options.precision import autocast_of, true_dtype
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.plan_mesh import plan_mesh
-from partitioner.specialize.simulate_plan import lower_for_timing
+from partitioner.specialize.simulate_plan import timed_programs
 from partitioner.tracing.trace import trace
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce
 from passes.ir.mesh import Mesh
@@ -116,7 +116,7 @@ def counted(subject: Subject, count: int, *, in_sequence: bool) -> Counted:
     plan = planned(subject, count, Constraints(axes=dict.fromkeys(names, "tensor")))
     chosen = tuple(each for each in plan.axes if each[0].partition("[")[0] in names)  # the planner adds others where that is faster
     plan = dataclasses.replace(plan, axes=chosen)
-    program = lower_for_timing(subject.traced, plan).programs[0]
+    program = timed_programs(subject.traced, plan).programs[0]
     of_parameters = (node for node in program.module.graph.nodes if node.op == "get_attr" and node.target in subject.graph.parameters)
     return Counted(plan, sent_bytes(program, count), sum(node.meta["val"].numel() for node in of_parameters))
 

@@ -39,7 +39,7 @@ from passes.normalize.loss_alone import results_of_step
 from passes.normalize.specialize_batch import fix_batch
 from passes.pipeline import Lowered, Lowerer, Target, values_requiring_gradient
 
-__all__ = ["Timed", "Traced", "is_inlined", "is_uniform", "lower_for_timing", "simulate_plan", "simulate_timed"]
+__all__ = ["Timed", "Traced", "is_inlined", "is_uniform", "simulate_plan", "simulate_timed", "timed_programs"]
 
 _MOST_NODES = 100_000
 """Programs with more nodes are simulated by representatives, whose stages stay calls."""
@@ -89,9 +89,7 @@ def simulate_plan(traced: Traced, plan: Plan, cluster: Cluster, cost_model: Cost
     Raises:
         PartitionError: the plan cannot be lowered.
     """
-    return simulate_timed(
-        lower_for_timing(traced, plan, each_rank=not is_uniform(plan.grid, cluster)), plan, cluster, cost_model, optimizer
-    )
+    return simulate_timed(timed_programs(traced, plan, each_rank=not is_uniform(plan.grid, cluster)), plan, cluster, cost_model, optimizer)
 
 
 def simulate_timed(timed: Timed, plan: Plan, cluster: Cluster, cost_model: CostModel, optimizer: str) -> Simulation:
@@ -108,7 +106,7 @@ def simulate_timed(timed: Timed, plan: Plan, cluster: Cluster, cost_model: CostM
 
 
 @gc_paused()
-def lower_for_timing(traced: Traced, plan: Plan, *, each_rank: bool = False) -> Timed:
+def timed_programs(traced: Traced, plan: Plan, *, each_rank: bool = False) -> Timed:
     """Return the programs of a training step, or of a forward in evaluation, without a runtime; they equal ``pm.graphs``.
 
     Args:

@@ -26,6 +26,10 @@ def test_the_page_names_the_files_of_a_step(found: dict[str, Walk]) -> None:
     assert not missing, f"docs/one-call.md: say what a step does in {', '.join(missing)}"
 
 
+def test_partition_enters_few_files_beside_the_phases(found: dict[str, Walk]) -> None:
+    assert len(found["partition"].outside_phases) <= 60, found["partition"].outside_phases
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_call_that_was_traced_before_enters_no_tracer(found: dict[str, Walk], name: str) -> None:
     assert not found[name].traced_files

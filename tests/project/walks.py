@@ -2,7 +2,8 @@
 
 A walk counts the frames that the interpreter enters in ``partitioner``, ``passes`` and ``cost_models``, here of a small model in a pipeline
 of two ranks. That of a step ends where the runtime starts the programs. "moves" are calls and returns from one file to another. "tracer"
-counts the files of ``partitioner.tracing``, and the files that call into them.
+counts the files of ``partitioner.tracing``, and the files that call into them. "outside phases" leaves out the insides of tracer, planner,
+schedules, passes and cost models, which are read on their own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["Walk", "walk", "walks"]
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("partitioner", "passes", "cost_models")
 _TRACER = "partitioner/tracing/"
+_PHASES = (_TRACER, "partitioner/planner/", "partitioner/schedules/", "passes/", "cost_models/")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Walk:
     def files(self) -> tuple[str, ...]:
         """The files, in the order in which they are entered."""
         return tuple(dict.fromkeys(file for file, _ in self.entered))
+
+    @property
+    def outside_phases(self) -> tuple[str, ...]:
+        """Those of the files that are not inside of a phase, which has an entrance and an order of its own."""
+        return tuple(file for file in self.files if not file.startswith(_PHASES))
 
     @property
     def traced_files(self) -> tuple[str, ...]:
@@ -118,10 +125,10 @@ def walks() -> dict[str, Walk]:
 
 def _text(found: dict[str, Walk], *, with_files: bool) -> str:
     """Return the table of the walks, each followed by its files if asked for."""
-    lines = [f"{'':20} {'files':>6} {'functions':>10} {'moves':>6}   tracer"]
+    lines = [f"{'':20} {'files':>6} {'outside phases':>15} {'functions':>10} {'moves':>6}   tracer"]
     for name, each in found.items():
         tracer = f"{len(each.traced_files)} files, called from {len(each.callers_of_tracer)}"
-        lines.append(f"{name:20} {len(each.files):6} {len(each.entered):10} {each.n_moves:6}   {tracer}")
+        lines.append(f"{name:20} {len(each.files):6} {len(each.outside_phases):15} {len(each.entered):10} {each.n_moves:6}   {tracer}")
         for file in each.files if with_files else ():
             functions = [function for its, function in each.entered if its == file]
             lines.append(f"    {file:66} {len(functions):3}  {functions[0]}")

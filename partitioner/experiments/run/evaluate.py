@@ -24,7 +24,7 @@ from partitioner.options.precision import MIXED, read_reduce_dtype
 from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest, recompute_fields
 from partitioner.planner.sharding.shared_models import SharedModels
-from partitioner.specialize.simulate_plan import Timed, is_uniform, lower_for_timing, simulate_plan, simulate_timed
+from partitioner.specialize.simulate_plan import Timed, is_uniform, simulate_plan, simulate_timed, timed_programs
 from passes.ir.errors import PartitionError
 from passes.ir.mesh import STAGES, TILE, TILES, WIDTH
 from passes.ir.plan import Plan
@@ -177,7 +177,7 @@ class Evaluator:
         if key not in self._lowered:
             while len(self._lowered) >= _CACHE_SIZE:
                 del self._lowered[next(iter(self._lowered))]
-            self._lowered[key] = lower_for_timing(self.bench.subjects[trace].traced, plan, each_rank=not uniform)
+            self._lowered[key] = timed_programs(self.bench.subjects[trace].traced, plan, each_rank=not uniform)
         return self._lowered[key]
 
 

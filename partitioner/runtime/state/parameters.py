@@ -30,11 +30,14 @@ class Followers:
     def __init__(self) -> None:
         self._of: dict[StoredParameter, list[RankTensor]] = {}
         self._copied: tuple[list[Tensor], list[Tensor]] | None = None  # to and from; None: not known
+        self._written: list[RankTensor] = []
 
     def add(self, follower: RankTensor) -> None:
         """Let a view or copy follow its parameter."""
         self._of.setdefault(follower.stored, []).append(follower)
         self._copied = None
+        if follower.writes:
+            self._written.append(follower)
 
     def refresh(self) -> None:
         """Update all to the current values of their parameters.
@@ -56,9 +59,8 @@ class Followers:
 
     def write_back(self) -> None:
         """Copy what programs wrote to copies back to the parameters."""
-        for followers in self._of.values():
-            for follower in followers:
-                follower.write_back()
+        for follower in self._written:
+            follower.write_back()
 
     def become_real(self, stored: StoredParameter) -> None:
         """Replace what follows a parameter, in place, after it has left the meta device."""

@@ -128,14 +128,14 @@ class RankTensor:
         self._block = block
         self._device = device
         self._on_same_device = on_same_device
-        self._writes = writes
+        self.writes = writes
         self.tensor = self._make()
 
     def _make(self) -> Tensor:
         """Return a view of the parameter on the same device, if the block is contiguous and not to be copied; else a copy."""
         parameter = self.stored.parameter.detach()
         part = self._block.within(parameter)
-        self._is_view = self._on_same_device and part.is_contiguous() and self._writes is not False
+        self._is_view = self._on_same_device and part.is_contiguous() and self.writes is not False
         if self._is_view:
             return part.view(self._block.part)
         if self._block.is_whole:
@@ -154,7 +154,7 @@ class RankTensor:
 
     def write_back(self) -> None:
         """Copy values that programs wrote to a copy back to the parameter."""
-        if self._writes and not self._is_view:
+        if self.writes and not self._is_view:
             self._block.within(self.stored.parameter.detach()).copy_(self._unfolded())
 
     def _unfolded(self) -> Tensor:
