@@ -13,8 +13,12 @@ from partitioner.experiments.results.pareto import numbers_of_front
 from partitioner.experiments.results.plots import PLOTS, best_at_each
 from partitioner.experiments.results.results import TEXTS, Results, cell, columns_of, heading
 from partitioner.experiments.results.row import Row
+from partitioner.reports.explain.choices import contenders_section, front_section
 from partitioner.reports.page.frame import framed, page_file, tiles_html
+from partitioner.reports.tables.difference import plan_lines
 from passes.ir.errors import ConfigError
+from passes.ir.mesh import mesh_words
+from passes.ir.plan import Plan
 
 __all__ = ["report_html", "write_report"]
 
@@ -45,6 +49,7 @@ def report_html(results: Results, title: str = "Placements") -> str:
         ("Pareto front", _front(results)),
         *_pictures(done),
         ("Placements", _table(done)),
+        ("Plans", _plans(done)),
         ("Failures", _failures(results.failures)),
     ]
     package = "partitioner.experiments.results"
@@ -124,12 +129,32 @@ def _html(rows: Sequence[Row], name: str, *, sortable: bool = False) -> str:
     lines = []
     for row in rows:
         cells = "".join(
-            f'<td class="{kind}" data-value="{escape(str(getattr(row, column)))}">{escape(cell(row, column))}</td>'
+            f'<td class="{kind}" data-value="{escape(str(getattr(row, column)))}">{_linked(row, column)}</td>'
             for column, kind in columns.items()
         )
         title = "; runner-up: ".join(text for text in (row.bound_by, row.runner_up) if text)
         lines.append(f'<tr title="{escape(title)}">{cells}</tr>')
     return f'<div class="wide"><table id="{name}"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _linked(row: Row, column: str) -> str:
+    """Return a cell; that of the mode links to the report of the row's plan."""
+    text = escape(cell(row, column))
+    return f'<a href="#plan-{row.plan_hash}">{text}</a>' if column == "mode" and row.plan else text
+
+
+def _plans(rows: Sequence[Row]) -> str:
+    """Return the reports of the plans of all rows, each once: decisions, predictions, stages, and the plans that were next."""
+    with_plan = {row.plan_hash: row for row in sorted(rows, key=lambda row: -(row.step_time or 0.0)) if row.plan}
+    parts = []
+    for number, row in sorted(with_plan.items(), key=lambda item: (item[1].model, item[1].step_time or 0.0, item[0])):
+        plan = Plan.from_json(row.plan)
+        tables = [contenders_section(plan), front_section(plan)]
+        lines = [*plan_lines(plan), *(line for table in tables if table is not None for line in ("", *table.lines()))]
+        words = f"{row.model}, {mesh_words(plan.grid, plan.replicas)}: {format_seconds(row.step_time or 0.0)} a step"
+        report = escape("\n".join(lines))
+        parts.append(f'<details><summary>{escape(words)}</summary><pre id="plan-{number}">{report}</pre></details>')
+    return "".join(parts)
 
 
 def _failures(rows: Sequence[Row]) -> str:

@@ -11,8 +11,11 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
+from torch import nn
 
 from cost_models.hardware.units import format_seconds
+from partitioner import partition
 from partitioner.experiments import Results, write_report
 from partitioner.experiments.results.pareto import pareto_front
 from partitioner.experiments.results.placement import Placement
@@ -225,3 +228,14 @@ def test_only_failures_are_a_page_too() -> None:
 def test_pages_of_equal_rows_are_equal() -> None:
     texts = {report_html(Results(tuple(order))) for order in itertools.islice(itertools.permutations(ROWS), 5)}
     assert len({re.sub(r"\s", "", text) for text in texts}) == 1
+
+
+def test_rows_link_to_the_reports_of_their_plans() -> None:
+    plan = partition(nn.Linear(4, 4), 2, "data", example_inputs=(torch.rand(4, 4),), progress=False).plan
+    first, second = (replace(each, plan=plan.to_json(), plan_hash=plan.hash) for each in ROWS[:2])
+    text = report_html(Results((first, second, *ROWS[2:])))
+    assert text.count(f'<a href="#plan-{plan.hash}">data</a>') >= 2
+    assert text.count(f'id="plan-{plan.hash}"') == 1  # both rows have one plan
+    assert "net, data 2: " in text
+    assert "devices       cpu, cpu" in text
+    assert "#plan-" not in report_html(RESULTS)
