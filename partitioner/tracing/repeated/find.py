@@ -70,6 +70,9 @@ _BASES = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.la
 
 _VALUES = frozenset(_BASES)
 
+_TYPES_OF_TENSORS = (torch.dtype, torch.device, torch.layout)
+"""Results of questions that have one answer for all sizes of a tensor."""
+
 
 class Forms:
     """Number the forms of modules: modules of equal class, attribute values, and tensor layouts have equal numbers.
@@ -424,6 +427,8 @@ class _CallLogger(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         arguments = comparison_key((args, kwargs or {}), log.source_of)
         result = func(*args, **(kwargs or {}))
+        if isinstance(result, _TYPES_OF_TENSORS):
+            return result  # asking computes nothing: later calls show the decisions that follow from it
         self._alive.append(result)
         log.entries.append((func, arguments, _modes(), log.register_result(result)))
         return result

@@ -36,6 +36,7 @@ class Schedule:
 
     def __init__(self) -> None:
         self.steps = 0
+        self.kind: str | None = None
 
     def value(self) -> float:
         return 1.0 + self.steps
@@ -236,6 +237,23 @@ def test_state_that_forward_changes_itself() -> None:
     assert STEP == 0
     model = Counts(uses=False)
     torch.testing.assert_close(partitioned(model)(X), model(X))
+
+
+class Problem(Model):
+    """Writes its kind into a setting at its first call, by the type of its input, as models of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.schedule.kind is None:
+            self.schedule.kind = "regression" if x.dtype.is_floating_point and x.device.type in ("cpu", "meta") else "classes"
+        return self.second(self.first(x)) if self.schedule.kind == "regression" else x
+
+
+def test_a_setting_that_the_first_call_writes() -> None:
+    model = Problem(lambda _: 0.0, "log").double()
+    pm = partitioned(model)
+    expected = model(X)
+    assert model.schedule.kind == "regression"
+    torch.testing.assert_close(pm(X), expected)
 
 
 class LayerDrop(nn.Module):
