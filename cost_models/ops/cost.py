@@ -49,6 +49,7 @@ class OperationCost:
         backward_weight: of the gradients of parameters.
         saves: parameter names of the schema, or ``"result"`` or ``"results"``: the values that the backward keeps.
         keeps: bytes that the backward keeps besides.
+        working: bytes that the backward makes and frees besides.
         parameters: bytes of the parameters among its arguments.
         known: whether the operator is in the table; if not, it is priced by its bytes alone, and assumed to keep all it touches.
     """
@@ -59,6 +60,7 @@ class OperationCost:
     backward_weight: Work
     saves: tuple[str, ...]
     keeps: Size
+    working: Size
     parameters: Size
     known: bool
 
@@ -93,7 +95,7 @@ def operation_cost(
     """
     dtype = results[0].known_dtype if results else torch.float32
     if node.target is operator.getitem or not results or not isinstance(node.target, OpOverload):
-        return OperationCost(dtype, NO_WORK, NO_WORK, NO_WORK, (), 0, 0, known=True)
+        return OperationCost(dtype, NO_WORK, NO_WORK, NO_WORK, (), 0, 0, 0, known=True)
     line = line_of(node.target)
     is_pointwise = torch.Tag.pointwise in node.target.tags
     known = line is not None or (not gradients and is_pointwise)
@@ -103,7 +105,7 @@ def operation_cost(
     parameters = sum((_bytes(tuple(tensors_in(call.arguments[name]))) for name in sorted(weights)), start=0)
     if is_view:
         backward = _view_backward(call, gradients)
-        return OperationCost(dtype, NO_WORK, backward, NO_WORK, (), 0, parameters, known=True)
+        return OperationCost(dtype, NO_WORK, backward, NO_WORK, (), 0, 0, parameters, known=True)
     saves = _saves(line, gradients)
     return OperationCost(
         dtype=dtype,
@@ -112,6 +114,7 @@ def operation_cost(
         backward_weight=_backward("weight", call, line, gradients, saves),
         saves=saves,
         keeps=line.keeps(call) if line.keeps and gradients else 0,
+        working=line.working(call) if line.working and gradients else 0,
         parameters=parameters,
         known=known and (line.products is None or _is_counted(call, line)),
     )

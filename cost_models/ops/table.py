@@ -41,6 +41,7 @@ class Operation:
         gradients: argument -> the products of its gradient.
         saves: see the module.
         keeps: bytes that the backward keeps besides arguments and results.
+        working: bytes that the backward makes and frees besides: a loss reads a gradient of logarithms of probabilities.
         sparse_read: reads only as much of its first argument as it writes (a table lookup).
         launches: kernels of the forward.
         copies: how often further kernels of the forward, and of the backward, move the bytes of the first argument: a loss is computed from
@@ -53,6 +54,7 @@ class Operation:
     gradients: Callable[[Call], Mapping[str, Products]] | None = None
     saves: tuple[str, ...] = ()
     keeps: Callable[[Call], Size] | None = None
+    working: Callable[[Call], Size] | None = None
     sparse_read: bool = False
     launches: int = 1
     copies: tuple[int, int] = (0, 0)
@@ -212,7 +214,7 @@ REDUCTIONS: Mapping[Any, Operation] = {
 }
 
 LOSSES: Mapping[Any, Operation] = {
-    aten.cross_entropy_loss: _saving("target", keeps=_log_probabilities, launches=2, copies=(2, 4)),
+    aten.cross_entropy_loss: _saving("target", keeps=_log_probabilities, working=_log_probabilities, launches=2, copies=(2, 4)),
     aten.nll_loss: _saving("self target"),
     aten.nll_loss_nd: _saving("self target"),
     aten.mse_loss: _saving("self target"),

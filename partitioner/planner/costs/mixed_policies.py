@@ -74,8 +74,7 @@ def _mixed_working(tables: Sequence[TransientMemory], kept: Sequence[Shared], by
     for item in kept:
         if item.producer < 0:
             saved[item.units[0]] += item.most
-    forward, backward, coalesced, deferred = (
-        by_unit([getattr(table, name) for table in tables], 0) for name in ("forward", "backward", "coalesced", "deferred")
-    )
+    names = ("forward", "backward", "inputs", "coalesced", "weights")
+    forward, backward, inputs, coalesced, weights = (by_unit([getattr(table, name) for table in tables], 0) for name in names)
     at_once = max(table.coalesced_at_once for table in tables)
-    return TransientMemory(forward, backward, saved, tables[0].gradients, coalesced, at_once, deferred, summed=tables[0].summed)
+    return TransientMemory(forward, backward, inputs, saved, tables[0].gradients, coalesced, at_once, weights, summed=tables[0].summed)

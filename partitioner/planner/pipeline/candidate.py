@@ -58,28 +58,30 @@ class StagedModel:
     @cached_property
     def memory(self) -> tuple[int, ...]:
         """Peak bytes of each rank."""
-        return self._peaks(self.problems.clock(self.candidate), self.problems.units(self.candidate))
+        return self._peaks(self.problems.clock(self.candidate))
 
     @cached_property
     def memory_of_sweeps(self) -> tuple[int, ...]:
         """Peak bytes of each rank in a step whose forwards all precede its backwards."""
-        units = self.problems.units(self.candidate, in_sweeps=True)
-        return self.memory if self.schedule.n_microbatches == 1 else self._peaks(StepClock(in_sweeps(self.schedule)), units)
+        return self.memory if self.schedule.n_microbatches == 1 else self._peaks(StepClock(in_sweeps(self.schedule)))
 
     def _kept(self, units: Units) -> Floats:
         return units.kept_uses.per_stage(self._stage_of, self.schedule.n_stages, self._kinds)
 
-    def _peaks(self, clock: StepClock, units: Units) -> tuple[int, ...]:
-        """Return the peak bytes of each rank in a step by the schedule of a clock."""
+    def _peaks(self, clock: StepClock) -> tuple[int, ...]:
+        """Return the peak bytes of each rank in a step by the schedule of a clock, which tells halves of backwards apart."""
+        units = self.problems.units(self.candidate, in_sweeps=True)
         schedule, stage_of, kinds = self.schedule, self._stage_of, self._kinds
         fixed = np.zeros(schedule.n_ranks)
         for ranks, size in zip(schedule.stage_ranks, units.fixed_uses.per_stage(stage_of, schedule.n_stages, kinds), strict=True):
             fixed[list(ranks)] += size
         gradients = units.gradient_uses.per_stage(stage_of, schedule.n_stages, kinds).tolist()
-        working = units.working_of_stages([run.start for run in self.runs], kinds).tolist()
+        starts = [run.start for run in self.runs]
+        transient = units.transient_of_stages(starts, kinds).tolist()
+        between = units.between_of_stages(starts, kinds)
         entering, leaving = units.entering.per_stage(stage_of, schedule.n_stages), units.leaving.sent_per_stage(stage_of, schedule.n_stages)
-        sizes = (self._kept(units).tolist(), gradients, working, units.summed, entering.tolist(), leaving.tolist())
-        peaks = clock.peak_memory(*sizes)
+        sizes = (self._kept(units).tolist(), gradients, transient, units.summed, entering.tolist(), leaving.tolist())
+        peaks = clock.peak_memory(*sizes, between.tolist())
         return tuple(int(permanent + peak) for permanent, peak in zip(fixed.tolist(), peaks, strict=True))
 
     @property
@@ -195,6 +197,15 @@ class StageSums:
                 self._read_often.append((each.dimension, units, _bytes_and_buckets([each])[0]))
         for dimension, gradients in once.items():
             self._read_once[dimension] = [unit for unit, _ in gradients], _bytes_and_buckets([each for _, each in gradients])
+
+    def of_units(self, n_units: int) -> dict[str, Floats]:
+        """Return mesh dimension -> (N,) bytes summed over it after the backward of each unit: the first reader's, which comes last."""
+        by_dimension = {name: np.zeros(n_units) for name in self._read_once}
+        for name, (units, amounts) in self._read_once.items():
+            np.add.at(by_dimension[name], units, amounts[:, 0])
+        for dimension, readers, amount in self._read_often:
+            by_dimension.setdefault(dimension, np.zeros(n_units))[readers[0]] += amount[0]
+        return by_dimension
 
     def of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
         """Return mesh dimension -> (R, 2) the bytes that each rank of the pipeline sums over it, and the number of buckets they fill.

@@ -191,30 +191,34 @@ class TransientMemory:
         backward   backward(u) + gradients(u+1..j) - saved(u+1..j)
 
     and ``coalesced(i..j)``, at most ``coalesced_at_once``. Gradients reduced during the backward exist twice: ``gradients(u+1..j)`` is
-    added once more, at most ``summed`` bytes. That limit is applied to the maximum over u: an upper bound. Of a backward in two halves, the
-    first frees nothing, and has no gradients of parameters; the second frees what was saved while it computes these:
+    added once more, at most ``summed`` bytes, and at most the gradients of all units after u: an upper bound. Of a backward in two halves,
+    the first has no gradients of parameters, and leaves what these are computed from, which the second frees:
 
-        input half     backward(u) - gradients(u)
-        weight half    gradients(u..j) - saved(u+1..j)
+        input half     inputs(u) + weights(u+1..j) - saved(u+1..j)
+        weight half    gradients(u..j) + weights(i..u) - saved(i..j)
+
+    There each microbatch in flight counts as ``saved`` and ``deferred``, which is subtracted here: ``deferred(i..j)``.
 
     Attributes:
         forward, backward: (N,) bytes that a unit computes with, beyond the saved activations of it and of the units before it.
+        inputs: (N,) the same of a backward that computes no gradients of weights, and frees nothing.
         saved: (N,) bytes that each unit adds to the saved activations.
         gradients: (N,) bytes of the parameter gradients that exist after the unit's backward.
         coalesced: (N,) bytes of small weights gathered for each unit in coalesced messages.
         coalesced_at_once: the most bytes of these that exist at once.
-        deferred: (N,) bytes, beyond ``saved``, that a unit holds between the two halves of a backward: for gradients of weights.
-        is_split: whether backwards run in two halves; ``saved`` then includes ``deferred``.
+        weights: (N,) bytes that a unit holds between the two halves of a backward: operands and gradients of results, for those of weights.
+        is_split: whether backwards run in two halves.
         summed: the most bytes of gradients that exist twice during a backward.
     """
 
     forward: Floats
     backward: Floats
+    inputs: Floats
     saved: Floats
     gradients: Floats
     coalesced: Floats
     coalesced_at_once: float
-    deferred: Floats
+    weights: Floats
     is_split: bool = False
     summed: float = 0.0
 
@@ -222,21 +226,28 @@ class TransientMemory:
     def nothing(n_units: int) -> TransientMemory:
         """Return the table of units without transient memory."""
         nothing = np.zeros(n_units)
-        return TransientMemory(nothing, nothing, nothing, nothing, nothing, 0.0, nothing)
+        return TransientMemory(nothing, nothing, nothing, nothing, nothing, nothing, 0.0, nothing)
 
     def repeated(self, source: Integers) -> TransientMemory:
         """Return the table of the given units, in any order and with repetition."""
-        of_units = (self.forward[source], self.backward[source], self.saved[source], self.gradients[source], self.coalesced[source])
-        return TransientMemory(*of_units, self.coalesced_at_once, self.deferred[source], self.is_split, self.summed)
+        names = ("forward", "backward", "inputs", "saved", "gradients", "coalesced", "weights")
+        return replace(self, **{name: getattr(self, name)[source] for name in names})
 
     def split(self) -> TransientMemory:
         """Return the table for backwards in two halves."""
-        return replace(self, saved=self.saved + self.deferred, is_split=True)
+        return replace(self, is_split=True)
+
+    @cached_property
+    def deferred(self) -> Floats:
+        """(N,) bytes beyond ``saved`` that each unit holds between the two halves of a backward, if all saved values are held as long."""
+        total = self.weights.sum()
+        return self.weights * max(1 - self.saved.sum() / total, 0.0) if total else self.weights
 
     @cached_property
     def _sums(self) -> Floats:
-        """(3, N + 1) prefix sums of saved, gradients and coalesced."""
-        return np.pad(np.cumsum([self.saved, self.gradients, self.coalesced], axis=1), ((0, 0), (1, 0)))
+        """(5, N + 1) prefix sums of saved, gradients, coalesced, weights and deferred."""
+        columns = self.saved, self.gradients, self.coalesced, self.weights, self.deferred
+        return np.pad(np.cumsum(columns, axis=1), ((0, 0), (1, 0)))
 
     @cached_property
     def _peaks(self) -> Floats:
@@ -244,11 +255,12 @@ class TransientMemory:
 
         Of a backward in two halves: of forward, input half and weight half.
         """
-        saved, gradients, _ = self._sums[:, 1:]
+        saved, gradients, _, weights, _ = self._sums[:, 1:]
         if self.is_split:
-            return np.stack([self.forward + saved, self.backward - self.gradients, self.gradients - gradients + saved])
+            return np.stack([self.forward + saved, self.inputs - weights + saved, self.gradients - gradients + weights])
         backward = self.backward - gradients + saved
-        return np.stack([self.forward + saved, backward, backward - gradients])
+        twice = np.minimum(gradients[-1] - gradients, self.summed)
+        return np.stack([self.forward + saved, backward + twice, backward - gradients])
 
     def of_block(self, start: int, stop: int, width: int) -> Floats:
         """Return (stop - start, width) bytes of the runs of 1..width units from each of the units ``start .. stop - 1``."""
@@ -261,15 +273,36 @@ class TransientMemory:
         ends = np.array([*starts[1:], len(self.saved)])
         return self._of_runs(np.maximum.reduceat(self._peaks, starts, axis=1), np.array(starts), ends)
 
+    def by_action(self, starts: Sequence[int]) -> Floats:
+        """Return (4, S) bytes of the stages with these first units in a forward, and the input half, weight half and whole of a backward.
+
+        They are beyond the saved activations, and beyond ``weights`` in a weight half.
+
+            input half     inputs(u) + weights(u+1..j) - saved(u+1..j)
+            weight half    gradients(u..j) - weights(u+1..j)
+        """
+        ends = np.array([*starts[1:], len(self.saved)])
+        saved, gradients, coalesced, held, _ = self._sums
+        twice = np.minimum(gradients[-1] - gradients[1:], self.summed)
+        freed = (saved - held)[1:], gradients[1:] - saved[1:], (gradients - held)[1:]
+        terms = np.stack([self.forward + saved[1:], self.inputs + freed[0], self.gradients - freed[2], self.backward + twice - freed[1]])
+        highest = np.maximum.reduceat(terms, starts, axis=1)
+        after = np.stack([-saved[ends], (held - saved)[ends], (gradients - held)[ends], (gradients - saved)[ends]])
+        computing: Floats = np.maximum(highest + after, 0.0) + np.minimum(coalesced[ends] - coalesced[starts], self.coalesced_at_once)
+        return computing
+
     def _of_runs(self, highest: Floats, start: Integers, end: Integers) -> Floats:
         """Return the bytes of the runs ``start .. end - 1``: the terms in i and j, added to the maxima of ``_peaks`` over the run."""
         forward, first, second = highest
-        saved, gradients, coalesced = self._sums
+        saved, gradients, coalesced, held, deferred = self._sums
         if self.is_split:
             twice = np.minimum(gradients[end] - gradients[start], self.summed)
-            backward = np.maximum(first, second + gradients[end] + twice - saved[end])
+            second = second + gradients[end] + twice - held[start] - saved[end] + saved[start]
+            backward = np.maximum(first + held[end] - saved[end], second)
+            deferral = deferred[end] - deferred[start]
+            forward, backward = forward - deferral, backward - deferral
         else:
-            backward = np.minimum(first + gradients[end] + self.summed, second + 2 * gradients[end]) - saved[end]
+            backward = np.minimum(first + gradients[end], second + 2 * gradients[end]) - saved[end]
         computing: Floats = np.maximum(np.maximum(forward - saved[end], backward), 0.0)
         weights: Floats = np.minimum(coalesced[end] - coalesced[start], self.coalesced_at_once)
         return computing + weights
@@ -325,11 +358,28 @@ class Units:
         n_stages = len(starts)
         by_kind = np.zeros((1, n_stages)) if self.working is None else np.stack([working.of_stages(starts) for working in self.workings])
         computing: Floats = by_kind[0] if len(by_kind) == 1 else by_kind[list(kinds), np.arange(n_stages)]
+        return computing + self._gathered_of_stages(starts, kinds)
+
+    def _gathered_of_stages(self, starts: Sequence[int], kinds: Sequence[int]) -> Floats | float:
+        """Return (S,) bytes of the tensors gathered at the boundaries of stages; 0 if there are none."""
         if not (self.gathered_values or self.gathered_gradients):
-            return computing
-        stage_of = stages_of(starts, len(self))
+            return 0.0
+        stage_of, n_stages = stages_of(starts, len(self)), len(starts)
         values = self.gathered_value_bytes.sent_per_stage(stage_of, n_stages, kinds)
-        return computing + values + self.gathered_gradient_bytes.per_stage(stage_of, n_stages, kinds)
+        return values + self.gathered_gradient_bytes.per_stage(stage_of, n_stages, kinds)
+
+    def transient_of_stages(self, starts: Sequence[int], kinds: Sequence[int]) -> Floats:
+        """Return (4, S) transient bytes of such stages in each kind of action (``TransientMemory.by_action``)."""
+        n_stages = len(starts)
+        by_kind = np.stack([working.by_action(starts) for working in self.workings])
+        computing: Floats = by_kind[list(kinds) if len(by_kind) > 1 else 0, :, np.arange(n_stages)].T
+        return computing + self._gathered_of_stages(starts, kinds)
+
+    def between_of_stages(self, starts: Sequence[int], kinds: Sequence[int]) -> Floats:
+        """Return (S,) bytes that such stages hold of a microbatch between the halves of its backward."""
+        by_kind = np.add.reduceat(np.stack([working.weights for working in self.workings]), starts, axis=1)
+        held: Floats = by_kind[list(kinds) if len(by_kind) > 1 else 0, np.arange(len(starts))]
+        return held
 
     @cached_property
     def split(self) -> Units:

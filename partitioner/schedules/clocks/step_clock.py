@@ -51,26 +51,29 @@ class StepClock:
         self,
         saved: Sequence[float],
         gradients: Sequence[float],
-        transient: Sequence[float],
+        transient: Sequence[Sequence[float]] = (),
         bucket_limit: float = 0.0,
         received: Sequence[float] = (),
         sent: Sequence[float] = (),
+        between: Sequence[float] = (),
     ) -> tuple[float, ...]:
         """Return for each rank the peak bytes of all its stages, beside the memory that is allocated all the time.
 
         Args:
-            saved: for each stage, bytes of the saved activations of one microbatch.
+            saved: for each stage, bytes of the saved activations of one microbatch, from its forward to its backward or input half.
             gradients: for each stage, bytes of the gradients of parameters, from its first whole backward or weight half on.
-            transient: for each stage, bytes during its actions alone.
+            transient: for each kind of action, in the order of ``makespan``, and each stage: bytes during its actions alone.
             bucket_limit: the most bytes of gradients that are in memory twice, in buckets, at the end.
             received, sent: for each stage, bytes that its forward, and its backward, receives; receives are posted one action ahead.
+            between: for each stage, bytes of one microbatch from the end of its input half to its weight half.
         """
         zeros = [0.0] * len(saved)
-        sizes = np.array([saved, gradients, transient, received or zeros, sent or zeros], dtype=float)
+        by_kind = [*transient] or [zeros] * len(_KINDS)
+        sizes = np.array([saved, between or zeros, gradients, received or zeros, sent or zeros, *by_kind], dtype=float)
         peaks = []
         for stages, counts in self._counts_of_ranks:
             bytes_during_actions = np.einsum("nks,ks->n", counts, sizes[:, stages])
-            gradient_bytes = float(sizes[1, stages].sum())
+            gradient_bytes = float(sizes[2, stages].sum())
             bytes_at_end = gradient_bytes + min(gradient_bytes, bucket_limit)
             peaks.append(max(float(bytes_during_actions.max(initial=0.0)), bytes_at_end))
         return tuple(peaks)
@@ -122,10 +125,11 @@ def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: in
 
 
 def _memory_counts(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
-    """Return the stages of a rank, and (actions, 5, stages) how many of each size of ``StepClock.peak_memory`` are in memory.
+    """Return the stages of a rank, and (actions, 9, stages) how many of each size of ``StepClock.peak_memory`` are in memory.
 
-    That is, during each action and for each stage: microbatches in flight; 1 if it has gradients; 1 if it acts; 1 if the next action is its
-    forward, whose message is being received; 1 if that is its backward.
+    That is, during each action and for each stage: microbatches before the end of their backward or input half; those between halves; 1 if
+    it has gradients; 1 if the next action is its forward, whose message is being received; 1 if that is its backward; and for each kind of
+    action, 1 if it does that.
     """
     stages = sorted({action.stage for action in actions})
     kind = np.array([_NUMBER[action.kind] for action in actions], dtype=np.int64)
@@ -137,10 +141,13 @@ def _memory_counts(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int
 
     forwards = acts_with(ActionKind.FORWARD)
     backwards = acts_with(ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-    freed = np.concatenate([zero, acts_with(ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT).cumsum(axis=0)])[: len(actions)]
-    in_flight, has_gradients = forwards.cumsum(axis=0) - freed, (freed > 0).astype(np.int64)
+    whole, inputs, weights = (acts_with(each) for each in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT))
+    halved, split, freed = (np.concatenate([zero, each.cumsum(axis=0)])[: len(actions)] for each in (backwards, inputs, whole + weights))
+    in_flight, has_gradients = forwards.cumsum(axis=0) - halved, (freed > 0).astype(np.int64)
+    between = split - np.concatenate([zero, weights.cumsum(axis=0)])[: len(actions)]
     next_forwards, next_backwards = (np.concatenate([current, zero])[1:] for current in (forwards, backwards))
-    return stages, np.stack([in_flight, has_gradients, acts, next_forwards, next_backwards], axis=1)
+    by_kind = [acts_with(each) for each in _KINDS]
+    return stages, np.stack([in_flight, between, has_gradients, next_forwards, next_backwards, *by_kind], axis=1)
 
 
 def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:

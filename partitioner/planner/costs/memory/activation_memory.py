@@ -13,7 +13,7 @@ from cost_models.graph_cost import GraphCost
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.planner.costs.cut_points import CutPoints
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
-from partitioner.planner.costs.memory.transient_memory import WorkingMemory
+from partitioner.planner.costs.memory.transient_memory import Gradient, WorkingMemory
 from partitioner.planner.solvers.stage_problem import Floats, Shared, TransientMemory
 from passes.autograd.recompute import Recompute
 from passes.graph.schemas import packet
@@ -62,7 +62,7 @@ class UnitMemory:
         self.gradients = tuple(trained.values())
         whole = cost.scattered_once
         self.added = tuple(item._replace(amount=int(whole[name])) if name in whole else item for name, item in trained.items())
-        self._trained = frozenset(trained)
+        self._trained = tuple(trained)
 
         # Inputs of a step are permanent memory of their readers' stages, not saved activations.
         self._inputs = tuple(name for name, node in self._nodes.items() if node.op == "placeholder" and name not in lasting)
@@ -120,15 +120,13 @@ class UnitMemory:
             kept: the saved activations.
             alone: whether there is one microbatch.
         """
-        saved, gradients = np.zeros((2, len(self._points.units)))
+        saved = np.zeros(len(self._points.units))
         for item in kept:
             if item.producer < 0:  # received values exist before the stage computes
                 saved[item.units[0]] += item.most
-        for item in self.gradients if alone else self.added:
-            gradients[item.units[-1]] += item.most
-        deferred = self._for_weights(numbers, share)
-        deferred *= max(1 - saved.sum() / deferred.sum(), 0.0) if deferred.any() else 0.0
-        return self._working.at(numbers, share, saved, gradients, deferred, alone=alone)
+        items = zip(self._trained, self.gradients if alone else self.added, strict=True)
+        gradients = [Gradient(item.units[-1], tuple(user.name for user in self._nodes[name].users), item.most) for name, item in items]
+        return self._working.at(numbers, share, saved, gradients, self._for_weights(numbers, share), alone=alone)
 
     def _for_weights(self, numbers: Numbers, share: float) -> Floats:
         """Return (N,) bytes that the gradients of each unit's weights are computed from: operands, and gradients of results."""
@@ -136,7 +134,7 @@ class UnitMemory:
         found, seen = np.zeros(len(self._points.units)), set[int]()
         for name, unit in self._unit_of.items():
             node = self._nodes[name]
-            if packet(node.target) in GRADIENTS_AT_ONCE or not any(map(self._is_trained, node.all_input_nodes)):
+            if packet(node.target) in GRADIENTS_AT_ONCE or self._is_trained(node) or not any(map(self._is_trained, node.all_input_nodes)):
                 continue
             operands = [key for key in self._cost.saved.get(name, ()) if self._cost.maker[key] in self._unit_of]
             operands = [key for key in operands if not self._is_trained(self._nodes[self._cost.maker[key]])]

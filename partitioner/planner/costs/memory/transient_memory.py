@@ -2,11 +2,16 @@
 
     forward     a value is alive from the call that makes it to the last that reads it
     backward    its gradient is alive from the backward of its last reader to the backward of its maker
+    saved       a saved value is freed after the last backward that needs it, that of the first call which saves it
     weights     a gathered weight is whole from the use of the weight before it, when its gather starts, to the last call that reads it
     recompute   a value that was not saved is alive from the first backward that needs it to the last; a gathered weight, from the
                 first recomputation that reads it
 
-Lifetimes follow from the order of the calls; the result is the peak within each unit (``stage_problem.TransientMemory``).
+Lifetimes follow from the order of the calls; the result is the peak within each unit (``stage_problem.TransientMemory``). The backward of a
+call has two phases, half steps of the order of calls:
+
+    mm(dy', x), mm(dy, w)    reads the gradient of its result, saved values and the gathered weight; makes the gradients of its operands
+    cast of dw to float32    of these alone, for the sum over ranks
 """
 
 from __future__ import annotations
@@ -24,13 +29,16 @@ from partitioner.planner.solvers.stage_problem import Floats, Integers, Transien
 from passes.emit.coalesce_collectives import ALONE_BYTES, bytes_of_bundle
 from passes.ir.tensor_spec import Size
 
-__all__ = ["WorkingMemory"]
+__all__ = ["Gradient", "WorkingMemory"]
 
 _HELD_BY_A_LOSS = 1
 """Transient bytes of a loss function, which is not in the graph, in units of the model's results."""
 
 _BUNDLES = 2
 """Coalesced gathers of weights alive at once: one is read while the next is gathered."""
+
+_PHASES = 2
+"""Of the backward of a call."""
 
 Flags = NDArray[np.bool_]
 
@@ -43,11 +51,14 @@ class _Values(NamedTuple):
         shard_size: bytes of the rank's shard of it, if it is gathered; else the same as ``size``.
         sum_size: bytes of the copy of its gradient in the type in which ranks sum it; 0 if that is its own type.
         first, last: (V,) the first and last call that touches it.
+        saved_first: (V,) the first call that saves it, whose backward is the last that needs it; -1: it is not saved.
         needed_first, needed_last: (V,) the first and last call whose backward needs it; as above if none does.
         is_passing: (V,) whether it is neither saved nor a weight.
         is_recomputed: (V,) whether a backward recomputes it.
         is_gathered, is_gathered_back: (V,) whether it is a weight that is gathered for calls, and for backwards.
         has_gradient: (V,) whether the backward computes its gradient.
+        is_weight: (V,) whether it is a parameter, or made from one.
+        is_once: (V,) whether a step of several microbatches gathers it once.
         is_returned: (V,) whether the model returns it.
     """
 
@@ -56,6 +67,7 @@ class _Values(NamedTuple):
     sum_size: tuple[Size, ...]
     first: Integers
     last: Integers
+    saved_first: Integers
     needed_first: Integers
     needed_last: Integers
     is_passing: Flags
@@ -63,7 +75,23 @@ class _Values(NamedTuple):
     is_gathered: Flags
     is_gathered_back: Flags
     has_gradient: Flags
+    is_weight: Flags
+    is_once: Flags
     is_returned: Flags
+
+
+class Gradient(NamedTuple):
+    """The gradient of a parameter.
+
+    Attributes:
+        unit: whose backward computes it first.
+        readers: the calls that read the parameter.
+        size: bytes.
+    """
+
+    unit: int
+    readers: tuple[str, ...]
+    size: float
 
 
 class WorkingMemory:
@@ -99,16 +127,20 @@ class WorkingMemory:
         self._n_steps = sum(lengths)
         self._starts = np.cumsum([0, *lengths])[:-1]  # (units,) the first step of each
         self._unit = np.repeat(np.arange(len(units)), lengths)  # (steps,) the unit of each
-        self._values = _values_of(cost, [step for steps in by_unit for step in steps], selection, frozenset(parameters), casts)
+        order = [step for steps in by_unit for step in steps]
+        self._values = _values_of(cost, order, selection, frozenset(parameters), casts)
+        self._last_step = {name: number for number, (name, _) in enumerate(order)}
 
-    def at(self, numbers: Numbers, share: float, saved: Floats, gradients: Floats, deferred: Floats, *, alone: bool) -> TransientMemory:
+    def at(
+        self, numbers: Numbers, share: float, saved: Floats, gradients: Sequence[Gradient], weights: Floats, *, alone: bool
+    ) -> TransientMemory:
         """Return the transient memory of all units for one size of microbatches.
 
         Args:
             share: factor of the sizes of activations.
             saved: (N,) bytes that each unit adds to the saved activations.
-            gradients: (N,) bytes of the gradients that are alive after the backward of each unit.
-            deferred: (N,) bytes beyond ``saved`` that each unit holds between the two halves of a backward.
+            gradients: of the parameters.
+            weights: (N,) bytes that each unit holds between the two halves of a backward.
             alone: whether there is one microbatch; else weights for the next one are gathered while those of this one are used.
         """
         values, n_units = self._values, len(self._starts)
@@ -116,42 +148,82 @@ class WorkingMemory:
         sizes, shard_sizes, sum_sizes = (np.array([float(numbers[size]) for size in each]) for each in of_values)
         sizes = np.where(values.is_gathered, sizes, sizes * share)
         small = values.is_gathered & (shard_sizes < ALONE_BYTES)
-        forward = self._alive(sizes, values.is_passing, values.first, values.last)
+        forward = self._alive(sizes, values.is_passing, values.first, values.last, 1)
         forward += self._gathered_alive(sizes, values.is_gathered & ~small, back=False)
         forward[-1:] = np.maximum(forward[-1:], sizes @ (values.is_returned * (_HELD_BY_A_LOSS + values.is_passing)))
-        backward = gradients[self._unit] + self._alive(
-            sizes + sum_sizes, values.has_gradient & ~values.is_returned, values.first, values.last
-        )
-        backward += self._gathered_alive(sizes, values.is_gathered_back & ~small, back=True)
-        backward += self._alive(sizes, values.is_recomputed, values.needed_first, values.needed_last)
+        of_inputs, of_weights = self._backward(sizes, sum_sizes, small, sizes > shard_sizes)
+        computed, held = self._gradients_alive(gradients, n_units)
+        backward = of_inputs + of_weights + computed - self._freed(sizes, share, alone=alone)
         coalesced = np.bincount(self._unit[values.first[small]], sizes[small], n_units) * (1 if alone else _BUNDLES)
         n_ranks = round(float((sizes[small] / shard_sizes[small]).max(initial=0.0)))
         at_once = float(_BUNDLES * n_ranks * bytes_of_bundle(n_ranks)) if n_ranks else 0.0
-        peaks = [np.rint(np.maximum.reduceat(alive, self._starts)) for alive in (forward, backward)]
-        of_units = (peaks[0], peaks[1], np.rint(saved), np.rint(gradients), np.rint(coalesced))
-        return TransientMemory(*of_units, at_once, np.rint(deferred))
+        phases = 2 * self._starts
+        return TransientMemory(
+            np.rint(np.maximum.reduceat(forward, self._starts)),
+            np.rint(np.maximum.reduceat(backward, phases)),
+            np.rint(np.maximum.reduceat(of_inputs, phases)),
+            np.rint(saved),
+            np.rint(held),
+            np.rint(coalesced),
+            at_once,
+            np.rint(weights),
+        )
 
-    def _alive(self, sizes: Floats, mask: Flags, first: Integers, last: Integers) -> Floats:
-        """Return (calls,) bytes of the masked allocations that are alive at each call: a sweep over lifetimes ``first`` to ``last``."""
-        allocated = np.bincount(first[mask], sizes[mask], self._n_steps + 1)
-        freed = np.bincount(last[mask] + 1, sizes[mask], self._n_steps + 1)
+    def _backward(self, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags) -> tuple[Floats, Floats]:
+        """Return (2 x calls,) bytes in each phase of a backward: of all but gradients of weights, and of these on their way to a sum.
+
+        The phases of call n are 2 n + 1, which comes first, and 2 n. ``is_shared``: (V,) whether ranks store shards of the value.
+        """
+        values = self._values
+        first, last = 2 * values.first, 2 * values.last + 1
+        is_value = values.has_gradient & ~values.is_returned & ~values.is_weight
+        is_summed = values.has_gradient & values.is_weight & (is_shared | (sum_sizes > 0))
+        of_inputs = self._alive(sizes, is_value, first + 1, last)
+        of_inputs += self._gathered_alive(sizes, values.is_gathered_back & ~small, back=True)
+        of_inputs += self._alive(sizes, values.is_recomputed, 2 * values.needed_first + 1, 2 * values.needed_last + 1)
+        of_weights = self._alive(sizes, is_summed, first, last) + self._alive(sum_sizes, is_summed, first, first)
+        return of_inputs, of_weights
+
+    def _gradients_alive(self, gradients: Sequence[Gradient], n_units: int) -> tuple[Floats, Floats]:
+        """Return (2 x calls,) bytes of the gradients that the unit of each phase has computed by then, and (N,) those of each unit."""
+        ends = 2 * np.append(self._starts[1:], self._n_steps) - 1
+        unit, size = np.array([each.unit for each in gradients], np.int64), np.array([each.size for each in gradients])
+        steps = [max((self._last_step.get(name, self._n_steps) for name in each.readers), default=self._n_steps) for each in gradients]
+        last = np.minimum(2 * np.array(steps, np.int64) + 1, ends[unit])
+        held = np.zeros(n_units)
+        np.add.at(held, unit, size)
+        return self._alive(size, np.ones(len(size), np.bool_), 2 * self._starts[unit], last), held
+
+    def _freed(self, sizes: Floats, share: float, *, alone: bool) -> Floats:
+        """Return (2 x calls,) bytes of the saved values of the unit of each phase that its backward has freed by then."""
+        values = self._values
+        mask = (values.saved_first >= 0) & (alone | ~values.is_once)
+        start = 2 * self._starts[self._unit[values.saved_first]]
+        return self._alive(sizes, mask, start, 2 * values.saved_first)
+
+    def _alive(self, sizes: Floats, mask: Flags, first: Integers, last: Integers, phases: int = _PHASES) -> Floats:
+        """Return (``phases`` x calls,) bytes of the masked allocations alive in each: a sweep over lifetimes ``first`` to ``last``."""
+        n_places = phases * self._n_steps
+        allocated = np.bincount(first[mask], sizes[mask], n_places + 1)
+        freed = np.bincount(last[mask] + 1, sizes[mask], n_places + 1)
         alive: Floats = np.cumsum(allocated - freed)[:-1]
         return alive
 
     def _gathered_alive(self, sizes: Floats, mask: Flags, *, back: bool) -> Floats:
         """Return (calls,) bytes of gathered weights at each call: each is alive from the use of the weight before it (prefetch).
 
-        In the backward (``back``) calls run in reverse, so that a weight is alive until the use of the one after it.
+        In the backward (``back``), (2 x calls,) for its phases, calls run in reverse, so that a weight is alive until the use of the one
+        after it.
         """
         weights = np.flatnonzero(mask)
         first, last = self._values.first.copy(), (self._values.needed_last if back else self._values.last).copy()
         if back:
             weights = weights[np.argsort(-last[weights], kind="stable")]
             last[weights[1:]] = last[weights[:-1]]
-        else:
-            weights = weights[np.argsort(first[weights], kind="stable")]
-            first[weights[1:]] = first[weights[:-1]]
-        return self._alive(sizes, mask, first, last)
+            return self._alive(sizes, mask, 2 * first + 1, 2 * last + 1)
+        weights = weights[np.argsort(first[weights], kind="stable")]
+        first[weights[1:]] = first[weights[:-1]]
+        return self._alive(sizes, mask, first, last, 1)
 
 
 def _values_of(
@@ -198,6 +270,10 @@ def _values_of(
         sum_size=tuple(cost.allocation_bytes[each] * widths.get(each, 0) for each in all_allocations),
         first=np.array([first[each] for each in all_allocations], np.int64),
         last=np.array([last[each] for each in all_allocations], np.int64),
+        saved_first=np.array(
+            [min((position[name] for name in selection.savers.get(each, ()) if name in position), default=-1) for each in all_allocations],
+            np.int64,
+        ),
         needed_first=np.array([min(needs[each], default=first[each]) for each in all_allocations], np.int64),
         needed_last=np.array(needed_last, np.int64),
         is_passing=~is_kept & ~is_weight,
@@ -205,32 +281,40 @@ def _values_of(
         is_gathered=is_gathered,
         is_gathered_back=is_gathered & (is_needed | _flags(each in cost.gathered_again for each in all_allocations)),
         has_gradient=_flags(cost.maker[each] in cost.gradients for each in all_allocations),
+        is_weight=is_weight,
+        is_once=_flags(each in cost.gathered_once for each in all_allocations),
         is_returned=_flags(each in cost.returned for each in all_allocations),
     )
-    recomputed = [name for name in sorted(selection.recomputed) if name in position]
-    buffers = {(position[name], max(position[name], last_need[name])): cost.nodes[name].keeps for name in recomputed}
-    return _with_internal_buffers(values, buffers)
+    buffers: list[tuple[int, int, Size]] = []
+    for name, call in position.items():
+        if name in cost.nodes:
+            last_use = max(call, last_need[name]) if name in selection.recomputed else -1
+            buffers += [(call, last_use, cost.nodes[name].keeps), (call, call, cost.nodes[name].working)]
+    return _with_internal_buffers(values, [each for each in buffers if each[2] != 0])
 
 
-def _with_internal_buffers(values: _Values, buffers: Mapping[tuple[int, int], Size]) -> _Values:
-    """Append the internal buffers of recomputed calls: (the call, the last call whose backward needs its result) -> bytes."""
-    sizes = {lifetime: size for lifetime, size in buffers.items() if size != 0}
-    first, last = np.array(list(sizes), np.int64).reshape(-1, 2).T
-    yes = np.ones(len(sizes), np.bool_)
+def _with_internal_buffers(values: _Values, buffers: Sequence[tuple[int, int, Size]]) -> _Values:
+    """Append internal buffers of calls: the call, the last whose backward needs them if they are made in the backward, else -1; bytes."""
+    calls, last = np.array([each[:2] for each in buffers], np.int64).reshape(-1, 2).T
+    sizes, is_recomputed = tuple(size for _, _, size in buffers), last >= 0
+    no = np.zeros(len(buffers), np.bool_)
     return _Values(
-        size=(*values.size, *sizes.values()),
-        shard_size=(*values.shard_size, *sizes.values()),
+        size=(*values.size, *sizes),
+        shard_size=(*values.shard_size, *sizes),
         sum_size=(*values.sum_size, *(0 for _ in sizes)),
-        first=np.append(values.first, first),
-        last=np.append(values.last, first),
-        needed_first=np.append(values.needed_first, first),
-        needed_last=np.append(values.needed_last, last),
-        is_passing=np.append(values.is_passing, ~yes),
-        is_recomputed=np.append(values.is_recomputed, yes),
-        is_gathered=np.append(values.is_gathered, ~yes),
-        is_gathered_back=np.append(values.is_gathered_back, ~yes),
-        has_gradient=np.append(values.has_gradient, ~yes),
-        is_returned=np.append(values.is_returned, ~yes),
+        first=np.append(values.first, calls),
+        last=np.append(values.last, calls),
+        saved_first=np.append(values.saved_first, np.where(is_recomputed, -1, calls)),
+        needed_first=np.append(values.needed_first, calls),
+        needed_last=np.append(values.needed_last, np.maximum(calls, last)),
+        is_passing=np.append(values.is_passing, no),
+        is_recomputed=np.append(values.is_recomputed, is_recomputed),
+        is_gathered=np.append(values.is_gathered, no),
+        is_gathered_back=np.append(values.is_gathered_back, no),
+        has_gradient=np.append(values.has_gradient, no),
+        is_weight=np.append(values.is_weight, no),
+        is_once=np.append(values.is_once, no),
+        is_returned=np.append(values.is_returned, no),
     )
 
 

@@ -323,10 +323,11 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
         times = [replace(each, share=draw.choice((0.0, 0.5))) for each in times]
         columns = [[getattr(stage, field) for stage in times] for field in StageTimes.__dataclass_fields__]
         assert clock.makespan(*columns) == pytest.approx(simulate_step(schedule, times).makespan)
-        kept, gradients, working, entering, leaving = ([draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in range(5))
+        kept, gradients, entering, leaving, between = ([draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in range(5))
+        working = [[draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in ActionKind]
         nothing = [0] * schedule.n_stages
-        assert clock.peak_memory(kept, nothing, nothing) == peak_activation(schedule, kept)
-        sizes = (kept, gradients, working, 20.0, entering, leaving)
+        assert clock.peak_memory(kept, nothing, between=kept) == peak_activation(schedule, kept)
+        sizes = (kept, gradients, working, 20.0, entering, leaving, between)
         assert clock.peak_memory(*sizes) == peak_memory(schedule, *sizes)
         order = order_of(name, n_ranks, count, each)
         assert (order.stage_ranks, order.in_flight) == (schedule.stage_ranks, peak_in_flight(schedule))
@@ -342,7 +343,14 @@ def test_what_waits_for_messages_in_closed_form_is_what_schedules_have(name: str
 
 
 def peak_memory(
-    schedule: Schedule, kept: list[int], gradients: list[int], working: list[int], summed: float, entering: list[int], leaving: list[int]
+    schedule: Schedule,
+    kept: list[int],
+    gradients: list[int],
+    working: list[list[int]],
+    summed: float,
+    entering: list[int],
+    leaving: list[int],
+    between: list[int],
 ) -> tuple[float, ...]:
     """Return peak memory by the definition: at each action, memory held by stages, of the action, and of arriving messages."""
     peaks = []
@@ -354,9 +362,12 @@ def peak_memory(
             if place + 1 < len(actions) and actions[place + 1].kind is not ActionKind.BACKWARD_WEIGHT:
                 following = actions[place + 1]
                 comes = (entering if following.kind is ActionKind.FORWARD else leaving)[following.stage]
-            moments.append(held + sum(made.values()) + working[action.stage] + comes)
+            kind = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD).index(action.kind)
+            moments.append(held + sum(made.values()) + working[kind][action.stage] + comes)
+            if action.kind is ActionKind.BACKWARD_INPUT:
+                held += between[action.stage] - kept[action.stage]
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-                held -= kept[action.stage]
+                held -= (kept if action.kind is ActionKind.BACKWARD else between)[action.stage]
                 made[action.stage] = gradients[action.stage]
         moments.append(sum(made.values()) + min(sum(made.values()), summed))
         peaks.append(max(moments))
