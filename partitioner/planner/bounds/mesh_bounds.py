@@ -112,6 +112,8 @@ class MeshBounds:
                 size = microbatch_size(own_rows, count)
                 computing = self._pipeline(count, size, places, mesh.cutting.size // n_rows, request, waiting)
                 steps.append(max(computing, (sum(activations) + count * (gathers + scatters)) / places))
+        if gradients and places == 1:  # one stage sums them while its backward computes
+            gradients *= self._links.of(mesh)[rows_name].ring.host_share
         return (min(steps, default=math.inf) + gradients) * (1 - _ROUNDING)
 
     def of_any_axes(self, mesh: Mesh) -> float:

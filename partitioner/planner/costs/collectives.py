@@ -22,7 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from torch import Tensor, fx
@@ -45,6 +45,7 @@ from passes.spmd.propagate import Layouts
 __all__ = [
     "Exchange",
     "GradientSum",
+    "SumSeconds",
     "collectives_between",
     "find_exchanges",
     "find_gradient_sums",
@@ -96,6 +97,10 @@ class Exchange:
         """Return the seconds forward and backward; ``size``: bytes, ``runs``: contiguous runs of memory, as numbers."""
         forward, regather = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.regather))
         return forward, self._seconds(self.backward, size * self.wider, links, runs) + regather
+
+    def regathering(self, size: float, links: GroupLinks, runs: float = 1) -> float:
+        """Return the part of the seconds backward that gathers the value again."""
+        return self._seconds(self.regather, size, links, runs)
 
     def is_coalesced(self, size: float, links: GroupLinks) -> bool:
         """Return whether a value of ``size`` bytes shares a message with others when it is gathered."""
@@ -181,10 +186,42 @@ def shares_of_bucket(sizes: Floats) -> Floats:
     return 1 / np.ceil(BUCKET_BYTES / np.maximum(sizes, 1.0))
 
 
-def sum_seconds(size: float, buckets: float, largest: float, links: GroupLinks) -> float:
-    """Return the seconds of summing gradients in buckets, without overlap of the bytes sent.
+class SumSeconds(NamedTuple):
+    """The seconds of summing gradients in buckets.
 
-    The latency of a bucket overlaps the backward, except for the fraction in which processors compute nothing (``host_share``).
+    Attributes:
+        sent: of messages, which can overlap the backward.
+        computing: of processors, for copies into buckets and the beginnings of messages.
+        host_share: the fraction of overlapped messages in which processors compute nothing.
+    """
+
+    sent: float
+    computing: float
+    host_share: float
+
+    @property
+    def alone(self) -> float:
+        """Seconds without overlap."""
+        return self.sent + self.computing
+
+    def beside(self, sizes: Floats, backward: Floats) -> float:
+        """Return the seconds by which a backward and its sums take longer than the backward alone.
+
+            backward    unit 3 ######  unit 2 ######  unit 1 ######
+            sums                       unit 3 ======  unit 2 ====== unit 1 ======
+                                                                   |-- exposed --|
+        Args:
+            sizes: (U,) bytes of the gradients of each unit, in the order of the backward.
+            backward: (U,) seconds of the backward of each unit.
+        """
+        seconds = self.sent * sizes / max(float(sizes.sum()), 1.0)
+        ready, last = np.cumsum(backward), np.cumsum(seconds[::-1])[::-1]  # the messages of a unit and of all after it
+        exposed = min(max(float((ready + last)[sizes > 0].max(initial=0.0) - ready[-1]), 0.0), self.sent)
+        return exposed + self.host_share * (self.sent - exposed) + self.computing
+
+
+def sum_seconds(size: float, buckets: float, largest: float, links: GroupLinks) -> SumSeconds:
+    """Return the seconds of summing gradients in buckets.
 
     Args:
         size: bytes of all gradients.
@@ -193,7 +230,8 @@ def sum_seconds(size: float, buckets: float, largest: float, links: GroupLinks) 
     """
     more = max(math.ceil(buckets - max(FIRST_BUCKET_BYTES / BUCKET_BYTES, largest) - _ROUNDING), 0)
     beginning = 2 * links.seconds("all_reduce", BUCKET_BYTES) - links.seconds("all_reduce", 2 * BUCKET_BYTES)
-    return links.seconds("all_reduce", size) + links.copying(size) + more * links.ring.host_share * beginning
+    share = links.ring.host_share
+    return SumSeconds(links.seconds("all_reduce", size), links.copying(size) + more * share * beginning, share)
 
 
 _ROUNDING = 1e-6

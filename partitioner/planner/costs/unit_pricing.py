@@ -19,6 +19,7 @@ from cost_models.ops.cost import OperationCost
 from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import Exchange
 from partitioner.planner.costs.cut_points import CutPoints
+from partitioner.planner.costs.gathers_ahead import Message, waiting_for_gathers
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
 from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
 from partitioner.planner.solvers.stage_problem import Floats, Shared, Units, Value
@@ -147,6 +148,28 @@ class UnitPricing:
             self._known_kept[key] = self.memory.kept(self.numbers(rows), share, alone=alone)
         return self._known_kept[key]
 
+    @cached_property
+    def place_of(self) -> dict[str, int]:
+        """Call of a unit -> its place among all, in order."""
+        names = (name for unit in self.points.units for name in unit if name in self.cost.nodes)
+        return {name: place for place, name in enumerate(names)}
+
+    @cached_property
+    def unit_of_calls(self) -> list[int]:
+        """(P,) the unit of each call."""
+        return [self.unit_of[name] for name in self.place_of]
+
+    @cached_property
+    def cost_of_calls(self) -> list[int]:
+        """(P,) the number of each call's cost among the distinct ones."""
+        column = {cost: index for index, cost in enumerate(self.distinct)}
+        return [column[self.cost.nodes[name]] for name in self.place_of]
+
+    @cached_property
+    def is_recomputed(self) -> Floats:
+        """(P,) 1 for each call that the backward computes again, else 0."""
+        return np.array([float(name in self.memory.recomputed) for name in self.place_of])
+
     def _count_calls(self, nodes: frozenset[str]) -> Floats:
         """Return (N, C) how many of the nodes are in each unit and have each distinct cost."""
         column = {cost: index for index, cost in enumerate(self.distinct)}
@@ -190,11 +213,11 @@ class _Microbatch:
     @cached_property
     def times(self) -> MicrobatchTimes:
         """The seconds of units and their saved activations; recomputation is part of the input half of the backward."""
-        pricing, (waiting, once, ahead) = self.pricing, self._waiting()
+        pricing, (waiting, once, messages) = self.pricing, self._waiting()
         halves: Floats = np.einsum("nc,ckh->hnk", pricing.calls, self._operations)
         if pricing.recomputed_calls is not None:
             halves[1] += pricing.recomputed_calls @ self._operations[:, :, 0]
-        waiting = waiting[:, :, None] + _exposed(ahead, halves)
+        waiting = waiting[:, :, None] + waiting_for_gathers(messages, pricing.unit_of_calls, self._seconds_of_calls, halves.shape[1])
         halves = halves + waiting
         if self.adding:
             halves[2] += pricing.accumulation * (1 - 1 / -(-self.batch_size // self.rows))  # the first microbatch adds to nothing
@@ -202,17 +225,25 @@ class _Microbatch:
         once = np.broadcast_to(once[:, :, None], (*once.shape, halves.shape[2]))
         return MicrobatchTimes(halves, waiting, once, np.arange(halves.shape[1]), kept)
 
-    def _waiting(self) -> tuple[Floats, Floats, Floats]:
+    @cached_property
+    def _seconds_of_calls(self) -> Floats:
+        """(2, P, K) seconds of the forward and the backward of each call of the units, in order; recomputation is part of the latter."""
+        pricing = self.pricing
+        each = self._operations[pricing.cost_of_calls]
+        backward = each[:, :, 1:].sum(axis=2) + each[:, :, 0] * pricing.is_recomputed[:, None]
+        return np.stack([each[:, :, 0], backward])
+
+    def _waiting(self) -> tuple[Floats, Floats, dict[int, Message]]:
         """Return (3, N) seconds that units wait for collectives of a microbatch, and (2, N) for those before all, and after all.
 
-        The third, (2, 2, N), are seconds forward and backward of collectives of stored parameters, which run while the ranks compute, and
-        the part of these that their processors are busy with. Small parameters, which share a message, are waited for.
+        The third are the collectives of stored parameters, which run while the ranks compute: place of the call that reads them -> seconds.
+        Small parameters, which share a message, are waited for.
 
         A recomputed forward repeats the collectives that it needs.
         """
         pricing, numbers, share = self.pricing, self._numbers, self._share
         seconds, once = np.zeros((3, len(pricing.points.units))), np.zeros((2, len(pricing.points.units)))
-        ahead = np.zeros((2, 2, len(pricing.points.units)))
+        ahead: dict[int, Message] = {}
         known: dict[tuple[object, ...], tuple[float, float]] = {}
         for exchange, links in self.exchanges:
             kinds = exchange.forward, exchange.backward, exchange.regather
@@ -228,8 +259,10 @@ class _Microbatch:
             unit = pricing.unit_of[exchange.reader]
             runs_ahead = exchange.is_stored and not exchange.is_coalesced(numbers[exchange.size] * share, links)
             if runs_ahead and (self._is_alone or not is_once):
-                both = np.array((forward, backward + repeated))
-                ahead[:, :, unit] += np.stack((both, links.ring.host_share * both))
+                regather = exchange.regathering(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
+                message = Message(forward, regather + repeated, backward - regather, links.ring.host_share)
+                place = pricing.place_of[exchange.reader]
+                ahead[place] = ahead[place] + message if place in ahead else message
                 continue
             (once if is_once and not self._is_alone else seconds)[0, unit] += forward
             if is_scattered_once and not self._is_alone:
@@ -281,18 +314,3 @@ class _Microbatch:
                 seconds[index, kind, by_limit.index(max(by_limit))] += max(by_limit)
         limits: Floats = np.einsum("nc,ckl->lnk", pricing.calls, seconds)
         return limits
-
-
-def _exposed(ahead: Floats, halves: Floats) -> Floats:
-    """Return (3, N, K) seconds that units wait for collectives that run while they compute.
-
-    computing   ####################          a message that is shorter than the computing delays it by the part of the processors
-    message     ====================>.....    the rest of one that is longer is waited for
-
-    Args:
-        ahead: (2, 2, N) seconds of messages, and of processors for them, forward and backward.
-        halves: (3, N, K) seconds that units compute.
-    """
-    computed = np.stack((halves[0], halves[1] + halves[2]))
-    exposed = np.maximum(ahead[1][:, :, None], ahead[0][:, :, None] - computed)
-    return np.concatenate((exposed, np.zeros_like(exposed[:1])))

@@ -119,7 +119,7 @@ class PipelineProblems:
         if stage_ranks not in self._links_of_stages:
             self._links_of_stages[stage_ranks] = [group_links(ranks, self.cluster) for ranks in stage_ranks]
         links, largest = self._links_of_stages[stage_ranks], float(bucket_fractions.amount.max(initial=0.0))
-        return max(sum_seconds(size, filled, largest, link) for link, size, filled in zip(links, sizes, buckets, strict=True))
+        return max(sum_seconds(size, filled, largest, link).alone for link, size, filled in zip(links, sizes, buckets, strict=True))
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
         """Return the cuts that constraints force and allow; raise ConfigError if they do not fit the candidate."""

@@ -322,7 +322,10 @@ class MeshProblem:
         return Solution(staged, self._sum_seconds(problems, staged) + seconds_once(problems, staged))
 
     def _sum_seconds(self, problems: PipelineProblems, staged: StagedModel) -> float:
-        """Return the seconds at the end of a step until the ranks of all stages have summed their gradients."""
+        """Return the seconds at the end of a step until the ranks of all stages have summed their gradients.
+
+        One stage sums while its backward computes; those of a pipeline end at other times, and sum in what is left.
+        """
         starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
         of_replicas = problems.sum_seconds(staged.candidate, starts) if staged.candidate.replicas else 0.0
         if not self.part.sums:
@@ -332,7 +335,12 @@ class MeshProblem:
         by_dimension = self._stage_sums.of_ranks(starts, stage_ranks)
         # For each rank, (bytes, buckets) by mesh dimension; ranks with equal ones are priced once.
         of_ranks = set(zip(*(map(tuple, sizes.tolist()) for sizes in by_dimension.values()), strict=True))
-        return of_replicas + max(self.part.sum_seconds(dict(zip(by_dimension, sizes, strict=True)), self.links) for sizes in of_ranks)
+        priced = [self.part.sum_seconds(dict(zip(by_dimension, sizes, strict=True)), self.links) for sizes in of_ranks]
+        if self.n_places == 1:
+            halves = problems.prices.times(problems.rows(staged.candidate)).halves[:, :, 0]
+            backward, sizes_of = (halves[1] + halves[2])[::-1], self._stage_sums.of_units(halves.shape[1])
+            return sum(seconds.beside(sizes_of[name][::-1], backward) for name, seconds in priced[0].items())
+        return of_replicas + max(sum(each.alone for each in seconds.values()) for seconds in priced)
 
     @cached_property
     def _submesh_sums(self) -> dict[int, StageSums]:
@@ -347,12 +355,14 @@ class MeshProblem:
     def _least_sums(self) -> float:
         """Lower bound of ``_sum_seconds``: the rank with most gradients has at least the average, and latency is ignored.
 
-        It is 0 for stages of unequal degrees: their sums depend on which stage has which parameter.
+        It is 0 for stages of unequal degrees: their sums depend on which stage has which parameter. Sums beside a backward take the
+        fraction in which processors compute nothing.
         """
         if self.submeshes is not None:
             return 0.0
-        shares = ((name, size / self.n_places) for name, size in self.part.bytes_summed.items())
-        return sum(size * self.links[name].seconds("all_reduce", _LARGE) / _LARGE for name, size in shares) * (1 - _ROUNDING)
+        shares = [(self.links[name], size / self.n_places) for name, size in self.part.bytes_summed.items()]
+        seconds = ((link, size * link.seconds("all_reduce", _LARGE) / _LARGE) for link, size in shares)
+        return sum(each * (link.ring.host_share if self.n_places == 1 else 1.0) for link, each in seconds) * (1 - _ROUNDING)
 
 
 _LARGE = 1e18

@@ -24,6 +24,7 @@ from cost_models.hardware.clusters import Device
 from partitioner.planner.costs.collectives import (
     Exchange,
     GradientSum,
+    SumSeconds,
     find_exchanges,
     find_gradient_sums,
     shares_of_bucket,
@@ -160,10 +161,10 @@ class ModelPart:
         at_end = min(BUCKET_BYTES + max(sizes, default=0.0), sum(sizes))
         return at_end, at_end if sum(sizes) > FIRST_BUCKET_BYTES else 0.0
 
-    def sum_seconds(self, by_dimension: Mapping[str, tuple[float, float]], links: Mapping[str, GroupLinks]) -> float:
-        """Return the seconds of summing a stage's gradients, (bytes, buckets) for each mesh dimension (``StageSums``), without overlap."""
+    def sum_seconds(self, by_dimension: Mapping[str, tuple[float, float]], links: Mapping[str, GroupLinks]) -> dict[str, SumSeconds]:
+        """Return mesh dimension -> seconds of summing a stage's gradients over it, of its (bytes, buckets) (``StageSums``)."""
         largest = float(shares_of_bucket(np.array([each.held for each in self.sums])).max(initial=0.0))
-        return sum(sum_seconds(size, buckets, largest, links[name]) for name, (size, buckets) in by_dimension.items() if size)
+        return {name: sum_seconds(size, buckets, largest, links[name]) for name, (size, buckets) in by_dimension.items() if size}
 
 
 def whole_part(source: PartGraph) -> ModelPart:

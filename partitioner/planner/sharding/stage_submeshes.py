@@ -130,7 +130,7 @@ class SubmeshParts:
             by_dimension = of_width.of_ranks(starts, stage_ranks)
             for place in {ranks[0] for ranks in stage_ranks if self.mesh.widths[ranks[0]] == width}:
                 sizes = {name: tuple(of_places[place].tolist()) for name, of_places in by_dimension.items()}
-                seconds.append(self.by_width[width].sum_seconds(sizes, self.links[width]))
+                seconds.append(sum(each.alone for each in self.by_width[width].sum_seconds(sizes, self.links[width]).values()))
         return max(seconds)
 
     def stage_sums(self, prices: UnitCosts) -> dict[int, StageSums]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from cost_models.collectives.algorithms import collective_time
+from cost_models.collectives.algorithms import GroupLinks, collective_time
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from cost_models.memory.optimizer_state import optimizer_states
@@ -262,12 +262,15 @@ def at_borders(units: Units, run: range, kind: int) -> float:
 def needed(working: TransientMemory, run: range) -> float:
     """Return the transient peak of a stage of these units."""
     moments = [0.0]
+    mine = slice(run.start, run.stop)
+    deferred = float(working.deferred[mine].sum()) if working.is_split else 0.0
     for unit in run:
         made, trained = (sum(column[unit + 1 : run.stop].tolist()) for column in (working.saved, working.gradients))
-        moments.append(float(working.forward[unit]) - made)
+        moments.append(float(working.forward[unit]) - made - deferred)
         if working.is_split:
-            moments.append(float(working.backward[unit] - working.gradients[unit]))
-            moments.append(float(working.gradients[unit]) + trained - made)
+            left, still = float(working.weights[unit + 1 : run.stop].sum()), float(working.weights[run.start : unit + 1].sum())
+            moments.append(float(working.inputs[unit]) + left - made - deferred)
+            moments.append(float(working.gradients[unit]) + trained + still - float(working.saved[mine].sum()) - deferred)
         else:
             moments.append(float(working.backward[unit]) + trained - made)
     return max(moments) + min(float(working.coalesced[run.start : run.stop].sum()), working.coalesced_at_once)
@@ -281,7 +284,7 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     assert sum(map(len, runs)) == units
     kinds = problems.kinds(staged.candidate)
     held = memory(problems.units(staged.candidate), staged.schedule, staged.runs, kinds)
-    if any(peak > problems.limits[rank] for rank, peak in enumerate(held)):
+    if any(max(peaks) > problems.limits[rank] for rank, peaks in enumerate(zip(held, staged.memory, strict=True))):
         return math.inf
     sums = []
     for rank in range(problem.n_places):
@@ -296,7 +299,10 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
         for each in part.sums:
             if set(problems.prices.users[each.parameter]) & mine:
                 summed[each.dimension] = summed.get(each.dimension, 0.0) + each.size
-        sums.append(sum(links[name].seconds("all_reduce", size) + copying(size, problem) for name, size in summed.items()))
+        if problem.n_places == 1:
+            sums.append(sum(sum_beside_backward(problem, problems, staged, name, links[name]) for name in summed))
+        else:
+            sums.append(sum(links[name].seconds("all_reduce", size) + copying(size, problem) for name, size in summed.items()))
     taking_turns = [0.0]
     for ranks, run, kind in zip(stage_ranks, runs, kinds, strict=True):
         if len(ranks) > 1:
@@ -304,6 +310,22 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
             taking_turns.append(collective_time("all_reduce", size, ranks, problem.places) + copying(size, problem, ranks))
     makespan = simulate_step(staged.schedule, staged.times).makespan
     return makespan + max(sums) + max(taking_turns) + seconds_once(problems, staged)
+
+
+def sum_beside_backward(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel, dimension: str, links: GroupLinks) -> float:
+    """Return the seconds by which a step is longer for sums over a dimension: a unit's wait for its backward, and for those before them."""
+    halves = problems.prices.times(problems.rows(staged.candidate)).halves[:, :, 0]
+    sizes = [0.0] * halves.shape[1]
+    for each in problem.part.sums:
+        if each.dimension == dimension:
+            sizes[problems.prices.users[each.parameter][0]] += each.size
+    whole = links.seconds("all_reduce", sum(sizes))
+    now = free = 0.0
+    for unit in reversed(range(len(sizes))):
+        now += float(halves[1, unit] + halves[2, unit])
+        free = max(now, free) + whole * sizes[unit] / max(sum(sizes), 1.0) if sizes[unit] else free
+    late = max(free - now, 0.0)
+    return late + links.ring.host_share * (whole - late) + copying(sum(sizes), problem)
 
 
 def copying(size: float, problem: MeshProblem, places: Sequence[int] | None = None) -> float:
