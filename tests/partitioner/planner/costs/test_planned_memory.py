@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.agreement import Setting, differences
 from partitioner import Constraints, InfeasiblePlanError, PartitionedModel, partition
 from tests.cost_models.simulator.test_simulated_memory import LENGTH, ROWS, gpt, measured, measured_step
 from tests.partitioner.planner.costs.test_planned_times import SETTINGS, on_a100s
@@ -219,3 +220,22 @@ def test_a_limit_is_of_all_that_is_held(mode: str) -> None:
         return
     assert max(less.memory) < limit
     assert less.step_time > free.step_time
+
+
+FIELD = (
+    Setting("Llama 3 8B", {"data": 8}, "bf16-mixed", "none"),
+    Setting("Llama 3 8B", {"fsdp": 64}, "32-true", "none"),
+    Setting("Llama 3 8B", {"pipeline": 4, "data": 2}, "bf16-mixed", "selective"),
+    Setting("Qwen2 7B", {"fsdp": 4, "tensor": 2}, "bf16-mixed", "full"),
+    Setting("Llama 3 70B", {"pipeline": 2, "tensor": 4}, "32-true", "full"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", FIELD, ids=str)
+def test_plans_of_real_widths_take_and_hold_what_their_simulations_do(setting: Setting) -> None:
+    pair = differences(setting)
+    assert pair is not None
+    seconds, held = pair
+    assert abs(seconds) < 0.06
+    assert abs(held) < 0.03
