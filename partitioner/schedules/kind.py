@@ -15,7 +15,7 @@ from partitioner.schedules.pattern import Move, Rank, numbered, v_shaped
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Awaiting", "InFlight", "ScheduleKind", "check_forwards", "in_flight_while_awaiting", "peak_in_flight"]
+__all__ = ["MOST_FORWARDS", "Awaiting", "InFlight", "ScheduleKind", "check_forwards", "in_flight_while_awaiting", "peak_in_flight"]
 
 
 class InFlight(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from partitioner.planner.request import PlanRequest
 from partitioner.schedules.catalog import SCHEDULES, find_schedule
 from partitioner.schedules.gpipe import GPIPE
+from partitioner.schedules.kind import MOST_FORWARDS
 from partitioner.schedules.one_f_one_b import ONE_F_ONE_B
 from passes.analysis.row_statistics import values_per_channel
 from passes.ir.graph import ModelGraph
@@ -71,7 +72,7 @@ def microbatch_size(batch_size: int, n_microbatches: int) -> int:
 
 
 def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -> list[int]:
-    """Return the microbatch counts to choose from, ascending: divisors of the rank's batch.
+    """Return the microbatch counts to choose from, ascending: divisors of the rank's batch, of which a step has few enough forwards.
 
     Args:
         graph: with the batch of one rank.
@@ -83,7 +84,8 @@ def microbatch_choices(graph: ModelGraph, request: PlanRequest, n_places: int) -
         return [1]
     rows = graph.batch_size
     most = _MOST_MICROBATCHES * n_places
-    counts = [count for count in range(1, rows + 1) if rows % count == 0]
+    longest = MOST_FORWARDS // (n_places * max(stages_per_rank for _, stages_per_rank in schedules(request)))
+    counts = [count for count in range(1, min(rows, max(longest, 1)) + 1) if rows % count == 0]
     allowed = with_statistics(graph, [count for count in counts if count <= most or count == rows])
     if len(allowed) <= _MOST_COUNTS:
         return allowed

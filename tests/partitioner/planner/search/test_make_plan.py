@@ -14,9 +14,11 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Link
 from cost_models.ops.work import Work
 from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
+from partitioner.planner.pipeline.candidates import microbatch_choices
 from partitioner.planner.search.make_plan import PlanRequest, make_plan
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.clocks.unit_time import Durations, simulate
+from partitioner.schedules.kind import MOST_FORWARDS
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError, InfeasiblePlanError, VerificationError
 from passes.ir.graph import ModelGraph
@@ -336,3 +338,9 @@ def test_a_schedule_that_cannot_run_is_refused() -> None:
 def test_the_default_prices_are_the_roofline() -> None:
     cluster = Cluster.preset("h100", 1, 2)
     assert make_plan(stack(), cluster, request(2)) == make_plan(stack(), cluster, request(2), Roofline())
+
+
+def test_no_step_that_is_planned_has_more_forwards_than_a_schedule_may_have() -> None:
+    graph = dataclasses.replace(stack(), batch_size=4096)
+    assert max(microbatch_choices(graph, request(4), 4)) == 4096
+    assert max(microbatch_choices(graph, request(256), 256)) == MOST_FORWARDS // (2 * 256)
