@@ -206,7 +206,7 @@ class WorkingMemory:
         n_places = phases * self._n_steps
         allocated = np.bincount(first[mask], sizes[mask], n_places + 1)
         freed = np.bincount(last[mask] + 1, sizes[mask], n_places + 1)
-        alive: Floats = np.cumsum(allocated - freed)[:-1]
+        alive: Floats = np.cumsum(allocated - freed, dtype=float)[:-1]  # counts of no allocations are integers
         return alive
 
     def _gathered_alive(self, sizes: Floats, mask: Flags, *, back: bool) -> Floats:
