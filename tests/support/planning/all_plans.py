@@ -119,7 +119,10 @@ def instance(seed: int) -> Instance:
 
 
 def meshes(given: Instance) -> Iterator[Mesh]:
-    """Yield all products of rows, stages and axes of parameters; their order matters where links or devices differ."""
+    """Yield all products of rows, stages and axes of parameters; their order matters where links or devices differ.
+
+    Of several nodes, each may also have all parameters, sharded over its devices.
+    """
     n = len(given.request.devices)
     differ = len(set(given.cluster.devices)) > 1 or not isinstance(given.cluster.links, Link)
     found: dict[tuple[tuple[str, int], ...], None] = {}
@@ -130,6 +133,10 @@ def meshes(given: Instance) -> Iterator[Mesh]:
             for outer in ((kind, "pipeline"), ("pipeline", kind)) if differ else ((kind, "pipeline"),):
                 sizes = {kind: rows, "pipeline": stages, "tensor": n // (rows * stages)}
                 found[tuple((name, sizes[name]) for name in (*outer, "tensor") if sizes[name] > 1) or (("pipeline", 1),)] = None
+    links = given.cluster.links
+    per_node = links[0].size if isinstance(links, tuple) else n
+    if 1 < per_node < n <= given.graph.batch_size and not given.request.schedule:
+        found[("data", n // per_node), ("fsdp", per_node)] = None
     yield from map(Mesh, found)
 
 
