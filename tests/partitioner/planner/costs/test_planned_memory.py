@@ -22,6 +22,9 @@ BELOW, ABOVE = 0.02, 0.06
 AHEAD = 0.25
 """The same where weights are gathered for each microbatch: this process makes room for them when they are waited for, devices before."""
 
+WAITING = 0.04
+"""How far below a measurement a plan may be where small gradients, cast to float32, wait for those that share their message."""
+
 HELD_UP = 0.05
 """How far below the simulation a plan may be where a stage waits and slow links still have several large messages on their way."""
 
@@ -68,7 +71,8 @@ def test_a_plan_holds_what_a_run_holds(name: str, monkeypatch: pytest.MonkeyPatc
     for rank, there in enumerate(pm.simulate().memory):
         peak = found[rank] + there.parameters + there.optimizer
         above = AHEAD if name == "pipeline and gathered parameters" else ABOVE
-        assert (1 - BELOW) * peak <= pm.plan.memory[rank] <= (1 + above) * peak
+        below = WAITING if name == "gathered parameters, bfloat16 and float32" else BELOW
+        assert (1 - below) * peak <= pm.plan.memory[rank] <= (1 + above) * peak
 
 
 LARGE: Mapping[str, tuple[Any, int, Mapping[str, Any]]] = {
