@@ -9,7 +9,8 @@ Before:                                                      After:
 Libraries build such masks where they cannot see that no sample is padded, as in a trace. Fused kernels leave out what ``is_causal`` hides,
 ranks that share a sequence balance it, and no rank keeps a mask of queries times keys.
 
-A mask that depends on no tensor that a model is given is computed once, here, for a batch of two. It must be the triangle in all of its
+A mask that depends on no tensor that a model is given is computed once, here, for a batch of two; a large one in blocks of queries, if
+pointwise operations compute it. It must be the triangle in all of its
 elements: a window, a prefix, or packed sequences stay a mask. That its rows of a larger batch are no others is proved by the operations
 that compute it: the size of the batch is nothing but a size in them, none mixes rows, and none reads their numbers but to pick from rows
 that are all alike.
@@ -18,7 +19,7 @@ that are all alike.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -36,7 +37,7 @@ __all__ = ["LARGEST", "name_masks"]
 aten = torch.ops.aten
 
 LARGEST = 2**28
-"""Bytes of the largest value that is computed to look at a mask."""
+"""Bytes of the largest value that is computed whole to look at a mask, and of the largest block of another."""
 
 _BATCH = 2
 
@@ -88,29 +89,46 @@ def _meaning(mask: fx.Node, batch: fx.Node | None, queries: int, keys: int, fail
     in_order = [node for node in mask.graph.nodes if node in needed]
     if not all(node is batch or _is_of_sizes(node, batch) for node in in_order) or not _has_equal_rows(mask, in_order, batch):
         return None
-    value = _value(mask, in_order, batch, failed)
-    if value is None or not value.numel():
+    meanings = {"none", "causal"}
+    try:
+        with torch.device("cpu"), torch.no_grad():  # a planned model names another device, or none
+            for start, value in _blocks(mask, in_order, batch, queries):
+                meanings &= _meanings_of_block(value, start, keys)
+                if not meanings:
+                    return None
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        failed[mask] = f"{type(error).__name__}: {error}".partition("\n")[0]
         return None
+    return "none" if "none" in meanings else "causal"
+
+
+def _meanings_of_block(value: Tensor, start: int, keys: int) -> set[str]:
+    """Return what the rows of a mask from query ``start`` on may mean: both, if they are those of the last query alone."""
+    if not value.numel():
+        return set()
     if value.dtype == torch.bool:
         shown, hidden = value, ~value
     else:
         shown, hidden = value == 0, value <= torch.finfo(value.dtype).min
-    if bool(shown.all()):
-        return "none"
-    triangle = torch.ones(queries, keys, dtype=torch.bool, device=value.device).tril()
-    return "causal" if bool((shown == triangle).all()) and bool((hidden != triangle).all()) else None
+    found = {"none"} if bool(shown.all()) else set()
+    triangle = torch.ones(value.shape[-2], keys, dtype=torch.bool, device=value.device).tril(start)
+    return found | ({"causal"} if bool((shown == triangle).all()) and bool((hidden != triangle).all()) else set())
 
 
 def _is_of_sizes(node: fx.Node, batch: fx.Node | None) -> bool:
-    """Return whether a node computes with sizes and positions alone, by operations of torch, and nothing too large to be looked at."""
+    """Return whether a node computes with sizes and positions alone, by operations of torch, and large values in blocks alone."""
     if node.op != "call_function":
         return False
     if node.target in SIZE_OPERATORS or node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or draws(node) or written_arguments(node):
         return False
+    return not _is_large(node, batch) or packet(node.target) is aten.expand or torch.Tag.pointwise in node.target.tags
+
+
+def _is_large(node: fx.Node, batch: fx.Node | None) -> bool:
     value = node.meta.get("val")
-    return not isinstance(value, Tensor) or bytes_of(value, _symbol(batch), _BATCH) <= LARGEST
+    return isinstance(value, Tensor) and bytes_of(value, _symbol(batch), _BATCH) > LARGEST
 
 
 def _symbol(batch: fx.Node | None) -> sympy.Symbol | None:
@@ -192,18 +210,46 @@ def _kind_of_rows(
 # -- its value -----------------------------------------------------------------------------------------------------------------------
 
 
-def _value(mask: fx.Node, in_order: list[fx.Node], batch: fx.Node | None, failed: dict[fx.Node, str]) -> Tensor | None:
-    """Return the value of a mask; None if torch cannot compute it here."""
+def _blocks(mask: fx.Node, in_order: list[fx.Node], batch: fx.Node | None, queries: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first query of each block of a mask, and its value: one block unless values are large."""
+    large = [node for node in in_order if _is_large(node, batch)]
     values: dict[fx.Node, Any] = {}
-    try:
-        with torch.device("cpu"), torch.no_grad():  # a planned model names another device, or none
-            for node in in_order:
-                values[node] = _BATCH if node is batch else _call(node, values)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-        failed[mask] = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return None
-    value = values[mask]
-    return value if isinstance(value, Tensor) else None
+    for node in in_order:
+        if node not in large:
+            values[node] = (1 if large else _BATCH) if node is batch else _call(node, values)
+    if not large:
+        yield 0, values[mask]
+        return
+    largest = max(bytes_of(node.meta["val"], _symbol(batch), 1) for node in large)
+    length = max(queries * LARGEST // largest, 1)
+    for start in range(0, queries, length):
+        rows, block = min(length, queries - start), dict(values)
+        for node in large:
+            block[node] = _call_on_rows(node, block, large, queries, start, rows)
+        yield start, block[mask]
+
+
+def _call_on_rows(node: fx.Node, values: Mapping[fx.Node, Any], large: Sequence[fx.Node], queries: int, start: int, rows: int) -> Any:
+    """Run a pointwise call, or an expand, for some queries; ``values`` of large nodes are of these alone.
+
+    Raises:
+        ValueError: an operand is not broadcast over queries, nor has one row for each.
+    """
+
+    def of_rows(source: fx.Node) -> Any:
+        value = values[source]
+        if source in large or not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-2] == 1:
+            return value
+        if value.shape[-2] != queries:
+            raise ValueError(f"{source.name} has {value.shape[-2]} rows")
+        return value.narrow(-2, start, rows)
+
+    operands = {source: of_rows(source) for source in node.all_input_nodes}
+    if packet(node.target) is aten.expand:
+        arguments: Any = fx.map_arg(node.args, operands.__getitem__)
+        source, sizes = arguments
+        return source.expand(*sizes[:-2], rows, sizes[-1])
+    return _call(node, operands)
 
 
 def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -223,6 +223,17 @@ def test_the_mask_of_the_library() -> None:
     assert bound_arguments(attention_of(traced(ByRow(CAUSAL["boolean"]))))["is_causal"]
 
 
+def test_a_large_mask_is_computed_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of six queries is 6 bytes of a boolean mask: blocks of some of them."""
+    monkeypatch.setattr(causal_masks, "LARGEST", 8 * LENGTH)
+    assert bound_arguments(attention_of(traced(Masked(CAUSAL["boolean"]))))["is_causal"]
+    window = Masked(lambda rows, columns: (columns <= rows) & (columns > rows - LENGTH + 1))  # but for one element, of the last query
+    assert isinstance(bound_arguments(attention_of(traced(window)))["attn_mask"], fx.Node)
+    everything = bound_arguments(attention_of(traced(Masked(lambda rows, columns: columns >= 0 * rows))))
+    assert everything["attn_mask"] is None
+    assert not everything["is_causal"]
+
+
 def test_a_mask_that_is_too_large_to_look_at_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_masks, "LARGEST", LENGTH)
     assert isinstance(bound_arguments(attention_of(traced(Masked(CAUSAL["boolean"]))))["attn_mask"], fx.Node)
