@@ -276,7 +276,7 @@ def test_no_stages_on_a_v_beat_the_mean_of_paths(name: str) -> None:
 
 def test_a_v_of_whose_order_nothing_is_known_has_the_bounds_of_any_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = replace(SCHEDULES["ZBV"], name="W", forwards_ahead=None)
-    monkeypatch.setattr("partitioner.planner.bounds.schedule_bounds.SCHEDULES", {"W": kind})
+    monkeypatch.setattr("partitioner.planner.bounds.schedule_bounds.find_schedule", {"W": kind}.__getitem__)
     shares = TimeFractions.of(np.ones((3, 8, 1)))
     assert least_step(Candidate("W", 2, 2), 4, 24.0, 6.0, 3.0, shares) == pytest.approx(max(24.0 * shares.through, 2 * 6.0))
 
