@@ -210,13 +210,20 @@ class SumSeconds(NamedTuple):
             backward    unit 3 ######  unit 2 ######  unit 1 ######
             sums                       unit 3 ======  unit 2 ====== unit 1 ======
                                                                    |-- exposed --|
+
+        A unit's gradients leave with the last ones of their bucket; those that fill no bucket leave after the backward.
+
         Args:
             sizes: (U,) bytes of the gradients of each unit, in the order of the backward.
             backward: (U,) seconds of the backward of each unit.
         """
+        if sizes.sum() <= FIRST_BUCKET_BYTES:
+            return self.alone
         seconds = self.sent * sizes / max(float(sizes.sum()), 1.0)
         ready, last = np.cumsum(backward), np.cumsum(seconds[::-1])[::-1]  # the messages of a unit and of all after it
-        exposed = min(max(float((ready + last)[sizes > 0].max(initial=0.0) - ready[-1]), 0.0), self.sent)
+        bucket = np.floor(np.maximum(np.cumsum(sizes) - sizes, 0.0) / BUCKET_BYTES).astype(np.int64)
+        leaves = ready[np.searchsorted(bucket, bucket, side="right") - 1]
+        exposed = min(max(float((leaves + last)[sizes > 0].max(initial=0.0) - ready[-1]), 0.0), self.sent)
         return exposed + self.host_share * (self.sent - exposed) + self.computing
 
 

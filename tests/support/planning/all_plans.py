@@ -28,6 +28,7 @@ from partitioner.planner.solvers.stage_problem import TransientMemory, Units
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
 from passes.autograd.recompute import Recompute
+from passes.emit.gradient_buckets import FIRST_BUCKET_BYTES
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
@@ -327,6 +328,8 @@ def sum_beside_backward(problem: MeshProblem, problems: PipelineProblems, staged
         if each.dimension == dimension:
             sizes[problems.prices.users[each.parameter][0]] += each.size
     whole = links.seconds("all_reduce", sum(sizes))
+    if sum(sizes) <= FIRST_BUCKET_BYTES:
+        return whole + copying(sum(sizes), problem)  # one message, after the backward
     now = free = 0.0
     for unit in reversed(range(len(sizes))):
         now += float(halves[1, unit] + halves[2, unit])
