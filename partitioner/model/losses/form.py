@@ -90,8 +90,8 @@ def loss_dependence(
             with fake_tensors() as make_fake:
                 fake_target = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device), make_fake(target))
                 return _dependence(graph, requiring, loss_fn, fake_target, sizes, device, torch.empty)
-        except Exception:  # noqa: BLE001  whatever a user's loss raises on fake tensors, it is asked again with real ones
-            # A loss that reads values (an `if` on a tensor) has none to read in a fake tensor.
+        except (RuntimeError, TypeError, ValueError):
+            # Reading a value (an `if` on a tensor) raises one of these on a fake tensor. An error of the loss itself is raised again below.
             real_target = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().to(device), target)
             return _dependence(graph, requiring, loss_fn, real_target, sizes, device, torch.zeros)
 

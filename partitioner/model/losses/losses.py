@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -218,14 +217,14 @@ class Losses:
             return ()
         key = loss_key(loss_fn)
         if key not in self._attributes:
-            device, batch = self._runtime.devices[self._here], inputs.batch
             packed = functools.partial(loss_with_attributes, self._left, graph.edits, places, loss_fn)
-            # A loss that fails on results of zeros is called again when its form is found: an attribute that was missed is refused there.
-            with self._left.recorded() as read, contextlib.suppress(Exception):
-                loss_dependence(graph, frozenset(), packed, target, ResultSizes(batch, 1, batch), device)
-            found = [place for place in places if _key_of(graph.outputs[place]) in read]
-            is_known = target is not None or self._runtime.n_ranks == len(self._runtime.local_ranks)
-            agreed = self._runtime.agree("attributes that the loss reads", " ".join(map(str, found)) if is_known else None, in_step=True)
+            found = None
+            if target is not None or self._runtime.n_ranks == len(self._runtime.local_ranks):
+                batch = self._rows.rows_passed(inputs.batch)
+                with self._left.recorded() as read:
+                    self._inspect(graph, frozenset(), packed, target, ResultSizes(batch, 1, batch), batch)
+                found = " ".join(str(place) for place in places if _key_of(graph.outputs[place]) in read)
+            agreed = self._runtime.agree("attributes that the loss reads", found, in_step=True)
             self._attributes[key] = tuple(int(place) for place in str(agreed or "").split())
         return self._attributes[key]
 
@@ -265,18 +264,11 @@ class Losses:
 
         ``target`` is for the rows of this rank; if ``n_microbatches`` is None, the loss takes all rows at once, and it is for all.
         """
-        dependence, error = None, None
-        try:
-            dependence = self._local_dependence(step, sharded, target, n_microbatches)
-        except Exception as raised:
-            if target is not None or not sharded.collectors.isdisjoint(self._runtime.local_ranks):
-                raise
-            error = raised
-        text = None if dependence is None else _encode_dependence(dependence)
+        text = None
+        if target is not None or not sharded.collectors.isdisjoint(self._runtime.local_ranks):
+            text = _encode_dependence(self._local_dependence(step, sharded, target, n_microbatches))
         agreed = self._agreed(step, "dependence of the loss", text)
-        if agreed is None:
-            assert error is not None
-            raise error
+        assert agreed is not None  # a collector has answered
         return _decode_dependence(agreed)
 
     def _local_dependence(self, step: _Step, sharded: ShardedModel, target: Any, n_microbatches: int | None) -> LossDependence:
@@ -288,25 +280,24 @@ class Losses:
         key = (loss_key(step.loss_fn), requiring, names, n_microbatches is None, kinds)
         if key not in self._dependences:
             part, sizes = _inspected_part(sharded, target, step.inputs.batch, n_microbatches)
-            self._dependences[key] = self._inspect(step, sharded, part, sizes)
+            self._dependences[key] = self._inspect(sharded.graph, requiring, step.loss_fn, part, sizes, step.inputs.batch)
         return self._dependences[key]
 
-    def _inspect(self, step: _Step, sharded: ShardedModel, part: Any, sizes: ResultSizes) -> LossDependence:
-        """Call the loss on results of these sizes and a part of the target; raise ConfigError, with a remedy, if it fails."""
-        batch, device = step.inputs.batch, self._runtime.devices[self._here]
-        requiring = sharded.requiring(step.inputs.requiring_gradient)
+    def _inspect(
+        self, graph: ModelGraph, requiring: frozenset[str], loss_fn: LossFunction | None, target: Any, sizes: ResultSizes, batch: int
+    ) -> LossDependence:
+        """Call the loss on results of these sizes, of a batch of ``batch`` rows; raise ConfigError, with a remedy, if it fails."""
         try:
-            return loss_dependence(sharded.graph, requiring, step.loss_fn, part, sizes, device)
+            return loss_dependence(graph, requiring, loss_fn, target, sizes, self._runtime.devices[self._here])
         except PartitionError:
             raise
         except Exception as error:
             rows = f"{sizes.rows} of {batch} rows" if sizes.rows < batch else f"{batch} rows"
-            hint = "call it as train_step does: loss_fn(model(x), target)"
-            can_take_all_rows = sizes.rows < batch and sharded.graph.batch is not None
-            arguments = (sharded.graph, requiring, step.loss_fn, step.target, ResultSizes(batch, 1, batch), device)
-            if can_take_all_rows and _succeeds(lambda: loss_dependence(*arguments)):
-                hint = f"it takes all {batch} rows: {_BATCH_REMEDY}"
-            raise ConfigError(f"loss_fn fails on outputs of {rows}: {type(error).__name__}: {error}", remedy=hint) from error
+            of_all_rows = f"; if it takes all {batch} rows, {_BATCH_REMEDY}" if sizes.rows < batch else ""
+            raise ConfigError(
+                f"loss_fn fails on outputs of {rows}: {type(error).__name__}: {error}",
+                remedy=f"call it as train_step does, loss_fn(model(x), target){of_all_rows}",
+            ) from error
 
     def _agreed(self, step: _Step, question: str, answer: str | None) -> str | None:
         """Return the answer of all ranks."""
@@ -428,14 +419,6 @@ def _inspected_part(sharded: ShardedModel, target: Any, batch: int, n_microbatch
 def _is_proportional(counts: Sequence[float], sizes: Sequence[int]) -> bool:
     """Return whether every microbatch has as many counted targets a row as the first."""
     return all(count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True))
-
-
-def _succeeds(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except Exception:  # noqa: BLE001  whatever a user's loss raises
-        return False
-    return True
 
 
 def _kind_of_leaf(leaf: object, rows: int) -> Any:

@@ -29,6 +29,7 @@ from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import with_ancestors
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.microbatch import split_target
+from passes.ir.errors import PartitionError
 from passes.ir.graph import WEIGHTED, ModelGraph, Output
 from passes.ir.torch_private import pytree
 from passes.spmd.mean_to_sum import counted_means, divisor_of, with_totals
@@ -124,8 +125,8 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
             return Proof(None, "it changes what later calls read")
     except CarriedValueError:
         return Proof(None, "it changes what later calls read")
-    except Exception as error:  # noqa: BLE001  whatever a user's code, or a trace of it, raises: then nothing is proved
-        return Proof(None, str(getattr(error, "problem", error)).replace("_Loss", "loss_fn").splitlines()[0])
+    except PartitionError as error:
+        return Proof(None, error.problem.replace("_Loss", "loss_fn").splitlines()[0])
     for traced_input, leaf in zip(traced.inputs, [*example_results, *example_leaves], strict=False):
         if has_rows(leaf, batch) and traced_input.batch_dim != 0:
             return Proof(None, "it fixes the number of rows")

@@ -1,4 +1,9 @@
-"""The state that a loss function can reach besides its arguments: recognise equal functions, and restore their state after a call."""
+"""The state that a loss function can reach besides its arguments: recognise equal functions, and restore their state after a trial.
+
+Nothing of this is for rare losses only. Without equal keys, a lambda would be proved in each step; a key that a changed switch does not
+change would keep a proof that no longer holds. A trial that is not undone leaves a fake tensor as the scale of a GradScaler, and a loss
+that counts its calls one ahead of the unpartitioned model's.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner.model.losses.target_rows import RowsFirst
+from partitioner.tracing.carried.program_state import ClosureCells
 from partitioner.tracing.restore import preserve
 from passes.graph.fake_tensors import plain_autograd
 
@@ -74,14 +80,17 @@ def _is_of_torch(value: object) -> bool:
     return isinstance(value, types.FunctionType) and (value.__module__ or "").partition(".")[0] == "torch"
 
 
+def _variables(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], str, object]]:
+    """Yield the variables of its closure, and the globals, that a function reads: (the holder, a name, the value)."""
+    cells = ClosureCells.of(function)
+    for holder, names in ((cells, cells.names), (function.__globals__, function.__code__.co_names)):
+        yield from ((holder, name, holder[name]) for name in names if name in holder)
+
+
 def _captured_values(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield what a function reads besides its arguments: cells of its closure, globals, and defaults."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield name, cell.cell_contents
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+    """Yield what a function reads besides its arguments: variables of its closure, globals, and defaults."""
+    for _, name, value in _variables(function):
+        yield name, value
     for index, value in enumerate(function.__defaults__ or ()):
         yield f"default {index}", value
     yield from (function.__kwdefaults__ or {}).items()
@@ -97,10 +106,7 @@ def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> 
         A function that returns whether this state has changed since its last call, or since the beginning.
     """
     functions, objects = _reachable(loss_fn)
-    cells = [cell for function in functions for cell in function.__closure__ or ()]
-    contents = [_cell_content(cell) for cell in cells]
-    names = [(function, name) for function in functions for name in function.__code__.co_names if name in function.__globals__]
-    values = [function.__globals__[name] for function, name in names]
+    variables = [each for function in functions for each in _variables(function)]
     buffers = [buffer for value in objects if isinstance(value, nn.Module) for buffer in value.buffers()]
     copies = [buffer.detach().clone() for buffer in buffers]
     snapshots = [_snapshot(functions, objects)]
@@ -114,27 +120,13 @@ def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> 
         try:
             yield is_changed
         finally:
-            for cell, content in zip(cells, contents, strict=True):
-                if content is not _EMPTY and _cell_content(cell) is not content:
-                    cell.cell_contents = content
-            for (function, name), value in zip(names, values, strict=True):
-                if function.__globals__.get(name, _EMPTY) is not value:
-                    function.__globals__[name] = value
+            for holder, name, value in variables:
+                if name not in holder or holder[name] is not value:
+                    holder[name] = value
             with torch.no_grad():
                 for buffer, copy in zip(buffers, copies, strict=True):
                     if not torch.equal(buffer, copy):
                         buffer.copy_(copy)
-
-
-_EMPTY = object()
-"""Stands for the content of an empty cell."""
-
-
-def _cell_content(cell: types.CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
 
 
 def _reachable(loss_fn: object) -> tuple[list[types.FunctionType], list[object]]:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Reach", "Reading", "is_library", "preserve_program", "reach_of"]
+__all__ = ["ClosureCells", "Reach", "Reading", "is_library", "preserve_program", "reach_of"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _CALLED = (Tensor, nn.Module, types.BuiltinFunctionType)
@@ -115,12 +115,19 @@ class _Environment(dict[str, Any]):
         return isinstance(name, str)
 
 
-class _Cells(dict[str, Any]):
-    """The variables of a closure."""
+class ClosureCells(dict[str, Any]):
+    """The variables of a closure that have values. Attributes: names."""
 
     def __init__(self, cells: Mapping[str, types.CellType]) -> None:
         super().__init__()
         self._cells = cells
+        self.names = tuple(cells)
+
+    @staticmethod
+    def of(function: types.FunctionType) -> ClosureCells:
+        """Return the variables of the closure of a function."""
+        free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        return ClosureCells({name: cell for name, cell in free if name != "__class__" and _has_content(cell)})
 
     def __getitem__(self, name: str) -> Any:
         return self._cells[name].cell_contents
@@ -129,7 +136,7 @@ class _Cells(dict[str, Any]):
         self._cells[name].cell_contents = value
 
     def __contains__(self, name: object) -> bool:
-        return name in self._cells
+        return isinstance(name, str) and name in self._cells and _has_content(self._cells[name])
 
 
 class Reach:
@@ -211,13 +218,10 @@ class Reach:
             self._add("os.environ", _ENVIRONMENT, texts)
         for name in names & scope.keys():
             self._reach(scope[name], name, names)
-        free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        cells = {name: cell for name, cell in free if name != "__class__" and _has_content(cell)}
-        if cells:
-            holder = _Cells(cells)
-            self._add(function.__qualname__, holder, set(cells))
-            for cell_name, cell in cells.items():
-                self._reach(cell.cell_contents, cell_name, names)
+        cells = ClosureCells.of(function)
+        self._add(function.__qualname__, cells, set(cells.names))
+        for cell_name in cells.names:
+            self._reach(cells[cell_name], cell_name, names)
         if "__wrapped__" in vars(function):
             codes += self._follow(vars(function)["__wrapped__"], owner)
         return codes

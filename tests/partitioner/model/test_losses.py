@@ -318,7 +318,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no_gradient": (lambda o, t: o.detach().mean(), "does not require a gradient"),
     "other_arguments": (lambda o: o.mean(), "takes 1 positional argument but 2 were given"),
     "a_parameter": (lambda o, t: (o * _OWN).pow(2).mean(), "gradients for tensors that are no outputs of the model"),
-    "weights_of_all_rows": (lambda o, t: (o * _OF_ALL_ROWS).mean(), 'it takes all 8 rows: pass loss_reduction="batch"'),
+    "weights_of_all_rows": (lambda o, t: (o * _OF_ALL_ROWS).mean(), 'if it takes all 8 rows, pass loss_reduction="batch"'),
     "labels_out_of_place": (lambda o, t: F.cross_entropy(o, t.float()), "loss_fn fails on outputs of"),
 }
 
