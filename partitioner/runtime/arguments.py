@@ -336,7 +336,7 @@ def _is_same(value: Any, constant: Any) -> bool:
     """Return whether a value equals the traced one; False for values without a single truth value of ``==``, such as arrays."""
     try:
         return not isinstance(value, Tensor) and bool(value is constant or value == constant)
-    except Exception:  # noqa: BLE001  what a class of the user's raises
+    except (RuntimeError, TypeError, ValueError):
         return False
 
 

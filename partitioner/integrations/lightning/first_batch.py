@@ -7,6 +7,7 @@ are not copied; of a data set that is read by index, neither is what cannot be c
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -63,6 +64,10 @@ _LARGE = 2**20
 """Bytes of an array that is not copied: it holds data, and not what a data set remembers."""
 
 
+_NOT_COPIED = (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError, copy.Error, pickle.PicklingError)
+"""Errors of objects that cannot be copied: files, sockets, generators, locks, tensors of a graph."""
+
+
 def _idle(loader: Any) -> Any:
     """Return a ``DataLoader`` without its worker processes, which read ahead; anything else unchanged."""
     if getattr(loader, "_iterator", None) is None:
@@ -80,12 +85,12 @@ def _copied(value: Any, shared: Mapping[int, Any]) -> tuple[Any, bool]:
     """
     try:
         return copy.deepcopy(value, dict(shared)), True
-    except Exception:  # noqa: BLE001  any object may refuse, in any way
+    except _NOT_COPIED:
         if not hasattr(value, "__dict__") or isinstance(value, type):
             return value, False
     try:
         twin = copy.copy(value)
-    except Exception:  # noqa: BLE001
+    except _NOT_COPIED:
         return value, False
     vars(twin).update({name: _copied(each, shared)[0] for name, each in vars(value).items()})
     return twin, False

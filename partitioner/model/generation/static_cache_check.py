@@ -44,7 +44,7 @@ def check_static_cache(model: nn.Module, length: int, autocast: Autocast | None)
         model.train(mode=False)
         try:
             expected = _with_own_cache(model, ids)
-        except Exception:  # noqa: BLE001  it may be for another device than it is on: the ranks' programs are not concerned
+        except (RuntimeError, ValueError):  # it may be for another device than it is on: the ranks' programs are not concerned
             return
         found = _with_fixed_length(model, ids, length)
     eps = max(torch.finfo(each.dtype).eps for each in (*parameters, expected) if each.is_floating_point())

@@ -39,13 +39,15 @@ def find_example_inputs(model: nn.Module) -> _Inputs:
         inputs = find(model)
         if inputs is not None:
             return inputs
+    refusal: Exception | None = None
     for inputs in _inputs_of_first_layer(model):
-        if _accepts(model, *inputs):
+        refusal = _refusal(model, *inputs)
+        if refusal is None:
             return inputs
     raise ConfigError(
         f"no example inputs are known for {type(model).__name__}, and its first layer does not determine them",
         remedy=f"pass one batch (only sizes and types matter): {_how_to_pass(model)}",
-    )
+    ) from refusal
 
 
 def _inputs_of_lightning(model: nn.Module) -> _Inputs | None:
@@ -108,16 +110,16 @@ def _input_shapes(model: nn.Module, first: nn.Module) -> Iterator[tuple[tuple[in
             yield (_BATCH, first.in_channels, *(size for _ in first.kernel_size)), first.weight.dtype
 
 
-def _accepts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a model runs on these inputs, on the meta device, where nothing is computed."""
+def _refusal(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """Return the error of a model that does not take these inputs, on the meta device, where nothing is computed."""
     tensors = {name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     try:
         with torch.no_grad():
             moved = {name: value.to("meta") for name, value in kwargs.items()}
             torch.func.functional_call(model, tensors, tuple(value.to("meta") for value in args), moved)
-    except Exception:  # noqa: BLE001  whatever the model raises, it does not take them
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001  whatever the model raises is the cause of the caller's error
+        return error
+    return None
 
 
 def _tensor_of(model: nn.Module) -> Tensor:

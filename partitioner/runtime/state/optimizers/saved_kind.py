@@ -98,7 +98,7 @@ def _shapes_after_step(kind: Any, options: tuple[tuple[str, Any], ...], shape: t
     try:
         optimizer = kind([probe], **dict(options))
         optimizer.step()
-    except Exception:  # noqa: BLE001  it needs a closure, or another kind of gradient
+    except (RuntimeError, TypeError, ValueError):  # it needs a closure, or another kind of gradient or parameter
         return None
     entries = optimizer.state[probe].items()
     return {what: tuple(value.shape) if isinstance(value, Tensor) else () for what, value in entries if value is not None}
