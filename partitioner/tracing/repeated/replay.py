@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
-from partitioner.tracing.repeated.find import Copies, StandIn, intercept_calls
+from partitioner.tracing.repeated.call_log import StandIn, intercept_calls
+from partitioner.tracing.repeated.find import Copies
 from partitioner.tracing.repeated.unread_attributes import record_reads
 from passes.graph.aliasing import OWN_MEMORY, MemoryOf, memory_keys, mutated_arguments, new_memory
 from passes.graph.provenance import checkpoint_of, mark_checkpoint
