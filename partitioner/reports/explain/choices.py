@@ -17,7 +17,7 @@ from cost_models.hardware.units import format_bytes, format_seconds
 from partitioner.planner.price_of_pins import Pinned
 from partitioner.reports.tables.table import Table
 from passes.ir.mesh import TILES
-from passes.ir.plan import Plan
+from passes.ir.plan import Contender, Plan
 
 __all__ = ["axes_proof", "contenders_section", "front_section", "fullest_rank", "pinned_section"]
 
@@ -28,27 +28,25 @@ _AS_FAST = 0.05
 def contenders_section(plan: Plan) -> Table | None:
     """Return the table of the chosen plan and its runners-up; None if there are none."""
     contenders = plan.prediction.contenders
-    if len(contenders) < 2:
-        return None
-    rows = [("plan", "step", "beside the chosen", "fullest rank", "most of the time")]
-    for number, contender in enumerate(contenders):
-        relative = _relative_time(contender.step_time, contenders[0].step_time) if number else "chosen"
-        rows.append((contender.words, format_seconds(contender.step_time), relative, format_bytes(contender.memory), contender.spent_on))
     meshes = {contender.words.partition(",")[0] for contender in contenders}
     varied = "mesh" if len(meshes) > 1 else "schedule"
-    return Table(rows, "<>>><", f"the best plan of each {varied} that was worked out; all is predicted")
+    return _table(contenders, "chosen", f"the best plan of each {varied} that was worked out; all is predicted")
 
 
 def front_section(plan: Plan) -> Table | None:
     """Return the table of the plans that no other beats in both step time and memory; None if one plan beats all."""
-    front = plan.prediction.front
-    if len(front) < 2:
+    return _table(plan.prediction.front, "fastest", "by the prices of the search, no plan that was worked out beats one of these in both")
+
+
+def _table(plans: Sequence[Contender], first: str, footnote: str) -> Table | None:
+    """Return a table of plans, their times relative to the first; None if there is one at most."""
+    if len(plans) < 2:
         return None
-    rows = [("plan", "step", "beside the fastest", "fullest rank", "most of the time")]
-    for number, each in enumerate(front):
-        relative = _relative_time(each.step_time, front[0].step_time) if number else "fastest"
+    rows = [("plan", "step", f"beside the {first}", "fullest rank", "most of the time")]
+    for number, each in enumerate(plans):
+        relative = _relative_time(each.step_time, plans[0].step_time) if number else first
         rows.append((each.words, format_seconds(each.step_time), relative, format_bytes(each.memory), each.spent_on))
-    return Table(rows, "<>>><", "by the prices of the search, no plan that was worked out beats one of these in both")
+    return Table(rows, "<>>><", footnote)
 
 
 def _relative_time(seconds: float, chosen: float) -> str:

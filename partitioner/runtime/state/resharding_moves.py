@@ -98,10 +98,6 @@ class Moves:
         """Return the bytes that a rank of the old plan sends."""
         return sum(move.size for move in self.moves if move.source == rank)
 
-    def of(self, name: str) -> int:
-        """Return the bytes of one tensor that move."""
-        return sum(move.size for move in self.moves if move.name == name)
-
 
 def moves_between(
     before: Holdings, after: Holdings, sizes: Mapping[str, TensorBytes], survivors: Sequence[int | None], n_ranks: int

@@ -37,14 +37,9 @@ backward that is registered for it; an index below ``vmap``, and what ``vmap`` m
 
 
 class CustomFunctionError(Exception):
-    """A custom autograd function was called that cannot be in a graph.
-
-    Attributes:
-        reason: why, a clause about the function.
-    """
+    """A custom autograd function was called that cannot be in a graph; ``reason`` is a clause about the function."""
 
     def __init__(self, function: type[torch.autograd.Function], reason: str) -> None:
-        self.reason = reason
         super().__init__(f"{function.__module__}.{function.__qualname__}, which {reason}")
 
 

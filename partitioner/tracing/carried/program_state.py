@@ -85,11 +85,6 @@ class Reading:
         self.values.update(values)
         self._prepare()
 
-    def drop(self, names: Mapping[str, Any]) -> None:
-        """Compare these names no longer."""
-        self.values = {name: value for name, value in self.values.items() if name not in names}
-        self._prepare()
-
     def set(self, values: Mapping[str, Any]) -> None:
         """Give names these values."""
         for name, value in values.items():
