@@ -34,7 +34,7 @@ from passes.emit.communication_plan import (
     step_scripts,
     sweep_scripts,
 )
-from passes.emit.program_builder import StageEmitter
+from passes.emit.stage_emitter import StageEmitter
 from passes.ir.comm.microbatch import concatenate, microbatch_weights, split_batch, split_target, total, weighted_total
 from passes.ir.comm.primitives import all_reduce, wait
 from passes.ir.program import LossCall, Program, ProgramKind

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from partitioner.model.module.freezing import Freezing
-from partitioner.model.module.structure import RegisteredTensors
+from partitioner.model.module.registered_tensors import RegisteredTensors
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.hooks import CALL_HOOKS, GLOBAL_HOOKS, refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
 from partitioner.runtime.state.parameters import State, check_values

@@ -9,10 +9,9 @@ and its options (``in_features``, ``eps``) are those of the model. It computes n
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -33,7 +32,7 @@ from partitioner.tracing.restore import Structure
 from passes.ir.checked_arguments import checked_arguments
 from passes.ir.errors import ConfigError, Place
 
-__all__ = ["ModuleInPlan", "RegisteredTensors", "Source", "build_structure", "container_methods"]
+__all__ = ["ModuleInPlan", "Source", "container_methods", "new_part"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +323,7 @@ def _of_container(name: str) -> Callable[..., Any]:
 
     def method(self: ModuleInPlan, *args: Any) -> Any:
         source: Source = self.__dict__["_source"]
-        part = _new_part(source.module)
+        part = new_part(source.module)
         part.__dict__.update({table: self.__dict__[table] for table in ("_parameters", "_buffers", "_modules")})
         part.stand_for(source)
         return getattr(type(part), name)(part, *args)
@@ -353,136 +352,18 @@ for _method in HOOKS:
     setattr(Part, _method, _refused_hook(_method))
 
 
-class _Shards(dict[str, Any]):
-    """The parameters of a module; a parameter with several parts on devices of one process comes once for each part.
-
-    Args:
-        parameters: key -> its first part, or None.
-        others: key -> its other parts.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None], others: Mapping[str, list[nn.Parameter]]) -> None:
-        super().__init__(parameters)
-        self._others = others
-
-    def items(self) -> Any:
-        """Return key and parameter of every part."""
-        return [(key, part) for key, first in super().items() for part in (first, *self._others.get(key, ()))]
-
-
-@dataclass(frozen=True, eq=False)
-class RegisteredTensors:
-    """The parameters and buffers of a module, where they are registered.
-
-    Attributes:
-        places: the table of a module, the key there, the tensor, and its name.
-    """
-
-    places: tuple[tuple[dict[str, Any], str, Any, str], ...]
-
-    @classmethod
-    def of(cls, root: nn.Module) -> RegisteredTensors:
-        """Return those of a module and its parts."""
-        tables = [(part.__dict__[kind], path) for path, part in root.named_modules() for kind in ("_parameters", "_buffers")]
-        return cls(tuple((table, key, tensor, f"{path}.{key}".lstrip(".")) for table, path in tables for key, tensor in dict.items(table)))
-
-    def replaced(self) -> dict[str, Tensor]:
-        """Return name -> the tensor that has taken the place of the registered one without ``setattr``, by ``functional_call`` say."""
-        return {name: table[key] for table, key, tensor, name in self.places if table[key] is not tensor}
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        """Return a context in which the registered tensors are in their places."""
-        others = [(table, key, table[key]) for table, key, tensor, _ in self.places if table[key] is not tensor]
-        for table, key, tensor, _ in self.places:
-            table[key] = tensor
-        try:
-            yield
-        finally:
-            for table, key, other in others:
-                table[key] = other
-
-    def refuse_replaced(self) -> None:
-        """Raise ConfigError if a tensor was replaced."""
-        for name in self.replaced():
-            raise ConfigError(
-                f"{name} was replaced, as torch.func.functional_call does: steps and compiled code read the model's own tensor",
-                remedy="call pm(...) and .backward() with other tensors, without torch.compile; or copy them: pm.load_state_dict(values)",
-            )
-
-
-def build_structure(
-    root: ModuleInPlan,
-    model: nn.Module,
-    state: State,
-    gathered: GatheredState,
-    structure: Structure,
-    left: LeftAttributes,
-    modes: Sequence[bool],
-) -> None:
-    """Give a module the structure of the model: modules of the same names, with the parameters and buffers of this process.
-
-    Args:
-        structure: of the model when it was partitioned.
-        modes: the flag ``training`` of every module.
-    """
-    with structure.restored():
-        _fill(root, model, state, gathered, structure, left)
-    for each, is_training in zip(root.modules(), modes, strict=True):
-        each.__dict__["training"] = is_training
-
-
-def _fill(root: ModuleInPlan, model: nn.Module, state: State, gathered: GatheredState, structure: Structure, left: LeftAttributes) -> None:
-    """Build the modules of the model in its present state, and register their tensors."""
-    built: dict[nn.Module, ModuleInPlan] = {model: root}
-    parameters = _by_name(state.named_parameters())
-    buffers = dict(state.named_buffers())
-    aliases = state.graph.aliases
-    names = {id(tensor): aliases.get(name, name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    for path, module in model.named_modules():
-        part = built.setdefault(module, root if module is model else _new_part(module))
-        shards = {key: parameters.get(names[id(each)], []) for key, each in _own(module, "_parameters").items() if each is not None}
-        firsts = {key: next(iter(shards.get(key, ())), None) for key in _own(module, "_parameters")}
-        others = {key: parts[1:] for key, parts in shards.items() if len(parts) > 1}
-        part.__dict__["_parameters"] = _Shards(firsts, others) if others else firsts
-        own_buffers = part.__dict__["_buffers"]
-        for key, buffer in _own(module, "_buffers").items():
-            name = None if buffer is None else names[id(buffer)]
-            own_buffers[key] = None if name is None else buffers.get(name)
-            own_buffers.update({f"{key}{at[len(name) :]}": each for at, each in buffers.items() if name and at.startswith(f"{name}@")})
-        further = {key for key in own_buffers if "@" in key}  # none of the model's: state_dict() has each buffer once
-        part.__dict__["_non_persistent_buffers_set"] = {*module.__dict__["_non_persistent_buffers_set"], *further}
-        for key, child in _own(module, "_modules").items():
-            part.__dict__["_modules"][key] = None if child is None else built.setdefault(child, _new_part(child))
-        part.stand_for(Source(module, path, state, gathered, structure, left))
-
-
 def _has_own_train(part: nn.Module) -> bool:
     """Return whether the module of a part overrides ``nn.Module.train``."""
     module: nn.Module = part.__dict__["_source"].module
     return type(module).train is not nn.Module.train or "train" in vars(module)
 
 
-def _own(module: nn.Module, table: str) -> dict[str, Any]:
-    """Return a table in which a module keeps its parameters, buffers or modules; there is no public way to see entries that are None."""
-    own: dict[str, Any] = module.__dict__[table]
-    return own
-
-
-def _new_part(module: nn.Module) -> Part:
+def new_part(module: nn.Module) -> Part:
     """Return a part without content, with the items of the container that the module is."""
     kind = next((part for container, part in _CONTAINERS.items() if isinstance(module, container)), Part)
     part = kind.__new__(kind)
     nn.Module.__init__(part)
     return part
-
-
-def _by_name(named: Iterator[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
-    """Return name -> its parts, in order."""
-    parts: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in named:
-        parts.setdefault(name, []).append(parameter)
-    return parts
 
 
 def _state_arguments(
