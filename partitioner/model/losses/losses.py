@@ -265,8 +265,11 @@ class Losses:
         ``target`` is for the rows of this rank; if ``n_microbatches`` is None, the loss takes all rows at once, and it is for all.
         """
         text = None
-        if target is not None or not sharded.collectors.isdisjoint(self._runtime.local_ranks):
+        try:
             text = _encode_dependence(self._local_dependence(step, sharded, target, n_microbatches))
+        except ConfigError:  # where a loss needs a target that this rank has no need of, the others say the answer
+            if target is not None or not sharded.collectors.isdisjoint(self._runtime.local_ranks):
+                raise
         agreed = self._agreed(step, "dependence of the loss", text)
         assert agreed is not None  # a collector has answered
         return _decode_dependence(agreed)
