@@ -12,6 +12,9 @@ _NUMBERED = re.compile(r"(.*?)(\d+)$")
 _BLOCK = re.compile(r"[^.]+(\.[^.]+)*?\.\d+(?=\.|$)")
 """The path of the outermost module with a number."""
 
+_SHORT = 24
+"""Letters of a short name."""
+
 
 def module_range(modules: Sequence[str], width: int = 44) -> str:
     """Return the modules of a stage as text: consecutive numbers as a range, shortened to about ``width`` letters if longer.
@@ -58,16 +61,16 @@ def _first_and_last(first: str, separator: str, last: str, width: int) -> str:
     return f"...{without_prefix}" if prefix and len(without_prefix) + 3 < len(shorter) else shorter
 
 
-def short_name(name: str, width: int = 24) -> str:
-    """Return the last parts of a module path, at most about ``width`` letters; ``"the model itself"`` for an empty path.
+def short_name(name: str) -> str:
+    """Return the last parts of a module path, at most about 24 letters; ``"the model itself"`` for an empty path.
 
     >>> short_name("bert.encoder.layer.0.attention.self.query"), short_name("")
     ('...0.attention.self.query', 'the model itself')
     """
-    if len(name) <= width:
+    if len(name) <= _SHORT:
         return name or "the model itself"
     parts = name.split(".")
-    while len(parts) > 1 and len(".".join(parts)) > width:
+    while len(parts) > 1 and len(".".join(parts)) > _SHORT:
         parts = parts[1:]
     return "..." + ".".join(parts)
 
