@@ -5,15 +5,61 @@ The common case is that nothing has changed: one pass over the parameters compar
 
 from __future__ import annotations
 
-from torch import nn
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
 
 from partitioner.model.module.freezing import Freezing
-from partitioner.model.module.registered_tensors import RegisteredTensors
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.hooks import CALL_HOOKS, GLOBAL_HOOKS, refuse_global_hooks, refuse_hooks, refuse_parameter_hooks
 from partitioner.runtime.state.parameters import State, check_values
+from passes.ir.errors import ConfigError
 
-__all__ = ["CallChecks"]
+__all__ = ["CallChecks", "RegisteredTensors"]
+
+
+@dataclass(frozen=True, eq=False)
+class RegisteredTensors:
+    """The parameters and buffers of a module, where they are registered.
+
+    Attributes:
+        places: the table of a module, the key there, the tensor, and its name.
+    """
+
+    places: tuple[tuple[dict[str, Any], str, Any, str], ...]
+
+    @classmethod
+    def of(cls, root: nn.Module) -> RegisteredTensors:
+        """Return those of a module and its parts."""
+        tables = [(part.__dict__[kind], path) for path, part in root.named_modules() for kind in ("_parameters", "_buffers")]
+        return cls(tuple((table, key, tensor, f"{path}.{key}".lstrip(".")) for table, path in tables for key, tensor in dict.items(table)))
+
+    def replaced(self) -> dict[str, Tensor]:
+        """Return name -> the tensor that has taken the place of the registered one without ``setattr``, by ``functional_call`` say."""
+        return {name: table[key] for table, key, tensor, name in self.places if table[key] is not tensor}
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """Return a context in which the registered tensors are in their places."""
+        others = [(table, key, table[key]) for table, key, tensor, _ in self.places if table[key] is not tensor]
+        for table, key, tensor, _ in self.places:
+            table[key] = tensor
+        try:
+            yield
+        finally:
+            for table, key, other in others:
+                table[key] = other
+
+    def refuse_replaced(self) -> None:
+        """Raise ConfigError if a tensor was replaced."""
+        for name in self.replaced():
+            raise ConfigError(
+                f"{name} was replaced, as torch.func.functional_call does: steps and compiled code read the model's own tensor",
+                remedy="call pm(...) and .backward() with other tensors, without torch.compile; or copy them: pm.load_state_dict(values)",
+            )
 
 
 class CallChecks:

@@ -12,23 +12,61 @@ from torch import Tensor, nn
 from partitioner.runtime.state.gradient_slots import GradientStore, ParameterSlot
 from partitioner.runtime.state.hooks import TensorHooks, refuse_parameter_hooks
 from partitioner.runtime.state.sharded_tensor import BlockTensor
-from partitioner.runtime.state.stored_parameters import (
-    Followers,
-    RankTensor,
-    StoredParameter,
-    copy_of,
-    device_keys,
-    owners,
-    store_parameters,
-)
+from partitioner.runtime.state.stored_parameters import RankTensor, StoredParameter, copy_of, device_keys, owners, store_parameters
 from partitioner.tracing.export.on_meta.constructed import ConstructedTensors
 from passes.graph.aliasing import aliasing
 from passes.ir.comm.unsummed import GradientSlot
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import foreach_copy_
 from passes.spmd.shards import Block, whole_block
 
 __all__ = ["State", "check_values", "materialize", "state_of_trace"]
+
+
+class Followers:
+    """The views and copies of parameters that programs read."""
+
+    def __init__(self) -> None:
+        self._of: dict[StoredParameter, list[RankTensor]] = {}
+        self._copied: tuple[list[Tensor], list[Tensor]] | None = None  # to and from; None: not known
+        self._written: list[RankTensor] = []
+
+    def add(self, follower: RankTensor) -> None:
+        """Let a view or copy follow its parameter."""
+        self._of.setdefault(follower.stored, []).append(follower)
+        self._copied = None
+        if follower.writes:
+            self._written.append(follower)
+
+    def refresh(self) -> None:
+        """Update all to the current values of their parameters.
+
+        Raises:
+            ConfigError: ``.data`` of a parameter was replaced by a tensor of another shape, dtype or device.
+        """
+        for stored, followers in self._of.items():
+            if stored.parameter.data_ptr() != stored.address:
+                stored.check_unchanged()
+                stored.address, self._copied = stored.parameter.data_ptr(), None
+                for follower in followers:
+                    follower.move()
+        if self._copied is None:
+            pairs = [pair for followers in self._of.values() for follower in followers if (pair := follower.copied) is not None]
+            self._copied = [target for target, _ in pairs], [source for _, source in pairs]
+        if self._copied[0]:
+            foreach_copy_(*self._copied)
+
+    def write_back(self) -> None:
+        """Copy what programs wrote to copies back to the parameters."""
+        for follower in self._written:
+            follower.write_back()
+
+    def become_real(self, stored: StoredParameter) -> None:
+        """Replace what follows a parameter, in place, after it has left the meta device."""
+        self._copied = None
+        for follower in self._of.get(stored, ()):
+            follower.become_real()
 
 
 @dataclass(frozen=True)

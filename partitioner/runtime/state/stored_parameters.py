@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from partitioner.runtime.state.part_gradient import NormShare
 from passes.ir.errors import ConfigError
-from passes.ir.torch_private import foreach_copy_
 from passes.spmd.shards import Block, whole_block
 
-__all__ = ["Followers", "Membership", "RankTensor", "StoredParameter", "copy_of", "device_keys", "membership", "owners", "store_parameters"]
+__all__ = ["Membership", "RankTensor", "StoredParameter", "copy_of", "device_keys", "membership", "owners", "store_parameters"]
 
 _numbers = itertools.count()
 
@@ -241,48 +240,3 @@ def copy_of(tensor: Tensor, block: Block, device: torch.device) -> Tensor:
 
 def _kind_text(kind: tuple[torch.Size, torch.dtype, torch.device]) -> str:
     return f"{kind[1]} {tuple(kind[0])} on {kind[2]}"
-
-
-class Followers:
-    """The views and copies of parameters that programs read."""
-
-    def __init__(self) -> None:
-        self._of: dict[StoredParameter, list[RankTensor]] = {}
-        self._copied: tuple[list[Tensor], list[Tensor]] | None = None  # to and from; None: not known
-        self._written: list[RankTensor] = []
-
-    def add(self, follower: RankTensor) -> None:
-        """Let a view or copy follow its parameter."""
-        self._of.setdefault(follower.stored, []).append(follower)
-        self._copied = None
-        if follower.writes:
-            self._written.append(follower)
-
-    def refresh(self) -> None:
-        """Update all to the current values of their parameters.
-
-        Raises:
-            ConfigError: ``.data`` of a parameter was replaced by a tensor of another shape, dtype or device.
-        """
-        for stored, followers in self._of.items():
-            if stored.parameter.data_ptr() != stored.address:
-                stored.check_unchanged()
-                stored.address, self._copied = stored.parameter.data_ptr(), None
-                for follower in followers:
-                    follower.move()
-        if self._copied is None:
-            pairs = [pair for followers in self._of.values() for follower in followers if (pair := follower.copied) is not None]
-            self._copied = [target for target, _ in pairs], [source for _, source in pairs]
-        if self._copied[0]:
-            foreach_copy_(*self._copied)
-
-    def write_back(self) -> None:
-        """Copy what programs wrote to copies back to the parameters."""
-        for follower in self._written:
-            follower.write_back()
-
-    def become_real(self, stored: StoredParameter) -> None:
-        """Replace what follows a parameter, in place, after it has left the meta device."""
-        self._copied = None
-        for follower in self._of.get(stored, ()):
-            follower.become_real()
