@@ -71,7 +71,7 @@ class GroupLinks:
         """Return the seconds of a collective by its fastest algorithm; ``size`` as in ``collective_time``."""
         if self.n_ranks < 2:
             return 0.0
-        if kind == "all_reduce" and size * self.n_ranks <= self.ring.gathered_bytes:
+        if kind == "all_reduce" and self.ring.gathered_bytes and size * self.n_ranks <= self.ring.gathered_bytes:
             return self.ring.start + float(communication.gathered_all_reduce(size, self.n_ranks, self.ring))
         formula = getattr(communication, kind)
         times = [float(formula(size, self.n_ranks, self.ring))]

@@ -71,9 +71,10 @@ class Passages:
             return Passage(0.0, 0.0, (), {})
         kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
         links, ports = self._links_of_group(group)
-        latency = links.seconds(kind, 0)
+        seconds = links.seconds(kind, size)
+        latency = min(links.seconds(kind, 0), seconds)  # another algorithm may be the fastest for no bytes
         share = max(self._cluster.link(*pair).host_share for pair in itertools.pairwise(group))
-        return Passage(latency, links.seconds(kind, size) - latency, ports, dict(_traffic(transfer)), share)
+        return Passage(latency, seconds - latency, ports, dict(_traffic(transfer)), share)
 
     def _links_of_group(self, group: Group) -> tuple[GroupLinks, tuple[Any, ...]]:
         """Return the links of a group, and the ports that its ring uses."""

@@ -62,6 +62,7 @@ def test_the_fastest_algorithm_is_taken() -> None:
     group, cluster = tuple(range(8)), nodes(1, 8)
     assert collective_time("all_reduce", 1e9, group, cluster) == pytest.approx(all_reduce(1e9, 8, NEAR))
     assert collective_time("all_reduce", 10, group, cluster) == pytest.approx(tree_all_reduce(10, 8, NEAR))
+    assert collective_time("all_reduce", 0, group, cluster) == pytest.approx(tree_all_reduce(0, 8, NEAR))
     assert collective_time("all_reduce", 10, (3,), cluster) == 0
 
 
