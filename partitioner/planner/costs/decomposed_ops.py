@@ -13,7 +13,7 @@ of pieces, and a rank computes those alone that a causal mask does not hide.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -27,7 +27,7 @@ from passes.analysis.axes import Axes
 from passes.graph.schemas import bound_arguments
 from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size, TensorSpec
-from passes.spmd.decompose.registry import SINGLE_BYTES, Decomposition, decomposition_of
+from passes.spmd.decompose.registry import SINGLE_BYTES, Decomposition, Kernels, decomposition_of
 from passes.spmd.decompose.ring_attention import is_causal, products_of_pieces
 from passes.spmd.propagate import Layouts
 
@@ -47,6 +47,10 @@ def with_decompositions(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts:
         decomposition = decomposition_of(node, loops[0]) if loops else None
         if decomposition is not None and decomposition.kernels:
             decomposed[node.name] = _decomposed_cost(cost.nodes[node.name], node, decomposition, cost.bytes[node.name])
+        elif decomposition is not None and decomposition.more:
+            passed = decomposition.passes_over
+            size = sizes.operands(node)[bound_arguments(node)[passed]][0].bytes if passed else cost.bytes[node.name]
+            decomposed[node.name] = _with_more(cost.nodes[node.name], node, decomposition, size)
     return dataclasses.replace(cost, nodes={**cost.nodes, **decomposed}) if decomposed else cost
 
 
@@ -101,15 +105,42 @@ and scores, or values of their size, where they are in memory."""
 
 def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decomposition, result: Size) -> OperationCost:
     """Return the cost of the kernels whose arguments the call has; ``result``: bytes of its result, the size of one pass."""
-    arguments = bound_arguments(node)
-    kernels = [kernel for name, kernel in decomposition.kernels.items() if not name or arguments.get(name) is not None]
-    size = result * SINGLE_BYTES / cost.dtype.itemsize if cost.dtype.itemsize < SINGLE_BYTES else result
+    kernels = _kernels_of(node, decomposition.kernels)
+    size = _single_bytes(result, cost.dtype)
     return dataclasses.replace(
         cost,
         forward=_work(cost.forward, (each.forward for each in kernels), size),
         backward_input=_work(cost.backward_input, (each.activation for each in kernels), size),
         backward_weight=_work(cost.backward_weight, (each.weight for each in kernels), size),
         keeps=cost.keeps + result * sum(each.keeps for each in kernels) if cost.saves else cost.keeps,
+    )
+
+
+def _kernels_of(node: fx.Node, kernels: Mapping[str, Kernels]) -> list[Kernels]:
+    """Return the kernels whose arguments the call has: no ``padding_idx`` is -1."""
+    arguments = bound_arguments(node)
+    return [kernel for name, kernel in kernels.items() if not name or arguments.get(name) not in (None, -1)]
+
+
+def _single_bytes(size: Size, dtype: torch.dtype) -> Size:
+    """Return the bytes of a tensor that is computed in float32 instead of half precision."""
+    return size * SINGLE_BYTES / dtype.itemsize if dtype.itemsize < SINGLE_BYTES else size
+
+
+def _with_more(cost: OperationCost, node: fx.Node, decomposition: Decomposition, size: Size) -> OperationCost:
+    """Return the cost of an op with the kernels beside it; ``size``: bytes of one pass."""
+    kernels, one_pass = _kernels_of(node, decomposition.more), _single_bytes(size, cost.dtype) if decomposition.single else size
+
+    def with_kernels(work: Work, each: Sequence[tuple[int, int]]) -> Work:
+        launches, passes = (sum(numbers) for numbers in zip(*each, strict=True))
+        more = {"bytes": work.bytes + one_pass * passes, "launches": work.launches + launches, "call": None}
+        return dataclasses.replace(work, **more) if work.launches else work
+
+    return dataclasses.replace(
+        cost,
+        forward=with_kernels(cost.forward, [kernel.forward for kernel in kernels]),
+        backward_input=with_kernels(cost.backward_input, [kernel.activation for kernel in kernels]),
+        backward_weight=with_kernels(cost.backward_weight, [kernel.weight for kernel in kernels]),
     )
 
 

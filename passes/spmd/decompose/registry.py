@@ -26,7 +26,7 @@ SINGLE_BYTES = 4
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a decomposition, as (number of launches, number of passes over as many elements as the result has).
+    """Kernels of a decomposition, as (number of launches, number of passes over as many elements as the result, or an operand, has).
 
     Attributes:
         forward: those of the call.
@@ -55,7 +55,9 @@ class Decomposition:
         single: whether half precision is computed in float32, as in torch's kernels for sums of many terms.
         sends: for each all_reduce of the forward, the number of statistics, each one number for each element of the other loops.
         returns: the same for the backward.
-        kernels: the kernels run if an argument is given, ``""``: always; empty: about those of the undecomposed op.
+        kernels: the kernels run if an argument is given, ``""``: always; empty: those of the undecomposed op, and ``more``.
+        more: the kernels run beside about those of the undecomposed op, in the same way.
+        passes_over: the argument whose elements the passes of ``more`` read or write; empty: those of the result.
     """
 
     write: Callable[[ReductionWriter], fx.Node]
@@ -68,6 +70,8 @@ class Decomposition:
     sends: tuple[int, ...] = (1, 1)
     returns: tuple[int, ...] = (2,)
     kernels: Mapping[str, Kernels] = field(default_factory=dict)
+    more: Mapping[str, Kernels] = field(default_factory=dict)
+    passes_over: str = ""
 
     def on_part(self, write: ReductionWriter) -> fx.Node:
         """Emit the decomposition for a rank's shard."""
@@ -109,6 +113,12 @@ _AFFINE = {"weight": Kernels((1, 2), (1, 2), (2, 4), keeps=1), "bias": Kernels((
 _OF_ROWS = {"": _NORMALIZED, **_AFFINE}
 _SCALED = {"": Kernels((5, 6), (8, 8)), **_AFFINE}
 
+_OF_LOOKUP = {"": Kernels((6, 2), weight=(1, 2)), "padding_idx": Kernels((2, 3), weight=(2, 2))}
+"""Rows of other ranks, and gradients of the padding, are replaced by zeros."""
+
+_OF_CLASSES = {"": Kernels((18, 3), (6, 4))}
+"""Maximum, differences, exponentials and sum are separate kernels; so are, in the backward, zeros, the target, product and sum."""
+
 _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
     aten.batch_norm: Decomposition(
         norms.batch_norm,
@@ -125,7 +135,9 @@ _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
     aten.rms_norm: Decomposition(norms.rms_norm, ("features",), single=True, sends=(1,), returns=(1,), kernels=_SCALED),
     aten.group_norm: Decomposition(norms.group_norm, ("channels", "space"), single=True, kernels=_OF_GROUPS),
     aten.instance_norm: Decomposition(norms.instance_norm, ("space",), allows=takes_own_statistics, single=True, kernels=_OF_IMAGES),
-    aten.embedding: Decomposition(embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True, sends=(), returns=()),
+    aten.embedding: Decomposition(
+        embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True, sends=(), returns=(), more=_OF_LOOKUP
+    ),
     packet(grouped_mm): Decomposition(grouped_product, ("experts",), gives="sum", by_place=True, sends=(), returns=()),
     aten.softmax: Decomposition(softmax, ("dim",), single=True, returns=(1,)),
     aten.log_softmax: Decomposition(log_softmax, ("dim",), single=True, returns=(1,)),
@@ -135,7 +147,15 @@ _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
         causal_attention, ("queries",), allows=_is_without_dropout, by_place=True, sends=(), returns=()
     ),
     aten.cross_entropy_loss: Decomposition(
-        cross_entropy, ("classes",), allows=_has_class_targets, by_place=True, single=True, sends=(1, 1, 1), returns=()
+        cross_entropy,
+        ("classes",),
+        allows=_has_class_targets,
+        by_place=True,
+        single=True,
+        sends=(1, 1, 1),
+        returns=(),
+        more=_OF_CLASSES,
+        passes_over="self",
     ),
 }
 """Operator -> its decomposition."""
