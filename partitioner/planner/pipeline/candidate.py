@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class StagedModel:
         problems: the model that was cut.
         runs: the units of each stage.
         times: the simulated seconds of each stage.
-        makespan: seconds of a step, without the sum of gradients at its end.
+        ends: for each stage, seconds until its last action has ended.
     """
 
     problems: PipelineProblems
@@ -42,7 +41,12 @@ class StagedModel:
     schedule: Schedule
     runs: tuple[range, ...]
     times: tuple[StageTimes, ...]
-    makespan: float
+    ends: tuple[float, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds of a step, without the sum of gradients at its end."""
+        return max(self.ends)
 
     @property
     def idle(self) -> float:
@@ -98,14 +102,14 @@ def stage_model(problems: PipelineProblems, candidate: Candidate, starts: Sequen
     n_units, clock = len(problems.points.units), problems.clock(candidate)
     columns = _times(problems, candidate, starts, stages_of(starts, n_units))
     times = tuple(itertools.starmap(StageTimes, zip(*columns, strict=True)))
-    return StagedModel(problems, candidate, clock.schedule, stage_runs(starts, n_units), times, clock.makespan(*columns))
+    return StagedModel(problems, candidate, clock.schedule, stage_runs(starts, n_units), times, clock.stage_ends(*columns))
 
 
 def seconds_once(problems: PipelineProblems, staged: StagedModel) -> float:
     """Return the seconds by which collectives before the first microbatch, and after the last, make a step longer.
 
     A rank gathers the parameters of its stages from the start, in their order; it scatters the gradients of a stage after its last
-    backward, while earlier stages compute theirs:
+    backward, which is earlier in a later stage, unless weight halves are left for the end:
 
         stage 0   gather ░░░░                              scatter ▒▒▒▒     both are waited for
                          forward ████        backward ██████
@@ -116,17 +120,16 @@ def seconds_once(problems: PipelineProblems, staged: StagedModel) -> float:
     if not times.once.any():
         return 0.0
     starts, kinds = [run.start for run in staged.runs], problems.kinds(staged.candidate)
-    by_stage = np.add.reduceat(times.once[:, times.source], starts, axis=1)[:, np.arange(len(starts)), kinds]
-    arrives = np.cumsum([0.0, *(each.forward + each.send for each in staged.times)])
-    returns = np.cumsum([0.0, *(each.backward_input + each.backward_weight + each.send_gradient for each in staged.times)])
-    late = [0.0]
-    gathered, scattered = dict[tuple[int, ...], float](), dict[tuple[int, ...], float]()
-    for stage, ranks in enumerate(staged.schedule.stage_ranks):
-        gathered[ranks] = gathered.get(ranks, 0.0) + float(by_stage[0, stage])
-        late.append(gathered[ranks] - float(arrives[stage]))
-    for stage, ranks in reversed(tuple(enumerate(staged.schedule.stage_ranks))):
-        scattered[ranks] = max(scattered.get(ranks, -math.inf), -float(returns[stage])) + float(by_stage[1, stage])
-    return max(late) + max(0.0, *scattered.values())
+    gathers, scatters = np.add.reduceat(times.once[:, times.source], starts, axis=1)[:, np.arange(len(starts)), kinds].tolist()
+    arrives = itertools.accumulate((each.forward + each.send for each in staged.times), initial=0.0)
+    gathered, late = dict[tuple[int, ...], float](), 0.0
+    for ranks, seconds, arrival in zip(staged.schedule.stage_ranks, gathers, arrives, strict=False):
+        gathered[ranks] = gathered.get(ranks, 0.0) + seconds
+        late = max(late, gathered[ranks] - arrival)
+    scattered = dict[tuple[int, ...], float]()
+    for end, ranks, seconds in sorted(zip(staged.ends, staged.schedule.stage_ranks, scatters, strict=True)):
+        scattered[ranks] = max(scattered.get(ranks, 0.0), end) + seconds
+    return late + max(max(scattered.values()) - staged.makespan, 0.0)
 
 
 def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[Stage, ...]:

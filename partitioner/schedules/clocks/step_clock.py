@@ -44,6 +44,12 @@ class StepClock:
         return tuple(_rows(self.schedule))
 
     @cached_property
+    def _last_rows(self) -> tuple[int, ...]:
+        """For each stage, the row of its last action."""
+        rows = {duration % self.schedule.n_stages: row for row, (_, _, _, duration) in enumerate(self._rows)}
+        return tuple(rows[stage] for stage in range(self.schedule.n_stages))
+
+    @cached_property
     def _counts_of_ranks(self) -> tuple[tuple[list[int], NDArray[np.int64]], ...]:
         return tuple(_memory_counts(actions) for actions in self.schedule.actions)
 
@@ -78,7 +84,11 @@ class StepClock:
             peaks.append(max(float(bytes_during_actions.max(initial=0.0)), bytes_at_end))
         return tuple(peaks)
 
-    def makespan(
+    def makespan(self, *columns: Sequence[float]) -> float:
+        """Return the seconds until the last action has ended; arguments as in ``stage_ends``."""
+        return max(self.stage_ends(*columns))
+
+    def stage_ends(
         self,
         forward: Sequence[float],
         backward_input: Sequence[float],
@@ -86,8 +96,8 @@ class StepClock:
         send: Sequence[float],
         send_gradient: Sequence[float],
         shares: Sequence[float] = (),
-    ) -> float:
-        """Return the seconds until the last action has ended; all arguments but the last are seconds, one for each stage.
+    ) -> tuple[float, ...]:
+        """Return for each stage the seconds until its last action has ended; the others are seconds, one for each stage.
 
         Args:
             send: until what a stage sends forward has arrived.
@@ -97,17 +107,19 @@ class StepClock:
         whole = [input_half + weight_half for input_half, weight_half in zip(backward_input, backward_weight, strict=True)]
         durations = [*forward, *backward_input, *backward_weight, *whole]
         message_times = [*send, *send_gradient, 0.0]
-        if any(shares):
-            return self._makespan_with_host_delays(durations, message_times, [*shares, 0.0, *shares[:-1], 0.0])
         ends = [0.0]  # row r ends at ends[r + 1]; row -1 stands for no row
-        for previous, producer, message, duration in self._rows:
-            free_at, arrives_at = ends[previous + 1], ends[producer + 1] + message_times[message]
-            ends.append((arrives_at if arrives_at > free_at else free_at) + durations[duration])  # noqa: FURB136  max() is slow, per row
-        return max(ends)
+        if any(shares):
+            self._end_with_host_delays(ends, durations, message_times, [*shares, 0.0, *shares[:-1], 0.0])
+        else:
+            for previous, producer, message, duration in self._rows:
+                free_at, arrives_at = ends[previous + 1], ends[producer + 1] + message_times[message]
+                ends.append((arrives_at if arrives_at > free_at else free_at) + durations[duration])  # noqa: FURB136  max() is slow, per row
+        return tuple(ends[row + 1] for row in self._last_rows)
 
-    def _makespan_with_host_delays(self, durations: Sequence[float], message_times: Sequence[float], shares: Sequence[float]) -> float:
-        """Return the makespan where receivers move a part of each message, ``shares``: inlines ``clock.host_delay`` for speed."""
-        ends = [0.0]
+    def _end_with_host_delays(
+        self, ends: list[float], durations: Sequence[float], message_times: Sequence[float], shares: Sequence[float]
+    ) -> None:
+        """Append the end of each row where receivers move a part of each message, ``shares``: inlines ``clock.host_delay`` for speed."""
         for previous, producer, message, duration in self._rows:
             free_at, sent_at = ends[previous + 1], ends[producer + 1]
             arrives_at = sent_at + message_times[message]
@@ -115,7 +127,6 @@ class StepClock:
             if overlap > 0:
                 start += shares[message] * overlap
             ends.append(start + durations[duration])
-        return max(ends)
 
 
 @lru_cache(maxsize=64)
