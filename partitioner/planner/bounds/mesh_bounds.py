@@ -22,10 +22,12 @@ from cost_models.hardware.clusters import Cluster
 from partitioner.planner.bounds.schedule_bounds import least_shared_step, least_step
 from partitioner.planner.costs.collectives import fraction_of_message
 from partitioner.planner.costs.links import LinkTable, stages_length
+from partitioner.planner.costs.unit_costs import MicrobatchTimes
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, microbatch_size, schedules
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.model import CuttableModel
+from partitioner.planner.solvers.stage_problem import Floats
 from passes.analysis.axes import Axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import GATHERED_ONCE, ROWS, SCATTERED_ONCE, TILES, Mesh
@@ -110,7 +112,10 @@ class MeshBounds:
                 busy = self._links.of(mesh)[rows_name].ring.host_share if gathers or scatters else 0.0
                 waiting = activations[0] / count + busy * gathers, activations[1] / count + busy * scatters
                 size = microbatch_size(own_rows, count)
-                computing = self._pipeline(count, size, places, mesh.cutting.size // n_rows, request, waiting)
+                times, starts = self._prices.times(size), self._starts
+                if rows_name in GATHERED_ONCE:
+                    times, starts = times.without_casts, starts - times.casts.max(axis=1)[times.source]
+                computing = self._pipeline(times, starts, count, places, mesh.cutting.size // n_rows, request, waiting)
                 steps.append(max(computing, (sum(activations) + count * (gathers + scatters)) / places))
         if gradients and places == 1:  # one stage sums them while its backward computes
             gradients *= self._links.of(mesh)[rows_name].ring.host_share
@@ -146,18 +151,27 @@ class MeshBounds:
             steps.append(max(count * float(times.least.sum()) / n_ranks, through))
         return min(steps) * (1 - _ROUNDING)
 
-    def _pipeline(self, count: int, rows: int, places: int, parts: int, request: PlanRequest, exchanged: tuple[float, float]) -> float:
+    def _pipeline(
+        self,
+        times: MicrobatchTimes,
+        starts: Floats,
+        count: int,
+        places: int,
+        parts: int,
+        request: PlanRequest,
+        exchanged: tuple[float, float],
+    ) -> float:
         """Return a lower bound of the seconds of one pipeline, compute and bubble, under the best schedule.
 
         Args:
-            rows: samples of a microbatch.
+            times: of a microbatch.
+            starts: seconds of launching the kernels of each unit.
             places: ranks of the pipeline.
             parts: ranks that share each stage.
             exchanged: seconds of the collectives of all stages for one microbatch, forward and backward.
         """
-        times = self._prices.times(rows)
         whole, longest, shares = float(times.least.sum()), float(times.least.max()), times.fractions
-        with_launches = count * (float(np.maximum(times.least / parts, self._starts).sum()) + sum(exchanged)) / places
+        with_launches = count * (float(np.maximum(times.least / parts, starts).sum()) + sum(exchanged)) / places
         steps = []
         for name, stages_per_rank in schedules(request):
             if request.replicas:

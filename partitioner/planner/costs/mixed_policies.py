@@ -40,7 +40,9 @@ def mixed(tables: Sequence[UnitCosts], choice: Integers) -> UnitCosts:
         found = [table.times(rows) for table in tables]
         names = ("distinct", "waiting", "once")
         halves, waiting, once = (by_unit([getattr(each, name)[:, each.source] for each in found], 1) for name in names)
-        return MicrobatchTimes(halves, waiting, once, units, Amounts(tuple(_of_policies([each.kept.every for each in found], choice))))
+        casts = by_unit([each.casts[each.source] for each in found], 0)
+        kept = Amounts(tuple(_of_policies([each.kept.every for each in found], choice)))
+        return MicrobatchTimes(halves, waiting, once, casts, units, kept)
 
     @cache
     def at(rows: int) -> MicrobatchCosts:

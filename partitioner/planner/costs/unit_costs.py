@@ -65,7 +65,9 @@ class MicrobatchTimes:
     Attributes:
         distinct: (3, D, K) seconds of the forward, and of the input and weight halves of the backward.
         waiting: (3, D, K) the part of these that is spent in collectives with the ranks that share the stage.
-        once: (2, D, K) seconds of collectives before the first microbatch, and after the last, of all microbatches together.
+        once: (2, D, K) seconds of collectives before the first microbatch, and after the last, of all microbatches together; of parameters
+            that are gathered once with their casts.
+        casts: (D, K) the part of the forwards that casts parameters to smaller types.
         source: (N,) the number of each unit among the distinct ones.
         kept: saved activations for each microbatch in flight, without received values.
     """
@@ -73,8 +75,15 @@ class MicrobatchTimes:
     distinct: Floats
     waiting: Floats
     once: Floats
+    casts: Floats
     source: Integers
     kept: Amounts
+
+    @property
+    def without_casts(self) -> MicrobatchTimes:
+        """The times of microbatches whose parameters were cast before: a lower bound where they are gathered once."""
+        casts = np.stack([self.casts, *np.zeros((2, *self.casts.shape))])
+        return dataclasses.replace(self, distinct=self.distinct - casts, casts=np.zeros_like(self.casts))
 
     @cached_property
     def halves(self) -> Floats:
@@ -227,7 +236,8 @@ def stack(
         of_tables = [table.times(rows) for table in tables]
         waiting, once = (columns([getattr(table, name)[:, table.source] for table in of_tables]) for name in ("waiting", "once"))
         kept = Amounts(_stack_amounts(table_of_kind, (table.kept.every for table in of_tables)))
-        return MicrobatchTimes(columns([table.halves for table in of_tables]), waiting, once, np.arange(waiting.shape[1]), kept)
+        casts = columns([table.casts[table.source] for table in of_tables])
+        return MicrobatchTimes(columns([table.halves for table in of_tables]), waiting, once, casts, np.arange(waiting.shape[1]), kept)
 
     def at(rows: int) -> MicrobatchCosts:
         of_tables, whole = [table.at(rows).units for table in tables], values_of.at(rows).units

@@ -149,6 +149,18 @@ class UnitPricing:
         return self._known_kept[key]
 
     @cached_property
+    def casts(self) -> frozenset[str]:
+        """The calls of units that cast a parameter, or a view of one, to a smaller type."""
+        sizes = {node.name: node.meta["val"].dtype.itemsize for node in self.graph.graph.nodes if node.name in self.graph.parameters}
+        found = set[str]()
+        for node in self.graph.computing_nodes():
+            source, value = [each.name for each in node.all_input_nodes], node.meta.get("val")
+            if len(source) == 1 and source[0] in sizes and isinstance(value, torch.Tensor):
+                sizes[node.name] = value.dtype.itemsize
+                found |= {node.name} if sizes[node.name] < sizes[source[0]] else set()
+        return frozenset(found & self.place_of.keys())
+
+    @cached_property
     def place_of(self) -> dict[str, int]:
         """Call of a unit -> its place among all, in order."""
         names = (name for unit in self.points.units for name in unit if name in self.cost.nodes)
@@ -222,8 +234,26 @@ class _Microbatch:
         if self.adding:
             halves[2] += pricing.accumulation * (1 - 1 / -(-self.batch_size // self.rows))  # the first microbatch adds to nothing
         kept = Amounts(tuple(item for item in pricing.kept(self.rows, self._share, alone=self._is_alone) if item.producer < 0))
-        once = np.broadcast_to(once[:, :, None], (*once.shape, halves.shape[2]))
-        return MicrobatchTimes(halves, waiting, once, np.arange(halves.shape[1]), kept)
+        once = np.repeat(once[:, :, None], halves.shape[2], axis=2)
+        casts, casts_once = self._casts(pricing.casts), self._casts(self._gathered_once)
+        halves[0] -= casts_once
+        halves[1] -= self._casts(self._gathered_once & pricing.memory.recomputed)
+        once[0] += casts_once
+        return MicrobatchTimes(halves, waiting, once, casts - casts_once, np.arange(halves.shape[1]), kept)
+
+    def _casts(self, names: frozenset[str]) -> Floats:
+        """Return (N, K) seconds of the forwards of some calls."""
+        pricing = self.pricing
+        seconds = np.zeros((len(pricing.points.units), len(pricing.kinds)))
+        for name in names:
+            seconds[pricing.unit_of[name]] += self._operations[pricing.cost_of_calls[pricing.place_of[name]], :, 0]
+        return seconds
+
+    @cached_property
+    def _gathered_once(self) -> frozenset[str]:
+        """The casts of parameters that ranks compute, and gather, before the first of several microbatches."""
+        once = {each.value for each, _ in self.exchanges if each.is_stored and each.dimension in GATHERED_ONCE}
+        return frozenset() if self._is_alone else self.pricing.casts & once
 
     @cached_property
     def _seconds_of_calls(self) -> Floats:

@@ -57,10 +57,9 @@ def on_a100s(setting: tuple[Any, int, Mapping[str, Any]]) -> PartitionedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_plan_and_simulation_agree(name: str) -> None:
-    """Plans count casts of parameters that ZeRO-1 gathers once a step in every microbatch; programs run them once."""
+    """Casts of parameters that ZeRO-1 gathers once a step are priced once, not in every microbatch."""
     pm = on_a100s(SETTINGS[name])
-    tolerance = 0.1 if "bfloat16" in name else TOLERANCE
-    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=tolerance)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
 class GatedLayer(nn.Module):
