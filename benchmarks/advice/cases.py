@@ -175,17 +175,18 @@ _512_NODES: tuple[Mesh, ...] = (
 """Of 512 nodes of eight."""
 
 _LONG: tuple[Mesh, ...] = (
-    {"sequence": 8},
-    {"tensor": 8},
-    {"fsdp": 2, "sequence": 4},
-    {"sequence": 4, "tensor": 2},
-    {"sequence": 2, "tensor": 4},
-    {"pipeline": 2, "tensor": 4},
-    {"pipeline": 4, "tensor": 2},
-    {"pipeline": 2, "sequence": 4},
-    {"pipeline": 8},
+    {"tensor": 16},
+    {"sequence": 2, "tensor": 8},
+    {"sequence": 4, "tensor": 4},
+    {"fsdp": 2, "tensor": 8},
+    {"zero1": 2, "tensor": 8},
+    {"fsdp": 2, "sequence": 8},
+    {"fsdp": 2, "sequence": 4, "tensor": 2},
+    {"pipeline": 2, "tensor": 8},
+    {"pipeline": 2, "sequence": 8},
+    {"pipeline": 4, "tensor": 4},
 )
-"""Of eight devices, for few long rows."""
+"""Of two nodes of eight, for few long rows."""
 
 _CONVOLUTIONS: tuple[Mesh, ...] = (
     {"data": 8},
@@ -206,7 +207,7 @@ CASES = (
     Case("Llama 3 8B, 16 x 8,192", _tokens(_8B, 16, 8192), "h100:2x8", _TWO_NODES),
     Case("Llama 3 8B, float32, 16 x 2,048", _tokens(_8B, 16, 2048), "a100-80gb:2x8", _TWO_NODES, {"precision": "32-true"}),
     Case("Llama 3 8B, 8 x 4,096, 40 GB", _tokens(_8B, 8, 4096), "a100-40gb:1x8", _ONE_NODE),
-    Case("Llama 3 8B, 2 x 131,072", _tokens(_8B, 2, 131072), "h100:1x8", _LONG),
+    Case("Llama 3 8B, 2 x 131,072", _tokens(_8B, 2, 131072), "h100:2x8", _LONG),
     Case("Llama 3 70B, 16 x 2,048", _tokens(_70B, 16, 2048), "h100:8x8", _EIGHT_NODES),
     Case("Llama 3 70B, 512 x 4,096", _tokens(_70B, 512, 4096), "h100:32x8", _32_NODES, limit=300.0),
     Case("Llama 3.1 405B, 2,048 x 8,192", _tokens(_405B, 2048, 8192), "h100:512x8", _512_NODES, limit=600.0),
