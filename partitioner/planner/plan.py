@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -29,6 +29,9 @@ from passes.ir.plan import Plan
 from passes.normalize.loss_alone import own_loss
 
 __all__ = ["PlanProblem"]
+
+_FOR_SIMULATIONS = 0.3
+"""Fraction of a time limit that a search over all meshes leaves for the simulations of its best plans."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +92,7 @@ class PlanProblem:
         elif simulated is None or len(request.devices) == 1:
             plan = plans_auto(*problem, tell, self.models, deadline, most=1)[0]
         else:
+            deadline = replace(deadline, reserve=_FOR_SIMULATIONS)
             plans = plans_auto(*problem, tell, self.models, deadline, most=MOST_SIMULATED)
             plan = fastest_simulated(plans, simulated, self.limits, deadline, interruptible=tell is not None)
         return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))

@@ -32,7 +32,15 @@ from partitioner.planner.search.infeasible import nothing_fits, nothing_of_trial
 from partitioner.planner.search.make_plan import describe
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.search.plan_mesh import with_sharding
-from partitioner.planner.search.space import allowed_shapes, allowed_sharing, allowed_tiles, allowed_widths, candidates_of, usual_meshes
+from partitioner.planner.search.space import (
+    allowed_shapes,
+    allowed_sharing,
+    allowed_tiles,
+    allowed_widths,
+    candidates_of,
+    usual_meshes,
+    without_equal_nestings,
+)
 from partitioner.planner.sharding.model import CuttableModel, MeshCut
 from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.planner.sharding.spatial import Hardware
@@ -42,7 +50,7 @@ from passes.graph.equivalence import weights_digest
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, STORED, TILES, Mesh
+from passes.ir.mesh import ROWS, SEQUENCE, STORED, TILES, Mesh
 from passes.ir.plan import ATTENTION, Plan
 
 __all__ = ["plan_auto", "plans_auto"]
@@ -178,7 +186,7 @@ class _Auto:
     def run(self) -> None:
         """Search until the best plan is proved optimal, or a limit of the search is reached."""
         known = (self._model, self._graph, self._cluster, self._request)
-        shapes = [*allowed_shapes(*known), *allowed_tiles(*known, tight=False)]
+        shapes = without_equal_nestings([*allowed_shapes(*known), *allowed_tiles(*known, tight=False)], self._opener.links)
         if not shapes:
             check_dimensions(self._request.constraints, Mesh((("pipeline", len(self._cluster.devices)),)))
         bounds = MeshBounds(self._model, self._cluster, self._request, self._cost_model, self._opener.links)
@@ -191,7 +199,9 @@ class _Auto:
         for mesh in (pipeline, *staged):
             for submeshes, replicas in allowed_widths(self._graph, self._cluster, self._request, mesh):
                 self._open_mesh(submeshes, bounds, replicas)
-        self._search_meshes([mesh for mesh in shapes if mesh not in usual], bounds)
+        others = [mesh for mesh in shapes if mesh not in usual]
+        self._search_meshes([mesh for mesh in others if SEQUENCE not in mesh.names], bounds)
+        self._search_meshes([mesh for mesh in others if SEQUENCE in mesh.names], bounds)  # many, in several ways to share attention
         if self._search.best is None:  # tiles need less memory than whole images
             self._search_meshes([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
         self._search.prove()
@@ -216,7 +226,7 @@ class _Auto:
         A mesh whose bound is infinite does not fit the memory: it is remembered for the error message of a failed search. Once the time is
         over, or the search is interrupted, a mesh is left out: the work of the model over all devices bounds its step.
         """
-        if self._deadline.is_over or self._search.interrupted:
+        if self._search.is_out_of_time or self._search.interrupted:
             self._search.leave_out(bounds.of_any_mesh)
             return
         try:

@@ -47,6 +47,9 @@ _RECOMPUTED = 0.1
 _TIGHT = 2.0
 """Expected idle fraction where several stages nearly fill their rank's memory: few cuts fit, and these are unbalanced."""
 
+_LAST = 1e3
+"""That of candidates whose balanced cuts do not fit: all others are solved before these."""
+
 _MOST_ACTIONS = 60_000
 """Limit of the search: forwards (stages times microbatches) of all candidates solved after the first solution."""
 
@@ -82,6 +85,7 @@ class Option:
         cut: its sharded axes; None: no axes.
         bounds: lower bounds over its stage cuts; None: not computed yet.
         axes: the axes that the user named for it, in words; empty if the planner chose them.
+        is_left: whether its balanced cuts exceed the memory: others are looked for if nothing else fits.
     """
 
     problem: MeshProblem
@@ -90,16 +94,19 @@ class Option:
     candidate: Candidate
     bounds: LowerBounds | None = None
     axes: str = ""
+    is_left: bool = False
 
     @property
     def idle(self) -> float:
         """A guess that orders the search: the fraction by which a step exceeds its lower bound (idle ranks, recomputation)."""
         candidate, problem = self.candidate, self.problem
+        if self.is_left:
+            return _LAST
         imbalance = _UNEVEN * (candidate.n_stages(problem.n_places) - 1) / len(problem.part.points.units)
         idle = imbalance + find_schedule(candidate.schedule).idle * (problem.n_places - 1) / candidate.n_microbatches
-        if self.policy != "none":
-            return idle + (_RECOMPUTED if self.bounds is None else 0.0)
-        return idle + (_TIGHT if candidate.stages_per_rank > 1 and problem.is_tight("none", candidate) else 0.0)
+        if self.policy != "none" and self.bounds is None:  # its prices are not known yet
+            return idle + _RECOMPUTED
+        return idle + (_TIGHT if candidate.stages_per_rank > 1 and problem.is_tight(self.policy, candidate) else 0.0)
 
     @property
     def words(self) -> str:
@@ -276,6 +283,11 @@ class PlanSearch:
         self._unproved.append(bound)
 
     @property
+    def is_out_of_time(self) -> bool:
+        """Whether the time is over; with a plan, whether what is left of it is reserved for simulations."""
+        return self._deadline.is_reserve_left if self._may_end else self._deadline.is_over
+
+    @property
     def out_of_time(self) -> ConfigError:
         """The error of a search that has no plan when its time is over."""
         n_meshes = f"{len(self.meshes)} mesh{'es' if len(self.meshes) != 1 else ''}"
@@ -300,7 +312,7 @@ class PlanSearch:
     def _is_too_long(self) -> bool:
         """Whether so much was opened and bounded, or so much time is over, that the search ends with the best solution so far."""
         if self._deadline.seconds is not None:
-            return self._deadline.is_over
+            return self.is_out_of_time
         is_too_much = self._n_units >= _MOST_UNITS * self._breadth or self._n_runs >= _MOST_RUNS * self._breadth**2
         return is_too_much or len(self.meshes) >= _MOST_MESHES
 
@@ -337,6 +349,9 @@ class PlanSearch:
         bounded = option if option.bounds is not None else self._with_bounds(option)
         if bounded is None or bounded.bounds is None:
             return
+        if option.is_left and self.best is not None:
+            self._unproved.append(known)
+            return
         problem, candidate = option.problem, option.candidate
         if option.bounds is None and bounded.bounds.bound > known * (1 + _TIE):
             self.add(bounded.bounds.bound, bounded)
@@ -350,8 +365,10 @@ class PlanSearch:
         is_sampled = is_one_of_several or math.comb(len(problem.part.points.units) - 1, n_stages - 1) > _MANY_CUTS
         most = min(_FEW_CUTS if is_sampled else _MOST_CUTS, _MOST_CUT_ACTIONS // n_actions)
         within = self._best_seconds * _NEAR if is_sampled else math.inf
-        thorough = self.best is None and not is_one_of_several
-        solution, bound = problem.solve(option.policy, candidate, bounded.bounds, most, within, thorough=thorough)
+        solution, bound = problem.solve(option.policy, candidate, bounded.bounds, most, within, thorough=option.is_left)
+        if solution is None and self.best is None and not (option.is_left or is_one_of_several):
+            self.add(bound, dataclasses.replace(bounded, is_left=True))
+            return
         if solution is None or bound < solution.step_time:
             self._unproved.append(bound)
         if solution is None:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cost_models.hardware.clusters import Cluster, Link
 from partitioner.options.limits import written_buffers
 from partitioner.planner.constraints.axes import named_dimensions
 from partitioner.planner.constraints.tile_grid import factorizations
-from partitioner.planner.costs.links import stages_length
+from partitioner.planner.costs.links import LinkTable, stages_length
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_choices, schedules
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
@@ -31,7 +31,16 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STAGES, TILE, WIDTH, Mesh
 
-__all__ = ["allowed_shapes", "allowed_sharing", "allowed_tiles", "allowed_widths", "candidates_of", "tile_shapes", "usual_meshes"]
+__all__ = [
+    "allowed_shapes",
+    "allowed_sharing",
+    "allowed_tiles",
+    "allowed_widths",
+    "candidates_of",
+    "tile_shapes",
+    "usual_meshes",
+    "without_equal_nestings",
+]
 
 
 def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
@@ -90,6 +99,20 @@ def usual_meshes(meshes: Iterable[Mesh], cluster: Cluster) -> list[Mesh]:
     """
     per_node = _devices_of_node(cluster)
     return [mesh for mesh in meshes if len(mesh.names) == 1 or (mesh.names[-1] in _IN_NODE and mesh.dimensions[-1][1] == per_node)]
+
+
+def without_equal_nestings(meshes: Iterable[Mesh], links: LinkTable) -> list[Mesh]:
+    """Return the first of meshes that differ in the nesting of their dimensions alone, and have the same links and devices.
+
+    pipeline 2 x data 4 x tensor 8   =   data 4 x pipeline 2 x tensor 8      on nodes of 8 devices: only tensor is inside a node
+    """
+    found: dict[Hashable, Mesh] = {}
+    for mesh in meshes:
+        places = links.places(mesh)
+        between = frozenset(places.links.items()) if isinstance(places.links, Mapping) else places.links
+        key = frozenset(mesh.dimensions), frozenset(links.of(mesh).items()), tuple(places.devices), between
+        found.setdefault(key, mesh)
+    return list(found.values())
 
 
 _IN_NODE = ("tensor", "fsdp")
@@ -157,7 +180,7 @@ INNER = (("tensor",), ("sequence",), ("sequence", "tensor"))
 """The mesh dimensions inside of replicas and stages, outermost first."""
 
 MANY = 64
-"""Devices above which only the commonest dimensions are combined: data or fsdp, pipeline, tensor."""
+"""Devices above which only the commonest dimensions are combined: replicas, pipeline, tensor."""
 
 
 def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Mesh]:
@@ -171,9 +194,8 @@ def mesh_shapes(n_devices: int, batch_size: int, *, levels: bool) -> Iterator[Me
     for rows, stages, inner in factorizations(n_devices, 3):
         if batch_size % rows:
             continue
-        kinds, inners = (ROW_KINDS, INNER) if n_devices <= MANY else (("data", "fsdp"), INNER[:1])
-        for kind in kinds if rows > 1 else kinds[:1]:
-            for within in _inner(inner, inners):
+        for kind in ROW_KINDS if rows > 1 else ROW_KINDS[:1]:
+            for within in _inner(inner, INNER if n_devices <= MANY else INNER[:1]):
                 outer = [(kind, rows), ("pipeline", stages)]
                 for order in itertools.permutations(outer) if levels else (outer,):
                     dimensions = tuple((name, size) for name, size in (*order, *within) if size > 1)

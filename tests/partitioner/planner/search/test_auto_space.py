@@ -14,13 +14,13 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Link
 from partitioner import InfeasiblePlanError
 from partitioner.planner.bounds.mesh_bounds import MeshBounds
-from partitioner.planner.costs.links import clock_rate_of
+from partitioner.planner.costs.links import LinkTable, clock_rate_of
 from partitioner.planner.pipeline.candidate import stage_model
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plan_auto, plans_auto
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.search.plan_mesh import plan_mesh
-from partitioner.planner.search.space import allowed_shapes, mesh_shapes, usual_meshes
+from partitioner.planner.search.space import allowed_shapes, mesh_shapes, usual_meshes, without_equal_nestings
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.tracing.trace import trace
 from passes.ir.errors import ConfigError
@@ -221,3 +221,16 @@ def test_the_best_plan_of_each_family_comes_before_the_second_of_any() -> None:
     assert len(set(families[:n_families])) == n_families
     assert found[0].step_time == min(plan.step_time for plan in found)
     assert all(0 <= (plan.gap or 0.0) < 1 for plan in found)
+
+
+def test_nestings_with_the_same_links_are_searched_once() -> None:
+    """Outside of a node, stages and replicas have the same links in either order; inside of one, the inner ones have faster links."""
+    links = LinkTable(Cluster.preset("h100", nodes=4, devices_per_node=8))
+    outside = [Mesh((("data", 2), ("pipeline", 2), ("tensor", 8))), Mesh((("pipeline", 2), ("data", 2), ("tensor", 8)))]
+    inside = [Mesh((("data", 4), ("pipeline", 8))), Mesh((("pipeline", 8), ("data", 4)))]
+    assert without_equal_nestings([*outside, *inside], links) == [outside[0], *inside]
+
+
+def test_parameters_are_also_gathered_once_on_many_devices() -> None:
+    meshes = [mesh for mesh in mesh_shapes(256, 256, levels=True) if dict(mesh.dimensions) == {"pipeline": 8, "zero1": 8, "tensor": 4}]
+    assert [mesh.names for mesh in meshes] == [("pipeline", "zero1", "tensor"), ("zero1", "pipeline", "tensor")]
