@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,17 +103,17 @@ def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> 
     Hooks on saved tensors and the detection of anomalies, which the user set for the step, are off while it is active.
 
     Yields:
-        A function that returns whether this state has changed since its last call, or since the beginning.
+        A function that returns whether this state has changed since its last call; True in the first.
     """
     functions, objects = _reachable(loss_fn)
     variables = [each for function in functions for each in _variables(function)]
     buffers = [buffer for value in objects if isinstance(value, nn.Module) for buffer in value.buffers()]
     copies = [buffer.detach().clone() for buffer in buffers]
-    snapshots = [_snapshot(functions, objects)]
+    snapshots: list[Hashable] = []
 
     def is_changed() -> bool:
-        snapshots.append(_snapshot(functions, objects))
-        return snapshots[-1] != snapshots[-2]
+        snapshots.append(tuple(map(_fingerprint, _held(functions, objects))))
+        return snapshots[-2:] != snapshots[-1:] * 2
 
     devices = [] if device.type == "cpu" else [device]
     with preserve(*objects), plain_autograd(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
@@ -155,35 +155,37 @@ def _reachable(loss_fn: object) -> tuple[list[types.FunctionType], list[object]]
 
 def reads_tensors(loss_fn: object, tensors: Sequence[Tensor]) -> bool:
     """Return whether a loss function can reach each of these tensors, the objects themselves: it captures them, or a module has them."""
-    functions, objects = _reachable(loss_fn)
-    values = [captured for function in functions for _, captured in _captured_values(function)]
-    for holder in objects:
-        if isinstance(holder, list | dict):
-            values += holder.values() if isinstance(holder, dict) else holder
-        elif isinstance(holder, nn.Module):
-            values += [*holder.parameters(), *holder.buffers(), *(value for module in holder.modules() for value in vars(module).values())]
-        else:
-            values += vars(holder).values()
+    values = _held(*_reachable(loss_fn))
+    values += [item for value in values if isinstance(value, list | dict) for item in _items(value)]
     reached = {id(value) for value in values if isinstance(value, Tensor)}
     return all(id(tensor) in reached for tensor in tensors)
 
 
-def _snapshot(functions: list[types.FunctionType], objects: list[object]) -> Hashable:
-    """Summarize the state that functions and objects hold. Writes into tensors are not part of it: a trace shows them."""
+def _held(functions: Sequence[types.FunctionType], objects: Sequence[object]) -> list[object]:
+    """Return the values that functions capture, the lists and dicts among objects, and what other objects hold."""
     values = [captured for function in functions for _, captured in _captured_values(function)]
     for holder in objects:
         if isinstance(holder, list | dict):
             values.append(holder)
             continue
-        for owner in holder.modules() if isinstance(holder, nn.Module) else [holder]:
-            values += getattr(owner, "__dict__", {}).values()
         if isinstance(holder, nn.Module):
             values += [*holder.parameters(), *holder.buffers()]
-    return tuple(_fingerprint(value) for value in values)
+        for owner in holder.modules() if isinstance(holder, nn.Module) else [holder]:
+            values += getattr(owner, "__dict__", {}).values()
+    return values
 
 
-def _fingerprint(value: object) -> Hashable:
-    """Return a number or string by value, a container by its length, anything else by its id."""
-    if isinstance(value, list | dict | set):
-        return type(value), len(value)
+def _items(container: Any) -> Iterable[object]:
+    return container.values() if isinstance(container, dict) else container
+
+
+_MOST = 10_000
+"""Items of a container that are compared; of a longer one its length alone."""
+
+
+def _fingerprint(value: object, around: frozenset[int] = frozenset()) -> Hashable:
+    """Return a number or string by value, a container by its items, anything else by its id: writes into tensors show in a trace."""
+    if isinstance(value, list | tuple | dict | set) and id(value) not in around:
+        items = _items(value) if len(value) <= _MOST else ()
+        return type(value), len(value), tuple(_fingerprint(item, around | {id(value)}) for item in items)
     return (type(value), value) if isinstance(value, bool | int | float | str | None) else id(value)

@@ -278,6 +278,33 @@ def test_a_loss_with_a_state_is_called_once_a_step(pipeline: PartitionedModel) -
     assert loss_fn.history == reference.history
 
 
+def counting_in(kind: str) -> Callable[..., Tensor]:
+    """Return a loss that multiplies by the number of its calls, which it counts in a container."""
+    numbers, of_name, nested, holder = [0], {"calls": 0}, [[0]], nn.Module()
+    holder.counts = {"calls": [0]}  # type: ignore[assignment]
+
+    def counted(o: Tensor, t: Tensor) -> Tensor:
+        found: Any = {"list": numbers, "dict": of_name, "nested": nested[0], "module": holder.counts["calls"]}[kind]  # type: ignore[index]
+        key: Any = "calls" if kind == "dict" else 0
+        found[key] += 1
+        loss: Tensor = o.pow(2).mean() * found[key]
+        return loss
+
+    return counted
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "nested", "module"])
+def test_counts_in_containers_are_seen(pipeline: PartitionedModel, kind: str) -> None:
+    """Each microbatch would count: the loss is refused, and called once if it takes all rows."""
+    x, target = labelled()
+    with pytest.raises(ConfigError, match="changes what later calls read"):
+        pipeline.train_step(x, target=target, loss_fn=counting_in(kind))
+    loss_fn, reference = counting_in(kind), counting_in(kind)
+    for _ in range(2):
+        loss = pipeline.train_step(x, target=target, loss_fn=loss_fn, loss_reduction="batch")
+        torch.testing.assert_close(loss, reference(cases.model()(x), target).detach())
+
+
 def test_random_numbers_are_as_many_as_without_a_proof(pipeline: PartitionedModel) -> None:
     x, target = labelled()
     state = torch.get_rng_state()
