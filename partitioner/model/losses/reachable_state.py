@@ -42,20 +42,30 @@ class _ById:
 def loss_key(loss_fn: object, *, exact: bool = True) -> Hashable:
     """Return a key that is equal for functions with the same code and captured values: a lambda written inside a loop is traced once.
 
-    Captured numbers and strings are compared by value, since they may switch parts of a loss on and off; tensors by their type; other
-    objects by identity and by the numbers and strings among their attributes.
+    Captured numbers and strings are compared by value, since they may switch parts of a loss on and off, also in containers; tensors by
+    their type; other objects by identity, by the numbers and strings among their attributes, and by the attributes that code names.
 
     Args:
         exact: whether finite floats are compared by value; else by their sign, for a factor that changes from step to step.
     """
-    return _key(loss_fn, exact, set())
+    return _key(loss_fn, exact, set(), frozenset())
 
 
-def _key(value: object, exact: bool, seen: set[int]) -> Hashable:
-    """Return the key of a loss function, or of a value that it captures. ``seen``: ids of the objects on the way, against cycles."""
+_PLAIN = (bool, int, float, str, type(None))
+_MOST_IN_KEYS = 64
+"""Objects, and items of a container, that a key looks into: others are compared by identity, and longer containers by length, too."""
+
+
+def _key(value: Any, exact: bool, seen: set[int], names: frozenset[str]) -> Hashable:
+    """Return the key of a loss function, or of a value that it captures.
+
+    Args:
+        seen: ids of the objects on the way, against cycles.
+        names: in the code that captures the value.
+    """
     if isinstance(value, float) and not exact and math.isfinite(value):
         return float, value > 0, value < 0
-    if isinstance(value, bool | int | float | str | None):
+    if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, Tensor):
         return type(value)
@@ -63,17 +73,34 @@ def _key(value: object, exact: bool, seen: set[int]) -> Hashable:
         return _ById(value)
     seen.add(id(value))
     if isinstance(value, types.FunctionType):
-        return value.__code__, tuple((name, _key(captured, exact, seen)) for name, captured in _captured_values(value))
+        return value.__code__, tuple((name, _key(captured, exact, seen, _names(value))) for name, captured in _captured_values(value))
     if isinstance(value, types.MethodType):
-        return _key(value.__func__, exact, seen), _key(value.__self__, exact, seen)
+        return _key(value.__func__, exact, seen, names), _key(value.__self__, exact, seen, _names(value))
     if isinstance(value, RowsFirst):
-        return RowsFirst, value.dims, tuple(value.whole[::2]), _key(value.loss_fn, exact, seen)
+        return RowsFirst, value.dims, tuple(value.whole[::2]), _key(value.loss_fn, exact, seen, names)
     if isinstance(value, functools.partial):
         parts = (value.func, *value.args, *value.keywords.values())
-        return functools.partial, tuple(value.keywords), tuple(_key(part, exact, seen) for part in parts)
+        return functools.partial, tuple(value.keywords), tuple(_key(part, exact, seen, names) for part in parts)
+    return _ById(value) if len(seen) > _MOST_IN_KEYS else _object_key(value, exact, seen, names)
+
+
+def _object_key(value: Any, exact: bool, seen: set[int], names: frozenset[str]) -> Hashable:
+    """Return the key of a container, or of another object that is no function; see ``_key``."""
+    if isinstance(value, list | tuple | dict | set):
+        if len(value) > _MOST_IN_KEYS:
+            return _ById(value), len(value)
+        keys = tuple(value) if isinstance(value, dict) else len(value)
+        return type(value), keys, tuple(_key(item, exact, seen, names) for item in _items(value))
+    if isinstance(value, nn.Module):
+        names = _names(type(value).forward) | {"_modules"}
     attributes = getattr(value, "__dict__", {}).items()
-    simple = [(name, attribute) for name, attribute in attributes if isinstance(attribute, bool | int | float | str | None)]
-    return _ById(value), tuple((name, _key(attribute, exact, seen)) for name, attribute in simple)
+    read = [(name, attribute) for name, attribute in attributes if name in names or isinstance(attribute, _PLAIN)]
+    return _ById(value), tuple((name, _key(attribute, exact, seen, names)) for name, attribute in read)
+
+
+def _names(function: object) -> frozenset[str]:
+    """Return the names in the code of a function; none if it is not written in Python."""
+    return frozenset(getattr(getattr(function, "__code__", None), "co_names", ()))
 
 
 def _is_of_torch(value: object) -> bool:
@@ -188,4 +215,4 @@ def _fingerprint(value: object, around: frozenset[int] = frozenset()) -> Hashabl
     if isinstance(value, list | tuple | dict | set) and id(value) not in around:
         items = _items(value) if len(value) <= _MOST else ()
         return type(value), len(value), tuple(_fingerprint(item, around | {id(value)}) for item in items)
-    return (type(value), value) if isinstance(value, bool | int | float | str | None) else id(value)
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)

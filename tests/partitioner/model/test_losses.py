@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,6 +233,35 @@ def test_a_switch_that_a_loss_reads_is_seen(pipeline: PartitionedModel) -> None:
     criterion.reduction = "sum"
     with pytest.raises(ConfigError, match='pass loss_reduction="sum"'):
         pipeline.train_step(x, target=target, loss_fn=criterion)
+
+
+class Wrapped(nn.Module):
+    """A loss in a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss()
+
+    def forward(self, o: Tensor, t: Tensor) -> Tensor:
+        loss: Tensor = self.inner(o, t)
+        return loss
+
+
+def test_switches_in_containers_and_parts_are_seen(pipeline: PartitionedModel) -> None:
+    x, target = labelled()
+    options, words, nested, wrapped = {"reduction": "mean"}, ["mean"], SimpleNamespace(loss=SimpleNamespace(reduction="mean")), Wrapped()
+    losses: list[Callable[..., Tensor]] = [
+        lambda o, t: F.cross_entropy(o, t, reduction=options["reduction"]),
+        lambda o, t: F.cross_entropy(o, t, reduction=words[0]),
+        lambda o, t: F.cross_entropy(o, t, reduction=nested.loss.reduction),
+        wrapped,
+    ]
+    for loss_fn in losses:
+        assert difference(cases.model(), pipeline, loss_fn, x, target) is None
+    options["reduction"] = words[0] = nested.loss.reduction = wrapped.inner.reduction = "sum"
+    for loss_fn in losses:
+        with pytest.raises(ConfigError, match='pass loss_reduction="sum"'):
+            pipeline.train_step(x, target=target, loss_fn=loss_fn)
 
 
 def test_equal_functions_have_equal_keys() -> None:
