@@ -30,9 +30,8 @@ Parameters of a rank are those of the first one, divided by 1/k of all: norms, a
 Megatron. The plan has ``heads``, ``ffn`` and ``vocab`` sharded, and ``sequence`` where it is sharded. The last columns have predicted
 milliseconds: of the plan without constraints, and of one by the patterns that transformers ships with the model.
 
-The planner shards these projections by the width of a head instead, and gathers: more bytes in less time. The columns of bytes are of the
-copies. Fused projections of queries, keys and values with fewer heads of keys than of queries (Phi-4 mini) are not in the formula: the
-weight cannot be stored by groups of heads, so keys and values are gathered.
+The planner shards these projections by the width of a head instead, and gathers: more bytes in less time. The columns of bytes are of
+the copies.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def stored_as_in(
         moved.append({placeholder: shards[each] for placeholder, each in same.items() if each in shards})
         for placeholder, stored in moved[-1].items():
             for shard in filter(None, stored):
-                if shard.index_in([axes.sizes[axis] for axis in axes.of(placeholder)[shard.dimension]]) is None:
+                of_dimension = axes.of(placeholder)[shard.dimension]
+                if shard.index_in([axes.sizes[axis] for axis in of_dimension], axes.segments_of(of_dimension)) is None:
                     raise _lacks_axis({**after.parameters, **after.buffers}[placeholder])
         moved[-1].update(dict.fromkeys(after.constants, whole))
     known = {placeholder: holders[name] for placeholder, name in after.parameters.items() if holders and name in holders}

@@ -7,6 +7,9 @@ run together, their axes become one; where a reshape splits a dimension, its axi
     view        y[batch, sequence, 3*heads*head]                          ->  z[batch, sequence, 3, heads, head]
     so          weight[(3 heads head), hidden]        cut by heads, the weight's shard is three runs of rows
 
+Unequal numbers of heads in one projection have no such product. ``Axes.segments`` says that its dimension, labelled (groups, heads of a
+group), is a concatenation in memory.
+
 A union-find with refinement; linear in the graph for all practical purposes (Tarjan 1975).
 """
 
@@ -16,7 +19,8 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import sympy
 import torch
@@ -24,7 +28,9 @@ from torch import Tensor, fx
 
 from passes.graph.schemas import draws, tensor_operands
 from passes.graph.symbolic_sizes import size_of
+from passes.rules.call import call_of
 from passes.rules.loops import Loops, Size
+from passes.rules.ops.fused_heads import FusedHeads, loops_of_fused_heads
 from passes.rules.registry import loops_of
 from passes.rules.window import Window
 
@@ -46,6 +52,8 @@ class Axes:
         roles: for each axis the names that rules give the factors that run over it, with how often.
         unruled: operations without a rule, by name of the node.
         operands: call -> the tensors among its arguments; see ``passes.graph.schemas.tensor_operands``.
+        segments: innermost axis of a dimension that is a concatenation of segments in memory -> their sizes in one step of the outer
+            axes: [24 heads | 8 | 8] of size 128 has axes (8, 640), and 640 the segments (384, 128, 128). Such an axis is never sharded.
     """
 
     sizes: tuple[Size, ...]
@@ -55,6 +63,7 @@ class Axes:
     roles: tuple[Mapping[str, int], ...]
     unruled: Mapping[str, str]
     operands: Mapping[str, tuple[fx.Node, ...]]
+    segments: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @functools.cached_property
     def has_windows(self) -> bool:
@@ -65,6 +74,10 @@ class Axes:
         """Return the axes of a node with one tensor."""
         (axes,) = self.tensors[node]
         return axes
+
+    def segments_of(self, dimension: Sequence[int]) -> tuple[int, ...]:
+        """Return the segments of a dimension with the given axes; none if it is the product of its axes."""
+        return self.segments.get(dimension[-1], ()) if dimension else ()
 
     def under(self, name: str, window: Window) -> tuple[int, ...]:
         """Return the axes that a window of the call ``name`` slides over, outermost first."""
@@ -79,7 +92,7 @@ class Axes:
         Dimensions of 24 heads, (3, 8) of queries and (8, 3) of keys, have an axis of 8 in common; its first part is other heads in each.
         """
         own = self.factors[name][factor]
-        if axis not in own:
+        if axis not in own or axis in self.segments:
             return False
         within = self._product(own[own.index(axis) + 1 :])
         for operand, of_operand in zip(self.operands[name], self.loops[name].operands, strict=True):
@@ -205,11 +218,15 @@ def _join(first: _Axis, second: _Axis) -> None:
     first.roles.update(second.roles)
 
 
-def find_axes(graph: fx.Graph, alike: Iterable[tuple[fx.Node, fx.Node]] = ()) -> Axes:
+def find_axes(
+    graph: fx.Graph, alike: Iterable[tuple[fx.Node, fx.Node]] = (), fused: Mapping[str, FusedHeads] = MappingProxyType({})
+) -> Axes:
     """Return the axes of a graph whose nodes hold fake tensors in ``meta["val"]``.
 
     Args:
         alike: pairs of tensors whose dimensions run together, whatever calls say: a value and its gradient.
+        fused: calls that take pieces of a fused projection, by groups of heads (``find_fused_heads``). None of them is taken by groups if
+            another call reads such a projection by elements.
     """
     tensors: dict[fx.Node, list[list[list[_Axis]]]] = {}
     loops: dict[str, Loops] = {}
@@ -224,7 +241,7 @@ def find_axes(graph: fx.Graph, alike: Iterable[tuple[fx.Node, fx.Node]] = ()) ->
         results = _tensors(node.meta.get("val"))
         if not results:
             continue
-        rule = loops_of(node) if node.op == "call_function" else None
+        rule = _rule_of(node, fused) if node.op == "call_function" else None
         if rule is None:
             tensors[node] = [[[_Axis(size_of(size))] for size in result.shape] for result in results]
             if node.op == "call_function" and not draws(node):
@@ -244,7 +261,41 @@ def find_axes(graph: fx.Graph, alike: Iterable[tuple[fx.Node, fx.Node]] = ()) ->
         tensors[node] = [_result_axes(result, dimensions, axes) for result, dimensions in zip(results, rule.results, strict=True)]
         loops[node.name], factors[node.name] = rule, axes
     _unify_dimensions(tensors, alike)
-    return _number_axes(tensors, loops, factors, unruled)
+    found = _number_axes(tensors, loops, factors, unruled)
+    segments = _find_segments(found, fused)
+    return find_axes(graph, alike) if segments is None else replace(found, segments=segments)
+
+
+def _rule_of(node: fx.Node, fused: Mapping[str, FusedHeads]) -> Loops | None:
+    """Return the loops of a call; None if there is no rule."""
+    call = call_of(node) if node.name in fused else None
+    return loops_of(node) if call is None else loops_of_fused_heads(call, fused[node.name])
+
+
+def _find_segments(axes: Axes, fused: Mapping[str, FusedHeads]) -> dict[int, tuple[int, ...]] | None:
+    """Return the segments of axes; None if a call would read elements of a fused projection by their places in memory.
+
+    All calls but those that take the pieces loop over the whole dimension, one element like another.
+    """
+    segments: dict[int, tuple[int, ...]] = {}
+    dimensions: dict[int, tuple[int, ...]] = {}
+    for name, each in fused.items():
+        dimension = axes.of(axes.operands[name][0].name)[-1]
+        if axes.sizes[dimension[-1]] != sum(each.segments) or segments.setdefault(dimension[-1], each.segments) != each.segments:
+            return None
+        dimensions[dimension[-1]] = dimension
+    everywhere = (dimension for tensors in axes.tensors.values() for tensor in tensors for dimension in tensor)
+    if any(dimensions.get(axis, dimension) != dimension for dimension in everywhere for axis in dimension):
+        return None
+    for name, loops in axes.loops.items():
+        by_place = {axis for window in loops.windows for axis in axes.under(name, window)}
+        for factor, of_factor in zip(loops.factors, axes.factors[name], strict=True):
+            is_whole = any(dimensions.get(axis, of_factor) != of_factor for axis in of_factor)
+            if name not in fused and (is_whole or factor.reduction not in (None, "sum") or not axes.operands[name]):
+                by_place.update(of_factor)
+        if not by_place.isdisjoint(segments):
+            return None
+    return segments
 
 
 def returned_values(output: fx.Node) -> list[fx.Node]:

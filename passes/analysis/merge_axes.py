@@ -18,16 +18,17 @@ from dataclasses import replace
 from passes.analysis.axes import Axes, TensorAxes, find_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, Mesh
+from passes.rules.ops.fused_heads import find_fused_heads
 
 __all__ = ["find_axes_to_cut", "merge_short_axes"]
 
 
 def find_axes_to_cut(graph: ModelGraph, mesh: Mesh) -> Axes:
     """Return the axes of a model, with short ones merged so that the mesh can shard them."""
-    axes = find_axes(graph.graph)
-    for name, count in mesh.cutting.dimensions:
-        if name not in ROWS:
-            axes = merge_short_axes(graph, axes, count)
+    counts = [count for name, count in mesh.cutting.dimensions if name not in ROWS]
+    axes = find_axes(graph.graph, fused=find_fused_heads(graph.graph, max(counts)) if counts else {})
+    for count in counts:
+        axes = merge_short_axes(graph, axes, count)
     return axes
 
 

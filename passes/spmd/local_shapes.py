@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import sympy
 
@@ -33,6 +33,7 @@ class Extents:
         coordinate: the rank's position along each.
         batch: the symbol of the batch; in all returned sizes it stands for the rank's own rows. None for a fixed batch.
         n_row_parts: number of parts of the batch.
+        segments: see ``Axes.segments``.
     """
 
     sizes: tuple[Size, ...]
@@ -40,6 +41,7 @@ class Extents:
     coordinate: tuple[int, ...]
     batch: sympy.Symbol | None
     n_row_parts: int
+    segments: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def whole(self, size: Size) -> Size:
         """Return a size of the whole model as an expression in the rank's own rows: ``batch`` becomes ``n_row_parts * batch``."""

@@ -668,7 +668,7 @@ def cuttable_axes(graph: ModelGraph, axes: Axes) -> frozenset[int]:
             call = CallAlong(node, axes.loops[node.name], (), (), {})
             for factor, of_factor in enumerate(axes.factors[node.name]):
                 found.update(axis for place, axis in enumerate(of_factor) if call.allows(factor, is_outermost=place == 0))
-    return frozenset(found)
+    return frozenset(found.difference(axes.segments))
 
 
 def bytes_moved(current: Placement | None, need: Placement, is_parameter: bool) -> float:

@@ -204,13 +204,43 @@ class Resharder:
         """Emit a collective along the axis of a shard; an axis that is not the outermost of its dimension gets one of its own by reshape.
 
         weight[(3 heads head), hidden], gathered over heads: reshape to [3, heads, head, hidden], all_gather of dimension 1, reshape back.
+        A dimension of segments gets a collective for each of these.
         """
         source = value.copies[layout]
+        outer, inner = self._sizes_around(value, layout, shard)
+        segments = self._extents.segments.get(value.axes[shard.dimension][-1])
+        if segments is None:
+            return self._emit_along(operator, source, layout, index, shard, (outer, inner), name, like)
+        steps = int(source.meta["val"].shape[shard.dimension]) // sum(segments)
+        pieces: list[fx.Node] = []
+        for number, (size, end) in enumerate(zip(segments, itertools.accumulate(segments), strict=True)):
+            bounds = (shard.dimension, steps * (end - size), steps * end)
+            piece = self._emit(aten.slice.Tensor, (source, *bounds), {}, f"{name}_segment{number}", like)
+            around = (outer, product((inner, size)) // sum(segments))
+            pieces.append(self._emit_along(operator, piece, layout, index, shard, around, f"{name}_moved{number}", like))
+        return self._emit(aten.cat.default, (pieces, shard.dimension), {}, name, like)
+
+    def _emit_along(
+        self,
+        operator: Any,
+        source: fx.Node,
+        layout: Layout,
+        index: int,
+        shard: Shard,
+        around: tuple[Size, Size],
+        name: str,
+        like: fx.Node,
+    ) -> fx.Node:
+        """Emit a collective along an axis of a dimension that is a product of axes.
+
+        Args:
+            around: the products of the sizes of the axes outside and inside of the sharded one.
+        """
         over, count = self._extents.mesh[index]
         outer_shards = shards_of(layout, shard.dimension)
         parts = self._extents.parts(shard.axis, index, outer_shards)
         place = self._extents.coordinate[index]
-        outer, inner = self._sizes_around(value, layout, shard)
+        outer, inner = around
         is_outermost = outer == 1
         sizes = [product((part, inner)) for part in parts] if is_outermost else list(parts)
         options: tuple[Any, ...]
@@ -254,7 +284,7 @@ class Resharder:
         sizes_of: dict[Shard, list[Size]] = {}  # for each of both shards, its size on every rank
         for shard in (have, to):
             outer, inner = self._sizes_around(value, layout, shard)
-            if outer != 1:
+            if outer != 1 or value.axes[shard.dimension][-1] in self._extents.segments:
                 changed = self._change(value, layout, index, Replicate(), like)
                 return self._write(value, changed, index, to, like)
             parts = self._extents.parts(shard.axis, index, shards_of(layout, shard.dimension))
@@ -267,9 +297,11 @@ class Resharder:
 
 def _annotate(written: fx.Node, source: fx.Node, change: Change) -> None:
     """Mark the calls between two copies of a value, from ``written`` back to ``source``, with the change of layout."""
-    while written is not source:
-        written.meta["custom"] = {CHANGE: change}
-        written = written.all_input_nodes[0]
+    if written is source:
+        return
+    written.meta["custom"] = {CHANGE: change}
+    for operand in written.all_input_nodes if written.target is aten.cat.default else written.all_input_nodes[:1]:
+        _annotate(operand, source, change)
 
 
 def _can_exchange(layout: Layout, index: int, need: Layout) -> bool:

@@ -127,7 +127,7 @@ def cut_axes(
 def _extents(graph: ModelGraph, axes: Axes, cut: AxisCut, part: Part) -> Iterator[Extents]:
     """Yield the sizes of each rank's shards, in order of the ranks."""
     for coordinate in itertools.product(*(range(size) for _, size in cut.mesh.dimensions)):
-        yield Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts)
+        yield Extents(axes.sizes, cut.mesh.dimensions, coordinate, graph.batch, part.n_row_parts, axes.segments)
 
 
 def layouts_of_cut(facts: LayoutFacts, cut: AxisCut, results: Results = "rows", stored: Mapping[str, Layout] | None = None) -> Layouts:
@@ -179,11 +179,12 @@ def _blocks(axes: Axes, stored: Mapping[str, Layout], ranks: Iterable[Extents]) 
         stored: parameter, buffer or constant -> its layout.
         ranks: the sizes of each rank's shards.
     """
-    alike: dict[Hashable, list[str]] = {}  # (shape, sharding) -> tensors
+    alike: dict[Hashable, list[str]] = {}  # (shape, sharding, segments) -> tensors
     for name, layout in stored.items():
         sizes = tuple(tuple(axes.sizes[axis] for axis in dimension) for dimension in axes.of(name))
         cuts = tuple(isinstance(place, Shard) and (place.dimension, axes.of(name)[place.dimension].index(place.axis)) for place in layout)
-        alike.setdefault((sizes, cuts), []).append(name)
+        segments = tuple(map(axes.segments_of, axes.of(name)))
+        alike.setdefault((sizes, cuts, segments), []).append(name)
     for extents in ranks:
         blocks: dict[str, Block] = {}
         for names in alike.values():
@@ -230,7 +231,7 @@ def _storage_shard(axes: Axes, name: str, layout: Sequence[Placement], count: in
             continue
         for position, axis in enumerate(axes_of):
             size = axes.sizes[axis]
-            if axis not in taken and axes_of.count(axis) == 1 and isinstance(size, int) and size >= count:
+            if axis not in {*taken, *axes.segments} and axes_of.count(axis) == 1 and isinstance(size, int) and size >= count:
                 candidates.append((size % count != 0, dimension, position, axis))
     if not candidates:
         return None

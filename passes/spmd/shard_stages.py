@@ -47,6 +47,7 @@ class StoredShard:
         size: of the sharded axis.
         inner: the number of elements that each step of it has.
         ranks: how many share it.
+        segments: of the innermost axis of the dimension (``Axes.segments``); none if the dimension is a product of axes.
     """
 
     dimension: int
@@ -54,20 +55,23 @@ class StoredShard:
     size: Size
     inner: Size
     ranks: int
+    segments: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, sizes: Sequence[Size], dimension: int, index: int, ranks: int) -> StoredShard:
+    def of(cls, sizes: Sequence[Size], dimension: int, index: int, ranks: int, segments: tuple[int, ...] = ()) -> StoredShard:
         """Return the shard along one of the axes of a dimension, of these sizes."""
-        return cls(dimension, _product(sizes[:index]), sizes[index], _product(sizes[index + 1 :]), ranks)
+        return cls(dimension, _product(sizes[:index]), sizes[index], _product(sizes[index + 1 :]), ranks, segments)
 
-    def index_in(self, sizes: Sequence[Size]) -> int | None:
+    def index_in(self, sizes: Sequence[Size], segments: tuple[int, ...] = ()) -> int | None:
         """Return the index of the axis, among some of these sizes, by which ranks have the same elements; None if there is none."""
-        others = (StoredShard.of(sizes, self.dimension, index, self.ranks) for index in range(len(sizes)))
+        others = (StoredShard.of(sizes, self.dimension, index, self.ranks, segments) for index in range(len(sizes)))
         return next((index for index, other in enumerate(others) if other == self or self._is_evenly(other)), None)
 
     def _is_evenly(self, other: StoredShard) -> bool:
         """Return whether another axis begins where this one does and ends there, and even parts of both are the same elements."""
-        if self.outer != other.outer or not isinstance(self.size, int) or not isinstance(other.size, int):
+        if (self.outer, self.segments) != (other.outer, other.segments):
+            return False
+        if not isinstance(self.size, int) or not isinstance(other.size, int):
             return False
         return self.size * self.inner == other.size * other.inner and self.size % self.ranks == other.size % self.ranks == 0
 
@@ -108,7 +112,7 @@ def _placement(graph: ModelGraph, axes: Axes, name: str, shard: StoredShard | No
     if shard is None:
         return Replicate()
     of_dimension = axes.of(name)[shard.dimension]
-    index = shard.index_in([axes.sizes[axis] for axis in of_dimension])
+    index = shard.index_in([axes.sizes[axis] for axis in of_dimension], axes.segments_of(of_dimension))
     if index is None:
         sizes = ", ".join(f"{name} {size}" for name, size in graph.open_sizes.items())
         raise ConfigError(
@@ -177,9 +181,9 @@ def _stored_shards(model: CutModel) -> dict[str, StoredShards]:
             return None
         of_dimension = axes.of(name)[place.dimension]
         sharing = (ranks for (_, ranks), each in zip(model.cut.mesh.dimensions, layout, strict=True) if each == place)
-        return StoredShard.of(
-            [axes.sizes[axis] for axis in of_dimension], place.dimension, of_dimension.index(place.axis), math.prod(sharing)
-        )
+        sizes = [axes.sizes[axis] for axis in of_dimension]
+        index = of_dimension.index(place.axis)
+        return StoredShard.of(sizes, place.dimension, index, math.prod(sharing), axes.segments_of(of_dimension))
 
     return {name: tuple(shard(name, place, layout) for place in layout) for name, layout in stored.items()}
 

@@ -50,7 +50,7 @@ class PartSizes:
         self.gathered_again, self.gathered_once = (self._sharded_over(names) for names in (GATHERED_AGAIN, GATHERED_ONCE))
         self._known: dict[tuple[int, tuple[int, ...]], Size] = {}
         self._known_parts: dict[Hashable, TensorSpec] = {}
-        self.extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._n_row_parts)
+        self.extents = Extents(axes.sizes, layouts.mesh, (0,) * len(layouts.mesh), graph.batch, self._n_row_parts, axes.segments)
         self._known_slides: dict[str, tuple[Slide, ...]] = {}
 
     def _sharded_over(self, names: Sequence[str]) -> frozenset[str]:

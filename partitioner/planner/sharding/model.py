@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import sympy
 from torch import fx
@@ -35,6 +36,7 @@ from passes.ir.mesh import ROWS, SEQUENCE, TILE, TILES, Mesh
 from passes.ir.plan import ATTENTION
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.normalize.specialize_batch import fix_batch
+from passes.rules.ops.fused_heads import FusedHeads, find_fused_heads
 from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.propagate import Layouts, assign_layouts
 from passes.spmd.shard_graph import AxisCut
@@ -74,7 +76,7 @@ class CuttableModel:
         self._whole = graph
         self._folded = fold_repeats(graph, lambda node: policy_key(node, request.patterns))
         self._graphs: dict[tuple[bool, bool, bool], PartGraph] = {}
-        self._found_axes: dict[fx.Graph, Axes] = {}
+        self._found_axes: dict[tuple[fx.Graph, tuple[str, ...]], Axes] = {}
         self._axes: dict[object, tuple[Axes, tuple[str, ...]]] = {}
         self._assignments_of: list[tuple[PlanRequest, dict[object, _Assignment]]] = []
         self._assignments = self._assignments_under(request)
@@ -137,11 +139,12 @@ class CuttableModel:
         space = {axis for each in space_axes(axes).values() for axis in each}
         return any(not space.isdisjoint(each) for each in axes.slid_over.values())
 
-    def axes_of(self, graph: ModelGraph) -> Axes:
+    def axes_of(self, graph: ModelGraph, fused: Mapping[str, FusedHeads] = MappingProxyType({})) -> Axes:
         """Return ``find_axes`` of the folded graph, or of another that is made of the model's; cached."""
-        if graph.graph not in self._found_axes:
-            self._found_axes[graph.graph] = find_axes(graph.graph)
-        return self._found_axes[graph.graph]
+        key = (graph.graph, tuple(fused))
+        if key not in self._found_axes:
+            self._found_axes[key] = find_axes(graph.graph, fused=fused)
+        return self._found_axes[key]
 
     @property
     def whole(self) -> ModelPart:
@@ -361,7 +364,8 @@ class CuttableModel:
             self._axes[kind, ()] = plain, axis_names(graph, plain)
         if (kind, others) not in self._axes:
             unmerged = self._axes[kind, ()]
-            axes = unmerged[0]
+            fused = find_fused_heads(graph.graph, max(count for _, count in others))
+            axes = self.axes_of(graph, fused)
             for _, count in others:
                 axes = merge_short_axes(graph, axes, count)
             self._axes[kind, others] = unmerged if axes is unmerged[0] else (axes, axis_names(graph, axes))

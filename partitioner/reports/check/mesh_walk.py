@@ -111,7 +111,8 @@ def _extents_of_ranks(cut: CutModel, batch: int) -> list[Extents]:
     """Return the sizes of each rank's shards at a batch size, in rank order."""
     sizes = tuple(at_batch(size, batch) for size in cut.axes.sizes)
     dimensions = cut.cut.mesh.dimensions
-    return [Extents(sizes, dimensions, place, None, 1) for place in itertools.product(*(range(size) for _, size in dimensions))]
+    places = itertools.product(*(range(size) for _, size in dimensions))
+    return [Extents(sizes, dimensions, place, None, 1, cut.axes.segments) for place in places]
 
 
 def _full_tensor(shards: Sequence[Tensor], axes: TensorAxes, layout: Layout, extents: Sequence[Extents]) -> Tensor:

@@ -91,9 +91,15 @@ def parameters_section(explained: Explained) -> Table:
 def tensor_layout(explained: Explained, placeholder: str) -> str:
     """Return the layout of a parameter or buffer: ``"[ffn/tensor, hidden]"``."""
     axes, blocks = explained.planned.widest.axes, explained.blocks[placeholder]
+    in_blocks: list[int | None] = []  # for each axis its place in blocks, where a dimension of segments has one
+    for of_dimension in axes.of(placeholder):
+        first = sum(place is not None for place in in_blocks)
+        has_segments = bool(axes.segments_of(of_dimension))
+        in_blocks += [None if has_segments and index else first + index for index in range(len(of_dimension))]
 
     def over(position: int, _dimension: int) -> list[str]:
-        return _mesh_dimensions_of_axis(blocks, position, explained.mesh)
+        place = in_blocks[position]
+        return [] if place is None else _mesh_dimensions_of_axis(blocks, place, explained.mesh)
 
     names = explained.planned_axis_names
     return explained.once(("layout", placeholder), lambda: axes_text(axes, names, axes.of(placeholder), over))

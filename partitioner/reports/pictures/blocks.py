@@ -27,7 +27,7 @@ from partitioner.reports.module_names import rank_numbers
 from partitioner.reports.pictures.colours import STAGES
 from partitioner.reports.pictures.diagram_svg import svg_style
 from partitioner.reports.tables.table import align
-from passes.spmd.shards import Block
+from passes.spmd.shards import Block, Intervals
 
 __all__ = ["BlockTable", "block_table", "blocks_svg", "blocks_text"]
 
@@ -72,8 +72,9 @@ def block_table(title: str, detail: str, blocks: Mapping[int, Block], held: Sequ
     """Arrange the blocks of a tensor, by rank, as a matrix; neighbouring rows or columns with the same owners become one."""
     shape = next(iter(blocks.values())).shape
     axis_sizes = next((block.unfolded for block in blocks.values() if not block.is_whole), shape)
-    parts = {rank: block.intervals for rank, block in blocks.items() if not block.is_whole}  # (start, stop) on each axis
-    edges = [{edge for intervals in parts.values() for edge in intervals[axis]} for axis in range(len(axis_sizes))]
+    parts = {rank: block.intervals for rank, block in blocks.items() if not block.is_whole}  # intervals on each axis
+    of_axes = [[each for intervals in parts.values() for each in intervals[axis]] for axis in range(len(axis_sizes))]
+    edges = [{edge for interval in intervals for edge in interval} for intervals in of_axes]
     n_row_axes = _n_axes_of_first(shape, axis_sizes)
     rows = _undivided_intervals(axis_sizes[:n_row_axes], edges[:n_row_axes])
     columns = _undivided_intervals(axis_sizes[n_row_axes:], edges[n_row_axes:])
@@ -130,7 +131,7 @@ def _undivided_intervals(sizes: Sequence[int], edges: Sequence[set[int]]) -> lis
     return intervals
 
 
-def _within(block: Sequence[tuple[int, int]] | None, intervals: Sequence[_Interval], first_axis: int) -> list[int]:
+def _within(block: Sequence[Intervals] | None, intervals: Sequence[_Interval], first_axis: int) -> list[int]:
     """Return the numbers of the intervals, of axes from ``first_axis`` on, that a block covers; None is the whole tensor."""
     if block is None:
         return list(range(len(intervals)))
@@ -138,7 +139,7 @@ def _within(block: Sequence[tuple[int, int]] | None, intervals: Sequence[_Interv
     return [
         number
         for number, interval in enumerate(intervals)
-        if all(start <= place < stop for (start, stop), place in zip(axes, interval.index, strict=False))
+        if all(any(start <= at < stop for start, stop in each) for each, at in zip(axes, interval.index, strict=False))
     ]
 
 

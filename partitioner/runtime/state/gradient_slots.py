@@ -187,7 +187,8 @@ def _add(total: Tensor | None, gradient: Tensor, block: Block | None, parameter:
     gradient = gradient.to(parameter.device)
     if block is not None:
         total = torch.zeros_like(parameter) if total is None else total
-        block.within(total).add_(block.unfold(gradient))
+        for target, term in zip(block.within(total), block.unfold(gradient), strict=True):
+            target.add_(term)
         return total
     return gradient if total is None else total.add_(gradient)
 

@@ -52,7 +52,7 @@ class Followers:
                 for follower in followers:
                     follower.move()
         if self._copied is None:
-            pairs = [pair for followers in self._of.values() for follower in followers if (pair := follower.copied) is not None]
+            pairs = [pair for followers in self._of.values() for follower in followers for pair in follower.copied]
             self._copied = [target for target, _ in pairs], [source for _, source in pairs]
         if self._copied[0]:
             foreach_copy_(*self._copied)

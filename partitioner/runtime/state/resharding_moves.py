@@ -178,9 +178,10 @@ def _index_masks(block: Block) -> list[Cells]:
     for size in block.shape:
         mask = np.ones(1, dtype=bool)
         while axes and (len(mask) < size or (size == 1 and axes[0][0] == 1)):
-            length, (start, stop) = axes.pop(0)
+            length, intervals = axes.pop(0)
             axis_mask = np.zeros(length, dtype=bool)
-            axis_mask[start:stop] = True
+            for start, stop in intervals:
+                axis_mask[start:stop] = True
             mask = np.logical_and.outer(mask, axis_mask).ravel()
         masks.append(mask)
     return masks

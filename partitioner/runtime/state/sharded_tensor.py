@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from passes.ir.errors import ConfigError
-from passes.spmd.shards import Block
+from passes.spmd.shards import Block, Intervals
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -34,7 +34,7 @@ def block_chunks(block: Block) -> Iterator[tuple[tuple[int, ...], tuple[slice, .
     unfolded = list(zip(block.unfolded, block.intervals, strict=True))
     dimensions = []
     for size in block.shape:
-        axes: list[tuple[int, tuple[int, int]]] = []
+        axes: list[tuple[int, Intervals]] = []
         while unfolded and math.prod(length for length, _ in axes) < size:
             axes.append(unfolded.pop(0))
         dimensions.append(_runs(axes))
@@ -42,20 +42,22 @@ def block_chunks(block: Block) -> Iterator[tuple[tuple[int, ...], tuple[slice, .
         yield tuple(start for start, _, _ in runs), tuple(slice(own, own + length) for _, own, length in runs)
 
 
-def _runs(axes: Sequence[tuple[int, tuple[int, int]]]) -> list[Run]:
-    """Return the runs of a dimension that consists of axes ``(size, interval in the block)``; whole last axes are within one run."""
-    cut = max((index for index, (size, interval) in enumerate(axes) if interval != (0, size)), default=-1)
+def _runs(axes: Sequence[tuple[int, Intervals]]) -> list[Run]:
+    """Return the runs of a dimension that consists of axes ``(size, intervals in the block)``; whole last axes are within one run."""
+    cut = max((index for index, (size, interval) in enumerate(axes) if interval != ((0, size),)), default=-1)
     if cut < 0:
         return [(0, 0, math.prod(size for size, _ in axes))]
     strides = [math.prod(size for size, _ in axes[index + 1 :]) for index in range(cut + 1)]
-    first, last = axes[cut][1]
-    length = (last - first) * strides[cut]
-    outer = itertools.product(*(range(*interval) for _, interval in axes[:cut]))
-    return [
-        (sum(index * stride for index, stride in zip(indices, strides, strict=False)) + first * strides[cut], number * length, length)
-        for number, indices in enumerate(outer)
-        if length
-    ]
+    outer = itertools.product(*([place for each in intervals for place in range(*each)] for _, intervals in axes[:cut]))
+    runs: list[Run] = []
+    end = 0
+    for indices in outer:
+        start = sum(index * stride for index, stride in zip(indices, strides, strict=False))
+        for first, last in axes[cut][1]:
+            if length := (last - first) * strides[cut]:
+                runs.append((start + first * strides[cut], end, length))
+                end += length
+    return runs
 
 
 class BlockTensor(Tensor):

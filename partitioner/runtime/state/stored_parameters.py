@@ -134,10 +134,10 @@ class RankTensor:
     def _make(self) -> Tensor:
         """Return a view of the parameter on the same device, if the block is contiguous and not to be copied; else a copy."""
         parameter = self.stored.parameter.detach()
-        part = self._block.within(parameter)
-        self._is_view = self._on_same_device and part.is_contiguous() and self.writes is not False
+        first, *more = self._block.within(parameter)
+        self._is_view = self._on_same_device and not more and first.is_contiguous() and self.writes is not False
         if self._is_view:
-            return part.view(self._block.part)
+            return first.view(self._block.part)
         if self._block.is_whole:
             return parameter.clone() if parameter.is_meta else parameter.to(self._device, copy=True)
         return self._block.take(parameter).to(parameter.device if parameter.is_meta else self._device)
@@ -148,17 +148,19 @@ class RankTensor:
             self.tensor.data = self._make()  # programs refer to the tensor object, so the object gets the new view
 
     @property
-    def copied(self) -> tuple[Tensor, Tensor] | None:
-        """Target and source of the copy, valid until the storage of the parameter is replaced; None of a view."""
-        return None if self._is_view else (self._unfolded().data, self._block.within(self.stored.parameter.detach()))
+    def copied(self) -> list[tuple[Tensor, Tensor]]:
+        """Targets and sources of the copy, valid until the storage of the parameter is replaced; none of a view."""
+        targets = [] if self._is_view else [target.data for target in self._unfolded()]
+        return list(zip(targets, self._block.within(self.stored.parameter.detach()), strict=False))
 
     def write_back(self) -> None:
         """Copy values that programs wrote to a copy back to the parameter."""
         if self.writes and not self._is_view:
-            self._block.within(self.stored.parameter.detach()).copy_(self._unfolded())
+            for target, source in zip(self._block.within(self.stored.parameter.detach()), self._unfolded(), strict=True):
+                target.copy_(source)
 
-    def _unfolded(self) -> Tensor:
-        """Return the tensor in the shape that the block has within the parameter."""
+    def _unfolded(self) -> list[Tensor]:
+        """Return the pieces of the tensor in the shapes that they have within the parameter."""
         return self._block.within(self.tensor) if self._block.is_whole else self._block.unfold(self.tensor)
 
     def become_real(self) -> None:

@@ -197,7 +197,7 @@ def test_a_weight_is_drawn_as_runs_of_heads() -> None:
 
 def test_a_long_table_says_that_it_goes_on() -> None:
     whole = (200, 2, 3)
-    blocks = {rank: Block((400, 3), whole, ((0, 200), (rank, rank + 1), (0, 3)), (200, 3)) for rank in range(2)}
+    blocks = {rank: Block((400, 3), whole, (((0, 200),), ((rank, rank + 1),), ((0, 3),)), (200, 3)) for rank in range(2)}
     table = block_table("w", "", blocks, ())
     assert table.is_cut_off
     assert len(table.rows) == 64

@@ -182,7 +182,7 @@ class FusedBlock(nn.Module):
 
 @pytest.mark.parametrize(("key_heads", "queries"), [(2, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 3), (2, 2)))])
 def test_heads_of_fused_projections_are_those_of_their_keys(key_heads: int, queries: int) -> None:
-    """The weight has (3, 8) blocks of queries where attention has (8, 3): every third head is not a group of three."""
+    """The weight has 24, 8 and 8 heads where attention has 8 groups of (3, 1, 1): a rank has the rows of its groups."""
     torch.manual_seed(0)
     model, x = FusedBlock(key_heads, queries).double(), torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64)
     cluster, constraints = Cluster.preset("h100", devices_per_node=2), Constraints(axes={"heads": "tensor"})

@@ -13,8 +13,8 @@ from partitioner.experiments.models.subject import Subject
 
 MODEL = {model.name: model for model in MODELS}
 QUICK = ("Llama 8B by hand", "bf16-mixed", 8)
-BEYOND = {("Qwen2 7B", 8), ("Phi-4 mini", 2), ("Phi-4 mini", 4), ("Phi-4 mini", 8)}
-"""Too few heads of keys, and fused projections with few of them: see the formula."""
+BEYOND = {("Qwen2 7B", 8)}
+"""Too few heads of keys: see the formula."""
 
 COPIED = {("Qwen2 7B", 8)}
 """Fewer heads of keys than ranks: every rank has the projections of keys and values."""

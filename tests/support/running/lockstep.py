@@ -92,7 +92,7 @@ def _blocks(cut: CutModel, rank: int) -> dict[str, Block]:
     """Return each placeholder's block on a rank, for the batch size of the graph."""
     graph, mesh = cut.graph, cut.cut.mesh
     sizes = tuple(int(sympy.sympify(size).subs({graph.batch: graph.batch_size} if graph.batch else {})) for size in cut.axes.sizes)
-    extents = Extents(sizes, mesh.dimensions, tuple(mesh.coordinate(rank).values()), None, 1)
+    extents = Extents(sizes, mesh.dimensions, tuple(mesh.coordinate(rank).values()), None, 1, cut.axes.segments)
     return {
         node.name: block_of(cut.axes.of(node.name), cut.layouts.results[node.name][0], extents)
         for node in graph.graph.nodes

@@ -12,7 +12,7 @@ from passes.spmd.shards import Block, whole_block
 
 
 def rows(count: int, width: int, first: int, last: int) -> Block:
-    return Block((count, width), (count, width), ((first, last), (0, width)), (last - first, width))
+    return Block((count, width), (count, width), (((first, last),), ((0, width),)), (last - first, width))
 
 
 def matrix(name: str, count: int, width: int, ranks: tuple[int, ...], *, copies: int = 1) -> Sharded:

@@ -18,7 +18,7 @@ UNFOLDED = ((12, 5), (3, 4, 5), (2, 6, 5))
 
 def block(unfolded: tuple[int, ...], intervals: tuple[tuple[int, int], ...]) -> Block:
     lengths = [stop - start for start, stop in intervals]
-    return Block(SHAPE, unfolded, intervals, (math.prod(lengths[:-1]), lengths[-1]))
+    return Block(SHAPE, unfolded, tuple((each,) for each in intervals), (math.prod(lengths[:-1]), lengths[-1]))
 
 
 def elements(held: Block) -> set[int]:

@@ -28,7 +28,7 @@ def test_chunks_of_a_strided_block() -> None:
     whole = torch.arange(3 * 4 * 2 * 5).reshape(24, 5)
     for cuts in itertools.product([(0, 3), (1, 2)], [(0, 4), (1, 4), (2, 3)], [(0, 2), (1, 2)], [(0, 5), (3, 5)]):
         sizes = [stop - start for start, stop in cuts]
-        block = Block((24, 5), (3, 4, 2, 5), cuts, (sizes[0] * sizes[1] * sizes[2], sizes[3]))
+        block = Block((24, 5), (3, 4, 2, 5), tuple((each,) for each in cuts), (sizes[0] * sizes[1] * sizes[2], sizes[3]))
         part = block.take(whole)
         rebuilt = torch.full_like(part, -1)
         for start, place in block_chunks(block):
@@ -80,7 +80,7 @@ def test_a_block_is_no_tensor_to_compute_with() -> None:
     state = pm.sharded_state_dict()
     name = "blocks.0.up.weight"
     whole = pm.full_state_dict()[name]
-    half = Block(tuple(whole.shape), tuple(whole.shape), ((0, 24), (0, 12)), (24, 12))
+    half = Block(tuple(whole.shape), tuple(whole.shape), (((0, 24),), ((0, 12),)), (24, 12))
     state[name] = BlockTensor([(half, half.take(whole))])
     with pytest.raises(ConfigError, match="of which this process holds blocks"):
         torch.add(state[name], 1)

@@ -264,12 +264,12 @@ def test_states_that_do_not_fit(trained: tuple[PartitionedModel, Optimizer, nn.M
 
 
 def rows(start: int, stop: int, of: int) -> Block:
-    return Block((of, 4), (of, 4), ((start, stop), (0, 4)), (stop - start, 4))
+    return Block((of, 4), (of, 4), (((start, stop),), ((0, 4),)), (stop - start, 4))
 
 
 def heads(index: int) -> Block:
     """Return one of two heads of each of q, k and v."""
-    return Block((12, 4), (3, 2, 2, 4), ((0, 3), (index, index + 1), (0, 2), (0, 4)), (6, 4))
+    return Block((12, 4), (3, 2, 2, 4), (((0, 3),), ((index, index + 1),), ((0, 2),), ((0, 4),)), (6, 4))
 
 
 @pytest.mark.parametrize(
