@@ -132,8 +132,12 @@ def refuse_parameter_hooks(parameters: Iterable[StoredParameter], *, in_no_sync:
             )
 
 
+_WITHOUT_EFFECTS = frozenset({"torch", "transformers"})
+"""Packages whose hooks change values alone: ``gradient_checkpointing_enable()`` has embeddings require gradients."""
+
+
 def side_effect_note(model: nn.Module) -> str | None:
-    """Return a note that side effects of the modules' forward hooks are not repeated; None if there are no hooks but torch's own."""
+    """Return a note that side effects of the modules' forward hooks are not repeated; None if there are no hooks with any."""
     named = []
     for name, module in model.named_modules():
         named += [f"{name or '(the model itself)'} ({kind} {_name(hook)})" for kind, hook in _hooks(module, _FORWARD)]
@@ -146,12 +150,12 @@ def side_effect_note(model: nn.Module) -> str | None:
 
 
 def _hooks(owner: Any, kinds: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield kind and function of each hook in the attributes of ``owner`` that ``kinds`` names; torch's own are skipped."""
+    """Yield kind and function of each hook in the attributes of ``owner`` that ``kinds`` names, without those of ``_WITHOUT_EFFECTS``."""
     for attribute, kind in kinds.items():
         for hook in getattr(owner, attribute, {}).values():
             function = inspect.unwrap(getattr(hook, "hook", hook))
             defined_in = getattr(function, "__module__", None) or type(function).__module__
-            if defined_in.partition(".")[0] != "torch":
+            if defined_in.partition(".")[0] not in _WITHOUT_EFFECTS:
                 yield kind, function
 
 
