@@ -6,6 +6,8 @@
                        from indices, copies in a wider type; what was gathered from other ranks, of which the own part is kept; masks of
                        dropout that are larger than what the dropped values are made from, drawn from the state of the generator
                     2. all else that is no weight contraction and comes from no other rank: norms, activations, fused attention, masks
+                  A residual sum is kept in the place of the product that it adds, and a value that is made from more than three kept
+                  ones of its size
     "full"        keeps the stage's arguments and the values that enter its regions (``StageGraph.regions``); everything else is computed
                   again
     "by region"   treats the values of each region by its own policy (``StageGraph.policies``); keeps those that enter a region
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -58,6 +60,10 @@ EXPENSIVE = CONTRACTIONS | (frozenset(COLLECTIVES) - GATHERS - LOCAL) | frozense
 
 ENOUGH = 0.5
 """The part of the bytes of ``"none"`` down to which ``"selective"`` makes values again."""
+
+
+MOST_SOURCES = 3
+"""Kept values of at least its size from which ``"selective"`` makes a value again, at most: as many as fused attention reads."""
 
 
 def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozenset[fx.Node]]:
@@ -111,9 +117,66 @@ def _select(joint: Joint, may: Callable[[fx.Node], bool], masks: Iterable[fx.Nod
     kept = frozenset(node for node, sources in _sources(nodes, sizes).items() if node in nodes.forward and sources == {node})
     enough = ENOUGH * sizes.saved(_forward_values(nodes, lambda node: node not in nodes.bound_views), gradients)
     if sizes.saved(kept, gradients) <= enough:
-        return nodes, kept
+        return nodes, _after_sums(kept, nodes, sizes, joint.stage.regions, joint.sources)
     nodes = JointNodes(joint, {**again, **_draw_again(joint, filter(may, _masks(joint)))})
-    return nodes, _forward_values(nodes, lambda node: _is_expensive(node, nodes))
+    sizes = _Sizes(nodes)
+    kept = _after_sums(_forward_values(nodes, lambda node: _is_expensive(node, nodes)), nodes, sizes, joint.stage.regions, joint.sources)
+    return nodes, kept | _of_many_sources(kept, nodes, sizes)
+
+
+def _after_sums(
+    kept: frozenset[fx.Node], nodes: JointNodes, sizes: _Sizes, regions: Mapping[str, int], sources: Mapping[fx.Node, str]
+) -> frozenset[fx.Node]:
+    """Keep the result of a call in the place of an operand that no other call reads, if it has no more elements.
+
+    A residual sum is kept in the place of the product that it adds. Else the first sum that the backward recomputes would need all sums
+    before it, of all blocks.
+
+    Args:
+        regions, sources: node -> its source -> the region of recomputation. An operand of another region stays.
+    """
+    found = set(kept)
+    for node in nodes.forward:
+        result = _only_reader(node, nodes) if node in found and node not in nodes.bound_views else None
+        if result is None or result in found or regions.get(sources.get(node, "")) != regions.get(sources.get(result, "")):
+            continue
+        if sizes.elements(result) <= sizes.elements(node):
+            found.remove(node)
+            found.add(result)
+    return frozenset(found)
+
+
+def _of_many_sources(kept: frozenset[fx.Node], nodes: JointNodes, sizes: _Sizes) -> frozenset[fx.Node]:
+    """Return the values that are made from more than ``MOST_SOURCES`` kept ones of at least their size, these among them.
+
+    In a ResNet, whose sums are recomputed, every fourth block.
+    """
+    made_from: dict[fx.Node, frozenset[fx.Node]] = {}
+    found = set[fx.Node]()
+    for node in nodes.forward:
+        inputs = (nodes.again.get(source, source) for source in computed_by(node).all_input_nodes)
+        sources = frozenset[fx.Node]().union(*(made_from.get(source, frozenset()) for source in inputs))
+        is_value = isinstance(node.meta.get("val"), Tensor) and node not in nodes.bound_views and not nodes.is_view(computed_by(node))
+        if is_value and node not in kept and sum(sizes.of(source) >= sizes.of(node) for source in sources) > MOST_SOURCES:
+            found.add(node)
+        made_from[node] = frozenset({node}) if node in kept or node in found else sources
+    return frozenset(found)
+
+
+def _only_reader(node: fx.Node, nodes: JointNodes) -> fx.Node | None:
+    """Return the first call that has another computed operand, of those that alone read a value, and each other's result."""
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if reader not in nodes.forward or nodes.writers(node) or nodes.writers(reader):
+            return None
+        if any(
+            operand in nodes.forward and isinstance(operand.meta.get("val"), Tensor)
+            for operand in reader.all_input_nodes
+            if operand is not node
+        ):
+            return reader if isinstance(reader.meta.get("val"), Tensor) else None
+        node = reader
+    return None
 
 
 def _forward_values(nodes: JointNodes, keep: Callable[[fx.Node], bool]) -> frozenset[fx.Node]:
@@ -192,6 +255,10 @@ class _Sizes:
             value = node.meta.get("val")
             self._known[node] = bytes_of(value, self._symbol, self._rows) if isinstance(value, Tensor) else 0
         return self._known[node]
+
+    def elements(self, node: fx.Node) -> int:
+        """Return the number of elements of a value."""
+        return self.of(node) // node.meta["val"].element_size()
 
     def saved(self, kept: Collection[fx.Node], gradients: Iterable[fx.Node]) -> int:
         """Return the bytes that the forward saves for the backward if it keeps these values, shared memory counted once."""

@@ -5,6 +5,7 @@ There is no backward graph yet: the selection follows from the values that each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
-from passes.autograd.recompute import ENOUGH, Recompute
+from passes.autograd.recompute import ENOUGH, MOST_SOURCES, Recompute
 from passes.graph.schemas import draws, packet
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import BY_REGION, Region
@@ -63,8 +64,12 @@ class CheckpointSelection:
         if "selective" in policies:
             enough = ENOUGH * self._saved_bytes()
             self._recompute(full | (self._larger_than_sources() & selective))
-            if self._saved_bytes() > enough:
+            is_enough = self._saved_bytes() <= enough
+            if not is_enough:
                 self._recompute(full | frozenset(name for name in selective if not self._is_expensive(self._nodes[name])))
+            self._recompute(self.recomputed - self._sums(selective))
+            if not is_enough:
+                self._recompute(self.recomputed - (self._of_many_sources() & selective))
         elif "full" in policies:
             self._recompute(full)
 
@@ -76,7 +81,8 @@ class CheckpointSelection:
         last: dict[str, int] = {}
         for name, node in reversed(self._nodes.items()):
             if name in self.recomputed:
-                last[name] = max((*needs.get(name, ()), *(last.get(user.name, -1) for user in node.users)), default=-1)
+                own = (position[name],) if self._has_buffers(name) and name in position else ()
+                last[name] = max((*own, *needs.get(name, ()), *(last.get(user.name, -1) for user in node.users)), default=-1)
         return last
 
     def _number(self, regions: Sequence[Region], recompute: Recompute) -> tuple[dict[str, int], dict[str, str]]:
@@ -113,6 +119,49 @@ class CheckpointSelection:
             if name in nodes and (any(user.name in needed and user.name in nodes for user in node.users) or self._has_buffers(name)):
                 needed.add(name)
         self.recomputed = nodes & needed
+
+    def _sums(self, selective: frozenset[str]) -> frozenset[str]:
+        """Return the results that are saved in the place of an operand that no other call reads, as ``recompute`` does."""
+        sums = set[str]()
+        for name, node in self._nodes.items():
+            if name in self._within and (name not in self.recomputed or name in sums):
+                reader = self._only_reader(node)
+                if (
+                    reader is not None
+                    and reader.name in self.recomputed & selective
+                    and self._region_of[reader.name] == self._region_of[name]
+                ):
+                    sums.add(reader.name)
+        return frozenset(sums)
+
+    def _of_many_sources(self) -> frozenset[str]:
+        """Return the recomputed values that are made from many saved values of at least their size, as ``recompute`` finds them."""
+        made_from: dict[str, frozenset[str]] = {}
+        found = set[str]()
+        for name, node in self._nodes.items():
+            if name in self._within:
+                sources = frozenset[str]().union(*(made_from.get(operand.name, frozenset()) for operand in node.all_input_nodes))
+                is_computed = name in self.recomputed and bool(self._cost.nodes[name].forward.launches)
+                if is_computed and sum(self._size(source) >= self._size(name) for source in sources) > MOST_SOURCES:
+                    found.add(name)
+                made_from[name] = sources if name in self.recomputed and name not in found else frozenset({name})
+        return frozenset(found)
+
+    def _only_reader(self, node: fx.Node) -> fx.Node | None:
+        """Return the first call that has another computed operand, of those that alone read a value, if it has no more elements."""
+        before = node
+        while len(node.users) == 1 and self._own.get(node.name) not in self.needed:
+            (reader,) = node.users
+            if reader.name not in self._within:
+                return None
+            if any(operand.name in self._within for operand in reader.all_input_nodes if operand is not node):
+                return reader if self._elements(reader) <= self._elements(before) else None
+            node = reader
+        return None
+
+    def _elements(self, node: fx.Node) -> float:
+        value = node.meta.get("val")
+        return self._size(node.name) / value.element_size() if isinstance(value, torch.Tensor) else math.inf
 
     def _has_buffers(self, name: str) -> bool:
         """Return whether the backward of a call reads internal buffers of its forward, such as the statistics of a normalization."""
@@ -185,12 +234,14 @@ class CheckpointSelection:
     def _is_saved_as_received(self, allocation: int) -> bool:
         """Return whether a copy from other ranks is saved instead of communicated again: under "selective", unless it was gathered.
 
-        A parameter that is gathered once is always saved whole.
+        A parameter that is gathered once is always saved whole. Ranks with parts of different sizes save what they gathered, too.
         """
         if allocation in self._cost.gathered_once:
             return True
         if allocation not in self._cost.part_of or self.policy_of[self._cost.maker[allocation]] != "selective":
             return False
+        if self._cost.has_uneven_messages and allocation not in self._cost.gathered:
+            return True
         sizes, part = self._cost.allocation_bytes, self._cost.part_of[allocation]
         return self._cost.copies.get(allocation, bool(self._numbers[sizes[allocation]] < self._numbers[sizes[part]]))
 
