@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from cost_models.ops.cost import OperationCost, described, operation_cost, tensor_shapes
+from cost_models.ops.loss_function import copies_in_loss
 from passes.graph.aliasing import Allocations, allocations, mutated_arguments
 from passes.graph.dependencies import may_require_gradient, parameter_values
 from passes.graph.schemas import bound_arguments, node_leaves, packet
@@ -73,6 +74,10 @@ class Parts(Protocol):
     def scattered_once(self) -> Mapping[str, Size]:
         """Parameter -> bytes of its whole gradient, if gradients are added over microbatches before they are scattered."""
 
+    @property
+    def has_uneven_messages(self) -> bool:
+        """Whether ranks send each other parts of different sizes of a value that is no parameter."""
+
 
 @dataclass(frozen=True)
 class GraphCost:
@@ -89,12 +94,13 @@ class GraphCost:
         copies: those of them that calls make for themselves, and whether they hold elements that neighbours sent.
         touched: computing node, and the output -> step by step the allocations that it reads or makes, as it reads them, but for those
             that are there all the time.
-        returned: the allocations of what the model returns, as it does.
+        returned: the allocations of what the model returns, as it does, each with the copies of it that a loss function holds.
         gathered: whole parameters, and casts of them, that are not kept whole.
         gathered_again: those that the backward reads, and gathers once more instead of keeping them.
         gathered_once: whole parameters, and casts of them, that are gathered once a step, and kept whole until its last backward.
         scattered_once: parameter -> bytes of its whole gradient, of those whose gradients are added over microbatches before they are
             scattered.
+        has_uneven_messages: whether ranks send each other parts of different sizes.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
     """
@@ -108,11 +114,12 @@ class GraphCost:
     part_of: Mapping[int, int]
     copies: Mapping[int, bool]
     touched: Mapping[str, tuple[tuple[int, ...], ...]]
-    returned: frozenset[int]
+    returned: Mapping[int, int]
     gathered: frozenset[int]
     gathered_again: frozenset[int]
     gathered_once: frozenset[int]
     scattered_once: Mapping[str, Size]
+    has_uneven_messages: bool
     gradients: frozenset[str]
     unknown: tuple[str, ...]
 
@@ -269,8 +276,14 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     calls = (call.node for call in reading.calls if not nodes[call.node.name].known)
     unknown = {str(node.target) for node in calls if node.target not in COLLECTIVES}
     output = graph.graph.output_node()
-    returned = tuple(output.all_input_nodes)
-    touched[output.name] = kept.touched(output, returned, _read_by(output, returned, shapes, parts))
+    results = tuple(output.all_input_nodes)
+    read = _read_by(output, results, shapes, parts)
+    touched[output.name] = kept.touched(output, results, read)
+    returned = {
+        allocation: copies_in_loss(shapes[each][0].known_dtype)
+        for each in results
+        for allocation in kept.touched(output, (each,), read)[-1]
+    }
     return GraphCost(
         batch=graph.batch,
         nodes=nodes,
@@ -281,11 +294,12 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         part_of=kept.part_of,
         copies=kept.copies,
         touched=touched,
-        returned=frozenset(touched[output.name][-1]),
+        returned=returned,
         gathered=kept.made_by(frozenset() if parts is None else parts.gathered_again),
         gathered_again=frozenset(again),
         gathered_once=kept.made_by(frozenset() if parts is None else parts.gathered_once),
         scattered_once={} if parts is None else parts.scattered_once,
+        has_uneven_messages=parts is not None and parts.has_uneven_messages,
         gradients=reading.flowing,
         unknown=tuple(sorted(unknown)),
     )

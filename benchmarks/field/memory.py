@@ -3,7 +3,7 @@
 python -m benchmarks.field --parts memory           # on this process alone, and on 2 and 4 processes with gloo
 python -m benchmarks.field.memory --ranks 1
 
-blocks      a training step (forward, mean square, backward) without recomputation and with it around every block. One process: eager
+blocks      a training step (forward, mean squared error, backward) without recomputation and with it around every block. One process: eager
             PyTorch with ``torch.utils.checkpoint``, ours with ``recompute="full"``. Several: FSDP2 (``fully_shard`` on every block and
             the whole) with checkpoints, ours with ``mode="fsdp"``
 limits      a limit of memory between that of ``"none"`` and that of ``"full"``: what the planner chooses, measured, beside the fastest
@@ -138,9 +138,9 @@ MODELS: Mapping[str, Case] = {
 }
 
 
-def loss_of(output: Tensor, _: Tensor) -> Tensor:
-    """Return the mean square."""
-    return output.square().mean()
+def _target(case: Case, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.zeros_like(case.build()(x))
 
 
 def _checkpointed(case: Case, model: nn.Module) -> nn.Module:
@@ -157,17 +157,19 @@ def _sharded(case: Case, model: nn.Module) -> nn.Module:
     return model
 
 
-def _eager_step(model: nn.Module, x: Tensor) -> Callable[[], None]:
-    own = x.chunk(_ranks())[_rank()]
+def _eager_step(model: nn.Module, x: Tensor, target: Tensor) -> Callable[[], None]:
+    own, own_target = (each.chunk(_ranks())[_rank()] for each in (x, target))
 
     def step() -> None:
         model.zero_grad()
-        loss_of(model(own), own).backward()
+        nn.functional.mse_loss(model(own), own_target).backward()
 
     return step
 
 
-def _our_step(model: nn.Module, x: Tensor, recompute: str | None, limit: int | None = None) -> tuple[Callable[[], None], str, int, float]:
+def _our_step(
+    model: nn.Module, x: Tensor, target: Tensor, recompute: str | None, limit: int | None = None
+) -> tuple[Callable[[], None], str, int, float]:
     mode = "model" if _ranks() == 1 else "fsdp"
     options = {"training": True, "optimizer": "sgd", "progress": False}
     pm = partition(model, _ranks(), mode, example_inputs=(x,), recompute=recompute, memory_limit=limit, **options)  # type: ignore[arg-type]
@@ -176,7 +178,7 @@ def _our_step(model: nn.Module, x: Tensor, recompute: str | None, limit: int | N
 
     def step() -> None:
         pm.zero_grad()
-        pm.train_step(x, target=x, loss_fn=loss_of)
+        pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
 
     return step, words, max(pm.plan.memory), pm.plan.step_time
 
@@ -227,13 +229,14 @@ def blocks(models: Sequence[str]) -> None:
     _say(f"{'model':8} {other:>15} {'ours':>15}  {'ratio':>5}   {other + ' by block':>18} {'ours full':>15}  {'ratio':>5}")
     for name, case in _named(models):
         x = case.example()
+        target = _target(case, x)
 
-        def theirs(case: Case = case, *, recompute: bool, x: Tensor = x) -> Callable[[], None]:
+        def theirs(case: Case = case, *, recompute: bool, batch: tuple[Tensor, Tensor] = (x, target)) -> Callable[[], None]:
             model = _checkpointed(case, case.build()) if recompute else case.build()
-            return _eager_step(_sharded(case, model) if _ranks() > 1 else model, x)
+            return _eager_step(_sharded(case, model) if _ranks() > 1 else model, *batch)
 
-        steps = {"theirs": theirs(recompute=False), "ours": _our_step(case.build(), x, "none")[0]}
-        steps |= {"theirs by block": theirs(recompute=True), "ours full": _our_step(case.build(), x, "full")[0]}
+        steps = {"theirs": theirs(recompute=False), "ours": _our_step(case.build(), x, target, "none")[0]}
+        steps |= {"theirs by block": theirs(recompute=True), "ours full": _our_step(case.build(), x, target, "full")[0]}
         peaks, seconds = {key: _peak(step) for key, step in steps.items()}, _seconds(steps)
         cells = {key: f"{peaks[key]:7.1f} {seconds[key] * 1e3:5.0f} ms" for key in steps}
         plain, full = peaks["ours"] / peaks["theirs"], peaks["ours full"] / peaks["theirs by block"]
@@ -247,11 +250,12 @@ def limits(models: Sequence[str]) -> None:
     _say(f"{'model':8} {'limit':>9} {'recomputed':>12} {'planned':>9} {'measured':>9}  {'step / best of one policy':>26}")
     for name, case in _named(models):
         x, held = case.example(), sum(parameter.nbytes for parameter in case.build().parameters()) / MIB
-        uniform = {policy: _our_step(case.build(), x, policy) for policy in ("none", "selective", "full")}
+        target = _target(case, x)
+        uniform = {policy: _our_step(case.build(), x, target, policy) for policy in ("none", "selective", "full")}
         most, least = uniform["none"][2], min(uniform["none"][2], uniform["full"][2])
         for fraction in FRACTIONS:
             limit = int(least + fraction * (most - least))
-            step, words, planned, seconds = _our_step(case.build(), x, None, limit)
+            step, words, planned, seconds = _our_step(case.build(), x, target, None, limit)
             best = min(each[3] for each in uniform.values() if each[2] <= limit)
             peak = _peak(step) + held + x.nbytes / MIB
             _say(f"{name:8} {limit / MIB:9.1f} {words:>12} {planned / MIB:9.1f} {peak:9.1f}  {seconds / best:26.3f}")

@@ -51,6 +51,7 @@ class OperationCost:
         keeps: bytes that the backward keeps besides.
         working: bytes that the backward makes and frees besides.
         parameters: bytes of the parameters among its arguments.
+        passed: bytes of each tensor among its arguments whose gradient is that of the result, or a view of it.
         known: whether the operator is in the table; if not, it is priced by its bytes alone, and assumed to keep all it touches.
     """
 
@@ -62,6 +63,7 @@ class OperationCost:
     keeps: Size
     working: Size
     parameters: Size
+    passed: tuple[Size, ...]
     known: bool
 
 
@@ -95,7 +97,7 @@ def operation_cost(
     """
     dtype = results[0].known_dtype if results else torch.float32
     if node.target is operator.getitem or not results or not isinstance(node.target, OpOverload):
-        return OperationCost(dtype, NO_WORK, NO_WORK, NO_WORK, (), 0, 0, 0, known=True)
+        return OperationCost(dtype, NO_WORK, NO_WORK, NO_WORK, (), 0, 0, 0, (), known=True)
     line = line_of(node.target)
     is_pointwise = torch.Tag.pointwise in node.target.tags
     known = line is not None or (not gradients and is_pointwise)
@@ -105,7 +107,7 @@ def operation_cost(
     parameters = sum((_bytes(tuple(tensors_in(call.arguments[name]))) for name in sorted(weights)), start=0)
     if is_view:
         backward = _view_backward(call, gradients)
-        return OperationCost(dtype, NO_WORK, backward, NO_WORK, (), 0, 0, parameters, known=True)
+        return OperationCost(dtype, NO_WORK, backward, NO_WORK, (), 0, 0, parameters, (), known=True)
     saves = _saves(line, gradients)
     return OperationCost(
         dtype=dtype,
@@ -116,6 +118,7 @@ def operation_cost(
         keeps=line.keeps(call) if line.keeps and gradients else 0,
         working=line.working(call) if line.working and gradients else 0,
         parameters=parameters,
+        passed=tuple(tensor.bytes for name in gradients if _is_passed(call, line, name) for tensor in tensors_in(call.arguments[name])),
         known=known and (line.products is None or _is_counted(call, line)),
     )
 
@@ -161,8 +164,7 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     """
     tensors = _tensors_of(call)
     wanted = [name for name, gradient in gradients.items() if gradient == kind]
-    if line.passes_gradient:
-        wanted = [name for name in wanted if _bytes(tensors[name]) != _bytes(call.outputs)]
+    wanted = [name for name in wanted if not _is_passed(call, line, name)]
     if not wanted:
         return NO_WORK
     known = line.gradients(call) if line.gradients else {}
@@ -176,6 +178,12 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     half: Half = "backward_input" if kind == "activation" else "backward_weight"
     work = _work(products, kept + _bytes(call.outputs) + made + besides, len(wanted), line.family, call, half)
     return replace(work, gradients=tuple(gradients.items()))
+
+
+def _is_passed(call: Call, line: Operation, name: str) -> bool:
+    """Return whether the gradient of an argument is that of the result, or views of it."""
+    tensors = tuple(tensors_in(call.arguments[name]))
+    return line.passes_gradient and _bytes(tensors) == _bytes(call.outputs)
 
 
 def _view_backward(call: Call, gradients: Mapping[str, str]) -> Work:

@@ -46,7 +46,8 @@ class Operation:
         launches: kernels of the forward.
         copies: how often further kernels of the forward, and of the backward, move the bytes of the first argument: a loss is computed from
             logarithms of probabilities, which are written and read.
-        passes_gradient: whether the gradient of an argument of the result's shape is that of the result, for which no kernel runs.
+        passes_gradient: whether the gradient of an argument of as many bytes as the result is that of the result, or views of it: no kernel
+            runs.
         family: whose kernels are like its own.
     """
 
@@ -274,7 +275,8 @@ MOVEMENT: Mapping[Any, Operation] = {
     aten.index_put: _saving("indices"),
     aten.masked_scatter: _saving("mask"),
     aten.masked_select: _saving("self mask", sparse_read=True),
-    **_lines(_saving(), aten.cat, aten.stack, aten.clone, aten.contiguous, aten.copy, aten.to, aten.type_as, aten.lift_fresh_copy),
+    **_lines(_saving(passes_gradient=True), aten.cat, aten.stack),
+    **_lines(_saving(), aten.clone, aten.contiguous, aten.copy, aten.to, aten.type_as, aten.lift_fresh_copy),
     **_lines(_saving(), aten.repeat, aten.repeat_interleave, aten.tile, aten.roll, aten.flip, aten.tril, aten.triu),
     **_lines(_saving(sparse_read=True), aten.slice, aten.select, aten.narrow, aten.slice_scatter, aten.select_scatter),
     **_lines(_saving(), aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.full, aten.full_like, aten.arange, aten.linspace),

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from cost_models.ops.loss_function import copies_in_loss
 from cost_models.ops.work import Work
 from cost_models.simulator.message_bytes import copied_bytes, moved_bytes
 from cost_models.simulator.pricing import NodePrices
@@ -244,13 +245,13 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return self._rows_of(section.microbatch) if isinstance(section, Action) else self.batch
 
     def loss(self, module: LossCall, values: Sequence[Held]) -> Any:
-        """Price a loss function without a graph: it reads the results, and holds as much memory as their gradients until these exist."""
+        """Price a loss function without a graph: it reads the results, and holds copies of them until their gradients exist."""
         read = sum(value.bytes for value in values)
         dtype = next((value.dtype for value in values), torch.float32)
         gradients = tuple(self.new(values[index].shape, values[index].dtype) for index in module.differentiated)
         loss = self.new((), torch.float32)
         if any(value.shape for value in values):
-            self.make(self.node, sum(gradient.bytes for gradient in gradients))
+            self.make(self.node, sum(copies_in_loss(gradient.dtype) * gradient.bytes for gradient in gradients))
         self._seconds = self.prices.seconds(Work(0, read + sum(gradient.bytes for gradient in gradients), 1 + len(gradients)), dtype)
         return (loss, *gradients)
 

@@ -6,7 +6,7 @@
                        from indices, copies in a wider type; what was gathered from other ranks, of which the own part is kept; masks of
                        dropout that are larger than what the dropped values are made from, drawn from the state of the generator
                     2. all else that is no weight contraction and comes from no other rank: norms, activations, fused attention, masks
-                  A residual sum is kept in the place of the product that it adds, and a value that is made from more than three kept
+                  A residual sum is kept instead of the product that it adds, and a value that is made from more than three kept
                   ones of its size
     "full"        keeps the stage's arguments and the values that enter its regions (``StageGraph.regions``); everything else is computed
                   again
@@ -127,9 +127,9 @@ def _select(joint: Joint, may: Callable[[fx.Node], bool], masks: Iterable[fx.Nod
 def _after_sums(
     kept: frozenset[fx.Node], nodes: JointNodes, sizes: _Sizes, regions: Mapping[str, int], sources: Mapping[fx.Node, str]
 ) -> frozenset[fx.Node]:
-    """Keep the result of a call in the place of an operand that no other call reads, if it has no more elements.
+    """Keep the result of a call instead of an operand that no other call reads, if it has no more elements.
 
-    A residual sum is kept in the place of the product that it adds. Else the first sum that the backward recomputes would need all sums
+    A residual sum is kept instead of the product that it adds. Else the first sum that the backward recomputes would need all sums
     before it, of all blocks.
 
     Args:
@@ -258,7 +258,7 @@ class _Sizes:
 
     def elements(self, node: fx.Node) -> int:
         """Return the number of elements of a value."""
-        return self.of(node) // node.meta["val"].element_size()
+        return self.of(node) // int(node.meta["val"].element_size())
 
     def saved(self, kept: Collection[fx.Node], gradients: Iterable[fx.Node]) -> int:
         """Return the bytes that the forward saves for the backward if it keeps these values, shared memory counted once."""

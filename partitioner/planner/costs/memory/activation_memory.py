@@ -25,6 +25,8 @@ __all__ = ["UnitMemory"]
 aten = torch.ops.aten
 
 GRADIENTS_AT_ONCE = frozenset({aten.layer_norm, aten.batch_norm, aten.group_norm, aten.rms_norm, aten.lstm, aten.gru})
+GRADIENTS_AT_ONCE |= {aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution}
+GRADIENTS_AT_ONCE |= {aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d}
 """Operations whose backward computes the gradients of values and of weights in one call."""
 
 OF_PARAMETERS = frozenset({aten.t, aten.transpose, aten.permute, aten.view, aten.to, aten._to_copy})  # noqa: SLF001  the operator's own name

@@ -121,7 +121,7 @@ class CheckpointSelection:
         self.recomputed = nodes & needed
 
     def _sums(self, selective: frozenset[str]) -> frozenset[str]:
-        """Return the results that are saved in the place of an operand that no other call reads, as ``recompute`` does."""
+        """Return the results that are saved instead of an operand that no other call reads, as ``recompute`` does."""
         sums = set[str]()
         for name, node in self._nodes.items():
             if name in self._within and (name not in self.recomputed or name in sums):

@@ -31,9 +31,6 @@ from passes.ir.tensor_spec import Size
 
 __all__ = ["Gradient", "WorkingMemory"]
 
-_HELD_BY_A_LOSS = 1
-"""Transient bytes of a loss function, which is not in the graph, in units of the model's results."""
-
 _BUNDLES = 2
 """Coalesced gathers of weights alive at once: one is read while the next is gathered."""
 
@@ -57,9 +54,12 @@ class _Values(NamedTuple):
         is_recomputed: (V,) whether a backward recomputes it.
         is_gathered, is_gathered_back: (V,) whether it is a weight that is gathered for calls, and for backwards.
         has_gradient: (V,) whether the backward computes its gradient.
+        gradient_first, gradient_last: (V,) the last and first phase of a backward that has this, by number; the last is before the first if
+            it is the gradient of another value, or a view of it (``_gradient_lifetimes``).
         is_weight: (V,) whether it is a parameter, or made from one.
         is_once: (V,) whether a step of several microbatches gathers it once.
         is_returned: (V,) whether the model returns it.
+        in_loss: (V,) copies of it that a loss function holds, if so.
     """
 
     size: tuple[Size, ...]
@@ -75,9 +75,12 @@ class _Values(NamedTuple):
     is_gathered: Flags
     is_gathered_back: Flags
     has_gradient: Flags
+    gradient_first: Integers
+    gradient_last: Integers
     is_weight: Flags
     is_once: Flags
     is_returned: Flags
+    in_loss: Integers
 
 
 class Gradient(NamedTuple):
@@ -150,7 +153,7 @@ class WorkingMemory:
         small = values.is_gathered & (shard_sizes < ALONE_BYTES)
         forward = self._alive(sizes, values.is_passing, values.first, values.last, 1)
         forward += self._gathered_alive(sizes, values.is_gathered & ~small, back=False)
-        forward[-1:] = np.maximum(forward[-1:], sizes @ (values.is_returned * (_HELD_BY_A_LOSS + values.is_passing)))
+        forward[-1:] = np.maximum(forward[-1:], sizes @ (values.in_loss + values.is_returned * values.is_passing))
         of_inputs, of_weights = self._backward(sizes, sum_sizes, small, sizes > shard_sizes)
         computed, held = self._gradients_alive(gradients, n_units)
         backward = of_inputs + of_weights + computed - self._freed(sizes, share, alone=alone)
@@ -176,9 +179,9 @@ class WorkingMemory:
         """
         values = self._values
         first, last = 2 * values.first, 2 * values.last + 1
-        is_value = values.has_gradient & ~values.is_returned & ~values.is_weight
+        is_value = values.has_gradient & ~values.is_returned & ~values.is_weight & (values.gradient_first <= values.gradient_last)
         is_summed = values.has_gradient & values.is_weight & (is_shared | (sum_sizes > 0))
-        of_inputs = self._alive(sizes, is_value, first + 1, last)
+        of_inputs = self._alive(sizes, is_value, values.gradient_first, values.gradient_last)
         of_inputs += self._gathered_alive(sizes, values.is_gathered_back & ~small, back=True)
         of_inputs += self._alive(sizes, values.is_recomputed, 2 * values.needed_first + 1, 2 * values.needed_last + 1)
         of_weights = self._alive(sizes, is_summed, first, last) + self._alive(sum_sizes, is_summed, first, first)
@@ -250,8 +253,12 @@ def _values_of(
             first.setdefault(allocation, number)
             last[allocation] = number
             callers.setdefault(allocation, set()).add(name)
-    for allocation in cost.returned & first.keys():
+    for allocation in cost.returned.keys() & first.keys():
         last[allocation] = len(order) - 1
+
+    def first_of(names: Collection[str]) -> int:
+        return min((position[name] for name in names if name in position), default=-1)
+
     all_allocations, last_need, needed_last = tuple(first), selection.last_need(position), list[int]()
     needs: dict[int, list[int]] = {}  # allocation -> the calls whose backward needs it
     for each in all_allocations:
@@ -263,6 +270,7 @@ def _values_of(
     is_kept = _flags(each in selection.savers for each in all_allocations)
     is_needed = _flags(each in selection.needed for each in all_allocations)
     is_gathered = is_weight & ~is_kept
+    gradient_first, gradient_last = _gradient_lifetimes(cost, position, first, last, callers)
     widths = {each: casts[cost.maker[each]] for each in all_allocations if each in cost.part_of and cost.maker[each] in casts}
     values = _Values(
         size=tuple(cost.allocation_bytes[each] for each in all_allocations),
@@ -270,10 +278,7 @@ def _values_of(
         sum_size=tuple(cost.allocation_bytes[each] * widths.get(each, 0) for each in all_allocations),
         first=np.array([first[each] for each in all_allocations], np.int64),
         last=np.array([last[each] for each in all_allocations], np.int64),
-        saved_first=np.array(
-            [min((position[name] for name in selection.savers.get(each, ()) if name in position), default=-1) for each in all_allocations],
-            np.int64,
-        ),
+        saved_first=np.array([first_of(selection.savers.get(each, ())) for each in all_allocations], np.int64),
         needed_first=np.array([min(needs[each], default=first[each]) for each in all_allocations], np.int64),
         needed_last=np.array(needed_last, np.int64),
         is_passing=~is_kept & ~is_weight,
@@ -281,16 +286,71 @@ def _values_of(
         is_gathered=is_gathered,
         is_gathered_back=is_gathered & (is_needed | _flags(each in cost.gathered_again for each in all_allocations)),
         has_gradient=_flags(cost.maker[each] in cost.gradients for each in all_allocations),
+        gradient_first=np.array([gradient_first[each] for each in all_allocations], np.int64),
+        gradient_last=np.array([gradient_last[each] for each in all_allocations], np.int64),
         is_weight=is_weight,
         is_once=_flags(each in cost.gathered_once for each in all_allocations),
         is_returned=_flags(each in cost.returned for each in all_allocations),
+        in_loss=np.array([cost.returned.get(each, 0) for each in all_allocations], np.int64),
     )
-    buffers: list[tuple[int, int, Size]] = []
+    return _with_internal_buffers(values, _buffers_of(cost, position, selection, last_need))
+
+
+def _buffers_of(
+    cost: GraphCost, position: Mapping[str, int], selection: CheckpointSelection, last_need: Mapping[str, int]
+) -> list[tuple[int, int, Size]]:
+    """Return the internal buffers of calls, as ``_with_internal_buffers`` takes them."""
+    found: list[tuple[int, int, Size]] = []
     for name, call in position.items():
         if name in cost.nodes:
             last_use = max(call, last_need[name]) if name in selection.recomputed else -1
-            buffers += [(call, last_use, cost.nodes[name].keeps), (call, call, cost.nodes[name].working)]
-    return _with_internal_buffers(values, [each for each in buffers if each[2] != 0])
+            found += [(call, last_use, cost.nodes[name].keeps), (call, call, cost.nodes[name].working)]
+    return [each for each in found if each[2] != 0]
+
+
+def _gradient_lifetimes(
+    cost: GraphCost, position: Mapping[str, int], first: Mapping[int, int], last: Mapping[int, int], callers: Mapping[int, Collection[str]]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return allocation -> the smallest and the largest phase of a backward, which has them in falling order, in which its gradient exists.
+
+    A sum passes its gradient on to its operands, and a concatenation views of it (``OperationCost.passed``). If such a call is the last
+    that reads a value, the gradient of its result stays until another reader's is added to it, or until the value is computed:
+
+        s = x + f(x)        gradients, last call first:   of s   s, f      (of f(x): that of s)
+        y = g(s)                                          of x   x, f      (from f's backward on, where both are added)
+
+    A call with a kernel for each gradient computes those after the first in its second phase.
+
+    Args:
+        position: of the calls.
+        first, last: allocation -> the first and last call that touches it.
+        callers: allocation -> the calls that touch it.
+    """
+    results: dict[str, int] = {}  # call -> the allocation that it makes
+    for each, maker in cost.maker.items():
+        if each not in cost.part_of:
+            results.setdefault(maker, each)
+    after = {(each, name) for name in position if name in cost.nodes for each in _gradients_after_the_first(cost, name)}
+    earliest, latest = ({each: 2 * call + 1 for each, call in calls.items()} for calls in (first, last))
+    for each in sorted(first, key=first.__getitem__):
+        readers = [name for name in callers[each] if name != cost.maker[each] and name in cost.nodes and cost.nodes[name].forward.launches]
+        if not readers or each in cost.returned:
+            continue
+        *others, reader = sorted(readers, key=position.__getitem__)
+        result = results.get(reader, -1)
+        if cost.allocation_bytes[each] not in cost.nodes[reader].passed or result not in first:
+            latest[each] -= (each, reader) in after
+            continue
+        latest[each] = 2 * position[others[-1]] + 1 if others else -1
+        earliest[result] = min(earliest[result], latest[each] if others else earliest[each])
+    return earliest, latest
+
+
+def _gradients_after_the_first(cost: GraphCost, name: str) -> list[int]:
+    """Return the allocations that a call reads whose gradients it computes after that of another, by kernels of their own."""
+    if cost.nodes[name].forward.family not in ("pointwise", "matrix product"):
+        return []
+    return [each for each in cost.touched[name][-1] if cost.maker[each] != name and cost.maker[each] in cost.gradients][1:]
 
 
 def _with_internal_buffers(values: _Values, buffers: Sequence[tuple[int, int, Size]]) -> _Values:
@@ -312,9 +372,12 @@ def _with_internal_buffers(values: _Values, buffers: Sequence[tuple[int, int, Si
         is_gathered=np.append(values.is_gathered, no),
         is_gathered_back=np.append(values.is_gathered_back, no),
         has_gradient=np.append(values.has_gradient, no),
+        gradient_first=np.append(values.gradient_first, 2 * calls + 1),
+        gradient_last=np.append(values.gradient_last, 2 * calls + 1),
         is_weight=np.append(values.is_weight, no),
         is_once=np.append(values.is_once, no),
         is_returned=np.append(values.is_returned, no),
+        in_loss=np.append(values.in_loss, np.zeros(len(buffers), np.int64)),
     )
 
 

