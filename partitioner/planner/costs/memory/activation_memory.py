@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -71,14 +72,26 @@ class UnitMemory:
         of_inputs = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
         self._selection = selection = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy, regions)
         self.recomputed = selection.recomputed
+        self._touching: dict[int, list[str]] = {}
+        for name, steps in cost.touched.items():
+            for key in itertools.chain.from_iterable(steps):
+                self._touching.setdefault(key, []).append(name)
         saved = {key: readers for key, readers in selection.savers.items() if key not in of_inputs}
         self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in saved.items()}
+        if policy != "none":
+            self._savers = {key: self._readers(key) or units for key, units in self._savers.items()}
         once = [key for key in self._savers if key in cost.gathered_once]
         self.gathered = tuple(Shared(int(cost.allocation_bytes[key]), self._savers[key]) for key in once)
         self._savers_of = {cost.maker[key]: frozenset(units) for key, units in self._savers.items()}
         casts = {cost.maker[each] for each in (*cost.gathered, *cost.gathered_once)}.difference(graph.parameters)
         widths = {name: float(self._itemsize(name, graph.parameters) / self._itemsize(name)) for name in casts}
         self._working = WorkingMemory(graph.parameters, widths, of_inputs, cost, points.units, selection)
+
+    def _readers(self, allocation: int) -> tuple[int, ...]:
+        """Return the units that read an allocation. A stage without them recomputes what is made from it from other values."""
+        maker = self._cost.maker[allocation]
+        calls = (name for name in self._touching.get(allocation, ()) if name != maker and name in self._unit_of)
+        return tuple(sorted({self._unit_of[name] for name in calls}))
 
     def loses_gathers(self, reader: str) -> bool:
         """Return whether what is gathered for a call is not saved, so that the backward gathers it again."""
