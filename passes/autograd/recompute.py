@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -117,30 +117,30 @@ def _select(joint: Joint, may: Callable[[fx.Node], bool], masks: Iterable[fx.Nod
     kept = frozenset(node for node, sources in _sources(nodes, sizes).items() if node in nodes.forward and sources == {node})
     enough = ENOUGH * sizes.saved(_forward_values(nodes, lambda node: node not in nodes.bound_views), gradients)
     if sizes.saved(kept, gradients) <= enough:
-        return nodes, _after_sums(kept, nodes, sizes, joint.stage.regions, joint.sources)
+        return nodes, _after_sums(kept, nodes, sizes, joint, may)
     nodes = JointNodes(joint, {**again, **_draw_again(joint, filter(may, _masks(joint)))})
     sizes = _Sizes(nodes)
-    kept = _after_sums(_forward_values(nodes, lambda node: _is_expensive(node, nodes)), nodes, sizes, joint.stage.regions, joint.sources)
+    kept = _after_sums(_forward_values(nodes, lambda node: _is_expensive(node, nodes)), nodes, sizes, joint, may)
     return nodes, kept | _of_many_sources(kept, nodes, sizes)
 
 
 def _after_sums(
-    kept: frozenset[fx.Node], nodes: JointNodes, sizes: _Sizes, regions: Mapping[str, int], sources: Mapping[fx.Node, str]
+    kept: frozenset[fx.Node], nodes: JointNodes, sizes: _Sizes, joint: Joint, may: Callable[[fx.Node], bool]
 ) -> frozenset[fx.Node]:
     """Keep the result of a call instead of an operand that no other call reads, if it has no more elements.
 
     A residual sum is kept instead of the product that it adds. Else the first sum that the backward recomputes would need all sums
-    before it, of all blocks.
-
-    Args:
-        regions, sources: node -> its source -> the region of recomputation. An operand of another region stays.
+    before it, of all blocks. Where the sum has another policy or region, the operand stays: nothing else keeps the sum.
     """
+    regions, sources = joint.stage.regions, joint.sources
     found = set(kept)
     for node in nodes.forward:
-        result = _only_reader(node, nodes) if node in found and node not in nodes.bound_views else None
-        if result is None or result in found or regions.get(sources.get(node, "")) != regions.get(sources.get(result, "")):
+        is_movable = node in found and may(node) and node not in nodes.bound_views and not nodes.cannot_repeat(node)
+        result = _only_reader(node, nodes) if is_movable else None
+        if result is None or result in found or not may(result):
             continue
-        if sizes.elements(result) <= sizes.elements(node):
+        is_within = regions.get(sources.get(node, "")) == regions.get(sources.get(result, ""))
+        if is_within and sizes.elements(result) <= sizes.elements(node):
             found.remove(node)
             found.add(result)
     return frozenset(found)

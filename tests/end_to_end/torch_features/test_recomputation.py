@@ -98,6 +98,36 @@ def test_gradients_under_every_policy(policy: str, mode: str) -> None:
     check_step(Model(p=p).double(), x, devices, dimensions, recompute=POLICIES[policy], **options)
 
 
+class Noise(nn.Module):
+    """Products and random numbers that only a sum outside of the module reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down(nn.functional.gelu(self.up(x))), torch.randn_like(x)
+
+
+class NoisyBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.noise, self.out = Noise(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product, noise = self.noise(x)
+        return self.out(nn.functional.gelu((x + noise).sin() + product).exp())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["model", *slow("data")])
+@pytest.mark.parametrize("policy", [{"*": "full", "*.noise": "selective"}, *slow("selective", {"*.noise": "selective"})], ids=str)
+def test_sums_outside_of_a_selective_module_have_its_random_numbers(policy: Any, mode: str) -> None:
+    torch.manual_seed(0)
+    devices, dimensions, options = MODES[mode]
+    model = nn.Sequential(*(NoisyBlock(8) for _ in range(3))).double()
+    check_step(model, torch.randn(4, 6, 8, dtype=torch.float64), devices, dimensions, recompute=policy, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["pipeline", "model", "data", "fsdp", "tensor", "mesh"])
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -124,7 +124,7 @@ class CheckpointSelection:
         """Return the results that are saved instead of an operand that no other call reads, as ``recompute`` does."""
         sums = set[str]()
         for name, node in self._nodes.items():
-            if name in self._within and (name not in self.recomputed or name in sums):
+            if name in self._within and (name not in self.recomputed or name in sums) and self._can_recompute(node):
                 reader = self._only_reader(node)
                 if (
                     reader is not None
