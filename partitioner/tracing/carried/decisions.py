@@ -27,7 +27,7 @@ from passes.ir.errors import Place, TraceError
 
 __all__ = ["Run", "drawn_from", "refuse_decisions"]
 
-_RUNS = 8
+_RUNS = 16
 """How often a model runs again that asked a clock."""
 
 

@@ -72,7 +72,7 @@ class Reading:
         """Return whether one of the values has changed."""
         try:
             return bool(self._get(self._holder) != self._expected)
-        except KeyError:
+        except (KeyError, IndexError):  # IndexError: of a list that is shorter now
             return True
 
     def changed(self) -> dict[str, Any]:
@@ -134,6 +134,26 @@ class ClosureCells(dict[str, Any]):
         return isinstance(name, str) and name in self._cells and _has_content(self._cells[name])
 
 
+class ListItems(dict[str, Any]):
+    """The items of a list, by their places: ``"[0]"``."""
+
+    def __init__(self, items: list[Any]) -> None:
+        super().__init__({f"[{place}]": place for place in range(len(items))})
+        self._items = items
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[self._place(name)]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._items[self._place(name)] = value
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and super().__contains__(name) and self._place(name) < len(self._items)
+
+    def _place(self, name: str) -> int:
+        return int(super().__getitem__(name))
+
+
 class Reach:
     """Program state that a model's code may read.
 
@@ -148,6 +168,7 @@ class Reach:
         self.objects: dict[int, object] = {}
         self.asks_clock = False
         self._places: dict[int, Reading] = {}
+        self._lists: dict[int, ListItems] = {}
         self._functions: set[int] = set()
         self._all_names: set[str] = set()
         self._names: dict[type, frozenset[str]] = {}
@@ -258,6 +279,9 @@ class Reach:
         if len(items) <= _MOST:
             if isinstance(items, dict):
                 self._add(owner, items, {key for key in items if isinstance(key, str)})
+            elif isinstance(items, list):
+                places = self._lists.setdefault(id(items), ListItems(items))
+                self._add(owner, places, set(places))
             for item in items.values() if isinstance(items, dict) else items:
                 self._follow(item, owner)
 

@@ -27,6 +27,7 @@ from tests.support.running.slow_values import slow
 STEP = 0
 RNG = random.Random(3)
 SETTINGS = {"scale": 1.0}
+SCALES = [1.0]
 
 
 class Schedule:
@@ -157,6 +158,7 @@ CLOSURE = step_twice()
 STATES: dict[str, tuple[Callable[[Model], Any], Callable[[Model], object], str]] = {
     "global": (lambda model: STEP, lambda model: set_step(2), "STEP of the module"),
     "setting": (lambda model: SETTINGS["scale"], lambda model: SETTINGS.update(scale=2.0), "scale of SETTINGS"),
+    "list": (lambda model: SCALES[0], lambda model: SCALES.__setitem__(0, 2.0), "[0] of SCALES"),
     "attribute": (lambda model: model.temperature, lambda model: setattr(model, "temperature", 2.0), "temperature of the model"),
     "object": (lambda model: model.schedule.value(), lambda model: setattr(model.schedule, "steps", 2), "steps of schedule"),
     "class": (lambda model: 2.0 if Schedule.warm else 1.0, lambda model: setattr(Schedule, "warm", False), "warm of Schedule"),
@@ -174,6 +176,7 @@ STATES: dict[str, tuple[Callable[[Model], Any], Callable[[Model], object], str]]
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DECIDES_IN_TEST", raising=False)
     monkeypatch.setitem(SETTINGS, "scale", 1.0)
+    SCALES[0] = 1.0
     monkeypatch.setattr(Schedule, "warm", True)
     monkeypatch.setitem(globals(), "STEP", 0)
 
@@ -237,6 +240,17 @@ def test_state_that_forward_changes_itself() -> None:
     assert STEP == 0
     model = Counts(uses=False)
     torch.testing.assert_close(partitioned(model)(X), model(X))
+
+
+def test_items_of_lists_that_forward_changes_itself() -> None:
+    class Counts(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            SCALES[0] += 1
+            return torch.as_tensor(self.first(x) * SCALES[0])
+
+    with pytest.raises(TraceError, match=r"changes \[0\] of SCALES"):
+        partitioned(Counts(lambda _: 1.0, "factor").double())
+    assert SCALES == [1.0]
 
 
 class Problem(Model):
