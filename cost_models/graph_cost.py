@@ -74,10 +74,6 @@ class Parts(Protocol):
     def scattered_once(self) -> Mapping[str, Size]:
         """Parameter -> bytes of its whole gradient, if gradients are added over microbatches before they are scattered."""
 
-    @property
-    def has_uneven_messages(self) -> bool:
-        """Whether ranks send each other parts of different sizes of a value that is no parameter."""
-
 
 @dataclass(frozen=True)
 class GraphCost:
@@ -100,7 +96,6 @@ class GraphCost:
         gathered_once: whole parameters, and casts of them, that are gathered once a step, and kept whole until its last backward.
         scattered_once: parameter -> bytes of its whole gradient, of those whose gradients are added over microbatches before they are
             scattered.
-        has_uneven_messages: whether ranks send each other parts of different sizes.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
     """
@@ -119,7 +114,6 @@ class GraphCost:
     gathered_again: frozenset[int]
     gathered_once: frozenset[int]
     scattered_once: Mapping[str, Size]
-    has_uneven_messages: bool
     gradients: frozenset[str]
     unknown: tuple[str, ...]
 
@@ -299,7 +293,6 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         gathered_again=frozenset(again),
         gathered_once=kept.made_by(frozenset() if parts is None else parts.gathered_once),
         scattered_once={} if parts is None else parts.scattered_once,
-        has_uneven_messages=parts is not None and parts.has_uneven_messages,
         gradients=reading.flowing,
         unknown=tuple(sorted(unknown)),
     )

@@ -146,7 +146,6 @@ class _SymbolicSizes:
     gathered_again: frozenset[str] = frozenset()
     gathered_once: frozenset[str] = frozenset()
     scattered_once: Mapping[str, Size] = MappingProxyType({})
-    has_uneven_messages: bool = False
 
     def __init__(self, axes: Axes, symbols: Mapping[int, sympy.Symbol]) -> None:
         self._axes, self._symbols = axes, symbols

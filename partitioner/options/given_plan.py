@@ -11,6 +11,7 @@ from partitioner.options.limits import check_shared_stages, check_stage_degrees
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.kind import check_forwards
 from passes.graph.equivalence import weights_digest
+from passes.graph.provenance import source_name
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
@@ -47,6 +48,7 @@ def check_fits(plan: Plan, graph: ModelGraph) -> None:
     entries = {f"stages[{index}].first_node": stage.first_node for index, stage in enumerate(stages)}
     entries |= {f"regions[{index}].first_node": region.first_node for index, region in enumerate(plan.regions)}
     entries |= {f"halos[{index}].{end}": getattr(run, end) for index, run in enumerate(plan.halos) for end in ("first", "last")}
+    entries |= {f"recomputed[{index}]": name for index, name in enumerate(plan.recomputed) if source_name(name, names) is None}
     for entry, name in entries.items():
         if name not in names:
             raise ConfigError(f"plan.{entry}: the model has no operation {name!r}", remedy=_REMEDY)

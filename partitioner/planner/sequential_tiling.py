@@ -66,10 +66,12 @@ def plan_stream(
     limit = None if request.memory_limit is None else parse_bytes(request.memory_limit)
     permanent = _permanent_bytes(graph, request.optimizer)
     allowed = permanent + min(untiled - permanent, 2 * (untiled - permanent) // n_tiles) if limit is None else limit
-    recompute = "full" if base.recompute == BY_REGION else cast(Recompute, base.recompute)  # tiles are the regions
+    recompute = "full" if base.recompute == BY_REGION else base.recompute  # tiles are the regions
+    recomputed = () if recompute == "full" else base.recomputed
+    tiled = dataclasses.replace(base, recompute=recompute, regions=(), recomputed=recomputed)
     budget, peak = 0, 0
     for budget in _budgets(graph, axes, grid, allowed - permanent):
-        peak = _peak(graph, counts, budget, recompute, request.optimizer)
+        peak = _peak(graph, counts, budget, tiled, request.optimizer)
         if peak <= allowed:
             break
     if limit is not None and peak > limit:
@@ -88,7 +90,7 @@ def plan_stream(
     )
     # A step is a forward of 1 and a backward of 2; the tiled backward first recomputes every tile: 2 and 2.
     slower = (2 * times + 2 * times) / 3 if graph.training else times
-    tiled = dataclasses.replace(base, stages=(stage,), tiles=counts, tile_budget=budget, recompute=recompute, regions=())
+    tiled = dataclasses.replace(tiled, stages=(stage,), tiles=counts, tile_budget=budget)
     predicted = tiled.predicted(step_time=base.step_time * slower, memory=(peak,), call_memory=(peak,), gap=None, searched="")
     return predicted.predicted(notes=(*base.notes, note))
 
@@ -125,14 +127,18 @@ def _device(graph: ModelGraph) -> torch.device:
     return next((tensor.device for tensor in tensors if isinstance(tensor, Tensor)), torch.device("cpu"))
 
 
-def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, recompute: Recompute, optimizer: str) -> int:
-    """Return the peak bytes of a tiled step, by liveness over its graphs: a forward, in training also its backward."""
+def _peak(graph: ModelGraph, counts: tuple[int, ...], budget: int, plan: Plan, optimizer: str) -> int:
+    """Return the peak bytes of a tiled step, by liveness over its graphs: a forward, in training also its backward.
+
+    Args:
+        plan: what is recomputed of the values that are computed whole.
+    """
     by_tiles = tiled_graph(graph, counts, budget)
     if not graph.training:
         return forward_peak(by_tiles)
-    (stage,) = split_stages(by_tiles, [by_tiles.computing_nodes()[0].name], [_device(graph)])
+    (stage,) = split_stages(by_tiles, [by_tiles.computing_nodes()[0].name], [_device(graph)], recomputed=plan.recomputed)
     parameters = frozenset(stage.parameters)
-    training = differentiate_tiles(stage, parameters, tiles_requiring_gradient(stage, parameters), recompute)
+    training = differentiate_tiles(stage, parameters, tiles_requiring_gradient(stage, parameters), cast(Recompute, plan.recompute))
     return step_peak(training, by_tiles) + _state_bytes(graph, optimizer)
 
 

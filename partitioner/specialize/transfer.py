@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, fx
 
@@ -26,7 +26,7 @@ from partitioner.specialize.trace import Trace
 from passes.analysis.merge_axes import find_axes_to_cut
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.equivalence import target_name
-from passes.graph.provenance import module_path
+from passes.graph.provenance import module_path, source_name
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
@@ -82,8 +82,23 @@ def transferred_plan(
     by_name = {region.first_node: region for region in plan.regions}
     moves = ((by_name[name], found.get(key)) for name, key in keys if name in by_name)
     regions = tuple(dataclasses.replace(region, first_node=name) for region, name in moves if name is not None)
-    moved = dataclasses.replace(plan, stages=tuple(stages), halos=tuple(halos), n_microbatches=count, regions=regions)
+    moved = dataclasses.replace(
+        plan,
+        stages=tuple(stages),
+        halos=tuple(halos),
+        n_microbatches=count,
+        regions=regions,
+        recomputed=tuple(_moved(plan.recomputed, dict(keys), found)),
+    )
     return moved.predicted(notes=(*plan.notes, note))
+
+
+def _moved(nodes: Iterable[str], keys: Mapping[str, _Key], found: Mapping[_Key, str]) -> Iterator[str]:
+    """Yield the names of nodes in another trace; of what a rewrite gives, those of what it will give there."""
+    for name in nodes:
+        source = source_name(name, keys)
+        if source is not None and (other := found.get(keys[source])) is not None:
+            yield other + name.removeprefix(source)
 
 
 def _stages(plan: Plan, after: ModelGraph, firsts: Sequence[str] | None, held: Sequence[frozenset[str]]) -> tuple[Stage, ...] | None:

@@ -37,7 +37,7 @@ def form_of(stage: StageGraph, differentiable: Collection[str], given: Collectio
 
     def own(node: fx.Node) -> Hashable:
         region = regions.setdefault(stage.regions[node.name], len(regions)) if node.name in stage.regions else None
-        return TRACED(node.meta.get("val")), stage.policies.get(node.name), region
+        return TRACED(node.meta.get("val")), stage.policies.get(node.name), node.name in stage.recomputed, region
 
     inputs = {node: input_key(node) for node in graph.nodes if node.op == "placeholder"}
     key = graph_key(inputs, [node for node in graph.nodes if node not in inputs], (), own)

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes.analysis.axes import is_item
 from passes.autograd.trace_joint import Joint
 from passes.graph.aliasing import aliasing, mutated_arguments
 from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import bound_arguments, draws
+from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.functional import COLLECTIVES, all_gather, replicate, take, vary
 from passes.ir.mesh import GATHERED_AGAIN, GATHERED_ONCE
 
@@ -48,7 +49,7 @@ class JointNodes:
         bound_views: views of what is bound, and what is gathered from ranks that hold parts of it: whole for as long as it is read.
             So is the cast of a part that is gathered. What is gathered of a buffer that is written later is none: gathered again, it would
             have the new value.
-        uneven_dimensions: mesh dimensions whose ranks have parts of different sizes of a value.
+        has_uneven_parts: whether ranks send each other parts of different sizes of a value.
     """
 
     def __init__(self, joint: Joint, again: Mapping[fx.Node, fx.Node]) -> None:
@@ -65,14 +66,25 @@ class JointNodes:
         self.forward = {node: None for node in computing if self.position[node] < start}
         self.backward = {node: None for node in computing if self.position[node] >= start}
         self.bound_views = self._bound_views()
-        self.uneven_dimensions = frozenset(filter(None, map(self._uneven_dimension, computing)))
+        counts = (node.meta["val"] for node in self.inputs if isinstance(node.meta.get("val"), torch.SymInt))
+        self._rows = next((count for count in counts if count.node.expr.is_Symbol), None)
+        self._sizes: dict[fx.Node, int] = {}
+        self.has_uneven_parts = any(map(self._sends_uneven_parts, computing))
 
-    def _uneven_dimension(self, node: fx.Node) -> str | None:
+    def bytes_of(self, node: fx.Node) -> int:
+        """Return the bytes of a value at the number of rows that the stage was traced with; 0 if it is no tensor."""
+        if node not in self._sizes:
+            value, rows = node.meta.get("val"), self._rows
+            known = (None, 1) if rows is None else (rows.node.expr, int(rows.node.hint or 1))
+            self._sizes[node] = bytes_of(value, *known) if isinstance(value, Tensor) else 0
+        return self._sizes[node]
+
+    def _sends_uneven_parts(self, node: fx.Node) -> bool:
         if node.target not in COLLECTIVES or node in self.bound_views:
-            return None
+            return False
         given = bound_arguments(node)
         lists = (given.get(name) for name in ("sizes", "owned", "split_sizes", "concat_sizes"))
-        return given["over"] if any(sizes and any(size != sizes[0] for size in sizes) for sizes in lists) else None
+        return any(sizes and any(size != sizes[0] for size in sizes) for sizes in lists)
 
     def needed(self, results: Iterable[fx.Node], stop: Callable[[fx.Node], bool], *, in_backward: bool = False) -> set[fx.Node]:
         """Return the nodes that must run to get the results, in-place writers included.

@@ -48,8 +48,8 @@ class RegionTemplates:
     """Cache of the results and templates of regions.
 
     Its key is the ``graph_key`` of a region with the layout of its inputs, whether each is a parameter, a buffer or a value, the device,
-    the values that autograd tracks, and the layouts of the gradients that the backward is given. It assumes that inputs which no call of
-    the region writes may share memory or not.
+    the values that autograd tracks, those that the backward recomputes, and the layouts of the gradients that it is given. It assumes that
+    inputs which no call of the region writes may share memory or not.
 
     Args:
         with_batch: whether every region is given the size of the batch. Otherwise it derives sizes from its inputs.
@@ -132,7 +132,7 @@ class RegionTemplates:
     def _key(self, stage: StageGraph, region: Region, examples: Mapping[fx.Node, Any], differentiable: Collection[fx.Node]) -> Hashable:
         inputs = self.inputs(stage, region)
         keys = {node: (LAID_OUT(examples[node]), node in differentiable, _kind(stage, node)) for node in inputs}
-        return str(stage.device), graph_key(keys, region.nodes, region.outputs)
+        return str(stage.device), graph_key(keys, region.nodes, region.outputs, lambda node: node.name in stage.recomputed)
 
 
 def _kind(stage: StageGraph, node: fx.Node) -> int:

@@ -139,6 +139,6 @@ def region_stage(
         values: names of the other inputs, which each microbatch brings.
     """
     outputs = tuple(node.name for node in region.outputs)
-    return StageGraph(
-        stage.index, module, tuple(parameters), tuple(buffers), (), (), tuple(values), outputs, has_batch=False, device=stage.device
-    )
+    recomputed = stage.recomputed.intersection(node.name for node in region.nodes)
+    bound = tuple(parameters), tuple(buffers), ()
+    return StageGraph(stage.index, module, *bound, (), tuple(values), outputs, has_batch=False, device=stage.device, recomputed=recomputed)

@@ -131,7 +131,8 @@ def cut_stages(
     Raises:
         ConfigError: a stage reads what no stage sends: those of unequal degrees disagree on what each computes for itself.
     """
-    split = {id(part): split_stages(part, plan.first_nodes, devices, plan.regions) for part in {id(part): part for part in parts}.values()}
+    distinct = {id(part): part for part in parts}
+    split = {key: split_stages(part, plan.first_nodes, devices, plan.regions, plan.recomputed) for key, part in distinct.items()}
     stages = tuple(split[id(parts[stage.ranks[0]])][index] for index, stage in enumerate(plan.stages))
     sent = {name for stage in stages for name in stage.outputs}
     for stage in stages:

@@ -10,6 +10,7 @@ A model computes nodes under ``torch.utils.checkpoint``. They have marks in ``me
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from torch import fx
 
@@ -18,7 +19,7 @@ from passes.ir.torch_private import OpOverload
 
 __all__ = [
     "checkpoint_of", "complete_provenance", "is_saved_by_checkpoint", "mark_checkpoint", "mark_saved", "module_path", "place_of",
-    "prefixes", "source_line",
+    "prefixes", "source_line", "source_name",
 ]  # fmt: skip
 
 _CHECKPOINT, _SAVES = "checkpoint", "checkpoint_saves"
@@ -42,6 +43,12 @@ def prefixes(path: str) -> list[str]:
     """Return all prefixes of a path; of ``"a.b.c"``: ``"a"``, ``"a.b"``, ``"a.b.c"``."""
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def source_name(name: str, known: Collection[str]) -> str | None:
+    """Return the node of ``known`` that a rewrite gave a node for: of ``dropout_1_mask``, ``dropout_1``; None if there is none."""
+    words = name.split("_")
+    return next((prefix for count in range(len(words), 0, -1) if (prefix := "_".join(words[:count])) in known), None)
 
 
 def source_line(node: fx.Node) -> str | None:

@@ -30,7 +30,7 @@ __all__ = [
     "Stage",
 ]
 
-_FORMAT = 3
+_FORMAT = 4
 
 RECOMPUTE = ("none", "selective", "full")
 """Values that a backward recomputes: none; those cheap for their bytes; all but the values that enter a region."""
@@ -176,6 +176,8 @@ class Plan:
         attention: how the ranks of the mesh dimension ``sequence`` share attention: one of ``ATTENTION``.
         regions: with ``recompute="full"`` or ``"by region"``, the regions in graph order. The backward recomputes a region from the values
             that enter it, directly before the region's own backward. Empty: each stage is one region.
+        recomputed: where the policy is ``"selective"``, the nodes whose values the backward recomputes; it saves all others that it reads.
+            Besides nodes of the model's graph, those that a rewrite of one gives, with its name and a suffix: ``dropout_1_mask``.
         reduce_dtype: type in which gradients of parameters are summed over ranks: one of ``REDUCE_DTYPES``; None: that of the parameters.
     """
 
@@ -196,6 +198,7 @@ class Plan:
     widths: tuple[int, ...] = ()
     attention: str = "gather"
     regions: tuple[Region, ...] = ()
+    recomputed: tuple[str, ...] = ()
     reduce_dtype: str | None = None
 
     @property
@@ -294,6 +297,8 @@ class Plan:
         for index, region in enumerate(self.regions):
             is_policy = region.recompute in RECOMPUTE and (self.recompute == BY_REGION or region.recompute == "full")
             _require(is_policy, f"regions[{index}].recompute", f"{region.recompute!r} does not fit recompute={self.recompute!r}")
+        is_selective = "selective" in (self.recompute, *(region.recompute for region in self.regions))
+        _require(is_selective or not self.recomputed, "recomputed", f"recompute={self.recompute!r} selects no values")
 
     def _check_mesh(self) -> None:
         """Raise ConfigError if the mesh, its widths and the devices do not fit together."""

@@ -61,6 +61,7 @@ class StageGraph:
         regions: computing node -> the number of the region that it is recomputed with, of which joined ones share one (``Plan.regions``).
             Replicable nodes, and all nodes of a plan without regions, are in none.
         policies: the same nodes -> the policy of their region, one of ``RECOMPUTE``.
+        recomputed: where the policy is ``"selective"``, the nodes of the model whose values the backward recomputes (``Plan.recomputed``).
         gathers: bound -> (parameters that the graph takes gathered, after the bound ones...) (``passes.emit.once_a_step``); None: none.
     """
 
@@ -76,7 +77,13 @@ class StageGraph:
     device: torch.device
     regions: Mapping[str, int] = field(default_factory=dict)
     policies: Mapping[str, str] = field(default_factory=dict)
+    recomputed: frozenset[str] = frozenset()
     gathers: fx.GraphModule | None = None
+
+    @property
+    def calls(self) -> dict[str, str]:
+        """Computing node -> the node of the model's graph that it is emitted for: itself, where ranks compute it as the model does."""
+        return {node.name: node.meta.get("written_for") or node.name for node in self.module.graph.nodes if node.op == "call_function"}
 
     @property
     def bound(self) -> tuple[str, ...]:
@@ -144,7 +151,11 @@ def _numbered(graph: ModelGraph, starts: Sequence[int]) -> dict[str, int]:
 
 
 def split_stages(
-    graph: ModelGraph, first_nodes: Sequence[str], devices: Sequence[torch.device], regions: Sequence[Region] = ()
+    graph: ModelGraph,
+    first_nodes: Sequence[str],
+    devices: Sequence[torch.device],
+    regions: Sequence[Region] = (),
+    recomputed: Collection[str] = (),
 ) -> tuple[StageGraph, ...]:
     """Cut the graph before the named nodes.
 
@@ -152,6 +163,7 @@ def split_stages(
         first_nodes: for each stage, the name of its first node.
         devices: for each stage, the device that its graph creates tensors on.
         regions: of recomputation.
+        recomputed: the nodes that the backward recomputes where the policy is ``"selective"``.
     """
     stages, (region_of, policy_of) = stage_of_nodes(graph, first_nodes), _number_regions(graph, regions)
     last = len(first_nodes) - 1
@@ -159,7 +171,15 @@ def split_stages(
     with_new_strides = _values_with_new_strides(graph, stages) if draws(graph.graph) else frozenset()
     indices = range(len(first_nodes))
     cut = [_stage_graph(graph, memory, stages, index, index == last, devices[index], with_new_strides) for index in indices]
-    return tuple(replace(stage, regions=_within(stage, region_of), policies=_within(stage, policy_of)) for stage in cut)
+    return tuple(
+        replace(
+            stage,
+            regions=_within(stage, region_of),
+            policies=_within(stage, policy_of),
+            recomputed=frozenset(recomputed).intersection(stage.calls.values()),
+        )
+        for stage in cut
+    )
 
 
 def _within(stage: StageGraph, of_nodes: Mapping[str, T]) -> dict[str, T]:

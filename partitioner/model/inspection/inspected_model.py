@@ -17,7 +17,7 @@ from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.inspection.inspected_programs import InspectedPrograms, explained, table_of_devices
 from partitioner.model.inspection.replan import Replanned, replan
-from partitioner.model.inspection.simulate import Step, machine_of, simulate
+from partitioner.model.inspection.simulate import Step, simulate
 from partitioner.model.inspection.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
 from partitioner.model.module.model_state import ModelState
 from partitioner.model.served_trace import ServedTrace
@@ -124,8 +124,6 @@ class InspectedModel(ModelState):
     def explain(self, *, prices: bool = False) -> str:
         """Return the plan as text: stages, layouts, communication and why, schedule, predicted time and what bounds it, and runner-ups.
 
-        After ``simulate()`` on the hardware of the plan, the simulated step is shown, and a simulated peak above the memory limit.
-
         Args:
             prices: report also the cost of each choice of the user (``mode=``, ``schedule=``, an entry of ``constraints=``). Each takes
                 a search of its own, on the first call: seconds for a small model.
@@ -133,8 +131,7 @@ class InspectedModel(ModelState):
         if prices and self._prices is None:
             problem = self.traced.assumed.problem
             self._prices = () if problem is None else pinned(problem, self.plan)
-        _, simulation = self.traced.last_reports.get(("simulated", self._served.last_step), ((), None))
-        return explanation(self.explained(), (self._prices or ()) if prices else (), simulation)
+        return explanation(self.explained(), (self._prices or ()) if prices else ())
 
     @checked_arguments(VALUES, EXAMPLES)
     @gc_paused()
@@ -166,10 +163,7 @@ class InspectedModel(ModelState):
 
         It runs on ``cluster``; None: the hardware that the model was planned for. ``"forward_backward"`` is ``pm(...)`` and ``backward()``.
         """
-        simulation = simulate(self.traced, self.inspected(), cluster, step)
-        if step == "train_step" and machine_of(self.traced, cluster) == self.traced.assumed.cluster:
-            self.traced.last_reports["simulated", self._served.last_step] = (), simulation
-        return simulation
+        return simulate(self.traced, self.inspected(), cluster, step)
 
     @checked_arguments(INFERENCE_VALUES, INFERENCE_EXAMPLES)
     def simulate_inference(

@@ -72,21 +72,6 @@ class PartSizes:
                     found[node.name] = self.part(self._shapes[node][0], self._axes.of(node.name), gathered).bytes
         return found
 
-    @cached_property
-    def has_uneven_messages(self) -> bool:
-        """Whether a value that is no parameter changes from or to a layout in which ranks have parts of different sizes."""
-        return any(
-            need != stored and (self._is_uneven(stored) or self._is_uneven(need))
-            for call in self._graph.graph.nodes
-            for operand, need in self._read(call)
-            if operand.op == "call_function"
-            for stored in self._layouts.results[operand.name]
-        )
-
-    def _is_uneven(self, layout: Layout) -> bool:
-        shards = [(index, placement.axis) for index, placement in enumerate(layout) if isinstance(placement, Shard)]
-        return any(len(set(self.extents.parts(axis, index, layout))) > 1 for index, axis in shards)
-
     def results(self, node: fx.Node) -> tuple[TensorSpec, ...]:
         """Return the local shapes of a node's results."""
         shapes = self._shapes[node]

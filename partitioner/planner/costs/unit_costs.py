@@ -141,6 +141,7 @@ class UnitCosts:
         recompute: the recomputation policy.
         users: placeholder -> the units that read it, in order.
         held_bytes: for each kind, parameter -> bytes of one rank's shard.
+        recomputed: for each kind, the nodes that the backward recomputes where the policy is ``"selective"``.
         fixed: permanent memory, without the results.
         results: of a forward without backward; each of several stages receives them for the whole batch.
         gradients: memory from the first backward on.
@@ -153,6 +154,7 @@ class UnitCosts:
     recompute: Recompute
     users: Mapping[str, tuple[int, ...]]
     held_bytes: tuple[Mapping[str, int], ...]
+    recomputed: tuple[frozenset[str], ...]
     fixed: Amounts
     results: tuple[Shared, ...]
     gradients: Amounts
@@ -263,6 +265,7 @@ def stack(
     return dataclasses.replace(
         tables[0],
         held_bytes=tuple(tables[table].held_bytes[kind] for kind, table in enumerate(table_of_kind)),
+        recomputed=tuple(tables[table].recomputed[kind] for kind, table in enumerate(table_of_kind)),
         fixed=fixed,
         results=(),
         gradients=gradients,

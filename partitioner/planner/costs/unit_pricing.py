@@ -105,6 +105,7 @@ class UnitPricing:
             recompute=self._recompute,
             users=users,
             held_bytes=(held_bytes,) * len(self.kinds),
+            recomputed=(self.memory.selected,) * len(self.kinds),
             fixed=Amounts(fixed),
             results=results,
             gradients=Amounts(self.memory.gradients),

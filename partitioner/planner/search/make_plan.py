@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from cost_models.cost_model import CostModel, Roofline
@@ -20,6 +21,7 @@ from partitioner.planner.constraints.named_units import NamedUnits
 from partitioner.planner.costs.memory.named_regions import patterns_without_effect
 from partitioner.planner.pipeline.candidate import StagedModel, describe_stages
 from partitioner.planner.pipeline.candidates import Candidate, may_cut_batch, microbatch_choices, schedules
+from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.best_first import Option, PlanSearch
 from partitioner.planner.search.deadline import Deadline
@@ -30,6 +32,7 @@ from partitioner.planner.search.recomputed_regions import keep_what_fits
 from partitioner.planner.search.space import candidates_of
 from partitioner.planner.sharding.model import MeshCut
 from partitioner.planner.sharding.shared_models import SharedModels
+from passes.graph.provenance import source_name
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
@@ -218,9 +221,26 @@ def _plan_of(problem: MeshProblem, chosen: Solution, runner_up: str, contenders:
         ),
         batchnorm=request.batchnorm,
         widths=mesh.widths,
+        recomputed=_recomputed(graph, problems, chosen.staged),
         regions=problem.part.source.regions(problems.prices.recompute, request.patterns),
         reduce_dtype=request.reduce_dtype,
     )
+
+
+def _recomputed(graph: ModelGraph, problems: PipelineProblems, staged: StagedModel) -> tuple[str, ...]:
+    """Return the nodes that the backward recomputes where the policy is ``"selective"``, of each stage those of its kind."""
+    if not any(problems.prices.recomputed):
+        return ()
+    position = {node.name: index for index, node in enumerate(graph.graph.nodes)}
+    starts = [position[problems.points.starts[run.start]] for run in staged.runs if len(run)]
+    kinds = [kind for kind, run in zip(problems.kinds(staged.candidate), staged.runs, strict=True) if len(run)]
+    found = list[tuple[int, str]]()
+    for kind, names in enumerate(problems.prices.recomputed):
+        for name in names:
+            place = position[source_name(name, position) or ""]
+            if kinds[max(0, bisect_right(starts, place) - 1)] == kind:
+                found.append((place, name))
+    return tuple(name for _, name in sorted(found))
 
 
 _MOST_CONTENDERS = 6

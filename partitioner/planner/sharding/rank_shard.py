@@ -42,6 +42,7 @@ from passes.analysis.axes import Axes
 from passes.analysis.layout_facts import LayoutFacts
 from passes.autograd.recompute import Recompute
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from passes.graph.provenance import source_name
 from passes.graph.repeated_subgraphs import Folded
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.halo_strategy import HaloSegment, ends_of
@@ -123,7 +124,10 @@ class ModelPart:
             self.known_prices[key] = UnitPricing(*known, self.source.known_seconds, self._bucket_bytes, is_cut=self.layouts is not None)
         parameters = (self.source.users, self.held_bytes)
         costs = self.known_prices[key].on(self.batch_size, exchanges, *parameters, adding=adding, n_stages=n_stages)
-        return costs if self.source.unfolding is None else repeat(costs, self.source.unfolding)
+        if self.source.unfolding is None:
+            return costs
+        recomputed = frozenset(copy for name in costs.recomputed[0] for copy in self.source.copies(name))
+        return dataclasses.replace(repeat(costs, self.source.unfolding), recomputed=(recomputed,) * len(kinds))
 
     @cached_property
     def held_bytes(self) -> dict[str, int]:
@@ -324,9 +328,7 @@ def _copies_of_rewritten(folded: Folded, graph: ModelGraph) -> dict[str, tuple[s
     known = {node.name for node in folded.graph.graph.nodes}
     copies = dict(folded.copies)
     for name in (node.name for node in graph.graph.nodes if node.name not in known):
-        words = name.split("_")
-        prefixes = ("_".join(words[:count]) for count in range(len(words) - 1, 0, -1))
-        source = next((prefix for prefix in prefixes if prefix in known), None)
+        source = source_name(name, known)
         if source in folded.copies:
             copies[name] = tuple(f"{copy}{name.removeprefix(source)}" for copy in folded.copies[source])
     return copies

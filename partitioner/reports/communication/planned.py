@@ -148,7 +148,7 @@ class _Planned:
             return frozenset(), {}
         cost = graph_cost(graph, differentiate=True, parts=self.sizes, reading=read_graph(graph, differentiate=True))
         within = frozenset(node.name for node in graph.computing_nodes())
-        selection = CheckpointSelection(graph, cost, within, cast(Recompute, plan.recompute), plan.regions)
+        selection = CheckpointSelection(graph, cost, within, cast(Recompute, plan.recompute), plan.regions, plan.recomputed)
         return selection.recomputed, selection.policy_of
 
     def stage_of(self, name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -46,15 +47,10 @@ _WIDE_GAP = 0.1
 """Relative time that another plan could save above which the explanation begins with it."""
 
 
-def explanation(explained: Explained, choices: Sequence[Pinned] = (), simulation: Simulation | None = None) -> str:
-    """Return the text of ``pm.explain()`` for a terminal of 140 columns.
-
-    Args:
-        choices: the options that the user fixed, with their cost.
-        simulation: of a step on the hardware of the plan, if one was made.
-    """
+def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
+    """Return the text of ``pm.explain()`` for a terminal of 140 columns; ``choices`` are options that the user fixed, with their cost."""
     lines = [headline(explained.name, explained.plan, training=explained.graph.training), ""]
-    lines += [f"  {line}" for line in _paragraphs(summary(explained, simulation))]
+    lines += [f"  {line}" for line in _paragraphs(summary(explained))]
     for title, body in sections(explained, choices):
         lines += ["", title, *(f"  {line}" for line in (body.lines(_TERMINAL - 2) if isinstance(body, Table) else body))]
     return "\n".join(lines)
@@ -95,7 +91,6 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices, explained.planned_for)}"),
         ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("memory", fullest_rank(plan.memory, explained.limits)),
-        ("over limit", simulation.over_limit_words if simulation is not None else ""),
         ("bound by", _bound_by(explained)),
         ("runner-up", plan.prediction.runner_up or "there was no other choice"),
         ("schedule", _schedule_words(explained) if len(plan.stages) > 1 else ""),
@@ -172,7 +167,21 @@ def _recompute_words(plan: Plan) -> str:
         return "every tile" + ("" if plan.recompute == "none" else f"; of what is computed whole, {plan.recompute}")
     if plan.recompute == "none":
         return "nothing: all that the backward reads is kept"
-    return recomputed_regions(plan) or plan.recompute
+    return (recomputed_regions(plan) or plan.recompute) + _selected_words(plan.recomputed)
+
+
+def _selected_words(recomputed: Sequence[str]) -> str:
+    """Format the operations that ``"selective"`` recomputes: ``": 26 operations (gelu 12, layer_norm 12, embedding 2)"``."""
+    if not recomputed:
+        return ""
+    kinds = Counter(re.sub(r"(_\d+)+$", "", name) for name in recomputed)
+    ordered = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
+    words = [f"{kind} {count}" for kind, count in ordered[:_MOST_KINDS]] + ["..."] * (len(ordered) > _MOST_KINDS)
+    return f": {len(recomputed)} operations ({', '.join(words)})"
+
+
+_MOST_KINDS = 6
+"""Limit of the kinds of recomputed operations that are named."""
 
 
 def _idle(plan: Plan, simulation: Simulation | None) -> str:

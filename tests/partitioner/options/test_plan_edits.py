@@ -37,6 +37,7 @@ ROWS, IMAGES = (8, 4), (4, 2, 8, 8)
 PLANS: dict[str, tuple[Any, tuple[int, ...], int, Any, dict[str, Any]]] = {
     "pipeline": (Perceptron, ROWS, 2, "pipeline", {"n_microbatches": 2}),
     "data": (Perceptron, ROWS, 2, "data", {}),
+    "selective": (Perceptron, ROWS, 2, "data", {"recompute": "selective"}),
     "tensor": (Perceptron, ROWS, 2, "tensor", {}),
     "data and pipeline": (Perceptron, ROWS, 4, {"data": 2, "pipeline": 2}, {}),
     "shared stages": (Perceptron, ROWS, 3, {"pipeline": (2, 1)}, {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -215,3 +216,30 @@ def test_ranks_with_parts_of_unlike_sizes_gather_alike(mesh: dict[str, int], rec
     gradients = pm.full_gradients()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("mode", [{"pipeline": 2}, {"data": 2}, {"fsdp": 2}, {"tensor": 2}])
+def test_programs_recompute_what_the_plan_names(mode: dict[str, int]) -> None:
+    """Of a plan that names fewer operations, the backward computes fewer again, and keeps more; gradients are the same."""
+    instance = CASE.build(batch_size=ROWS)
+    options: dict[str, Any] = {"example_inputs": instance.args, "example_kwargs": dict(instance.kwargs), "progress": False}
+    plan = partition(instance.model, 2, mode, recompute="selective", **options).plan
+    assert plan.recomputed
+    kept, gradients = list[int](), list[dict[str, Tensor | None]]()
+    for names in (plan.recomputed, plan.recomputed[::2], ()):
+        model = copy.deepcopy(instance.model)
+        pm = partition(model, 2, plan=dataclasses.replace(plan, recomputed=names), **options)
+        kept.append(max(each.kept for each in pm.simulate().memory))
+        loss_of(pm(*instance.args, **instance.kwargs)).backward()
+        gradients.append(dict(pm.full_gradients()))
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1]
+    loss_of(instance.model(*instance.args, **instance.kwargs)).backward()
+    for name, parameter in instance.model.named_parameters():
+        for found in gradients:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the mean of the squares of a result."""
+    return torch.as_tensor((result**2).mean())

@@ -1,6 +1,22 @@
-"""Select the activations that a backward saves and those that it recomputes, as ``passes.autograd.recompute`` does for stage graphs.
+"""Select the activations that a backward recomputes; it saves all others that it reads.
 
 There is no backward graph yet: the selection follows from the values that each op saves, and their sizes.
+
+    "full"        recomputes all but the values that enter a region
+    "selective"   saves what is expensive; recomputes, cheapest per byte first, until no more than half of the bytes is left:
+                    1. values larger than all that they are made from: scores and weights of attention from queries and keys, embeddings
+                       from indices, copies in a wider type; what was gathered from other ranks, of which the own part is saved; masks of
+                       dropout that are larger than what the dropped values are made from, drawn from the state of the generator
+                    2. all else that is no weight contraction and comes from no other rank: norms, activations, fused attention, masks;
+                       no embeddings from gathered tables that are larger than they
+                  A residual sum is saved instead of the product that it adds, and a value that is made from more than three saved
+                  ones of its size
+
+A value that is larger than what it is made from costs less than one byte read for each that it gives back; a norm or an activation
+reads as much as it gives back; a contraction with weights reads the weights too, and multiplies. Random draws are expensive where they are
+no part of what is made again anyway: one that is drawn takes a CPU as long as 20 that are copied, and gives back a byte. In a transformer
+with decomposed attention, the first step leaves what Korthikanti et al. (Reducing Activation Recomputation in Large Transformer
+Models, 2022) keep: 34 of the 34 + 5 heads x length / width bytes an element.
 """
 
 from __future__ import annotations
@@ -13,7 +29,7 @@ from torch import fx
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
-from passes.autograd.recompute import ENOUGH, MOST_SOURCES, Recompute
+from passes.autograd.recompute import Recompute
 from passes.graph.schemas import draws, packet
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import BY_REGION, Region
@@ -25,7 +41,13 @@ aten = torch.ops.aten
 
 CONTRACTIONS = frozenset({aten.linear, aten.addmm, aten.mm, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d})
 CONTRACTIONS |= {aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.gru}
-"""Contractions with weights, as models call them (``passes.autograd.recompute`` has what they become)."""
+"""Contractions with weights, which ``"selective"`` saves."""
+
+ENOUGH = 0.5
+"""The part of the bytes of ``"none"`` down to which ``"selective"`` recomputes values."""
+
+MOST_SOURCES = 3
+"""Saved values of at least its size from which ``"selective"`` recomputes a value, at most: as many as fused attention reads."""
 
 
 class CheckpointSelection:
@@ -34,6 +56,7 @@ class CheckpointSelection:
     Args:
         within: the nodes that belong to units; all others are computed by every stage that needs them.
         regions: for ``"full"`` and ``"by region"``; values that one region computes and another reads are saved.
+        selected: of nodes whose policy is ``"selective"``, those to recompute; None: selects them.
 
     Attributes:
         recomputed: the nodes that the backward recomputes.
@@ -43,7 +66,13 @@ class CheckpointSelection:
     """
 
     def __init__(
-        self, graph: ModelGraph, cost: GraphCost, within: frozenset[str], recompute: Recompute, regions: Sequence[Region] = ()
+        self,
+        graph: ModelGraph,
+        cost: GraphCost,
+        within: frozenset[str],
+        recompute: Recompute,
+        regions: Sequence[Region] = (),
+        selected: Collection[str] | None = None,
     ) -> None:
         self._cost, self._within = cost, within
         self._nodes = {node.name: node for node in graph.graph.nodes}
@@ -53,6 +82,8 @@ class CheckpointSelection:
         for allocation, maker in cost.maker.items():
             self._own.setdefault(maker, allocation)
         received = (each for each in cost.part_of if each not in cost.copies and self._is_saved_as_received(each))
+        gathered = (*cost.gathered, *cost.gathered_once)
+        self._gathered = {cost.maker[each]: float(self._numbers[cost.allocation_bytes[each]]) for each in gathered}
         self._received = {cost.part_of[each]: each for each in received}
         self.recomputed: frozenset[str] = frozenset()
         self.needed: Mapping[int, Collection[str]] = self._savers(gathered=True)
@@ -61,17 +92,21 @@ class CheckpointSelection:
         repeatable = within - self._entering()
         full = frozenset(name for name in repeatable if self.policy_of[name] == "full" and self._can_recompute(self._nodes[name]))
         selective = frozenset(name for name in repeatable if self.policy_of[name] == "selective")
-        if "selective" in policies:
-            enough = ENOUGH * self._saved_bytes()
-            self._recompute(full | (self._larger_than_sources() & selective))
-            is_enough = self._saved_bytes() <= enough
-            if not is_enough:
-                self._recompute(full | frozenset(name for name in selective if not self._is_expensive(self._nodes[name])))
-            self._recompute(self.recomputed - self._sums(selective))
-            if not is_enough:
-                self._recompute(self.recomputed - (self._of_many_sources() & selective))
-        elif "full" in policies:
-            self._recompute(full)
+        if "selective" in policies and selected is None:
+            self._select(full, selective)
+        elif policies != {"none"}:
+            self._recompute(full | selective.intersection(selected or ()))
+
+    def _select(self, full: frozenset[str], selective: frozenset[str]) -> None:
+        """Select the nodes to recompute of those with the policy ``"selective"``; see the module's text."""
+        enough = ENOUGH * self._saved_bytes()
+        self._recompute(full | (self._larger_than_sources() & selective))
+        is_enough = self._saved_bytes() <= enough
+        if not is_enough:
+            self._recompute(full | frozenset(name for name in selective if not self._is_expensive(self._nodes[name])))
+        self._recompute(self.recomputed - self._sums(selective))
+        if not is_enough:
+            self._recompute(self.recomputed - (self._of_many_sources() & selective))
 
     def last_need(self, position: Mapping[str, int]) -> dict[str, int]:
         """Return recomputed node -> the last ``position`` of a call whose backward needs its value or one computed from it; -1: none."""
@@ -121,7 +156,11 @@ class CheckpointSelection:
         self.recomputed = nodes & needed
 
     def _sums(self, selective: frozenset[str]) -> frozenset[str]:
-        """Return the results that are saved instead of an operand that no other call reads, as ``recompute`` does."""
+        """Return the results that are saved instead of an operand that no other call reads, if they have no more elements.
+
+        Such as a residual sum instead of the product that it adds. Else the first sum that the backward recomputes would need all sums
+        before it, of all blocks. Where the sum has another policy or region, the operand stays: nothing else saves the sum.
+        """
         sums = set[str]()
         for name, node in self._nodes.items():
             if name in self._within and (name not in self.recomputed or name in sums) and self._can_recompute(node):
@@ -135,7 +174,10 @@ class CheckpointSelection:
         return frozenset(sums)
 
     def _of_many_sources(self) -> frozenset[str]:
-        """Return the recomputed values that are made from many saved values of at least their size, as ``recompute`` finds them."""
+        """Return the recomputed values that are made from many saved values of at least their size, these among them.
+
+        In a ResNet, whose sums are recomputed, every fourth block.
+        """
         made_from: dict[str, frozenset[str]] = {}
         found = set[str]()
         for name, node in self._nodes.items():
@@ -172,7 +214,8 @@ class CheckpointSelection:
         return node.target is dropout_mask or not draws(node)
 
     def _is_expensive(self, node: fx.Node) -> bool:
-        return packet(node.target) in CONTRACTIONS or not self._can_recompute(node)
+        reads_more = any(self._gathered.get(operand.name, 0.0) > self._size(node.name) for operand in node.all_input_nodes)
+        return packet(node.target) in CONTRACTIONS or reads_more or not self._can_recompute(node)
 
     def _saved_bytes(self) -> float:
         return sum(float(self._numbers[self._cost.allocation_bytes[allocation]]) for allocation in self.savers)
@@ -234,14 +277,12 @@ class CheckpointSelection:
     def _is_saved_as_received(self, allocation: int) -> bool:
         """Return whether a copy from other ranks is saved instead of communicated again: under "selective", unless it was gathered.
 
-        A parameter that is gathered once is always saved whole. Ranks with parts of different sizes save what they gathered, too.
+        A parameter that is gathered once is always saved whole.
         """
         if allocation in self._cost.gathered_once:
             return True
         if allocation not in self._cost.part_of or self.policy_of[self._cost.maker[allocation]] != "selective":
             return False
-        if self._cost.has_uneven_messages and allocation not in self._cost.gathered:
-            return True
         sizes, part = self._cost.allocation_bytes, self._cost.part_of[allocation]
         return self._cost.copies.get(allocation, bool(self._numbers[sizes[allocation]] < self._numbers[sizes[part]]))
 
