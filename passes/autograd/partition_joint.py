@@ -88,7 +88,8 @@ def split_backward(joint: Joint, recompute: Recompute) -> DifferentiatedStage:
     saved = [node for node in cut.read_by(whole, [*of_arguments, *of_parameters]) if node not in cut.nodes.tangents]
     bound = cut.bound_read_by(whole, [*of_arguments, *of_parameters])
     given = [*bound, *saved, *joint.gradient_placeholders]
-    first = cut.with_items(cut.with_overwritten_readers(cut.backward_nodes(of_arguments, set()), whole), whole)
+    first = cut.with_overwritten_readers(cut.backward_nodes(of_arguments, set()), whole)
+    first = cut.with_smaller_values(cut.with_items(first, whole), whole)
     second = whole - first
     kept = cut.read_by(second, of_parameters)
     shared = cut.shared(of_parameters, of_arguments)
@@ -157,6 +158,32 @@ class _Cut:
     def with_items(self, first: set[fx.Node], whole: set[fx.Node]) -> set[fx.Node]:
         """Add the items of what the first half computes, so that no tuple is kept for the sake of one of its items."""
         return first | {node for node in whole if is_item(node) and node.args[0] in first}
+
+    def with_smaller_values(self, first: set[fx.Node], whole: set[fx.Node]) -> set[fx.Node]:
+        """Add recomputed values and casts that are smaller than the values that they alone read: operands in a narrower type.
+
+        They are kept for the second half instead of these values. Gradients of weights stay in it.
+        """
+        nodes, found = self.nodes, set(first)
+        readers: dict[fx.Node, set[fx.Node]] = {}
+        for node in whole:
+            for source in nodes.read_in_backward([node]):
+                readers.setdefault(source, set()).add(node)
+
+        def late(node: fx.Node) -> list[fx.Node]:
+            return [source for source in nodes.read_in_backward([node]) if source in whole and source not in found]
+
+        results = set(self.joint.gradients.values())
+        for node in sorted(whole - first, key=nodes.position.__getitem__):
+            is_cheap = node in nodes.forward or node.target is aten._to_copy.default  # noqa: SLF001  the operator's own name
+            if not is_cheap or getattr(node.target, "namespace", "") != "aten" or mutated_arguments(node):
+                continue
+            calls = with_ancestors([node], late)
+            bases = nodes.read_in_backward(calls) & found - results
+            freed = sum(nodes.bytes_of(base) for base in bases if readers[base] <= found | calls)
+            if all(map(nodes.is_view, calls - {node})) and not nodes.is_view(node) and nodes.bytes_of(node) < freed:
+                found |= calls
+        return found
 
     def read_by(self, nodes: set[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the values from outside that the nodes read or that are results, in graph order, without bound placeholders."""

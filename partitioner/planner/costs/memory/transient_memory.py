@@ -2,7 +2,7 @@
 
     forward     a value is alive from the call that makes it to the last that reads it
     backward    its gradient is alive from the backward of its last reader to the backward of its maker
-    saved       a saved value is freed after the last backward that needs it, that of the first call which saves it
+    saved       a saved value is freed after the last backward that reads it, itself or to recompute another value
     weights     a gathered weight is whole from the use of the weight before it, when its gather starts, to the last call that reads it
     recompute   a value that was not saved is alive from the first backward that needs it to the last; a gathered weight, from the
                 first recomputation that reads it
@@ -48,7 +48,7 @@ class _Values(NamedTuple):
         shard_size: bytes of the rank's shard of it, if it is gathered; else the same as ``size``.
         sum_size: bytes of the copy of its gradient in the type in which ranks sum it; 0 if that is its own type.
         first, last: (V,) the first and last call that touches it.
-        saved_first: (V,) the first call that saves it, whose backward is the last that needs it; -1: it is not saved.
+        saved_first: (V,) the call whose backward is the last that reads it, itself or to recompute a value; -1: it is not saved.
         needed_first, needed_last: (V,) the first and last call whose backward needs it; as above if none does.
         is_passing: (V,) whether it is neither saved nor a weight.
         is_recomputed: (V,) whether a backward recomputes it.
@@ -245,16 +245,7 @@ def _values_of(
         parameters: placeholders of parameters; one that is computed from them and not saved is a gathered weight.
     """
     position = {name: number for number, (name, _) in enumerate(order)}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    callers: dict[int, set[str]] = {}
-    for number, (name, touched) in enumerate(order):
-        for allocation in touched:
-            first.setdefault(allocation, number)
-            last[allocation] = number
-            callers.setdefault(allocation, set()).add(name)
-    for allocation in cost.returned.keys() & first.keys():
-        last[allocation] = len(order) - 1
+    first, last, callers = _touches(cost, order)
 
     def first_of(names: Collection[str]) -> int:
         return min((position[name] for name in names if name in position), default=-1)
@@ -266,6 +257,13 @@ def _values_of(
         recomputing = max(last_need.get(name, -1) for name in callers[each])
         latest = max(recomputing, *needs[each], last[each] if cost.maker[each] in parameters or each in cost.gathered else -1)
         needed_last.append(latest if latest >= 0 else last[each])
+
+    def freed_by(allocation: int) -> int:
+        """Return the call whose backward frees a saved value: the first that reads it, or the last that needs what is made from it."""
+        again = (last_need.get(name, -1) for name in callers[allocation] if name != cost.maker[allocation])
+        calls = [*needs[allocation], *(call for call in again if call >= 0)]
+        return min(calls, default=-1) if calls and allocation in selection.savers else first_of(selection.savers.get(allocation, ()))
+
     is_weight = _flags(cost.maker[each] in parameters or each in cost.gathered for each in all_allocations)
     is_kept = _flags(each in selection.savers for each in all_allocations)
     is_needed = _flags(each in selection.needed for each in all_allocations)
@@ -278,7 +276,7 @@ def _values_of(
         sum_size=tuple(cost.allocation_bytes[each] * widths.get(each, 0) for each in all_allocations),
         first=np.array([first[each] for each in all_allocations], np.int64),
         last=np.array([last[each] for each in all_allocations], np.int64),
-        saved_first=np.array([first_of(selection.savers.get(each, ())) for each in all_allocations], np.int64),
+        saved_first=np.array([freed_by(each) for each in all_allocations], np.int64),
         needed_first=np.array([min(needs[each], default=first[each]) for each in all_allocations], np.int64),
         needed_last=np.array(needed_last, np.int64),
         is_passing=~is_kept & ~is_weight,
@@ -294,6 +292,21 @@ def _values_of(
         in_loss=np.array([cost.returned.get(each, 0) for each in all_allocations], np.int64),
     )
     return _with_internal_buffers(values, _buffers_of(cost, position, selection, last_need))
+
+
+def _touches(cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]]) -> tuple[dict[int, int], dict[int, int], dict[int, set[str]]]:
+    """Return allocation -> the first call that touches it, the last, which of results is the end of the model, and the names of all."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    callers: dict[int, set[str]] = {}
+    for number, (name, touched) in enumerate(order):
+        for allocation in touched:
+            first.setdefault(allocation, number)
+            last[allocation] = number
+            callers.setdefault(allocation, set()).add(name)
+    for allocation in cost.returned.keys() & first.keys():
+        last[allocation] = len(order) - 1
+    return first, last, callers
 
 
 def _buffers_of(
