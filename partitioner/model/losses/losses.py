@@ -343,6 +343,10 @@ class Losses:
         """Return how the loss of the batch is combined from its parts, as it is proved."""
         if proof.kind is None:
             return _Combination("neither", proof.reason)
+        batch, parts = step.inputs.batch, prepared.sharded.rows.count
+        unproved = proof.first_unproved((batch, *microbatch_sizes(batch // parts, prepared.request.n_microbatches)))
+        if unproved is not None:
+            return _Combination("neither", f"its computation depends on the number of rows, and {unproved} rows take another branch")
         if proof.kind != "counted" or step.reduction != "mean":
             return _Combination("mean" if proof.kind == "counted" else proof.kind)
         is_local = _has_local_rows(prepared.sharded.rows)

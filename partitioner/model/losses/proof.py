@@ -1,19 +1,20 @@
 """Prove that a loss function is a mean or a sum over the rows of a batch, or a mean weighted by its targets.
 
 The loss is traced as a model is, its arguments the model's results and the target, and the batch is followed through its graph
-(``passes.analysis.batch_semantics``). What is proved holds for all values and for every batch size:
+(``passes.analysis.batch_semantics``). What is proved holds for all values, and for every batch size for which the trace is the loss:
 
     cross_entropy(o, t)                     counted: a mean over the targets that are not ignored
     cross_entropy(o, t, weight=w)           counted: a mean weighted by the classes of the targets
     (o - t).pow(2).mean()                   mean
     mse_loss(o, t).sqrt()                   nothing: sqrt mixes rows
     o.mean() if o.sum() > 0 else o.max()    nothing: values decide what it computes
+    o.mean() if len(o) < 6 else o.max()     mean, of less than 6 rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import sympy
@@ -24,7 +25,8 @@ from partitioner.model.losses.form import LossFunction, fake_tensors, silence_fa
 from partitioner.model.losses.reachable_state import preserve_state
 from partitioner.model.losses.target_rows import RowsFirst
 from partitioner.tracing.carried.attributes import CarriedValueError
-from partitioner.tracing.trace import trace
+from partitioner.tracing.export.guards import Assumptions
+from partitioner.tracing.trace import source_of, trace_source
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import with_ancestors
 from passes.graph.symbolic_sizes import size_of
@@ -49,12 +51,18 @@ class Proof:
         reason: why nothing is proved.
         counters: for ``"counted"``, one for each mean over the targets that are not ignored, or weighted by class.
         is_sole: whether the loss is one such mean: then microbatches may be weighted by its targets.
+        assumed: what the proof assumes of the number of rows; None: nothing is proved.
     """
 
     kind: Literal["mean", "sum", "counted"] | None
     reason: str = ""
     counters: tuple[Counter, ...] = ()
     is_sole: bool = True
+    assumed: Assumptions | None = None
+
+    def first_unproved(self, sizes: Iterable[int]) -> int | None:
+        """Return the first of these numbers of rows for which the loss may compute something else; None: there is none."""
+        return next((rows for rows in sizes if self.assumed is not None and not self.assumed.hold_for(rows)), None)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -120,7 +128,7 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
         example_leaves = [_example_target_leaf(leaf, rows, batch, device) for leaf in leaves]
         with preserve_state(loss_fn, device), silence_fake_tensor_log():
             arguments = (example_results, pytree.tree_unflatten(example_leaves, tree))
-            traced = trace(loss, arguments, training=loss.training, autocast=graph.autocast)
+            traced, opened = trace_source(source_of(loss, arguments, None, loss.training, graph.autocast))
         if _changes_state(loss, example_results, pytree.tree_unflatten(example_leaves, tree), device):
             return Proof(None, "it changes what later calls read")
     except CarriedValueError:
@@ -130,7 +138,8 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
     for traced_input, leaf in zip(traced.inputs, [*example_results, *example_leaves], strict=False):
         if has_rows(leaf, batch) and traced_input.batch_dim != 0:
             return Proof(None, "it fixes the number of rows")
-    return _conclude(traced, loss, n_results=len(example_results))
+    proof = _conclude(traced, loss, n_results=len(example_results))
+    return replace(proof, assumed=opened.exported.assumed if opened is not None else None)
 
 
 def _changes_state(loss: _Loss, results: Sequence[Tensor], target: Any, device: torch.device) -> bool:

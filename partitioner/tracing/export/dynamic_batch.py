@@ -160,7 +160,7 @@ def _try_layout(
     symbols = {pair: symbol for pair in others if (symbol := symbol_of(program, *pair)) is not None}
     sizes = {symbol: inputs.leaves[leaf].shape[dimension] for (leaf, dimension), symbol in symbols.items() if symbol != batch}
     open_sizes = {pair: symbol for pair, symbol in symbols.items() if symbol in sizes}
-    assumed = assumptions_of(program, open_layout)
+    assumed = assumptions_of(program, open_layout, differs_for_one=bool(found.lines_about_one_row))
     return Exported(**vars(found), inputs=inputs, layout=open_layout, batch=batch, open_sizes=open_sizes, sizes=sizes, assumed=assumed)
 
 

@@ -65,6 +65,7 @@ class Export:
     Attributes:
         program: the result of ``torch.export``.
         notes: for the user, one sentence each.
+        lines_about_one_row: the lines of the model that would decide otherwise for a batch of one row.
         gradient_questions: what code of the model asked of autograd's state.
         program_state: the plain state of the program that its code may have read.
         left: what it leaves in attributes of modules.
@@ -73,6 +74,7 @@ class Export:
 
     program: ExportedProgram
     notes: tuple[str, ...]
+    lines_about_one_row: tuple[str, ...]
     gradient_questions: tuple[str, ...]
     program_state: tuple[Reading, ...]
     left: LeftByCall
@@ -147,8 +149,9 @@ def export(
         edits = refuse_carried_values(model, before, left, calls, again)
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
         by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
-    notes = (*_notes(_lines_about_batch(record.comparisons, program, layout)), *of_fast_paths, *dict.fromkeys(slower))
-    return Export(program, notes, tuple(sorted(record.questions)), tuple(reach.readings), by_call, known.read)
+    lines = _lines_about_batch(record.comparisons, program, layout)
+    notes = (*_notes(lines), *of_fast_paths, *dict.fromkeys(slower))
+    return Export(program, notes, lines, tuple(sorted(record.questions)), tuple(reach.readings), by_call, known.read)
 
 
 def _set_back(readings: Sequence[Reading]) -> list[tuple[Reading, dict[str, Any]]]:

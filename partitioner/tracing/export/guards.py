@@ -39,10 +39,12 @@ class Assumptions:
     Attributes:
         batch: the symbol of the batch size.
         conditions: on symbols of sizes.
+        differs_for_one: whether lines of the model decide otherwise for a batch of one row.
     """
 
     batch: sympy.Symbol
     conditions: tuple[sympy.Basic, ...]
+    differs_for_one: bool = False
 
     def largest_batch(self, sizes: Mapping[sympy.Symbol, int]) -> tuple[int | None, str]:
         """Return the largest batch size up to which all assumptions hold for given other sizes, and the one that fails for the next.
@@ -58,6 +60,12 @@ class Assumptions:
                 limit, failing = found, _text(expression.xreplace({self.batch: sympy.Symbol("batch")}))
         return limit, failing
 
+    def hold_for(self, rows: int) -> bool:
+        """Return whether all assumptions hold for a batch of so many rows, where no other size is open."""
+        if rows == 1:
+            return not self.differs_for_one
+        return all(_at(condition, {self.batch: sympy.Integer(rows)}) == sympy.true for condition in self.conditions)
+
     def failing(self, names: Mapping[sympy.Symbol, str], sizes: Mapping[sympy.Symbol, int]) -> str:
         """Return the first assumption that fails for these sizes, whatever the batch; empty: there is none.
 
@@ -72,14 +80,14 @@ class Assumptions:
         return ""
 
 
-def assumptions_of(program: ExportedProgram, layout: BatchLayout) -> Assumptions:
+def assumptions_of(program: ExportedProgram, layout: BatchLayout, *, differs_for_one: bool) -> Assumptions:
     """Return what a trace with an open batch size assumes of that and of all other open sizes."""
     size = _size(program, *layout.dimensions[0])
     assert isinstance(size, torch.SymInt)
     symbol, environment = size.node.expr, size.node.shape_env
     assumed = [guard.expr for guard in environment.guards]
     assumed += [deferred.expr for asserts in environment.deferred_runtime_asserts.values() for deferred in asserts]
-    return Assumptions(symbol, tuple(dict.fromkeys(map(environment.replace, assumed))))
+    return Assumptions(symbol, tuple(dict.fromkeys(map(environment.replace, assumed))), differs_for_one)
 
 
 def _at(condition: sympy.Basic, numbers: Mapping[sympy.Symbol, sympy.Integer]) -> sympy.Basic:

@@ -86,6 +86,20 @@ def test_what_is_no_mean_is_refused(pm: PartitionedModel, name: str) -> None:
     assert all(parameter.grad is None for parameter in pm.parameters())
 
 
+@pytest.mark.parametrize(("rows", "is_exact"), [(1, False), (2, True), (4, False)])
+def test_parts_may_not_take_another_branch_of_a_loss(rows: int, is_exact: bool) -> None:
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o, t) * (1 if o.shape[0] in (1, 4) else 2)
+
+    x, target = labelled()
+    pm = partitioned(devices=1, mode="pipeline", n_microbatches=len(x) // rows)
+    if is_exact:
+        assert difference(cases.model(), pm, loss, x, target) is None
+    else:
+        with pytest.raises(ConfigError, match=f"depends on the number of rows, and {rows} rows take another branch"):
+            pm.train_step(x, target=target, loss_fn=loss)
+
+
 @pytest.mark.parametrize("pm", ["pipeline", *slow("data", "mesh")], indirect=True)
 def test_sums_are_told_from_means(pm: PartitionedModel) -> None:
     x, target = labelled()
