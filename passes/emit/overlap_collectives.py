@@ -11,7 +11,9 @@
     store(sums)                             store(sums)
 
 At most two reductions of a backward are under way: what a third sends would be a third copy of gradients in memory, since a message is held
-until it is waited for. So the program waits for the first when the third has started.
+until it is waited for. So the program waits for the first when the third has started. A sum of what another reduction yields, such as a
+gradient that is scattered inside a node and summed over nodes, starts when the program has waited for that one; of these, too, two are
+under way.
 
 Sums over all microbatches are sent from the memory in which they were added: the program waits for none of them before the end. They start
 after the gradients that earlier stages wait for are sent. Views of such sums, and sums of them over other ranks, come at the end too.
@@ -94,9 +96,14 @@ class _Order:
     def __init__(self, graph: fx.Graph, *, early: bool = True) -> None:
         self.placed: dict[fx.Node, None] = {}
         self.late = _late_nodes(graph)
-        self._under_way: list[fx.Node] = []
+        self._under_way: dict[bool, list[fx.Node]] = {False: [], True: []}
         self._ahead = _next_gathers(graph) if early else {}
         self._starts = _early_starts(graph, self.late) if early else {}
+        self._awaited = _chained_starts(graph, self.late) if early else {}
+        self._chained: dict[fx.Node, list[fx.Node]] = {}
+        for start, awaited in self._awaited.items():
+            for each in awaited:
+                self._chained.setdefault(each, []).append(start)
 
     def place(self, node: fx.Node) -> None:
         """Append a node after its inputs, then the collectives that can start now that it is computed."""
@@ -111,12 +118,16 @@ class _Order:
             self._wait_for_earlier(node)
         for start in self._starts.get(node, ()):
             self.place(start)
+        for start in self._chained.get(node, ()):
+            if all(each in self.placed for each in self._awaited[start]):
+                self.place(start)
 
     def _wait_for_earlier(self, started: fx.Node) -> None:
-        """Place the waits of all reductions but the last ones, ``_MOST_UNDER_WAY``."""
-        self._under_way = [node for node in (*self._under_way, started) if any(user not in self.placed for user in node.users)]
-        while len(self._under_way) > _MOST_UNDER_WAY:
-            for user in self._under_way.pop(0).users:
+        """Place the waits of all reductions but the last ones, ``_MOST_UNDER_WAY``; those that read other reductions are counted apart."""
+        kind = started in self._awaited
+        self._under_way[kind] = [node for node in (*self._under_way[kind], started) if any(user not in self.placed for user in node.users)]
+        while len(self._under_way[kind]) > _MOST_UNDER_WAY:
+            for user in self._under_way[kind].pop(0).users:
                 self.place(user)
 
 
@@ -193,4 +204,19 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
             last = max(candidates, key=position.__getitem__)
             if not _is_saved(last, node):
                 starts.setdefault(last, []).append(node)
+    return starts
+
+
+def _chained_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Map each reduction of what other reductions yield to the nodes after which it can start: their waits, and the in-place writes."""
+    starts: dict[fx.Node, list[fx.Node]] = {}
+    barrier: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op == "call_function" and written_arguments(node):
+            barrier = node
+        if node.target not in _REDUCTIONS or node.meta.get(FOR_ALL) or not all(source in late for source in node.all_input_nodes):
+            continue
+        waits = dict.fromkeys(source.all_input_nodes[0] for source in node.all_input_nodes)
+        if all(each.target is wait and each.all_input_nodes[0].target in _REDUCTIONS for each in waits):
+            starts[node] = [*waits, *([barrier] if barrier is not None else [])]
     return starts

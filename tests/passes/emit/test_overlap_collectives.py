@@ -1,0 +1,44 @@
+"""Collectives start before what hides them, in an order that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import fx, nn
+
+from partitioner import PartitionedModel, partition
+from passes.ir.comm.primitives import all_reduce, reduce_scatter
+from tests.support.running.transparency import assert_step_equals
+
+WIDTH = 512
+"""Of layers whose gradients are 2 MiB: the last one fills the first bucket."""
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))).double()
+
+
+def partitioned(mode: Mapping[str, int]) -> tuple[PartitionedModel, torch.Tensor]:
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    return partition(perceptron(), 4, mode, example_inputs=(x,), cluster="h100:2x2", progress=False), x
+
+
+def started(graph: fx.Graph) -> list[fx.Node]:
+    """Return the reductions of gradients and the matrix products, in order."""
+    sums = {node for node in graph.nodes if node.target is all_reduce and "gradients" in node.name}
+    return [node for node in graph.nodes if node in sums or node.target in (reduce_scatter, torch.ops.aten.mm.default)]
+
+
+@pytest.mark.parametrize("scattered", ["fsdp", "zero2"])
+def test_scattered_gradients_are_summed_while_the_backward_computes(scattered: str) -> None:
+    pm, x = partitioned({"data": 2, scattered: 2})
+    orders = [[node.target for node in started(graph.graph)] for graph in pm.graphs]
+    assert all(order == orders[0] for order in orders)
+    targets = orders[0]
+    products = [place for place, target in enumerate(targets) if target is torch.ops.aten.mm.default]
+    assert reduce_scatter in targets
+    assert targets.index(all_reduce) < products[-1]
+    assert_step_equals(pm, perceptron(), x, target=torch.randn(8, WIDTH, dtype=torch.float64))
