@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from cost_models.cost_model import CostModel
     from cost_models.hardware.clusters import Cluster, Device, Link
-    from partitioner.model.draw import Drawing, WeightDrawing, diff, draw, draw_weight
+    from partitioner.model.draw import Drawing, WeightDrawing, draw, draw_weight
     from partitioner.model.partitioned_model import PartitionedModel
     from partitioner.options.constraints import Constraints
     from partitioner.options.devices import DevicesArgument
@@ -61,7 +61,6 @@ __all__ = [
     "TraceError",
     "VerificationError",
     "WeightDrawing",
-    "diff",
     "draw",
     "draw_weight",
     "partition",
@@ -74,7 +73,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "cost_models.hardware.clusters": ["Cluster", "Device", "Link"],
-    "partitioner.model.draw": ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"],
+    "partitioner.model.draw": ["Drawing", "WeightDrawing", "draw", "draw_weight"],
     "partitioner.model.partitioned_model": ["PartitionedModel"],
     "partitioner.options.constraints": ["Constraints"],
     "partitioner.schedules.registered": ["register_schedule"],

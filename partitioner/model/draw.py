@@ -1,8 +1,7 @@
-"""Pictures and differences of partitioned models, plans and programs.
+"""Pictures of partitioned models and of their weights.
 
 draw(pm).save("model.svg")                      the model over its ranks, coloured by stage; .dot() for Graphviz
 print(draw_weight(pm, "blocks.0.up.weight"))    which rank holds which block
-print(diff(pm.graph(0), pm.graph(1)))           two programs, two plans or two models side by side
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import fx
 
 from cost_models.text_files import write_text
 from partitioner.model.partitioned_model import PartitionedModel
@@ -23,12 +19,10 @@ from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.dot import dot_text
 from partitioner.reports.pictures.held import held_blocks
 from partitioner.reports.pictures.partition_diagram import partition_diagram
-from partitioner.reports.tables.difference import Difference, difference_of, plan_lines
 from passes.ir.checked_arguments import at_least, checked_arguments
 from passes.ir.errors import ConfigError
-from passes.ir.plan import Plan
 
-__all__ = ["Drawing", "WeightDrawing", "diff", "draw", "draw_weight"]
+__all__ = ["Drawing", "WeightDrawing", "draw", "draw_weight"]
 
 
 @dataclass(frozen=True)
@@ -109,39 +103,6 @@ def draw_weight(pm: PartitionedModel, name: str) -> WeightDrawing:
         near = difflib.get_close_matches(name, by_name, n=3, cutoff=0.4) or sorted(by_name)[:3]
         raise ConfigError(f"the model has no parameter or buffer {name!r}", remedy=f"it has {', '.join(near)} ...")
     return WeightDrawing(held_blocks(explained, placeholder, name))
-
-
-Comparable = PartitionedModel | Plan | fx.GraphModule
-"""Arguments of ``diff``."""
-
-
-def diff(left: Comparable, right: Comparable) -> Difference:
-    """Compare two ranks' programs, two plans or two partitioned models (by their explanations), side by side.
-
-    Args:
-        left, right: ``pm.graph(0)`` and ``pm.graph(1)``, ``pm.plan`` and another's, or two models: of one kind.
-
-    Returns:
-        An object that prints as two columns, and is false if nothing differs.
-
-    Raises:
-        ConfigError: they are of different kinds.
-    """
-    for kind, lines in _LINES.items():
-        if isinstance(left, kind) and isinstance(right, kind):
-            return difference_of(lines(left), lines(right))
-    raise ConfigError(
-        f"a {type(left).__name__} and a {type(right).__name__} cannot be compared",
-        remedy="pass two programs (pm.graph(0), pm.graph(1)), two plans, or two partitioned models",
-    )
-
-
-_LINES: Mapping[type, Callable[[Any], Sequence[str]]] = {
-    PartitionedModel: lambda pm: pm.explain().splitlines(),
-    Plan: plan_lines,
-    fx.GraphModule: lambda graph: graph.print_readable(print_output=False).strip().splitlines(),
-}
-"""The lines by which each kind is compared."""
 
 
 def _save(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> None:

@@ -15,7 +15,7 @@ from partitioner.experiments.results.results import TEXTS, Results, cell, column
 from partitioner.experiments.results.row import Row
 from partitioner.reports.explain.choices import contenders_section, front_section
 from partitioner.reports.page.frame import framed, page_file, tiles_html
-from partitioner.reports.tables.difference import plan_lines
+from partitioner.reports.tables.plan_lines import plan_lines
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import mesh_words
 from passes.ir.plan import Plan

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
 from torch import fx
 
 from cost_models.formulas.step import StepFormula
@@ -16,14 +15,11 @@ from cost_models.text_files import write_text
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.inspection.inspected_programs import InspectedPrograms, explained, table_of_devices
-from partitioner.model.inspection.replan import Replanned, replan
 from partitioner.model.inspection.simulate import Step, simulate
 from partitioner.model.inspection.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
 from partitioner.model.module.model_state import ModelState
 from partitioner.model.served_trace import ServedTrace
 from partitioner.options.arguments import EXAMPLES, VALUES
-from partitioner.options.constraints import Constraints
-from partitioner.planner.price_of_pins import Pinned, pinned
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.cost_formula import cost_formula
 from partitioner.reports.dump_passes import dump_passes
@@ -59,7 +55,6 @@ class InspectedModel(ModelState):
         self._left = left or LeftAttributes(trace.original)
         self._traces = Traces(trace, lambda made: ServedTrace.of(made, self._left))
         self._decoders: list[Decoder] = []  # none before the first generate()
-        self._prices: tuple[Pinned, ...] | None = None
 
     @property
     def traced(self) -> Trace:
@@ -121,26 +116,15 @@ class InspectedModel(ModelState):
 
     @checked_arguments()
     @gc_paused()
-    def explain(self, *, prices: bool = False) -> str:
-        """Return the plan as text: stages, layouts, communication and why, schedule, predicted time and what bounds it, and runner-ups.
-
-        Args:
-            prices: report also the cost of each choice of the user (``mode=``, ``schedule=``, an entry of ``constraints=``). Each takes
-                a search of its own, on the first call: seconds for a small model.
-        """
-        if prices and self._prices is None:
-            problem = self.traced.assumed.problem
-            self._prices = () if problem is None else pinned(problem, self.plan)
-        return explanation(self.explained(), (self._prices or ()) if prices else ())
+    def explain(self) -> str:
+        """Return the plan as text: stages, layouts, communication and why, schedule, predicted time and what bounds it, and runner-ups."""
+        return explanation(self.explained())
 
     @checked_arguments(VALUES, EXAMPLES)
     @gc_paused()
     def save_report(self, path: str | Path, cluster: Cluster | str | None = None) -> None:
-        """Write all reports as one HTML file, which needs no network; the step is simulated on ``cluster``.
-
-        The costs of the user's choices are part of it if ``explain(prices=True)`` was called before.
-        """
-        page = page_html(self.explained(), self._prices or (), self.device_table(), self.simulate(cluster), self.cost_formula)
+        """Write all reports as one HTML file, which needs no network; the step is simulated on ``cluster``."""
+        page = page_html(self.explained(), self.device_table(), self.simulate(cluster), self.cost_formula)
         write_text(path, page, "the report")
 
     @checked_arguments()
@@ -191,39 +175,6 @@ class InspectedModel(ModelState):
         if any(part.training for part in self._parts):
             raise ConfigError("inference is simulated of a model in evaluation mode", remedy="pm.eval()")
         return simulate_inference(self.traced, self._decoders, batches, prompt, new_tokens, cluster, requests)
-
-    @checked_arguments(VALUES, EXAMPLES)
-    def replan(
-        self,
-        devices: int | Sequence[str | torch.device] | Cluster | None = None,
-        mode: str | Mapping[str, int | Sequence[int]] = "auto",
-        *,
-        cluster: Cluster | str | None = None,
-        memory_limit: int | str | None = None,
-        survivors: Sequence[int | None] | None = None,
-        constraints: Constraints | None = None,
-    ) -> Replanned:
-        """Plan for other devices, memory or hardware, and list which tensors would move. Nothing is moved or run.
-
-        Checkpoints fit all plans. In one process, ``new.load_state_dict(pm.full_state_dict())`` and
-        ``new.load_optimizer_state_dict(optimizer, pm.full_optimizer_state_dict(old_optimizer))`` continue the training; in newly started
-        processes, load with ``torch.distributed.checkpoint`` what it saved of ``pm.sharded_state_dict()`` and
-        ``pm.sharded_optimizer_state_dict(...)``.
-
-        Args:
-            devices: as ``partition`` takes them; None: as many as now.
-            mode: of the new plan; ``"auto"``: the fastest of all.
-            cluster: the hardware, if it is not the one that was planned for. If that has too few devices, this machine's are assumed.
-            memory_limit: per device; None: the memory of the devices.
-            survivors: for each new rank, the old rank whose memory it still has, or None for an empty one; tensors that only an unnamed
-                old rank held come from a checkpoint. None: ranks keep their numbers, and additional ones are empty.
-            constraints: decisions that the new plan must keep to.
-
-        Raises:
-            ConfigError: an argument does not fit.
-            InfeasiblePlanError: nothing fits the memory; says what would.
-        """
-        return replan(self.traced, devices, mode, cluster=cluster, memory_limit=memory_limit, survivors=survivors, constraints=constraints)
 
     def explained(self) -> Explained:
         """Return the model, its plan and its programs as reports read them."""

@@ -1,12 +1,8 @@
-"""Why this plan: the runner-up plans, the cost of each option that the user fixed, and how far the search proved it optimal.
+"""Why this plan: the runner-up plans, and how far the search proved it optimal.
 
 plan                                           step    beside the chosen  fullest rank  most of the time
 data 2 x tensor 2                           1.20 ms               chosen      1.20 GiB  arithmetic
 data 4                                      1.31 ms         9.2 % slower      1.61 GiB  the sum of gradients over replicas
-
-choice              price in a step   without it
-mode="pipeline"    0.31 ms, +24.0 %   data 4
-schedule="GPipe"            nothing   no faster plan was found
 """
 
 from __future__ import annotations
@@ -14,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cost_models.hardware.units import format_bytes, format_seconds
-from partitioner.planner.price_of_pins import Pinned
 from partitioner.reports.tables.table import Table
 from passes.ir.mesh import TILES
 from passes.ir.plan import Contender, Plan
 
-__all__ = ["axes_proof", "contenders_section", "front_section", "fullest_rank", "pinned_section"]
+__all__ = ["axes_proof", "contenders_section", "front_section", "fullest_rank"]
 
 _AS_FAST = 0.05
 """Percent below which two plans count as equally fast."""
@@ -55,23 +50,6 @@ def _relative_time(seconds: float, chosen: float) -> str:
     if abs(change) < _AS_FAST:
         return "as fast"
     return f"{change:.1f} % slower" if change > 0 else f"{-change:.1f} % faster"
-
-
-def pinned_section(choices: Sequence[Pinned], plan: Plan) -> Table | None:
-    """Return the table of the options that the user fixed, each with its cost in step time; None if there are none."""
-    if not choices:
-        return None
-    rows = [("choice", "price in a step", "without it")]
-    rows += [(choice.choice, _price(choice, plan), choice.without) for choice in choices]
-    return Table(rows, "<><", "price: what a step takes longer than with the best plan without that choice, all others kept; predicted")
-
-
-def _price(choice: Pinned, plan: Plan) -> str:
-    if choice.price is None:
-        return "cannot do without"
-    if choice.price == 0:
-        return "nothing"
-    return f"{format_seconds(choice.price)} of {format_seconds(plan.step_time)}"
 
 
 def fullest_rank(peaks: Sequence[int], limits: Sequence[float]) -> str:

@@ -12,14 +12,13 @@ from typing import TypeVar
 from cost_models.hardware.units import format_bytes, format_flops, format_seconds
 from cost_models.simulator.result import Simulation
 from partitioner.options.batch_statistics import microbatch_effects
-from partitioner.planner.price_of_pins import Pinned
 from partitioner.planner.search.describe import recomputed_regions
 from partitioner.reports.communication.collectives import collectives_of_classes
 from partitioner.reports.communication.planned import planned_communication, planned_transfers
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.explain.activations import activations_section
-from partitioner.reports.explain.choices import axes_proof, contenders_section, front_section, fullest_rank, pinned_section
+from partitioner.reports.explain.choices import axes_proof, contenders_section, front_section, fullest_rank
 from partitioner.reports.explain.clocks import clocks, stage_seconds
 from partitioner.reports.explain.halos import halos_section
 from partitioner.reports.explain.regions import regions_section
@@ -47,22 +46,21 @@ _WIDE_GAP = 0.1
 """Relative time that another plan could save above which the explanation begins with it."""
 
 
-def explanation(explained: Explained, choices: Sequence[Pinned] = ()) -> str:
-    """Return the text of ``pm.explain()`` for a terminal of 140 columns; ``choices`` are options that the user fixed, with their cost."""
+def explanation(explained: Explained) -> str:
+    """Return the text of ``pm.explain()`` for a terminal of 140 columns."""
     lines = [headline(explained.name, explained.plan, training=explained.graph.training), ""]
     lines += [f"  {line}" for line in _paragraphs(summary(explained))]
-    for title, body in sections(explained, choices):
+    for title, body in sections(explained):
         lines += ["", title, *(f"  {line}" for line in (body.lines(_TERMINAL - 2) if isinstance(body, Table) else body))]
     return "\n".join(lines)
 
 
-def sections(explained: Explained, choices: Sequence[Pinned] = ()) -> list[tuple[str, Table | Sequence[str]]]:
+def sections(explained: Explained) -> list[tuple[str, Table | Sequence[str]]]:
     """Return the sections of the explanation, titles with tables or lines; empty ones are left out."""
     notes = [textwrap.fill(note, _WIDTH - 6, subsequent_indent="     ") for note in notes_of(explained)]
     every: tuple[tuple[str, Table | Sequence[str] | None], ...] = (
         ("PLANS", contenders_section(explained.plan)),
         ("TIME AGAINST MEMORY", front_section(explained.plan)),
-        ("PINNED", pinned_section(choices, explained.plan)),
         ("AXES", axes_section(explained) if explained.is_cut else None),
         ("REGIONS", regions_section(explained) if explained.is_cut else None),
         ("HALOS", halos_section(explained.plan)),

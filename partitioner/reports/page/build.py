@@ -9,7 +9,6 @@ from typing import TypeAlias
 from cost_models.formulas.step import StepFormula
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.result import Simulation
-from partitioner.planner.price_of_pins import Pinned
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import notes_of, sections, summary
 from partitioner.reports.module_names import rank_list
@@ -43,16 +42,13 @@ _WEIGHTS = 4
 """Largest number of weights that are drawn, one for each layout."""
 
 
-def page_html(
-    explained: Explained, choices: Sequence[Pinned], devices: DeviceTable, simulation: Simulation, formula: Callable[[], StepFormula]
-) -> str:
+def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation, formula: Callable[[], StepFormula]) -> str:
     """Return the report of a partitioned model as a single HTML file, without scripts, styles, fonts or pictures from elsewhere.
 
     Args:
-        choices: the options that the user fixed, with their cost.
         formula: returns the formulas of a step. If it raises, the page gives the reason in their place.
     """
-    bodies, classes = dict(sections(explained, choices)), explained.rank_classes
+    bodies, classes = dict(sections(explained)), explained.rank_classes
     drawing = "" if explained.is_long else f'<div class="wide">{diagram_svg(partition_diagram(explained))}</div>'
     parts = (
         ("Plan", _plan(explained, bodies, simulation)),
@@ -89,7 +85,7 @@ _Bodies: TypeAlias = Mapping[str, Table | Sequence[str]]
 
 def _plan(explained: Explained, bodies: _Bodies, simulation: Simulation) -> str:
     pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in summary(explained, simulation))
-    titles = ("PLANS", "TIME AGAINST MEMORY", "PINNED", "AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE")
+    titles = ("PLANS", "TIME AGAINST MEMORY", "AXES", "PARAMETERS", "ACTIVATIONS", "STAGES", "TIED PARAMETERS", "SCHEDULE")
     return f"<dl>{pairs}</dl>" + _tables(bodies, titles)
 
 

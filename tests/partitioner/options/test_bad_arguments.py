@@ -27,7 +27,6 @@ from partitioner import (
     PartitionedModel,
     PartitionError,
     Plan,
-    diff,
     draw,
     draw_weight,
     partition,
@@ -112,7 +111,6 @@ def calls(pm: PartitionedModel, folder: Path) -> Iterator[tuple[str, Callable[..
     yield "simulate_inference", pm.simulate_inference, {"batches": (2,)}
     yield "explain", pm.explain, {}
     yield "save_report", pm.save_report, {"path": folder / "report.html"}
-    yield "replan", pm.replan, {}
     for name in ("verify", "cost_formula", "record", "full_state_dict", "full_gradients", "no_sync", "sharded_state_dict"):
         yield name, functools.partial(call_with_extra, getattr(pm, name)), {"extra": None}
     optimizer = torch.optim.SGD(pm.parameters())
@@ -126,7 +124,6 @@ def calls(pm: PartitionedModel, folder: Path) -> Iterator[tuple[str, Callable[..
     yield "initialize", pm.initialize, {}
     yield "draw", draw, {"pm": pm}
     yield "draw_weight", draw_weight, {"pm": pm, "name": "0.weight"}
-    yield "diff", diff, {"left": pm.plan, "right": pm.plan}
     yield "Drawing.save", draw(pm).save, {"path": folder / "drawing.svg"}
     yield "Timeline.save", pm.simulate().timeline.save, {"path": folder / "timeline.json"}
 

@@ -165,12 +165,11 @@ def test_the_plan_has_it() -> None:
 
 
 @pytest.mark.slow
-def test_plans_of_other_devices_and_of_the_same_plan_have_it() -> None:
+def test_models_of_the_same_plan_have_it() -> None:
     pm = partitioned(2, "fsdp")
     plan = Plan.from_json(pm.plan.to_json())
     other = partitioned(2, "fsdp", reduce_dtype=None)
     assert pm.plan.hash != other.plan.hash
-    assert pm.replan(4, "fsdp").plan.reduce_dtype == "bfloat16"
     again = step(partition(perceptron(), 2, plan=plan, example_inputs=(example()[0],), precision="bf16-mixed", progress=False))
     assert torch.bfloat16 in {dtype for name, dtype, _ in messages(again) if name == "reduce_scatter"}
     assert "reduce_dtype" not in other.explain()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.hardware.units import format_bytes
-from partitioner import ConfigError, PartitionedModel, diff, draw, draw_weight, partition
+from partitioner import ConfigError, PartitionedModel, draw, draw_weight, partition
 from partitioner.reports.pictures.blocks import block_table
 from partitioner.reports.pictures.diagram import Arrow, Box, Diagram, Lane
 from partitioner.reports.pictures.diagram_svg import diagram_svg
@@ -202,36 +202,6 @@ def test_a_long_table_says_that_it_goes_on() -> None:
     assert table.is_cut_off
     assert len(table.rows) == 64
     assert table.owners[:3] == (((0,),), ((1,),), ((0,),))
-
-
-# -- differences -----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_two_ranks_side_by_side() -> None:
-    pm = gpt("tensor", 2)
-    found = diff(pm.graph(0), pm.graph(1))
-    assert found
-    text = str(found)
-    assert max(map(len, text.splitlines())) <= 160
-    assert re.search(r"Rank0TrainStep.* \| .*Rank1TrainStep", text)
-    assert re.search(r"^ +> +keep_first_mb0 = torch.zeros_like", text, re.MULTILINE)
-    for side, rank in (("left", 0), ("right", 1)):
-        lines = [getattr(pair, side) for pair in found.pairs if getattr(pair, side) is not None]
-        assert "\n".join(lines) == pm.graph(rank).print_readable(print_output=False).strip()
-    assert "<mark>" in found.html()
-    assert not diff(pm.graph(0), pm.graph(0))
-    assert str(diff(pm.plan, pm.plan)) == "no difference"
-
-
-@pytest.mark.slow
-def test_two_plans_and_two_models() -> None:
-    one, other = gpt("tensor", 2), gpt("pipeline", 2)
-    text = str(diff(one.plan, other.plan))
-    assert re.search(r"mesh +tensor 2 +\| mesh +pipeline 2", text)
-    assert diff(one, other)
-    with pytest.raises(ConfigError, match="a PartitionedModel and a Plan cannot be compared"):
-        diff(one, other.plan)
 
 
 def test_labels_of_messages_to_one_box_do_not_cover_each_other() -> None:
