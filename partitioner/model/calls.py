@@ -8,13 +8,10 @@ A process may leave out inputs that its stages do not read: it learns the number
 from __future__ import annotations
 
 import functools
-import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, nn
 
@@ -30,24 +27,11 @@ from partitioner.runtime.state.parameters import State
 from partitioner.specialize.arguments import TracedArguments
 from partitioner.specialize.sharded_model import ShardedModel
 from passes.graph.symbolic_sizes import size_of
-from passes.ir.errors import ConfigError, level_of_caller
-from passes.ir.graph import Base, Input, ModelGraph, Output, without_autocast
+from passes.ir.graph import Input, ModelGraph, Output, without_autocast
 from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 
-__all__ = ["Calls", "size_at_rows"]
-
-_SIZES = {"FloorDiv": operator.floordiv, "Mod": operator.mod}
-"""How functions of sizes are computed, of ints and symbolic ints."""
-
-
-def size_at_rows(size: Any, rows: int | torch.SymInt) -> Any:
-    """Return the value of an expression in the batch, for rows that may be symbolic; anything else is returned unchanged."""
-    if not isinstance(size, sympy.Expr):
-        return size
-    symbols = list(size.free_symbols)
-    return sympy.lambdify(symbols, size, modules=[_SIZES])(*[rows] * len(symbols))
-
+__all__ = ["Calls"]
 
 _AUTOCAST = ("cpu", "cuda")
 
@@ -90,35 +74,13 @@ class Calls:
         self._returned = tuple(dict.fromkeys(output.node for output in graph.leaves if output.node is not None))
         self._optimizer_steps = OptimizerSteps(state.named_parameters)
         self.dtype = dtype
-        self._output_tree = graph.output_tree
-        self._shapes: dict[int, list[tuple[list[Any], torch.dtype]]] = {}  # rows -> sizes and dtypes of results, for a fixed batch
         self._read: dict[tuple[ProgramSet, int], tuple[Input, ...]] = {}  # the inputs that a rank's program reads
         self._sharded_views: dict[ShardedModel, ViewsOfCalls] = {}
-        self._constants = tuple((output.is_computed, None if output.is_computed else output.constant) for output in graph.leaves)
 
     @functools.cached_property
     def views(self) -> ViewsOfCalls:
         """The results that are views of one tensor."""
         return ViewsOfCalls(self._graph)
-
-    def refuse_compiled(self) -> None:
-        """Raise ConfigError if a compiler would miss something: it is given the leaves of a result, no writes and no bases of views."""
-        if any(isinstance(output.destination, Base) for output in self._graph.outputs):
-            raise ConfigError(
-                "the model returns overlapping parts of a tensor that it does not return, and torch.compile would not see what they share",
-                remedy="call pm without torch.compile, or let the model return the tensor, or clones of its parts",
-            )
-        if self._graph.writes:
-            written = ", ".join(output.name for output in self._graph.writes.values())
-            raise ConfigError(
-                f"forward writes into its input {written}, and torch.compile does not see what a partitioned model writes",
-                remedy="call pm without torch.compile, or let the model return the new values",
-            )
-
-    @property
-    def asks_for_gradients(self) -> bool:
-        """Whether code of the model asks whether gradients are on, or required."""
-        return bool(self._graph.gradient_questions)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundInputs:
         """Return the tensors of one call; see ``TracedArguments.bind``."""
@@ -256,8 +218,6 @@ class Calls:
         values_of_nodes = dict(zip(lowered.returned, own_memory(values, inputs), strict=True))
         pairs = [pair for pair in zip(self._graph.outputs, lowered.outputs, strict=True) if pair[1].node is not None]
         by_node = {str(output.node): values_of_nodes[str(own.node)] for output, own in pairs}
-        if self._graph.batch is None and rows not in self._shapes:
-            self._shapes[rows] = [(list(by_node[name].shape), by_node[name].dtype) for name in self._returned]
         self._write(by_node, inputs)
         if sharded not in self._sharded_views:
             self._sharded_views[sharded] = ViewsOfCalls(sharded.whole)
@@ -300,54 +260,8 @@ class Calls:
         given = inputs.written.get(output.argument or "")
         return by_node[output.node] if given is None else given
 
-    def result_shapes(self, rows: int | torch.SymInt) -> list[tuple[list[Any], torch.dtype]]:
-        """Return sizes, symbolic where the rows are, and dtype of each returned node; nothing is computed.
-
-        Raises:
-            ConfigError: the model is traced for each batch size, and it has not been called with this one.
-        """
-        if self._graph.batch is not None or rows == self._graph.batch_size:
-            traced = {node.name: node.meta["val"] for node in self._graph.graph.nodes if node.name in self._returned}
-            specs = [traced[name] for name in self._returned]
-            return [([size_at_rows(size_of(size), rows) for size in value.shape], value.dtype) for value in specs]
-        if int(rows) not in self._shapes:
-            error = ConfigError(
-                f"the model is traced for each batch size, which a compiler cannot wait for, and {int(rows)} rows are new",
-                remedy="call pm once with a batch of this size without torch.compile, before its compiled form",
-            )
-            warnings.warn(str(error), stacklevel=level_of_caller())  # of an error at this place Dynamo reports only the kind
-            raise error
-        return self._shapes[int(rows)]
-
-    def values_of(self, result: Any) -> list[Tensor]:
-        """Return the value of each returned node, from a result of the model, which may be in other modes, to compiled code.
-
-        Raises:
-            ConfigError: its structure, or a constant in it, differs from what was traced.
-        """
-        self._left.forget(self._graph, "compiled code returns results alone", "call pm(...) without torch.compile")
-        leaves, tree = pytree.tree_flatten(result)
-        pairs = list(zip(self._constants, leaves, strict=False))
-        if tree != self._output_tree or any(not is_computed and leaf != constant for (is_computed, constant), leaf in pairs):
-            raise ConfigError(
-                "the model returns other results in these modes than in those that it was partitioned in, which compiled code expects",
-                remedy="compile a model that is partitioned in these modes: torch.compile(partition(model.eval(), ...))",
-            )
-        by_node = {output.node: leaf for output, leaf in zip(self._graph.leaves, leaves, strict=True)}
-        return [by_node[name] for name in self._returned]
-
-    def computed_leaves(self, values: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves of the result that differ between calls: tensors, and sizes that depend on the batch."""
-        rows = self.arguments.rows_of(args, kwargs)
-        leaves = () if self.dtype is not None else self.arguments.leaves(args, kwargs) or ()
-        pairs = zip(self._graph.inputs, leaves, strict=False)
-        given = {leaf.placeholder: value for leaf, value in pairs if leaf.placeholder is not None and isinstance(value, Tensor)}
-        by_node = self.views.taken(dict(zip(self._returned, values, strict=True)), given, rows)
-        computed = [output for output in self._graph.leaves if output.is_computed]
-        return [size_at_rows(output.constant, rows) if output.node is None else by_node[output.node] for output in computed]
-
-    def result_of_leaves(self, computed: Sequence[Any]) -> Any:
-        """Return the model's outputs in their original structure, from the leaves that are computed. Dynamo traces this function."""
-        values = list(computed)
-        leaves = [values.pop(0) if is_computed else constant for is_computed, constant in self._constants]
-        return pytree.tree_unflatten(leaves, self._output_tree)
+    def result_shapes(self, rows: int) -> list[tuple[list[int], torch.dtype]]:
+        """Return sizes and dtype of each returned node, of a trace that serves this number of rows."""
+        traced = {node.name: node.meta["val"] for node in self._graph.graph.nodes if node.name in self._returned}
+        values = [traced[name] for name in self._returned]
+        return [([at_batch(size_of(size), rows) for size in value.shape], value.dtype) for value in values]

@@ -28,13 +28,13 @@ from partitioner.options.precision import converted_inputs
 from partitioner.reports.check.check import Subject, check
 from partitioner.reports.check.report import CheckReport
 from partitioner.runtime.arguments import BoundInputs, bind_inputs, check_shapes
-from partitioner.runtime.compiled.numbered_models import number_of
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
 from partitioner.specialize.make_trace import modes_of
 from partitioner.specialize.trace import Trace
 from partitioner.specialize.traces import Match
 from passes.emit.programs import LossReduction
 from passes.ir.checked_arguments import checked_arguments
+from passes.ir.errors import TraceError
 
 __all__ = ["PartitionedModel"]
 
@@ -54,10 +54,6 @@ class PartitionedModel(InspectedModel):
         check_optimizers()
         self.loss_in_step = LossInStep(self._accumulation)
         """Runs steps inside of calls, for integrations."""
-        self.calls = self._traces.first.calls
-        """Of the modes that it was partitioned in: compiled code expects results like these."""
-        self._number = number_of(self)
-        self._anchor = torch.empty(0, requires_grad=any(parameter.requires_grad for _, parameter in trace.state.named_parameters()))
         source = (trace.original, trace.state, self._gathered, trace.tracing.structure, self._left)
         build_structure(self, *source, trace.tracing.modes)
         self._parts = tuple(self.modules())
@@ -74,11 +70,15 @@ class PartitionedModel(InspectedModel):
         With ``inputs="local"`` results hold this rank's rows, and a number that the model returns (its loss) is that of the whole batch.
         A loss of this rank's rows has, as in DistributedDataParallel, the gradients of the mean over ranks; the whole batch's has its own.
         """
+        if torch.compiler.is_exporting():
+            raise TraceError(
+                "a partitioned model runs programs on several ranks and is no part of a graph that could be exported or partitioned again",
+                remedy="pass the model itself: torch.export.export(model, ...), or partition the module around it as a whole",
+            )
         if torch.compiler.is_compiling():
-            from partitioner.runtime.compiled.opaque_call import opaque_call  # noqa: PLC0415  it imports Dynamo, which only a compiler needs
+            from partitioner.model.uncompiled import call_uncompiled  # noqa: PLC0415  it imports Dynamo
 
-            self._tensor_places.refuse_replaced()
-            return self.calls.result_of_leaves(opaque_call(self._number, self.training, self._anchor, args, kwargs))
+            return call_uncompiled(self.forward, args, kwargs)
         if replaced := self._tensor_places.replaced():
             with self._tensor_places.registered(), self.loss_in_step.off():
                 return call_with(self._served.trace, self._run_forward, replaced, args, kwargs)

@@ -30,8 +30,6 @@ __all__ = [
     "bind_inputs",
     "check_shapes",
     "check_target",
-    "check_values",
-    "first_rows",
     "given_inputs",
     "is_as_traced",
     "may_be_traced",
@@ -287,15 +285,6 @@ def _check_constant(leaf: Input, value: Any) -> None:
         )
 
 
-def check_values(graph: ModelGraph, leaves: Sequence[Any]) -> None:
-    """Raise ConfigError if a value that is no tensor, or a dtype, differs from the traced one; ``leaves``: of the traced structure."""
-    for leaf, value in zip(graph.inputs, leaves, strict=True):
-        if leaf.dtype is None:
-            _check_constant(leaf, value)
-        elif value is not None:
-            _check_tensor(leaf, _at_traced_precision(graph, leaf, value))
-
-
 def is_as_traced(graph: ModelGraph, leaf: Input, value: Any, dtype: torch.dtype | None) -> bool:
     """Return whether an argument has the traced value, or as a tensor the traced dtype.
 
@@ -379,14 +368,6 @@ def _warn_of_memory_order(leaf: Input, value: Tensor) -> None:
         PartitionWarning,
         stacklevel=level_of_caller(),
     )
-
-
-def first_rows(graph: ModelGraph, leaves: Sequence[Any]) -> int | torch.SymInt | None:
-    """Return the rows of the batch in the first of these inputs that has any; None if none has. Sizes may be symbolic."""
-    for leaf, value in zip(graph.inputs, leaves, strict=False):
-        if leaf.batch_dim is not None and isinstance(value, Tensor) and value.dim() == len(leaf.shape):
-            return _rows_of(graph, leaf, value)
-    return None
 
 
 def _rows_of(graph: ModelGraph, leaf: Input, value: Tensor) -> int:

@@ -20,8 +20,6 @@ from partitioner.runtime.arguments import (
     BoundInputs,
     GivenInputs,
     as_traced,
-    check_values,
-    first_rows,
     given_inputs,
     is_as_traced,
     may_be_traced,
@@ -71,22 +69,11 @@ class TracedArguments:
         pairs = zip(self._graph.inputs, self.leaves(args, kwargs) or (), strict=True)
         return all(is_as_traced(self._graph, leaf, value, self._dtype) or may_be_traced(leaf, value) for leaf, value in pairs)
 
-    def check_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a call of the traced structure has another dtype, or another value of what is no tensor."""
-        check_values(self._graph, self.leaves(*converted_inputs((args, dict(kwargs)), self._dtype)) or ())
-
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the arguments of a call, one for each traced input; None if it has another structure."""
         args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
         given, tree = pytree.tree_flatten((args, reorder_keywords(self._graph, dict(kwargs))))
         return given if tree == self._graph.input_tree else None
-
-    def rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | torch.SymInt:
-        """Return the rows that a call passes; symbolic where the sizes of its tensors are. Nothing is checked or agreed on."""
-        args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
-        leaves = pytree.tree_leaves((args, reorder_keywords(self._graph, dict(kwargs))))
-        rows = first_rows(self._graph, leaves)
-        return self._graph.batch_size if rows is None else rows
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GivenInputs:
         """Return the inputs that a call gives.

@@ -142,10 +142,6 @@ class Traces(Generic[S]):
         """Return the trace in these modes for a call as in the example."""
         return self._as_in_example(dataclasses.replace(self._first.tracing, modes=modes))
 
-    def has_traced(self, modes: _Modes) -> bool:
-        """Return whether the model was traced in these modes for a call as in the example."""
-        return self._of_example(dataclasses.replace(self._first.tracing, modes=modes)) is not None
-
     # -- make ----------------------------------------------------------------------------------------------------------------------
 
     def make(self, call: Call) -> tuple[Match[S], BoundInputs]:

@@ -51,7 +51,6 @@ __all__ = [
     "TorchDispatchMode",
     "TorchLazyGraphModule",
     "TreeSpec",
-    "autograd_dispatch",
     "dynamo_source",
     "enable_python_dispatcher",
     "flash_attention",
@@ -72,7 +71,6 @@ __all__ = [
     "make_fx",
     "no_dispatch_modes",
     "no_rules",
-    "nonstrict_trace",
     "open_size",
     "process_group",
     "pytree",
@@ -145,16 +143,6 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def autograd_dispatch() -> AbstractContextManager[None]:
-    """Return a context in which autograd sees calls again, for the kernel of an operator, which is called below autograd."""
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    keys = torch._C.DispatchKey
-    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
-        excluded = excluded.remove(key)
-    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(included, excluded)
-    return guard
-
-
 def open_size(symbol: sympy.Symbol, like: Tensor) -> torch.SymInt:
     """Return a size that is ``symbol``, in the fake mode of a tensor.
 
@@ -171,14 +159,6 @@ def open_size(symbol: sympy.Symbol, like: Tensor) -> torch.SymInt:
 
 _TRIED = itertools.count(1_000_003)
 """The sizes that are tried, each once: no other size of a graph, so that none seems to be equal to it."""
-
-
-def nonstrict_trace(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a function whose calls Dynamo writes into its graph without tracing them; later compilers do."""
-    import torch._dynamo  # noqa: PLC0415  it takes seconds
-
-    marked: Callable[..., T] = torch._dynamo.nonstrict_trace(function)
-    return marked
 
 
 def indexing_by_tensors() -> AbstractContextManager[Any]:

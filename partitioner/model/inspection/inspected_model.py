@@ -198,11 +198,6 @@ class InspectedModel(ModelState):
         return request.n_microbatches, programs.sharded(request)
 
     @property
-    def is_traced(self) -> bool:
-        """Whether it has been traced in the modes that its modules have now."""
-        return self._traces.has_traced(modes_of(self))
-
-    @property
     def _served(self) -> ServedTrace:
         """The trace in the modes that its modules have now, for a call as in the example; made when it is first used."""
         return self._traces.in_modes(modes_of(self))

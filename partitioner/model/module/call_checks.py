@@ -57,8 +57,8 @@ class RegisteredTensors:
         """Raise ConfigError if a tensor was replaced."""
         for name in self.replaced():
             raise ConfigError(
-                f"{name} was replaced, as torch.func.functional_call does: steps and compiled code read the model's own tensor",
-                remedy="call pm(...) and .backward() with other tensors, without torch.compile; or copy them: pm.load_state_dict(values)",
+                f"{name} was replaced, as torch.func.functional_call does: steps read the model's own tensor",
+                remedy="call pm(...) and .backward() with other tensors; or copy them: pm.load_state_dict(values)",
             )
 
 

@@ -170,10 +170,11 @@ def test_options_that_are_refused(keywords: dict[str, Any], message: str) -> Non
 
 
 def test_a_partitioned_model_is_not_partitioned_again() -> None:
-    x = torch.randn(4, WIDTH)
-    pm = partition(nn.Linear(WIDTH, WIDTH), 2, "tensor", example_inputs=(x,))
+    x, first, last = torch.randn(4, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    pm = partition(first, 2, "tensor", example_inputs=(x,))
+    torch.testing.assert_close(compiled(nn.Sequential(pm, last))(x), last(first(x)))
     with pytest.raises(TraceError, match="partitioned again"):
-        compiled(nn.Sequential(pm, nn.Linear(WIDTH, WIDTH)))(x)
+        partition(nn.Sequential(pm, last), 2, "tensor", example_inputs=(x,))
 
 
 def test_many_sizes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

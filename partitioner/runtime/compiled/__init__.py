@@ -1,1 +1,0 @@
-"""The calls of partitioned models in code that ``torch.compile`` makes."""
