@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from partitioner.experiments.results.report import write_report
 from partitioner.experiments.results.results import Results
-from partitioner.experiments.run.optuna_sampler import OptunaSampler
-from partitioner.experiments.run.sampler import GridSampler, RandomSampler
 from partitioner.experiments.run.sweep import sweep
 
-__all__ = ["GridSampler", "OptunaSampler", "RandomSampler", "Results", "sweep", "write_report"]
+__all__ = ["Results", "sweep", "write_report"]

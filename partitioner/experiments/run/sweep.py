@@ -1,7 +1,7 @@
 """Plan and simulate every placement of a sweep, and store the rows.
 
 models ── traced once ──┐
-devices, modes, ...  ───┴─> placements ── sampler ──> workers ── rows ──> store
+devices, modes, ...  ───┴─> placements ──> workers ── rows ──> store
                                              ^                              │
                                              └──────────── tell ────────────┘
 """
@@ -26,7 +26,7 @@ from partitioner.experiments.results.store import Store
 from partitioner.experiments.run.evaluate import Bench, Evaluator, trace_models
 from partitioner.experiments.run.executor_pool import ExecutorPool
 from partitioner.experiments.run.measure import check_measurable, measure_row
-from partitioner.experiments.run.sampler import GridSampler, RandomSampler, Sampler
+from partitioner.experiments.run.open_placements import OpenPlacements, sample_of
 from partitioner.experiments.run.sweep_options import GRID, option_grid
 from partitioner.experiments.run.workers import InProcess, WorkerProcesses, can_fork
 from partitioner.options.arguments import EXAMPLES, VALUES
@@ -82,7 +82,6 @@ def sweep(
     store: str | Path | None = None,
     resume: bool = True,
     retry_failures: bool = False,
-    sampler: Sampler | None = None,
     n_samples: int | None = None,
     seed: int = 0,
     measure: bool = False,
@@ -109,7 +108,6 @@ def sweep(
         store: the file of the store; None keeps the rows in memory.
         resume: take the rows of this sweep that the store has; False raises an error if it has any.
         retry_failures: evaluate placements again that failed before.
-        sampler: chooses placements of the grid and their order; None: all of them, or ``n_samples`` at random.
         n_samples: the number of random placements; None: all.
         seed: the seed of the random choice.
         measure: also run every placement on this machine under torchrun, one at a time, after all are planned.
@@ -143,18 +141,17 @@ def sweep(
         check_measurable(sources)
     if executor is not None and timeout is not None:
         raise ConfigError("timeout= is of this sweep's worker processes", remedy="leave it out, or leave out executor=")
-    sampler = sampler or (GridSampler() if n_samples is None else RandomSampler(n_samples, seed))
-    total = sampler.start(grid)
-    bar = ProgressBar("sweep", total, progress)
+    chosen = sample_of(grid, n_samples, seed)
+    bar = ProgressBar("sweep", len(chosen), progress)
     with closing(Store(":memory:" if store is None else store)) as stored, closing(bar):
         bench = trace_models(sources, grid, machines, lambda name: bar.say(f"tracing {name}"))
         keys = {bench.key(placement) for placement in grid}
         _prepare_store(stored, keys, resume=resume, retry_failures=retry_failures)
         with closing(_start_workers(bench, sources, workers, timeout, executor)) as pool:
-            evaluated = _run(bench, sampler, pool, stored, bar)
+            evaluated = _run(bench, OpenPlacements(chosen), pool, stored, bar)
         if measure:
             _measure(sources, [row for row in stored.rows(evaluated) if row.awaits_measurement], stored, progress)
-        return Results(tuple(stored.rows(evaluated)), left=max(0, total - len(evaluated)))
+        return Results(tuple(stored.rows(evaluated)), left=len(chosen) - len(evaluated))
 
 
 _ARGUMENTS = tuple(name for name in inspect.signature(sweep).parameters if name != "options")
@@ -216,23 +213,19 @@ def _start_workers(
     return WorkerProcesses(Evaluator(bench), bench.key, count, timeout)
 
 
-def _run(bench: Bench, sampler: Sampler, pool: _Pool, store: Store, bar: ProgressBar) -> set[str]:
-    """Evaluate the placements that the sampler chooses, add their rows to the store, and return the keys of all of them.
-
-    A placement whose row is stored already is not evaluated again: the sampler gets that row.
-    """
+def _run(bench: Bench, placements: OpenPlacements, pool: _Pool, store: Store, bar: ProgressBar) -> set[str]:
+    """Evaluate placements whose rows are not stored, add their rows to the store, and return the keys of all of them."""
     known = {row.key: row for row in store.rows()}
     chosen: set[str] = set()
 
     def next_open(neighbour: Placement | None) -> Placement | None:
-        """Return the next placement without a row. The sampler prefers one like ``neighbour``, the last that the free worker evaluated."""
-        while (placement := sampler.ask(neighbour)) is not None:
+        """Return the next placement without a row, for a worker whose last one was ``neighbour``."""
+        while (placement := placements.next(neighbour)) is not None:
             key = bench.key(placement)
             chosen.add(key)
             if key not in known:
                 return placement
             bar.advance(str(placement), failed=not known[key].ok, known=True)
-            sampler.tell(placement, known[key])
         return None
 
     while True:
@@ -245,7 +238,6 @@ def _run(bench: Bench, sampler: Sampler, pool: _Pool, store: Store, bar: Progres
             store.add(row)
             known[row.key] = row
             bar.advance(str(placement), failed=not row.ok)
-            sampler.tell(placement, row)
 
 
 def _measure(sources: Mapping[str, ModelSource], rows: Sequence[Row], store: Store, progress: bool | None) -> None:

@@ -25,7 +25,7 @@ from passes.ir.errors import ConfigError
 
 __all__ = ["read_sweep"]
 
-_BY_CALLER = ("store", "resume", "retry_failures", "sampler", "progress", "executor", "options")
+_BY_CALLER = ("store", "resume", "retry_failures", "progress", "executor", "options")
 """Arguments of ``sweep`` that a file cannot set."""
 
 _NEEDED = ("models", "devices")

@@ -20,12 +20,12 @@ from torch import nn
 
 from cost_models.hardware.clusters import Cluster
 from partitioner import partition
-from partitioner.experiments import RandomSampler, Results, sweep
+from partitioner.experiments import Results, sweep
 from partitioner.experiments.results.placement import Placement, placements
 from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.results.store import Store
 from partitioner.experiments.run.evaluate import Evaluator
-from partitioner.experiments.run.sampler import GridSampler
+from partitioner.experiments.run.open_placements import OpenPlacements, sample_of
 from partitioner.experiments.run.workers import WorkerProcesses
 from partitioner.options.mode import mode_text, parse_mode, without_rest
 from passes.ir.errors import ConfigError, TraceError
@@ -117,33 +117,26 @@ def test_keys_tell_placements_apart() -> None:
 GRID = placements(("a", "b"), (2, 4, 8), ("data", "tensor"), ("x", "y"))
 
 
-def asked(sampler: GridSampler) -> list[Placement]:
-    sampler.start(GRID)
-    return list(iter(sampler.ask, None))
-
-
-def test_a_grid_asks_for_everything() -> None:
-    assert sorted(asked(GridSampler()), key=str) == sorted(GRID, key=str)
+def test_a_sweep_begins_every_placement() -> None:
+    assert sorted(iter(OpenPlacements(GRID).next, None), key=str) == sorted(GRID, key=str)
 
 
 def test_workers_keep_to_their_families() -> None:
-    sampler = GridSampler()
-    sampler.start(GRID)
-    first, second = sampler.ask(), sampler.ask()
+    open_placements = OpenPlacements(GRID)
+    first, second = open_placements.next(), open_placements.next()
     assert first is not None
     assert second is not None
     assert (first.devices, first.mode) != (second.devices, second.mode)
-    third = sampler.ask(neighbour=first)
+    third = open_placements.next(first)
     assert third is not None
     assert (third.model, third.devices, third.mode) == (first.model, first.devices, first.mode)
 
 
 def test_chance_is_repeated_by_its_seed() -> None:
-    one, again, other = (asked(RandomSampler(7, seed)) for seed in (1, 1, 2))
+    one, again, other = (sample_of(GRID, 7, seed) for seed in (1, 1, 2))
     assert one == again != other
-    assert len(set(one)) == 7
-    assert set(one) <= set(GRID)
-    assert len(asked(RandomSampler(1000))) == len(GRID)
+    assert len({*one}) == 7
+    assert len(sample_of(GRID, 1000, 1)) == len(GRID)
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------------------------

@@ -307,7 +307,6 @@ def test_constraints(fields: dict[str, Any], words: tuple[str, ...]) -> None:
         ({"microbatches": [0]}, ("microbatches[0] must be 1 or more",)),
         ({"recompute": "sometimes"}, ("recompute='sometimes'",)),
         ({"store": 3}, ("store must be",)),
-        ({"sampler": 3}, ("sampler must be a Sampler",)),
         ({"n_samples": 0}, ("n_samples must be 1 or more",)),
         ({"workers": -1}, ("workers must be 0 or more",)),
         ({"timeout": math.nan}, ("timeout is not a number",)),

@@ -11,7 +11,7 @@ import pytest
 from tests import ROOT
 
 OPTIONAL = (
-    *("accelerate", "diffusers", "lightning", "lightning_fabric", "optuna", "peft"),
+    *("accelerate", "diffusers", "lightning", "lightning_fabric", "peft"),
     *("pyarrow", "pytorch_lightning", "safetensors", "sklearn", "tensorboard", "transformers"),
 )
 """Top-level modules of the extras."""
@@ -41,12 +41,6 @@ for name in sys.argv[1:]:
             assert type(error).__name__ == "ConfigError" and f"torch-partitioner[{name}]" in str(error), error
         else:
             raise AssertionError(f"{name}.{public} was imported")
-
-from partitioner.experiments import OptunaSampler
-try:
-    OptunaSampler(1)
-except Exception as error:
-    assert "torch-partitioner[optuna]" in str(error), error
 print("all refused")
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from partitioner.experiments import RandomSampler, Results, sweep
+from partitioner.experiments import Results, sweep
 from passes.ir.errors import ConfigError
 from tests.support.planning.sweep_models import branches, perceptron, wide
 
@@ -45,9 +45,9 @@ def test_processes_find_the_rows_of_this_process(here: Results) -> None:
         assert facts(small(executor=executor)) == facts(here)
 
 
-def test_a_sampler_asks_for_some(here: Results) -> None:
+def test_a_sample_of_a_sweep(here: Results) -> None:
     with ThreadPoolExecutor(1) as executor:
-        results = small(executor=executor, sampler=RandomSampler(3, seed=1), workers=2)
+        results = small(executor=executor, n_samples=3, seed=1, workers=2)
     assert len(results) == 3
     assert set(facts(results)) < set(facts(here))
 
