@@ -3,8 +3,7 @@
     python -m benchmarks.decode            # starts two processes with one thread each, gloo
 
 GPT-2, Llama and Qwen3-MoE of eight layers, from config: prompts of 16 tokens, 16 new tokens, batches of 1 and 8. In one process the model
-has one thread; over two, "pipeline" halves the layers, of which one process computes at a time, and "tensor" halves each product. Two
-requests are two such batches, answered one after another by one process, and in flight at once over the stages of two.
+has one thread; over two, "pipeline" halves the layers, of which one process computes at a time, and "tensor" halves each product.
 """
 
 from __future__ import annotations
@@ -77,25 +76,8 @@ def _row(name: str, batch: int, found: dict[str, Measured]) -> tuple[str, ...]:
     return (f"{name}, batch {batch}", *per_token, *throughput, *ratios)
 
 
-def _requests(name: str, model: Any, pm: PartitionedModel, prompt: Tensor, rounds: int) -> tuple[str, ...]:
-    """Measure two requests: one after another in one process and over the stages, and in flight at once."""
-    prompts = [prompt, prompt.flip(0, 1)]
-    alone, stages = ([_generating(each, one) for one in prompts] for each in (model, pm))
-    in_flight = _generating(pm, prompts)
-    assert all(torch.equal(tokens, step()) for tokens, step in zip(in_flight(), alone, strict=True)), f"other tokens than those of {name}"
-    contestants = {
-        "one process": _in_one_process(lambda: [step() for step in alone]),
-        "in sequence": lambda: [step() for step in stages],
-        "in flight": in_flight,
-    }
-    found = measure(contestants, rounds, 1)
-    tokens = 2 * NEW * len(prompt)
-    throughput = [f"{tokens / each.wall:,.0f}" for each in found.values()]
-    return (name, *throughput, f"{found['one process'].beside(found['in flight']):.2f}x")
-
-
 def generation(rounds: int) -> None:
-    rows, several = [], []
+    rows = []
     for name, (make, layer) in MODELS.items():
         torch.manual_seed(0)
         model = make().eval()
@@ -106,11 +88,8 @@ def generation(rounds: int) -> None:
             ours = {mode: _generating(pm, prompt) for mode, pm in split.items()}
             assert all(torch.equal(step(), expected) for step in ours.values()), f"other tokens than those of {name}"
             rows.append(_row(name, batch, measure({"one process": _in_one_process(_generating(model, prompt)), **ours}, rounds, 1)))
-            several.append(_requests(f"{name}, batch {batch}", model, split["pipeline"], prompt, rounds))
     head = ("ms a token", "one process", "pipeline", "tensor", "tokens/s, one", "pipeline", "tensor", "pipeline / one", "tensor / one")
     table(f"Generation: {LAYERS} layers of width {WIDTH}, prompts of {PROMPT} tokens, {NEW} new ones; tokens are equal", head, rows)
-    heading = ("tokens/s", "one process", "pipeline, in sequence", "pipeline, in flight", "in flight, times one process")
-    table("Two requests; tokens are equal", heading, several)
 
 
 if __name__ == "__main__":

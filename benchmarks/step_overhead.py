@@ -62,17 +62,17 @@ class _TimedRuntime(EmbeddedRuntime):
 
     seconds = 0.0
 
-    def start(
+    def run(
         self,
         programs: ProgramSet,
         inputs: Mapping[int, Mapping[str, Any]],
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
-    ) -> Callable[[], dict[int, Any]]:
+    ) -> dict[int, Any]:
         before = time.thread_time()
-        finish = super().start(programs, inputs, given, optimizer_steps)
+        results = super().run(programs, inputs, given, optimizer_steps)
         self.seconds = time.thread_time() - before
-        return finish
+        return results
 
 
 def overhead(devices: int, mode: str, *, layers: int = 30, steps: int = 200) -> Overhead:

@@ -69,7 +69,6 @@ def _add_partition_commands(commands: Commands) -> None:
     simulate.add_argument("--batches", type=numbers, metavar="N,N", help="with --inference: rows of each batch (default: 1,8,64)")
     simulate.add_argument("--prompt", type=int, metavar="N", help="with --inference: tokens that are given (default: 128)")
     simulate.add_argument("--new-tokens", type=int, metavar="N", help="with --inference: tokens that are generated (default: 128)")
-    simulate.add_argument("--requests", type=int, metavar="N", help="with --inference: batches in flight at once (default: 1)")
     add_json(simulate, "the numbers")
     codes = "exit code: 0 equal, 1 not everything is equal, 2 the request was wrong or cannot be met"
     text = "compare the partitioned model with the original"

@@ -25,7 +25,7 @@ __all__ = ["check", "inspect", "plan", "simulate"]
 _BESIDE_PLAN = ("devices", "training", "optimizer", "precision", "inputs", "batch_dims", "progress")
 """Options that may be given beside ``--plan``; all others decide something that the plan decides already."""
 
-_OF_INFERENCE = ("batches", "prompt", "new_tokens", "requests")
+_OF_INFERENCE = ("batches", "prompt", "new_tokens")
 """Options of ``--inference``."""
 
 
@@ -129,7 +129,6 @@ def _simulate_inference(arguments: argparse.Namespace) -> int:
     numbers = [
         {
             "batch": each.rows,
-            "requests": each.requests,
             "first_token": each.first_token,
             "per_token": each.per_token,
             "latency": each.latency,

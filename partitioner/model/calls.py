@@ -8,7 +8,7 @@ A process may leave out inputs that its stages do not read: it learns the number
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -105,12 +105,6 @@ class Calls:
         Raises:
             ConfigError: the call lacks an input that a rank reads.
         """
-        return self.start(sharded, programs, inputs, extra)()
-
-    def start(
-        self, sharded: ShardedModel, programs: ProgramSet, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None = None
-    ) -> Callable[[], dict[int, Any]]:
-        """Begin what ``run`` does; return the function that ends it, see ``Runtime.start``."""
         arguments = {rank: self._arguments(sharded.rows, programs, inputs, rank) for rank in self._runtime.local_ranks}
         for rank, values in (extra or {}).items():
             device = self._runtime.devices[rank]
@@ -123,18 +117,12 @@ class Calls:
             self._state.gradients.begin()
         with _no_autocast():
             if len(arguments) == self._runtime.n_ranks:
-                finish = self._runtime.start(programs, arguments)
+                results = self._runtime.run(programs, arguments)
             else:
-                finish = self._runtime.start(programs, arguments, self._common_tensors(inputs, extra), self._optimizer_steps.counts())
-
-        def finished() -> dict[int, Any]:
-            with _no_autocast():
-                results = finish()
-            with self._runtime.failing_together():
-                self._state.finish()
-            return results
-
-        return finished
+                results = self._runtime.run(programs, arguments, self._common_tensors(inputs, extra), self._optimizer_steps.counts())
+        with self._runtime.failing_together():
+            self._state.finish()
+        return results
 
     def _arguments(self, rows: RowParts, programs: ProgramSet, inputs: BoundInputs, rank: int) -> dict[str, Any]:
         """Return the rows of the batch that a rank computes, and its part of the inputs: detached, on its device and contiguous.

@@ -135,15 +135,14 @@ class PartitionedModel(InspectedModel):
             backward_of_inputs(inputs.tensors, step.input_names, gradients)
         return loss
 
-    def generate(self, input_ids: Tensor | Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
+    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         """Return what ``model.generate(input_ids, **kwargs)`` of transformers returns, computed by the ranks.
 
         Each rank caches the keys and values of its own heads, layers and rows. Prompts of any length and batches of any size are served,
-        up to the number of positions of the model. Programs are lowered for lengths that are powers of two, when first needed. Of several
-        requests a pipeline computes one on each of its ranks at the same time; a list of what each returns is returned.
+        up to the number of positions of the model. Programs are lowered for lengths that are powers of two, when first needed.
 
         Args:
-            input_ids: (batch, tokens), the same on every rank; of several requests a list, and ``attention_mask`` then is one, too.
+            input_ids: (batch, tokens), the same on every rank.
             kwargs: those of ``model.generate``: ``max_new_tokens``, ``attention_mask`` (0 for padding, in front), ``do_sample``, ...
 
         Raises:

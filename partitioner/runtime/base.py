@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -27,17 +27,14 @@ class Runtime(Protocol):
     def members(self) -> Members | None:
         """Return the process of each rank; None: all ranks are in this one."""
 
-    def start(
+    def run(
         self,
         programs: ProgramSet,
         inputs: Mapping[int, Mapping[str, Any]],
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
-    ) -> Callable[[], dict[int, Any]]:
-        """Run the program of every rank of this process; return what returns rank -> result.
-
-        A rank in a process of its own runs until it waits for the message of the results, if it starts no communication after; the
-        function that is returned waits for it. Other runs may start meanwhile, and end in the same order.
+    ) -> dict[int, Any]:
+        """Run the program of every rank of this process; return rank -> result.
 
         Args:
             inputs: rank -> placeholder of its program -> value.
@@ -51,7 +48,7 @@ class Runtime(Protocol):
         Args:
             what: the question, in the words of errors; the same on all ranks, which remember the last value agreed on.
             value: of this process.
-            in_step: whether ``start``, ``collect`` or ``reduce`` follows. A process whose value was agreed on last does not wait; those
+            in_step: whether ``run``, ``collect`` or ``reduce`` follows. A process whose value was agreed on last does not wait; those
                 that wait, with another value or None, must be notified that it went on: by the next method, else by ``agree``.
 
         Returns:

@@ -166,14 +166,14 @@ class EmbeddedRuntime:
         self.n_ranks = len(self.devices)
         self.local_ranks = tuple(range(self.n_ranks))
 
-    def start(
+    def run(
         self,
         programs: ProgramSet,
         inputs: Mapping[int, Mapping[str, Any]],
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
-    ) -> Callable[[], dict[int, Any]]:
-        """Run every rank's program; return what returns rank -> result. No rank is left waiting: the next one runs when one waits.
+    ) -> dict[int, Any]:
+        """Run every rank's program; return rank -> result. No rank is left waiting: the next one runs when one waits.
 
         Raises:
             CommunicationError: deadlock, all ranks are blocked; names what each waits for.
@@ -192,7 +192,7 @@ class EmbeddedRuntime:
                 for rank in runnable:
                     _advance(rank, running, waiting, results)
             stream.finish()
-        return lambda: results
+        return results
 
     def agree(self, what: str, value: object, *, in_step: bool = False) -> str | None:
         """Return the value as text: one process runs all ranks, so there is nothing to compare."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -91,14 +91,14 @@ class TorchrunRuntime:
         self._number = self._connection.number_model()
         self._prepared: WeakKeyDictionary[ProgramSet, PreparedTraffic] = WeakKeyDictionary()
 
-    def start(
+    def run(
         self,
         programs: ProgramSet,
         inputs: Mapping[int, Mapping[str, Any]],
         given: Mapping[str, Tensor] | None = None,
         optimizer_steps: Sequence[int] = (),
-    ) -> Callable[[], dict[int, Any]]:
-        """Run this rank's program until it waits for the results of another; return what waits for them and returns ``{rank: result}``.
+    ) -> dict[int, Any]:
+        """Run this rank's program; return ``{rank: result}``.
 
         Raises:
             CommunicationError: another rank has left, or did not answer in time; names the first failure of any rank.
@@ -115,16 +115,10 @@ class TorchrunRuntime:
             stream = RandomStream(programs.draws, inputs[self._rank].get("batch", 0), [self.devices[self._rank]])
             transport = DistributedTransport(connection, prepared, stream)
             run = programs.executables[self._rank].start(transport, inputs[self._rank])
-            found = _go_on(run)
+            result = _result_of(run)
             stream.finish()
-
-        def finish() -> dict[int, Any]:
-            with self._reporting_errors(), torch.no_grad():
-                result = _go_on(run) if found is _AWAITED else found
-                transport.finish()
-            return {self._rank: result}
-
-        return finish
+            transport.finish()
+        return {self._rank: result}
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[Connection]:
@@ -189,17 +183,13 @@ class TorchrunRuntime:
         return self._prepared[programs]
 
 
-_AWAITED = object()
-"""Stands for the result of a program that waits for it."""
-
-
-def _go_on(run: Run) -> Any:
-    """Run a program to its end and return its result; ``_AWAITED`` where it waits for the results of another rank, which it does once."""
+def _result_of(run: Run) -> Any:
+    """Run a program to its end, and return its result; it never waits, since ``DistributedTransport.ready`` is always true."""
     try:
         next(run)
     except StopIteration as end:
         return end.value
-    return _AWAITED
+    raise AssertionError("the program waits")
 
 
 def _broadcast(own: Tensor | None, shape_and_dtype: tuple[torch.Size, torch.dtype], source: int, connection: Connection) -> Tensor:

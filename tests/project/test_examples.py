@@ -27,7 +27,6 @@ QUICK = {
     "four_quadrants": ("--size", "32"),
     "gpt3_on_1024_gpus": ("--layers", "4", "--devices", "8", "--batch-size", "16"),
     "gpt_pipeline": ("--steps", "3", "--depth", "2", "--batch-size", "8"),
-    "latency_throughput": ("--cluster", "h100:1x2", "--devices", "1", "2", "--layers", "2", "--width", "64"),
     "lenet_data_parallel": ("--epochs", "1", "--devices", "2"),
     "lightning_fabric": ("--steps", "4"),
     "lightning_trainer": ("--epochs", "2"),
@@ -56,7 +55,6 @@ EITHER_WAY = ("accelerate_training", "distributed_sampler", "elastic_training", 
 
 PLANNED = {
     "gpt3_on_1024_gpus": r"^gap +\d+\.\d%: \d+ plans",
-    "latency_throughput": r"^ +2 +pipeline +2 +\d+\.\d\d ms/token +[\d,]+ tokens/s$",
     "sweep_on_dask": r"^mlp +2 +pipeline +precision=32-true +h100:1x4 ",
     "mixed_cluster": r"^equal layers on the same mesh: .* [1-9]\.\d+ times as long",
 }
@@ -71,7 +69,6 @@ LONG = frozenset(
         "four_quadrants",
         "gpt3_on_1024_gpus",
         "gpt_pipeline",
-        "latency_throughput",
         "lenet_data_parallel",
         "lightning_fabric",
         "lightning_trainer",

@@ -104,7 +104,7 @@ def walks() -> dict[str, Walk]:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     x, target = torch.randn(8, 8), torch.randn(8, 4)
     made: list[PartitionedModel] = []
-    runtime = EmbeddedRuntime.start.__code__
+    runtime = EmbeddedRuntime.run.__code__
 
     def step() -> Tensor:
         return made[0].train_step(x, target=target, loss_fn=nn.functional.mse_loss)

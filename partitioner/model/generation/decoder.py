@@ -10,7 +10,7 @@ layers of its stages, the rows of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -100,16 +100,13 @@ class Decoder:
         padded = max(_SHORTEST_CACHE, 1 << (length - 1).bit_length())
         return padded if self.limit is None else min(padded, self.limit)
 
-    def extend(
-        self, decoding: Decoding, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, meanwhile: Callable[[], None]
-    ) -> Tensor:
+    def extend(self, decoding: Decoding, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """Run the forward of further tokens; return the logits of the last one, (batch, 1, vocabulary), on every rank.
 
         Args:
             input_ids: (batch, tokens).
             attention_mask: (batch, tokens up to here), 0 for padding.
             position_ids: (batch, tokens).
-            meanwhile: called while other ranks compute; may extend other caches.
         """
         end = decoding.used + input_ids.shape[1]
         if end > decoding.length:
@@ -119,19 +116,13 @@ class Decoder:
         for start, count, size in _chunks(first, end, decoding.length):
             columns = slice(start - first, start - first + count)
             ids, positions = (_padded(tensor[:, columns], size) for tensor in (input_ids, position_ids))
-            finish = self._start(decoding, ids, attention_mask, positions, start, count)
+            logits = self._run(decoding, ids, attention_mask, positions, start, count)
             decoding.used = start + count
-            try:
-                meanwhile()
-            finally:
-                logits = finish()
         assert logits is not None
         return logits
 
-    def _start(
-        self, decoding: Decoding, ids: Tensor, attention_mask: Tensor, positions: Tensor, start: int, count: int
-    ) -> Callable[[], Tensor]:
-        """Begin one chunk, of which ``count`` tokens count; return what returns the logits."""
+    def _run(self, decoding: Decoding, ids: Tensor, attention_mask: Tensor, positions: Tensor, start: int, count: int) -> Tensor:
+        """Run one chunk, of which ``count`` tokens count; return the logits."""
         batch, size = ids.shape
         programs = self._programs_for(size, decoding.length)
         mask = attention_mask.new_ones(batch, decoding.length)  # of later positions: the model leaves them out, as they are in the future
@@ -145,13 +136,9 @@ class Decoder:
         if not decoding.caches:
             decoding.caches = {rank: dict(self._empty(programs.table, request, rank, batch)) for rank in self._trace.runtime.local_ranks}
         inputs = BoundInputs({name: tensor for name, tensor in tensors.items() if name is not None}, batch, frozenset(), {})
-        finish = programs.calls.start(sharded, programs.table.get(request), inputs, decoding.caches)
-
-        def logits() -> Tensor:
-            (found,) = finish()[self._trace.runtime.local_ranks[0]]
-            assert isinstance(found, Tensor)
-            return found
-
+        results = programs.calls.run(sharded, programs.table.get(request), inputs, decoding.caches)
+        (logits,) = results[self._trace.runtime.local_ranks[0]]
+        assert isinstance(logits, Tensor)
         return logits
 
     def _empty(self, table: Programs, request: Request, rank: int, batch: int) -> Iterator[tuple[str, Tensor]]:
@@ -183,18 +170,16 @@ class Decoder:
 
     # -- programs ------------------------------------------------------------------------------------------------------------------
 
-    def forwards(self, start: int, end: int, length: int, batch: int, count: int = 1) -> Iterator[ProgramSet]:
+    def forwards(self, start: int, end: int, length: int, batch: int) -> Iterator[ProgramSet]:
         """Yield the programs that extend caches for ``length`` tokens from ``start`` to ``end`` tokens, in the order in which they run.
 
         Args:
             batch: rows.
-            count: of batches of so many rows, which are microbatches of the programs.
         """
         positions = self._cache_length(length)
         for _, _, size in _chunks(start, end, positions):
             table = self._programs_for(size, positions).table
-            n_microbatches = table.request(batch).n_microbatches
-            yield table.get(replace(table.request(count * batch), n_microbatches=count * n_microbatches))
+            yield table.get(table.request(batch))
 
     def _programs_for(self, size: int, length: int) -> _Programs:
         """Return the programs of a chunk size and a cache length, lowered when first used."""

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +23,11 @@ from torch import Tensor, nn
 
 from partitioner.model.generation.cached_forward import cache_name, language_model
 from partitioner.model.generation.decoder import Decoder, Decoding
-from partitioner.model.generation.requests import Meanwhile, answers
 from partitioner.specialize.trace import Trace
 from passes.ir.checked_arguments import described
 from passes.ir.errors import ConfigError, PartitionError
 
-__all__ = ["generate", "most_in_flight", "most_positions"]
+__all__ = ["generate", "most_positions"]
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 """Generation modes of transformers that need no more than the logits of the last token."""
@@ -50,10 +48,6 @@ _READ = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_valu
 _IGNORED = frozenset({"cache_position", "logits_to_keep", "return_dict", "use_cache", *_REFUSED})
 
 
-_OF_THE_SCRIPT = frozenset({"streamer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"})
-"""Arguments that are objects of the script: they may have a state, so they see one request after another."""
-
-
 @dataclass(frozen=True)
 class _Request:
     """A batch of prompts that are answered together.
@@ -61,13 +55,11 @@ class _Request:
     Attributes:
         ids: (batch, tokens).
         arguments: further ones of ``model.generate``.
-        config: that of transformers which they make.
         length: the most tokens that there will be, with those of the prompts.
     """
 
     ids: Tensor
     arguments: Mapping[str, Any]
-    config: Any
     length: int
 
 
@@ -75,7 +67,7 @@ def generate(
     trace: Trace,
     decoders: list[Decoder],
     training: bool,
-    input_ids: Tensor | Sequence[Tensor] | None,
+    input_ids: Tensor | None,
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Generate tokens; see ``PartitionedModel.generate``.
@@ -83,7 +75,7 @@ def generate(
     Args:
         decoders: the one decoder of the model, or none before the first call, which adds it.
         training: whether the model is in training mode.
-        input_ids: (batch, tokens), or one such tensor for each of several requests.
+        input_ids: (batch, tokens).
         kwargs: further arguments of ``model.generate``.
     """
     model: Any = trace.original
@@ -95,45 +87,13 @@ def generate(
         raise ConfigError("generate() is for a model in evaluation mode", remedy="pm.eval()")
     limit = most_positions(model)
     given = input_ids if input_ids is not None else kwargs.get("inputs")
-    requests = [_checked_request(trace, limit, *each) for each in _requests(given, kwargs)]
-    longest = max(each.length for each in requests)  # caches of one length have the same programs
-    shapes = ", ".join(f"{tuple(each.ids.shape)} and up to {each.length} tokens" for each in requests)
-    trace.runtime.agree("shape of the tokens to generate from", shapes)
+    request = _checked_request(trace, limit, given, {name: value for name, value in kwargs.items() if name != "inputs"})
+    trace.runtime.agree("shape of the tokens to generate from", f"{tuple(request.ids.shape)} and up to {request.length} tokens")
     if not decoders:
         decoders.append(Decoder(trace, limit))
-
-    def answered(request: _Request, meanwhile: Meanwhile) -> Any:
-        cache = _cache_type()(decoders[0], longest, meanwhile)
-        with _naming_arguments():
-            return _driver(model, request.ids.device).generate(request.ids, **{cache_name(): cache}, **request.arguments)
-
-    has_state = any(each.config.do_sample or each.arguments.get(name) for each in requests for name in _OF_THE_SCRIPT)
-    most = 1 if has_state or len(requests) == 1 else most_in_flight(trace)
-    found = answers([functools.partial(answered, each) for each in requests], most)
-    return found[0] if isinstance(given, Tensor) else found
-
-
-def _requests(given: Any, kwargs: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Return tokens and further arguments of each request.
-
-    Raises:
-        ConfigError: there is no request, or not one mask for each.
-    """
-    rest = {name: value for name, value in kwargs.items() if name != "inputs"}
-    if not isinstance(given, list | tuple):
-        return [(given, rest)]
-    if not given:
-        raise ConfigError("generate() got no requests: input_ids is empty", remedy="pass at least one tensor of tokens")
-    masks = rest.pop("attention_mask", None)
-    if masks is None:
-        return [(ids, rest) for ids in given]
-    if not isinstance(masks, list | tuple) or len(masks) != len(given):
-        shown = f"{len(masks)} of them" if isinstance(masks, list | tuple) else described(masks)
-        raise ConfigError(
-            f"generate() got {len(given)} requests, and attention_mask is {shown}",
-            remedy="pass one attention_mask for each request, as a list",
-        )
-    return [(ids, {**rest, "attention_mask": mask}) for ids, mask in zip(given, masks, strict=True)]
+    cache = _cache_type()(decoders[0], request.length)
+    with _naming_arguments():
+        return _driver(model, request.ids.device).generate(request.ids, **{cache_name(): cache}, **request.arguments)
 
 
 def _checked_request(trace: Trace, limit: int | None, ids: Any, given: dict[str, Any]) -> _Request:
@@ -147,17 +107,7 @@ def _checked_request(trace: Trace, limit: int | None, ids: Any, given: dict[str,
             f"num_beams={config.num_beams} moves sequences between rows of the batch, which {parts} ranks hold",
             remedy="partition in a mode that does not cut the batch (tensor, pipeline), or leave num_beams out",
         )
-    return _Request(ids, rest, config, _length(config, ids.shape[1], limit))
-
-
-def most_in_flight(trace: Trace) -> int:
-    """Return how many requests keep the ranks of a pipeline busy: one each.
-
-    It is one request where ranks have several stages, of which they do not leave the first for another request, and where they gather
-    rows after the last.
-    """
-    first_ranks = [ranks[0] for ranks in trace.plan.stage_ranks]
-    return 1 if len(set(first_ranks)) < len(first_ranks) or trace.programs.rows.count > 1 else len(first_ranks)
+    return _Request(ids, rest, _length(config, ids.shape[1], limit))
 
 
 @contextlib.contextmanager
@@ -286,9 +236,9 @@ def _cache_type() -> Any:
 
         is_compileable = False  # transformers then passes masks of (batch, tokens)
 
-        def __init__(self, decoder: Decoder, length: int, meanwhile: Meanwhile) -> None:
+        def __init__(self, decoder: Decoder, length: int) -> None:
             super().__init__(layers=[])
-            self._decoder, self._decoding, self._meanwhile = decoder, decoder.begin(length), meanwhile
+            self._decoder, self._decoding = decoder, decoder.begin(length)
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
             return self._decoding.used
@@ -308,7 +258,7 @@ def _cache_type() -> Any:
                 position_ids = torch.arange(decoding.used, end, device=input_ids.device).expand_as(input_ids)
             # transformers numbers the positions of all rows at once where it prefills in chunks
             positions = position_ids.expand_as(input_ids)
-            logits = self._decoder.extend(decoding, input_ids, attention_mask.long(), positions, self._meanwhile)
+            logits = self._decoder.extend(decoding, input_ids, attention_mask.long(), positions)
             return output(logits=logits, **{cache_name(): self})
 
     return RankCache

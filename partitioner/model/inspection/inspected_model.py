@@ -156,7 +156,6 @@ class InspectedModel(ModelState):
         prompt: int | None = None,
         new_tokens: int | None = None,
         cluster: Cluster | str | None = None,
-        requests: int = 1,
     ) -> InferenceTable:
         """Simulate inference: latency and throughput of batches of several sizes, as a table.
 
@@ -167,14 +166,13 @@ class InspectedModel(ModelState):
             batches: rows of each batch, over all devices.
             prompt, new_tokens: of each row, given and generated; None: 128, for a model that generates.
             cluster: the hardware; None: that which the model was planned for.
-            requests: batches in flight, as of ``generate([...])``.
 
         Raises:
             ConfigError: the model is in training mode, ranks cannot share rows evenly, or there are more tokens than positions.
         """
         if any(part.training for part in self._parts):
             raise ConfigError("inference is simulated of a model in evaluation mode", remedy="pm.eval()")
-        return simulate_inference(self.traced, self._decoders, batches, prompt, new_tokens, cluster, requests)
+        return simulate_inference(self.traced, self._decoders, batches, prompt, new_tokens, cluster)
 
     def explained(self) -> Explained:
         """Return the model, its plan and its programs as reports read them."""

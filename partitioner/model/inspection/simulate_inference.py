@@ -3,11 +3,7 @@
 a model that generates     prompt in chunks, then token after token     first token, time per token, tokens a second
 any other                  one forward                                  latency, rows a second
 
-The programs are those that ``pm.generate`` and ``pm(...)`` run. Of several requests in flight, each a batch of its own, one takes
-
-    max(time of one alone, time of a round)          a round: programs of 2k microbatches less those of k, for k requests
-
-between one result and its next, since stages are filled meanwhile.
+The programs are those that ``pm.generate`` and ``pm(...)`` run.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import simulate_programs
 from partitioner.model.generation.decoder import Decoder
-from partitioner.model.generation.generate import most_in_flight, most_positions
+from partitioner.model.generation.generate import most_positions
 from partitioner.model.inspection.simulate import machine_of
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.runtime.executor import ProgramSet
@@ -38,7 +34,6 @@ INFERENCE_VALUES: Mapping[str, Rule] = MappingProxyType(
         "prompt": at_least(1),
         "new_tokens": at_least(1),
         "cluster": VALUES["cluster"],
-        "requests": at_least(1),
     }
 )
 """Argument of ``simulate_inference`` -> check of its value."""
@@ -49,7 +44,6 @@ INFERENCE_EXAMPLES: Mapping[str, str] = MappingProxyType(
         "prompt": "512, or leave it out",
         "new_tokens": "128, or leave it out",
         "cluster": EXAMPLES["cluster"],
-        "requests": "2, or leave it out",
     }
 )
 """Argument -> an example of its value, for error messages."""
@@ -67,7 +61,6 @@ class SimulatedBatch:
         latency: seconds until the last token, or the result, is there.
         first_token: seconds until the first token is there; the latency of a model that does not generate.
         peak_memory: for each device, the most bytes that it holds at once: weights, caches and activations.
-        requests: such batches in flight.
     """
 
     rows: int
@@ -75,7 +68,6 @@ class SimulatedBatch:
     latency: float
     first_token: float
     peak_memory: tuple[int, ...]
-    requests: int = 1
 
     @property
     def per_token(self) -> float:
@@ -84,8 +76,8 @@ class SimulatedBatch:
 
     @property
     def throughput(self) -> float:
-        """Tokens a second of all rows and requests together; rows a second for a model that does not generate."""
-        return self.requests * self.rows * max(1, self.new_tokens) / self.latency if self.latency else 0.0
+        """Tokens a second of all rows together; rows a second for a model that does not generate."""
+        return self.rows * max(1, self.new_tokens) / self.latency if self.latency else 0.0
 
 
 @dataclass(frozen=True)
@@ -107,8 +99,6 @@ class InferenceTable:
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
         asked = f"prompts of {self.prompt} tokens, {self.batches[0].new_tokens} new tokens a row" if generates else "one forward a batch"
-        if (requests := self.batches[0].requests) > 1:
-            asked += f", {requests} requests in flight"
         return "\n".join([asked, "", *lines])
 
 
@@ -124,7 +114,6 @@ def simulate_inference(
     prompt: int | None,
     new_tokens: int | None,
     cluster: Cluster | str | None,
-    requests: int,
 ) -> InferenceTable:
     """Simulate batches; see ``PartitionedModel.simulate_inference``.
 
@@ -139,10 +128,10 @@ def simulate_inference(
         said = "no batch is given" if not batches else f"{parts} ranks share the rows of a batch, and {uneven[0]} rows do not divide"
         raise ConfigError(said, remedy=f"batches=({parts}, {2 * parts}, {4 * parts})")
     if not hasattr(trace.original, "generate"):
-        if prompt is not None or new_tokens is not None or requests > 1:
-            raise ConfigError(f"{trace.name} generates no tokens", remedy="leave out prompt, new_tokens and requests")
+        if prompt is not None or new_tokens is not None:
+            raise ConfigError(f"{trace.name} generates no tokens", remedy="leave out prompt and new_tokens")
         return InferenceTable(tuple(_forward(trace, machine, each) for each in batches), 0)
-    return _generation(trace, decoders, batches, prompt or 128, new_tokens or 128, machine, requests)
+    return _generation(trace, decoders, batches, prompt or 128, new_tokens or 128, machine)
 
 
 def _forward(trace: Trace, machine: Cluster, rows: int) -> SimulatedBatch:
@@ -152,7 +141,7 @@ def _forward(trace: Trace, machine: Cluster, rows: int) -> SimulatedBatch:
 
 
 def _generation(
-    trace: Trace, decoders: list[Decoder], batches: Sequence[int], prompt: int, new_tokens: int, machine: Cluster, requests: int
+    trace: Trace, decoders: list[Decoder], batches: Sequence[int], prompt: int, new_tokens: int, machine: Cluster
 ) -> InferenceTable:
     """Simulate the chunks of a prompt, and a token after it, which every further token repeats."""
     limit = most_positions(trace.original)
@@ -166,35 +155,14 @@ def _generation(
         decoders.append(Decoder(trace, limit))
     found = []
     for rows in batches:
-        first, prefilled = _answering(trace, decoders[0], machine, rows, requests, (0, prompt, length))
-        per_token, decoded = _answering(trace, decoders[0], machine, rows, requests, (prompt, prompt + 1, length))
+        prefilled, decoded = (
+            [_simulated(trace, machine, each, rows) for each in decoders[0].forwards(start, end, length, rows)]
+            for start, end in ((0, prompt), (prompt, prompt + 1))
+        )
+        first, per_token = (sum(each.step_time for each in part) for part in (prefilled, decoded))
         latency = first + (new_tokens - 1) * per_token
-        found.append(SimulatedBatch(rows, new_tokens, latency, first, _highest([*prefilled, *decoded]), requests))
+        found.append(SimulatedBatch(rows, new_tokens, latency, first, _highest([*prefilled, *decoded])))
     return InferenceTable(tuple(found), prompt)
-
-
-def _answering(
-    trace: Trace, decoder: Decoder, machine: Cluster, rows: int, requests: int, tokens: tuple[int, int, int]
-) -> tuple[float, list[Simulation]]:
-    """Simulate how several requests, of so many rows each, go on by some tokens.
-
-    Args:
-        tokens: that there are, that there will be, and for which caches are.
-
-    Returns:
-        The time that each of the requests takes, and simulations with the caches of all.
-    """
-
-    def simulated(count: int) -> list[Simulation]:
-        return [_simulated(trace, machine, each, count * rows) for each in decoder.forwards(*tokens, rows, count)]
-
-    alone = simulated(1)
-    if requests == 1 or most_in_flight(trace) == 1:
-        return requests * sum(each.step_time for each in alone), alone if requests == 1 else simulated(requests)
-    once, twice = simulated(requests), simulated(2 * requests)
-    pairs = zip(once, twice, strict=True)
-    rounds = (two.step_time - one.step_time for one, two in pairs)
-    return sum(max(each.step_time, time) for each, time in zip(alone, rounds, strict=True)), once
 
 
 def _simulated(trace: Trace, machine: Cluster, programs: ProgramSet, rows: int) -> Simulation:

@@ -21,7 +21,7 @@ from passes.ir.comm.primitives import COLLECTIVES, COMMUNICATION, receive, send,
 from passes.ir.comm.semantics import collective_arguments
 from passes.ir.program import Program
 
-__all__ = ["Traffic", "arrivals_shown", "awaited_result", "message_name", "traffic_of"]
+__all__ = ["Traffic", "arrivals_shown", "message_name", "traffic_of"]
 
 
 @dataclass(frozen=True)
@@ -84,22 +84,6 @@ def arrivals_shown(programs: Sequence[Program], rank: int) -> dict[int, dict[int
             elif count > proven:
                 shown[peer][message.tag] = proven = count
     return dict(shown)
-
-
-def awaited_result(program: Program) -> tuple[int, int] | None:
-    """Return source and tag of the message of results for which a rank waits last, with nothing to communicate after the wait.
-
-    There the rank can leave its program for another run: whatever that communicates starts later than all of this run. None: there is no
-    such wait, because the rank computes the results, or because it still sends or gathers some of what it waits for.
-    """
-    found: tuple[int, int] | None = None
-    for node in _communication(program):
-        if node.target is not wait:
-            found = None
-        elif found is None and node.all_input_nodes[0].target is receive and node.meta.get("section") == "results":
-            keywords = _keywords(node.all_input_nodes[0])
-            found = (keywords["source"], keywords["tag"])
-    return found
 
 
 def message_name(program: Program, step: Literal["send", "receive"], peer: int, tag: int) -> str:

@@ -23,7 +23,7 @@ from partitioner.runtime.collectives.torch_distributed import GLOO, NCCL, Starte
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport
 from partitioner.runtime.process.call_order import rank_list
 from partitioner.runtime.process.groups import Connection, Route
-from partitioner.runtime.process.traffic import Traffic, arrivals_shown, awaited_result, message_name, traffic_of
+from partitioner.runtime.process.traffic import Traffic, arrivals_shown, message_name, traffic_of
 from passes.ir.comm.primitives import Operation
 from passes.ir.errors import CommunicationError
 from passes.ir.program import Program
@@ -39,18 +39,16 @@ class PreparedTraffic:
         program: of the rank.
         traffic: of the programs of all ranks.
         shown: the arrivals that messages to this rank prove (``arrivals_shown``).
-        awaited: source and tag of the message at which the rank may be left for another run (``awaited_result``).
     """
 
     program: Program
     traffic: Traffic
     shown: Mapping[int, Mapping[int, int]]
-    awaited: tuple[int, int] | None
 
 
 def prepare_traffic(programs: Sequence[Program], rank: int) -> PreparedTraffic:
     """Read the communication of the programs of all ranks; done once, for all runs."""
-    return PreparedTraffic(programs[rank], traffic_of(programs), arrivals_shown(programs, rank), awaited_result(programs[rank]))
+    return PreparedTraffic(programs[rank], traffic_of(programs), arrivals_shown(programs, rank))
 
 
 class _Receive(NamedTuple):
@@ -72,7 +70,6 @@ class DistributedTransport(CollectiveTransport):
         self._connection = connection
         self._program = prepared.program
         self._shown = prepared.shown
-        self._awaited = prepared.awaited
         self._routes_out: dict[int, Route] = {}
         self._routes_in: dict[int, Route] = {}
         for source, destination in prepared.traffic.channels:
@@ -140,10 +137,7 @@ class DistributedTransport(CollectiveTransport):
             self.stream.restart()
 
     def ready(self, pending: _Receive | Started) -> bool:
-        """Return True, since ``wait`` blocks; False, once, for the results at which this run may be left for another one."""
-        if isinstance(pending, _Receive) and (pending.source, pending.tag) == self._awaited:
-            self._awaited = None
-            return False
+        """Return True, since ``wait`` blocks."""
         return True
 
     def wait(self, pending: _Receive | Started) -> Tensor | list[Tensor]:

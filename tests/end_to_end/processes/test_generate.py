@@ -26,20 +26,3 @@ def test_every_rank_has_the_tokens(workers: Callable[[int], Workers], mode: Any,
     for equal, refusal in workers(size).values(cases.generated, mode, timeout=350):
         assert equal
         assert refusal.startswith("do_sample=True draws in every process")
-
-
-@pytest.mark.parametrize(
-    ("mode", "size"),
-    [
-        ("pipeline", 2),
-        ({"pipeline": 2, "tensor": 2}, 4),
-        ({"data": 2, "pipeline": 2}, 4),
-    ],
-    ids=str,
-)
-def test_requests_in_flight(workers: Callable[[int], Workers], mode: Any, size: int) -> None:
-    """A request that fails ends the others without a wait, and the model goes on."""
-    for equal, said, equal_again in workers(size).values(cases.requests_in_flight, mode, timeout=350):
-        assert equal
-        assert said == "no further"
-        assert equal_again

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from partitioner import PartitionedModel, partition
-from partitioner.runtime.recording.recorder import Recorder
 from passes.ir.errors import ConfigError
 
 WIDTH = 16
@@ -58,13 +57,3 @@ def test_a_recording_is_read_when_it_is_over() -> None:
     pm, _ = partitioned(2, "pipeline")
     with pm.record() as run, pytest.raises(ConfigError, match="not over"):
         _ = run.timeline
-
-
-def test_runs_that_are_under_way_at_once_have_slices_of_their_own() -> None:
-    """As of requests in flight: the second starts a transfer while the first waits for its own of the same name."""
-    recorder = Recorder(0)
-    for step in (recorder.start, recorder.wait, recorder.start, recorder.wait, recorder.arrived, recorder.arrived, recorder.start):
-        step("receive_h")
-    recorder.finish()
-    first, second, last = recorder.communicated
-    assert first.start <= second.start <= first.end <= second.end <= last.start == last.end

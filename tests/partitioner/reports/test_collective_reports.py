@@ -76,7 +76,7 @@ def test_bytes_are_those_of_the_pieces(case: CollectiveCase, n_ranks: int, lower
 
     monkeypatch.setattr(_EmbeddedTransport, "start", counted)
     runtime = EmbeddedRuntime([torch.device("cpu")] * n_ranks)
-    runtime.start(ProgramSet(tuple(programs), {rank: Executable(programs[rank]) for rank in group}), {rank: {} for rank in group})()
+    runtime.run(ProgramSet(tuple(programs), {rank: Executable(programs[rank]) for rank in group}), {rank: {} for rank in group})
     found = transfers(lowered, RankClass.of_each(programs))
     assert n_ranks * sum(transfer.bytes for transfer in found) == handed_over
     assert sum(transfer.times for transfer in found) == (n_ranks if n_ranks > 1 else 0)

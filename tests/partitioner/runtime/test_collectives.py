@@ -32,7 +32,7 @@ def run_embedded(size: int, write: Callable[[fx.Graph, int, Sequence[fx.Node]], 
         programs.append(Program("forward", rank, fx.GraphModule({}, graph), ()))
     executables = {program.rank: Executable(program) for program in programs}
     inputs = {rank: {f"value{index}": tensor for index, tensor in enumerate(tensors[rank])} for rank in range(size)}
-    found = EmbeddedRuntime([torch.device("cpu")] * size).start(ProgramSet(tuple(programs), executables), inputs)()
+    found = EmbeddedRuntime([torch.device("cpu")] * size).run(ProgramSet(tuple(programs), executables), inputs)
     return [found[rank] for rank in range(size)]
 
 
@@ -170,7 +170,7 @@ def test_a_program_reads_tensors_of_its_module() -> None:
     for value in (1.0, 5.0):
         with torch.no_grad():
             weight[0] = value
-        (got,) = EmbeddedRuntime([torch.device("cpu")]).start(executables, {0: {}})()[0]
+        (got,) = EmbeddedRuntime([torch.device("cpu")]).run(executables, {0: {}})[0]
         assert got.tolist() == [value, 2.0]
         assert not got.requires_grad
 

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import pickle
-import unittest.mock
 from typing import Any
 
 import torch
@@ -17,11 +15,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from partitioner import ConfigError, Constraints, partition
-from partitioner.model.generation.decoder import Decoder
 from tests.support.models.language import causal_model
 from tests.support.models.switched import switched
 
-__all__ = ["copy_differences", "frozen_counts", "generated", "mode_differences", "requests_in_flight", "wrapped_in_ddp"]
+__all__ = ["copy_differences", "frozen_counts", "generated", "mode_differences", "wrapped_in_ddp"]
 
 
 def mode_differences() -> str:
@@ -106,34 +103,6 @@ def generated(mode: Any) -> tuple[bool, str]:
     except ConfigError as error:
         return equal, error.problem
     return equal, ""
-
-
-def requests_in_flight(mode: Any) -> tuple[bool, str, bool]:
-    """Return whether tokens of several requests are the model's, the error of one that fails amid others, and whether they are later."""
-    model = causal_model("llama")
-    example = (torch.zeros(4, 8, dtype=torch.long),)
-    constraints = Constraints(split_spec={"model.layers.1": "beginning"})
-    options: dict[str, Any] = {"schedule": "1F1B", "constraints": constraints, "progress": False}
-    pm = partition(model, int(os.environ["WORLD_SIZE"]), mode, example_inputs=example, **options)
-    generator = torch.Generator().manual_seed(1)
-    requests = [torch.randint(1, 64, (rows, tokens), generator=generator) for rows, tokens in ((2, 5), (4, 8), (2, 3))]
-    arguments: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    expected = [model.generate(each, **arguments) for each in requests]
-    equal = all(map(torch.equal, pm.generate(requests, **arguments), expected))
-    begun, start = itertools.count(), Decoder._start
-
-    def fail_later(decoder: Decoder, *given: Any) -> Any:
-        if next(begun) == 7:
-            raise ConfigError("no further", remedy="none")
-        return start(decoder, *given)
-
-    with unittest.mock.patch.object(Decoder, "_start", fail_later):
-        try:
-            pm.generate(requests, **arguments)
-            said = ""
-        except ConfigError as error:
-            said = error.problem
-    return equal, said, all(map(torch.equal, pm.generate(requests, **arguments), expected))
 
 
 def wrapped_in_ddp() -> tuple[str, float]:

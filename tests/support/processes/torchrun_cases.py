@@ -252,7 +252,7 @@ def exchanged(tagged: bool) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank())
     parts = {"part0": torch.randn(1000, generator=generator), "part1": torch.randn(3, 5, dtype=torch.float64, generator=generator)}
     inputs = {**{f"value{index}": tensor for index, tensor in enumerate(TENSORS)}, **parts}
-    (results,) = runtime.start(ring(size), {rank(): inputs})().values()
+    (results,) = runtime.run(ring(size), {rank(): inputs}).values()
     received = results[: len(TENSORS)][::-1]
     for sent, got in zip(TENSORS, received, strict=True):
         torch.testing.assert_close(got, sent, rtol=0, atol=0)
@@ -276,7 +276,7 @@ def collectives(tagged: bool) -> list[Tensor]:
     executables = ProgramSet(programs, {rank(): Executable(programs[rank()])})
     generator = torch.Generator().manual_seed(rank())
     reals = [torch.randn(count, generator=generator) for count in (100, 200_000)]
-    (results,) = runtime.start(executables, {rank(): {**given, "small": reals[0], "large": reals[1]}})().values()
+    (results,) = runtime.run(executables, {rank(): {**given, "small": reals[0], "large": reals[1]}}).values()
     assert all(torch.equal(tensor, kept[name]) for name, tensor in given.items())
     for part, got in zip(parts, results, strict=False):
         for tensor, wanted in zip(got, part.expected, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -60,15 +61,15 @@ def step(pm: PartitionedModel, x: Tensor, target: Tensor, *, by_backward: bool) 
 def counted(monkeypatch: pytest.MonkeyPatch, pm: PartitionedModel) -> Iterator[list[int]]:
     """Count the sums of parameter gradients that each run of a program starts on rank 0."""
     counts: list[int] = []
-    start = pm.traced.runtime.start
+    run = pm.traced.runtime.run
 
-    def counting(programs: object, inputs: object) -> object:
-        nodes = programs.programs[0].module.graph.nodes  # type: ignore[attr-defined]
+    def counting(programs: Any, inputs: Any) -> object:
+        nodes = programs.programs[0].module.graph.nodes
         counts.append(sum(node.target is communication.all_reduce and "store_gradients" in node.name for node in nodes))
-        return start(programs, inputs)  # type: ignore[arg-type]
+        return run(programs, inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pm.traced.runtime, "start", counting)
+        patch.setattr(pm.traced.runtime, "run", counting)
         yield counts
 
 
