@@ -51,8 +51,6 @@ from passes.emit.random_state import drawing_calls
 from passes.graph.dependencies import last_uses
 from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, share_random_state, wait
 from passes.ir.program import Program, StageCall
-from passes.ir.schedule import Action, ActionKind
-from passes.rules.ops.grouped_mm import MIXTURE, PRODUCT_CUTS, grouped_mm
 
 __all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call"]
 
@@ -117,12 +115,11 @@ class _Writer:
     Args:
         module: whose graph it is.
         recorded: add calls of a recorder (``partitioner.runtime.recording.recorder``), which is then the last argument.
-        counted: add those of them alone that count the rows of experts, in the graph of a stage.
     """
 
-    def __init__(self, module: fx.GraphModule, *, recorded: bool = False, counted: bool = False) -> None:
+    def __init__(self, module: fx.GraphModule, *, recorded: bool = False) -> None:
         self.module = module
-        self.recorded, self.counted = recorded, counted
+        self.recorded = recorded
         self.names: dict[str, Any] = {}
         self._draws = dict(drawing_calls(module))
         self._last_draws = {draws: node for node, draws in self._draws.items() if draws is not None}
@@ -150,7 +147,7 @@ class _Writer:
     def _lines(self, *first: str, is_stage: bool = False) -> list[str]:
         """Return the lines of the function, whose arguments are ``first``, the placeholders, and a recorder if there is one."""
         placeholders = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
-        last = [self._recorder] if self.recorded or self.counted else []
+        last = [self._recorder] if self.recorded else []
         if is_stage:
             lines = [f"def run({', '.join([self._bound, self._given, *last])}):"]
             lines += [f"    [{', '.join(placeholders)}] = [*{self._bound}, *{self._given}]", f"    {self._given}.clear()"]
@@ -180,8 +177,6 @@ class _Writer:
 
     def _add_recording(self, node: fx.Node, lines: list[str]) -> list[str]:
         """Add calls of the recorder around the lines of a node."""
-        if _is_counted(node) and (self.counted or (self.recorded and _is_forward(node))):
-            return [*lines, self._counting(node)]
         if not self.recorded:
             return lines
         if node.op == "output":
@@ -200,12 +195,6 @@ class _Writer:
         draws = self._draws[node]
         is_last = draws is not None and self._last_draws[draws] is node
         return [f"{self._transport}.begin_draw({draws})", *lines, *([f"{self._transport}.end_draws({draws})"] if is_last else [])]
-
-    def _counting(self, node: fx.Node) -> str:
-        """Let the recorder count the rows of a product by groups."""
-        marks = node.meta["custom"]
-        weight, group = (self._value(node.args[place]) for place in (1, 2))
-        return f"{self._recorder}.chose({marks[MIXTURE]!r}, {group}, len({weight}), {self._value(marks.get(PRODUCT_CUTS, ()))})"
 
     def _statement(self, node: fx.Node) -> list[str]:
         """Return the lines that compute a node."""
@@ -241,25 +230,15 @@ class _Writer:
         module = self.module.get_submodule(target)
         assert isinstance(module, StageCall)
         if target not in self._calls:
-            writer = _Writer(module.graph, counted=self._counts(node))
+            writer = _Writer(module.graph)
             function = functools.partial(writer.compile(writer.function(), target), module.bound)
             self._calls[target] = self._object(target, function)
-        star, last = (
-            "*" if module.takes_tuple else "",
-            f", {self._recorder}" if self._counts(node) else "",
-        )  # "*" unpacks a tuple of saved values
+        star = "*" if module.takes_tuple else ""  # it unpacks a tuple of saved values
         return [
             f"{node.name} = [{star}{self._arguments(node)}]",
             *_dropping(value for value in self._last_use.get(node, []) if value is not node),
-            f"{node.name} = {self._calls[target]}({node.name}{last})",
+            f"{node.name} = {self._calls[target]}({node.name})",
         ]
-
-    def _counts(self, node: fx.Node) -> bool:
-        """Return whether the rows of experts are counted in a stage that a node calls."""
-        if not self.recorded or not _is_forward(node):
-            return False
-        module = self.module.get_submodule(str(node.target))
-        return isinstance(module, StageCall) and any(map(_is_counted, module.graph.graph.nodes))
 
     def _arguments(self, node: fx.Node) -> str:
         keywords = [f"{name}={self._value(value)}" for name, value in node.kwargs.items()]
@@ -301,17 +280,6 @@ def _dropping(values: Iterable[fx.Node]) -> list[str]:
     """Return the line that drops values, if there are any."""
     names = [value.name for value in values]
     return [f"{' = '.join(names)} = None"] if names else []
-
-
-def _is_counted(node: fx.Node) -> bool:
-    """Return whether a node is the product of a mixture of experts that records the rows of each expert."""
-    return node.target is grouped_mm and MIXTURE in (node.meta.get("custom") or {})
-
-
-def _is_forward(node: fx.Node) -> bool:
-    """Return whether a node computes a forward, and not its recomputation in a backward."""
-    section = node.meta.get("section")
-    return isinstance(section, Action) and section.kind is ActionKind.FORWARD
 
 
 aten = torch.ops.aten

@@ -18,10 +18,8 @@ import torch
 from cost_models.simulator.events import Slice
 from cost_models.simulator.timeline import Timeline
 from partitioner.runtime.base import Runtime
-from partitioner.runtime.recording.expert_load import Chosen, ExpertLoad, expert_loads, expert_table
 from partitioner.runtime.recording.recorder import Recorder, recording
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import Mesh
 
 __all__ = ["Recording", "record"]
 
@@ -31,49 +29,32 @@ class Recording:
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
-        self._experts: tuple[ExpertLoad, ...] = ()
-
-    @property
-    def experts(self) -> tuple[ExpertLoad, ...]:
-        """How many tokens each expert computed, of mixtures without a capacity. Raises ConfigError inside the block."""
-        self._check_over()
-        return self._experts
-
-    @property
-    def expert_table(self) -> str:
-        """The same as a table, a line a mixture."""
-        return expert_table(self.experts)
 
     @property
     def timeline(self) -> Timeline:
         """Slices of all ranks; time 0 is the start of the first one. Raises ConfigError inside the block."""
-        self._check_over()
-        assert self._timeline is not None
-        return self._timeline
-
-    def _check_over(self) -> None:
         if self._timeline is None:
             raise ConfigError("the recording is not over", remedy="read it after the with block")
+        return self._timeline
 
-    def finish(self, recorders: Mapping[int, Recorder], runtime: Runtime, mesh: Mesh) -> None:
+    def finish(self, recorders: Mapping[int, Recorder], runtime: Runtime) -> None:
         """Gather what all ranks recorded."""
         encoded = {f"{rank}": _encode(recorder) for rank, recorder in recorders.items()}
         of_ranks = {int(rank): _decode(tensor) for rank, tensor in runtime.collect(encoded).items() if tensor is not None}
         ranks = tuple(sorted(of_ranks))
         computed = [piece for rank in ranks for piece in of_ranks[rank].computed]
         communicated = [piece for rank in ranks for piece in of_ranks[rank].communicated]
-        self._experts = expert_loads({rank: found.chosen for rank, found in of_ranks.items()}, mesh)
         start = min((piece.start for piece in (*computed, *communicated)), default=0.0)
         self._timeline = Timeline("measured", ranks, _shifted(computed, start), _shifted(communicated, start))
 
 
 @contextlib.contextmanager
-def record(runtime: Runtime, mesh: Mesh) -> Iterator[Recording]:
+def record(runtime: Runtime) -> Iterator[Recording]:
     """Record when every rank computes and communicates; slices have the names of those of ``simulate().timeline``."""
     result = Recording()
     with recording() as recorders:
         yield result
-    result.finish(recorders, runtime, mesh)
+    result.finish(recorders, runtime)
 
 
 @dataclass(frozen=True)
@@ -82,19 +63,17 @@ class _OfRank:
 
     computed: tuple[Slice, ...]
     communicated: tuple[Slice, ...]
-    chosen: tuple[Chosen, ...]
 
 
 def _encode(recorder: Recorder) -> torch.Tensor:
     """Encode what a rank recorded as a tensor of bytes, which runtimes carry between processes."""
-    kinds = [[dataclasses.astuple(piece) for piece in kind] for kind in (recorder.computed, recorder.communicated, recorder.chosen)]
+    kinds = [[dataclasses.astuple(piece) for piece in kind] for kind in (recorder.computed, recorder.communicated)]
     return torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
 
 
 def _decode(tensor: torch.Tensor) -> _OfRank:
-    computed, communicated, chosen = json.loads(bytes(tensor.cpu().tolist()).decode())
-    mixtures = tuple(Chosen(module, tuple(counts), tuple(map(tuple, cuts))) for module, counts, cuts in chosen)
-    return _OfRank(tuple(Slice(*each) for each in computed), tuple(Slice(*each) for each in communicated), mixtures)
+    computed, communicated = json.loads(bytes(tensor.cpu().tolist()).decode())
+    return _OfRank(tuple(Slice(*each) for each in computed), tuple(Slice(*each) for each in communicated))
 
 
 def _shifted(slices: Sequence[Slice], start: float) -> tuple[Slice, ...]:

@@ -24,7 +24,6 @@ from passes.normalize.inline.subgraphs import inline_subgraphs
 from passes.normalize.inline.vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
 from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
-from passes.normalize.rows.mixtures import name_mixtures
 from passes.normalize.rows.row_orders import keep_rows_in_order
 from passes.normalize.shared.equal_computations import share_equal_computations
 from passes.normalize.shared.tied_parameters import tie_parameters
@@ -159,7 +158,6 @@ def _tidy(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     assign_by_mask(exported.graph)
     compute_outputs(exported.graph)
     complete_provenance(exported.graph)
-    name_mixtures(exported.graph)
     graph = name_nodes(exported.graph)
     return replace(exported, graph=graph, n_bases=add_bases(graph, exported.inputs))
 

@@ -40,7 +40,7 @@ from passes.ir.tensor_spec import RowCount
 from passes.ir.torch_private import pytree
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.rules.ops.channel_statistics import channel_statistics
-from passes.rules.ops.grouped_mm import PRODUCT_CUTS, grouped_mm
+from passes.rules.ops.grouped_mm import grouped_mm
 from passes.spmd.decompose.builder import PartWriter, ReductionCut, ReductionWriter
 from passes.spmd.decompose.expert_routes import RouteWriter
 from passes.spmd.decompose.pooling_resize import WindowWriter, write_windows
@@ -433,22 +433,8 @@ class _Localizer:
         node = self.target.create_node("call_function", function, args, dict(kwargs), name=name)
         node.meta = {key: value for key, value in like.meta.items() if key not in ("val", "part_of")}
         node.meta["written_for"] = self.reader
-        if function is grouped_mm:
-            node.meta["custom"] = {**(like.meta.get("custom") or {}), PRODUCT_CUTS: self._cuts_of_product(like)}
         self._fakes.describe(node)
         return node
-
-    def _cuts_of_product(self, node: fx.Node) -> tuple[tuple[str, int, str], ...]:
-        """Return what each mesh dimension cuts of a product by groups (``PRODUCT_CUTS``), for reports.
-
-        Where experts are stored all rows of an expert are computed: experts are cut, and not rows.
-        """
-        found, route = [], self.layouts.routes.get(node.name)
-        for index, ((name, count), cut) in enumerate(zip(self.extents.mesh, self.layouts.cuts[node.name], strict=True)):
-            factor = "" if cut is None else self.axes.loops[node.name].factors[cut.factor].name
-            factor = "experts" if route is not None and route.dimension == index else factor
-            found.append((name, count, factor if factor in ("rows", "experts") else "nothing"))
-        return tuple(found)
 
     def _size_node(self, size: Size) -> fx.Node | int:
         """Emit a size given in the rank's own rows; return an int unchanged."""

@@ -138,8 +138,8 @@ class InspectedModel(ModelState):
 
     @checked_arguments()
     def record(self) -> AbstractContextManager[Recording]:
-        """Record when ranks compute and communicate, by the names of ``simulate().timeline``, and the load of experts."""
-        return record(self.traced.runtime, self.plan.grid)
+        """Record when ranks compute and communicate, by the names of ``simulate().timeline``."""
+        return record(self.traced.runtime)
 
     @checked_arguments(VALUES, EXAMPLES)
     def simulate(self, cluster: Cluster | str | None = None, *, step: Step = "train_step") -> Simulation:

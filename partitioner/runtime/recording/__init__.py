@@ -1,1 +1,1 @@
-"""Recording of running programs: times of compute and communication, and tokens of each expert."""
+"""Recording of running programs: times of compute and communication."""

@@ -23,12 +23,9 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from cost_models.simulator.events import Slice
-from partitioner.runtime.recording.expert_load import Chosen
 from passes.ir.torch_private import is_profiling
 
 __all__ = ["ProgramRecorder", "Recorder", "active_recorders", "in_profiler_ranges", "recording"]
@@ -61,16 +58,6 @@ class ProgramRecorder(Protocol):
     def arrived(self, name: str) -> None:
         """Note the end of the wait: the action goes on."""
 
-    def chose(self, mixture: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
-        """Note the expert of each row of a mixture on this rank.
-
-        Args:
-            mixture: its name.
-            group: the number of the expert of each row; of an expert that the rank does not have, none of its numbers.
-            n_experts: how many the rank has.
-            cuts: what mesh dimensions cut of the product (``passes.rules.ops.grouped_mm.PRODUCT_CUTS``).
-        """
-
 
 class Recorder:
     """Records the slices of one rank; the generated program calls its methods.
@@ -88,12 +75,6 @@ class Recorder:
         self._section = ""
         self._section_start: float | None = None
         self._started: defaultdict[str, deque[float]] = defaultdict(deque)  # a name may be under way in several runs at once
-        self._chosen: dict[str, Chosen] = {}
-
-    @property
-    def chosen(self) -> tuple[Chosen, ...]:
-        """The rank's part of each mixture of experts."""
-        return tuple(self._chosen.values())
 
     def begin(self, section: str) -> None:
         """Begin an action, which ends the one before."""
@@ -131,13 +112,6 @@ class Recorder:
         now = time.time()
         self.communicated.append(Slice(self.rank, name, "", self._started[name].popleft(), now, "transfer"))
         self._section_start = now
-
-    def chose(self, mixture: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
-        """Count the rows of each expert."""
-        counts = torch.bincount(group[(group >= 0) & (group < n_experts)], minlength=n_experts).tolist()
-        before = self._chosen.get(mixture)
-        total = counts if before is None else [one + other for one, other in zip(before.counts, counts, strict=True)]
-        self._chosen[mixture] = Chosen(mixture, tuple(total), cuts)
 
     def finish(self) -> None:
         """Note the end of the program: transfers that were never waited for get slices without duration."""
@@ -189,9 +163,6 @@ class ProfilerRecorder:
         """End that range, and let the action go on."""
         self.end()
         self.resume()
-
-    def chose(self, mixture: str, group: Tensor, n_experts: int, cuts: tuple[tuple[str, int, str], ...]) -> None:
-        """Do nothing: a trace has no counts."""
 
     def _enter(self, name: str) -> None:
         entered = record_function(name)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from passes.rules.call import Call
 
-__all__ = ["MIXTURE", "PRODUCT_CUTS", "grouped_mm", "grouped_outer", "product"]
+__all__ = ["grouped_mm", "grouped_outer", "product"]
 
 torch.library.define("partitioner::grouped_mm", "(Tensor input, Tensor weight, Tensor group, bool transposed=False) -> Tensor")
 torch.library.define("partitioner::grouped_outer", "(Tensor input, Tensor other, Tensor group, int n_groups) -> Tensor")
@@ -37,13 +37,6 @@ def product(call: Call) -> str:
     """Multiply independent rows; a row picks one matrix, and reads all of it."""
     return f"rows in, experts! {'out in' if call.get('transposed') else 'in out'}, rows -> rows out; linear input | weight"
 
-
-MIXTURE = "mixture"
-"""The key in ``meta["custom"]`` of the name of a mixture of experts, of the first of its products (``passes.normalize.rows.mixtures``)."""
-
-PRODUCT_CUTS = "product cuts"
-"""The key in ``meta["custom"]`` of what each mesh dimension cuts of a sharded product: (name of the dimension, its size, what): ``"rows"``,
-``"experts"``, or ``"nothing"`` if its ranks multiply the same rows with the same experts, perhaps a part of the width each."""
 
 _ALIGNMENT = 16
 """Bytes that strides must be a multiple of for torch's kernel."""

@@ -77,11 +77,6 @@ def test_training_over_tiles(workers: Callable[[int], Workers]) -> None:
     assert workers(2).values(meshes.mesh_training_difference, "segmentation_of_volumes", "tile", timeout=170) == [None] * 2
 
 
-@pytest.mark.slow
-def test_the_load_of_experts_is_that_of_all_processes(workers: Callable[[int], Workers]) -> None:
-    assert workers(4).values(meshes.expert_load_difference, timeout=170) == [None] * 4
-
-
 @pytest.mark.parametrize("attention", slow("ring", "ulysses", "zigzag"))
 def test_attention_shared_over_the_sequence(workers: Callable[[int], Workers], attention: str) -> None:
     assert workers(2).values(meshes.attention_training_difference, attention, timeout=170) == [None] * 2

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from partitioner import Constraints, PartitionedModel
-from tests.support.models.attention.experts import DROPLESS, ROUTED, chosen_experts
+from tests.support.models.attention.experts import DROPLESS, ROUTED
 from tests.support.models.attention.gpt import FOUR_TOKENS
 from tests.support.models.case import Case, Instance
 from tests.support.models.vision.space import SPACE
@@ -32,7 +32,6 @@ from tests.support.running.transparency import (
 __all__ = [
     "attention_training_difference",
     "checkpoint_difference",
-    "expert_load_difference",
     "expert_training_difference",
     "mesh_call_difference",
     "mesh_training_difference",
@@ -85,18 +84,6 @@ def attention_training_difference(attention: str) -> str | None:
     devices, constraints = int(os.environ["WORLD_SIZE"]), Constraints(attention=attention)
     difference = first_difference(FOUR_TOKENS, devices=devices, mode="sequence", n_microbatches=1, constraints=constraints)
     return None if difference is None else str(difference)
-
-
-def expert_load_difference() -> str | None:
-    """Compare the tokens of each expert, counted by the ranks of a step, with the choices of the model's routers."""
-    other = DROPLESS.build()
-    expected = chosen_experts(other.model, *other.args)
-    instance, constraints = DROPLESS.build(), Constraints(axes={"experts": "tensor"})
-    pm = make_partitioned(instance, devices=int(os.environ["WORLD_SIZE"]), mode={"data": 2, "tensor": 2}, constraints=constraints)
-    with pm.record() as run:
-        pm.train_step(*instance.args, target=instance.target, loss_fn=DROPLESS.loss_fn)
-    found = {load.module: load.tokens for load in run.experts}
-    return None if found == expected else f"{found} for {expected}"
 
 
 def checkpoint_difference(name: str, saved: Mode, loaded: Mode, folder: str) -> str | None:
