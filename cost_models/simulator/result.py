@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.hardware.units import format_bytes, format_seconds
@@ -25,6 +25,7 @@ class Simulation:
         timeline: when everything was; ``timeline.save("step.json")`` for Perfetto, ``timeline.svg()`` as a picture.
         rows: of the batch.
         latency: seconds until the first microbatch is through the model: its outputs, or its loss, are there.
+        limits: the memory limit of each device in bytes; empty: none is known.
     """
 
     step_time: float
@@ -34,11 +35,28 @@ class Simulation:
     timeline: Timeline
     rows: int
     latency: float
+    limits: Sequence[float] = ()
 
     @property
     def peak_memory(self) -> tuple[int, ...]:
         """For each device, the most bytes that it holds at once."""
         return tuple(memory.peak for memory in self.memory)
+
+    @property
+    def over_limit(self) -> Mapping[int, float]:
+        """Each device whose peak exceeds its memory limit, and by how many bytes."""
+        return {rank: peak - limit for rank, (peak, limit) in enumerate(zip(self.peak_memory, self.limits, strict=False)) if peak > limit}
+
+    @property
+    def over_limit_words(self) -> str:
+        """The device that exceeds its memory limit by most, and the number of others that exceed theirs; empty if none does."""
+        over = self.over_limit
+        if not over:
+            return ""
+        rank = max(over, key=over.__getitem__)
+        others = f", and {len(over) - 1} other{'s' if len(over) > 2 else ''} theirs" if len(over) > 1 else ""
+        peak, limit = format_bytes(self.peak_memory[rank]), format_bytes(self.limits[rank])
+        return f"the simulated peak of rank {rank}, {peak}, exceeds its limit of {limit} by {format_bytes(over[rank])}{others}"
 
     @property
     def throughput(self) -> float:
@@ -49,6 +67,7 @@ class Simulation:
         lines = [
             f"step        {format_seconds(self.step_time)}    bubble {self.bubble_fraction:.1%}",
             f"latency     {format_seconds(self.latency)}    throughput {self.throughput:,.1f} rows/s",
+            *([f"over limit  {self.over_limit_words}"] if self.over_limit else []),
             "",
         ]
         cells = [[_at_peak(memory, name) for name in memory] for memory in self.memory]

@@ -67,6 +67,7 @@ def simulate_programs(
     representatives: Representatives | None = None,
     fusion: Fusion = "none",
     mixed_precision: bool = False,
+    limits: Sequence[float] = (),
 ) -> Simulation:
     """Simulate one step.
 
@@ -80,6 +81,7 @@ def simulate_programs(
         representatives: rank -> its representative; None: every rank is simulated.
         fusion: which operators one kernel does together, as compiled or hand-written code does.
         mixed_precision: whether the optimizer keeps 16-bit parameters and gradients in float32, too.
+        limits: the memory limit of each device in bytes; empty: none is known.
     """
     representatives = representatives or Representatives.everybody(len(programs))
     prices: dict[Device, NodePrices] = {}
@@ -107,6 +109,7 @@ def simulate_programs(
         ),
         rows=batch,
         latency=_latency(runs),
+        limits=limits,
     )
 
 

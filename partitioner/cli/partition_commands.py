@@ -107,6 +107,8 @@ def simulate(arguments: argparse.Namespace) -> int:
         "latency": simulation.latency,
         "throughput": simulation.throughput,
         "peak_memory": list(simulation.peak_memory),
+        "memory_limit": list(simulation.limits),
+        "over_limit": {str(rank): round(excess) for rank, excess in simulation.over_limit.items()},
         "memory": [dict(memory) for memory in simulation.memory],
         "communication": messages,
     }

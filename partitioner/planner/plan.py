@@ -57,7 +57,11 @@ class PlanProblem:
     @property
     def limits(self) -> tuple[float, ...]:
         """The memory limit of each rank in bytes."""
-        return memory_limits(self.cluster.first(len(self.request.devices)), self.request)
+        return self.limits_on(self.cluster)
+
+    def limits_on(self, cluster: Cluster) -> tuple[float, ...]:
+        """Return the memory limit of each rank in bytes on another machine: without one in the request, that of its devices."""
+        return memory_limits(cluster.first(len(self.request.devices)), self.request)
 
     def solve(self, tell: Callable[[str], None] | None = None, simulated: Simulated | None = None) -> Plan:
         """Return the plan: of sequential tiles on one device, of the named mesh, or the fastest of all meshes.

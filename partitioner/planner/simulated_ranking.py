@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from cost_models.hardware.units import format_bytes
 from cost_models.simulator.result import Simulation
 from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import compared
@@ -50,7 +49,7 @@ def fastest_simulated(
             end = " within the time limit"
             break
         try:
-            steps.append((plan, simulated(plan)))
+            steps.append((plan, dataclasses.replace(simulated(plan), limits=limits)))
         except PartitionError as refusal:
             notes.append(f"Left out, as it cannot be lowered: {plan.prediction.contenders[0].words}: {refusal.problem}.")
         except KeyboardInterrupt:
@@ -61,17 +60,13 @@ def fastest_simulated(
     if not steps:
         searched = plans[0].prediction.searched + (f"; none was simulated{end}" if end else "")
         return plans[0].predicted(notes=(*plans[0].notes, *notes), searched=searched)
-    ranked = sorted(steps, key=lambda step: (_excess(step[1], limits) > 0, step[1].step_time))
+    ranked = sorted(steps, key=lambda step: (bool(step[1].over_limit), step[1].step_time))
     plan, simulation = ranked[0]
-    if (excess := _excess(simulation, limits)) > 0:
-        notes.append(f"The simulated peak memory exceeds the limit by {format_bytes(excess)}: memory_limit= leaves more room.")
+    if simulation.over_limit:
+        words = simulation.over_limit_words
+        notes.append(f"{words[0].upper()}{words[1:]}: a lower memory_limit= has the planner leave more room.")
     reported = _reported(plan, simulation, [_contender(*step) for step in ranked], plans[0].prediction.contenders, end)
     return reported.predicted(notes=(*plan.notes, *notes))
-
-
-def _excess(simulation: Simulation, limits: Sequence[float]) -> float:
-    """Return by how many bytes a simulated peak exceeds its limit; of several ranks, the most."""
-    return max((peak - limit for peak, limit in zip(simulation.peak_memory, limits, strict=True)), default=0.0)
 
 
 def _contender(plan: Plan, simulation: Simulation) -> Contender:

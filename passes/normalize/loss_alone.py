@@ -23,6 +23,9 @@ from passes.ir.torch_private import pytree
 
 __all__ = ["graph_of_step", "own_loss", "results_in_parts", "results_of_step", "return_only"]
 
+_UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of ``call_loss``, and of a class that checks the values that it is built from."""
+
 
 def own_loss(graph: ModelGraph) -> int | None:
     """Return the index of the output that is the loss, of a model that returns its loss; None for any other.
@@ -33,9 +36,10 @@ def own_loss(graph: ModelGraph) -> int | None:
     leaves = [output.constant if output.node is None else _stand_in(values[output.node]) for output in graph.leaves]
     try:
         loss = call_loss(pytree.tree_unflatten(leaves, graph.output_tree), None, None)
-        index = next(place for place, leaf in enumerate(leaves) if leaf is loss)
-        pytree.tree_unflatten([leaf if place == index else None for place, leaf in enumerate(leaves)], graph.output_tree)
-    except Exception:  # noqa: BLE001  a class of the user's may check what it holds; StopIteration: a constant is the loss
+        index = next((place for place, leaf in enumerate(leaves) if leaf is loss), None)  # None: a constant is the loss
+        if index is not None:
+            pytree.tree_unflatten([leaf if place == index else None for place, leaf in enumerate(leaves)], graph.output_tree)
+    except _UNFIT:
         return None
     return index
 

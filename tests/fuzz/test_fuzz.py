@@ -138,6 +138,13 @@ def effects() -> Program:
     return Program(1, 4, 8, inputs, layers, statements, Record(last="v1", other=None), training=True, usage=usage)
 
 
+def test_changes_that_pytorch_leaves_undefined_are_no_case() -> None:
+    statement = Statement("v0 = (x0 * 2).unfold(1, 2, 1)", ("v0",))
+    usage = Usage(changes=((0, "leaf.add_(0.3)"),))
+    program = Program(1, 4, 8, (Input("x0", "torch.randn(rows, 4)"),), (), (statement,), "v0", training=True, usage=usage)
+    assert run_case(Case(program, Configuration(2, "data"))).kind == "invalid"
+
+
 def first_difference(wanted: Iterator[tuple[str, Any]], got: Iterator[tuple[str, Any]]) -> str | None:
     """Return the name of the first observation that differs."""
     for (what, one), (_, other) in zip(wanted, got, strict=True):

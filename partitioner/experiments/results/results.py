@@ -45,6 +45,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "seconds": format_seconds,
     "bubble_fraction": lambda part: f"{part:.1%}",
     "peak_memory": format_bytes,
+    "over_limit": format_bytes,
     "measured_memory": format_bytes,
     "communication": format_bytes,
     "rows_per_second": _rate,
@@ -85,7 +86,8 @@ def columns_of(rows: Sequence[Row]) -> tuple[str, ...]:
     measured = ("measured_step_time",) if any(row.measured_step_time is not None for row in rows) else ()
     rates = next(((name, "mfu") for name in _RATES if any(getattr(row, name) is not None for row in rows)), ())
     cost = ("step_cost",) if any(row.step_cost is not None for row in rows) else ()
-    return (*_REQUEST, *mesh, *options, *_PLAN_AND_TIME, *measured, *rates, *cost, *_OTHER_NUMBERS)
+    over = ("over_limit",) if any(row.over_limit is not None for row in rows) else ()
+    return (*_REQUEST, *mesh, *options, *_PLAN_AND_TIME, *measured, *rates, *cost, *_OTHER_NUMBERS, *over)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Row:
         step_time: simulated seconds of a step.
         bubble_fraction: the idle share of the ranks' time, 0 to 1.
         peak_memory: bytes on the fullest device.
+        over_limit: bytes by which a simulated peak exceeds the memory limit of its device; None: all fit.
         communication: bytes that all ranks send in a step.
         planned_step_time: seconds of a step as estimated by the planner.
         bound_by: the bottleneck of the step, in words.
@@ -60,6 +61,7 @@ class Row:
     step_time: float | None = None
     bubble_fraction: float | None = None
     peak_memory: int | None = None
+    over_limit: int | None = None
     communication: int | None = None
     planned_step_time: float | None = None
     bound_by: str = ""

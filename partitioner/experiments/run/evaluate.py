@@ -141,9 +141,11 @@ class Evaluator:
         """Return the row of a placement; raise PartitionError if it cannot be planned or lowered."""
         subject, cluster = self.bench.subjects[trace], self.bench.clusters[placement.cluster]
         options = read_options(placement.options)
-        plan = _make_plan(subject, cluster, placement, options, self._models)
+        problem = _problem(subject, cluster, placement, options, self._models)
+        plan = problem.solve(simulated=lambda plan: simulate_plan(subject.traced, plan, cluster, Roofline(), problem.request.optimizer))
         timed = self._lower(trace, plan, cluster)
-        simulation = simulate_timed(timed, plan, cluster, Roofline(), options.get("optimizer", PlanRequest.optimizer))
+        simulation = simulate_timed(timed, plan, cluster, Roofline(), problem.request.optimizer)
+        simulation = replace(simulation, limits=problem.limits)
         recompute = placement.recompute if isinstance(placement.policies, Mapping) else plan.recompute
         schedule = plan.schedule if len(plan.stages) > 1 else "none"
         planned = replace(placement, schedule=schedule, n_microbatches=plan.n_microbatches, recompute=recompute)
@@ -157,6 +159,7 @@ class Evaluator:
             step_time=simulation.step_time,
             bubble_fraction=simulation.bubble_fraction,
             peak_memory=max(simulation.peak_memory),
+            over_limit=round(max(simulation.over_limit.values(), default=0)) or None,
             communication=sum(simulation.communication.values()),
             planned_step_time=plan.step_time,
             bound_by=plan.prediction.bound_by,
@@ -181,12 +184,8 @@ class Evaluator:
         return self._lowered[key]
 
 
-def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, options: Mapping[str, Any], models: SharedModels) -> Plan:
-    """Return the plan that ``partition`` makes for a placement.
-
-    Raises:
-        PartitionError: there is no such plan.
-    """
+def _problem(subject: Subject, cluster: Cluster, placement: Placement, options: Mapping[str, Any], models: SharedModels) -> PlanProblem:
+    """Return the problem that ``partition`` solves for a placement; raise PartitionError if its request is none."""
     tiles = sequential_tiles(placement.mesh, placement.devices)
     mesh = resolve_mode("model" if tiles is not None else placement.mesh, placement.devices)
     request = PlanRequest(
@@ -202,8 +201,7 @@ def _make_plan(subject: Subject, cluster: Cluster, placement: Placement, options
         **{name: value for name, value in options.items() if name in SAME_IN_REQUEST},
         modules=subject.modules,
     ).checked()
-    problem = PlanProblem(subject.graph, cluster, request, None, mesh, tiles, models)
-    return problem.solve(simulated=lambda plan: simulate_plan(subject.traced, plan, cluster, Roofline(), request.optimizer))
+    return PlanProblem(subject.graph, cluster, request, None, mesh, tiles, models)
 
 
 def _step_cost(cluster: Cluster, step_time: float) -> float | None:

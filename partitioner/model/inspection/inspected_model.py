@@ -15,7 +15,7 @@ from cost_models.text_files import write_text
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.generation.decoder import Decoder
 from partitioner.model.inspection.inspected_programs import InspectedPrograms, explained, table_of_devices
-from partitioner.model.inspection.simulate import Step, simulate
+from partitioner.model.inspection.simulate import Step, machine_of, simulate
 from partitioner.model.inspection.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
 from partitioner.model.module.model_state import ModelState
 from partitioner.model.served_trace import ServedTrace
@@ -117,8 +117,12 @@ class InspectedModel(ModelState):
     @checked_arguments()
     @gc_paused()
     def explain(self) -> str:
-        """Return the plan as text: stages, layouts, communication and why, schedule, predicted time and what bounds it, and runner-ups."""
-        return explanation(self.explained())
+        """Return the plan as text: stages, layouts, communication and why, schedule, predicted time and what bounds it, and runner-ups.
+
+        After ``simulate()`` on the hardware of the plan, the simulated step is shown, and a simulated peak above the memory limit.
+        """
+        _, simulation = self.traced.last_reports.get(("simulated", self._served.last_step), ((), None))
+        return explanation(self.explained(), simulation)
 
     @checked_arguments(VALUES, EXAMPLES)
     @gc_paused()
@@ -147,7 +151,10 @@ class InspectedModel(ModelState):
 
         It runs on ``cluster``; None: the hardware that the model was planned for. ``"forward_backward"`` is ``pm(...)`` and ``backward()``.
         """
-        return simulate(self.traced, self.inspected(), cluster, step)
+        simulation = simulate(self.traced, self.inspected(), cluster, step)
+        if step == "train_step" and machine_of(self.traced, cluster) == self.traced.assumed.cluster:
+            self.traced.last_reports["simulated", self._served.last_step] = (), simulation
+        return simulation
 
     @checked_arguments(INFERENCE_VALUES, INFERENCE_EXAMPLES)
     def simulate_inference(

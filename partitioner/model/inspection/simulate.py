@@ -54,6 +54,7 @@ def simulate(trace: Trace, inspected: InspectedPrograms, cluster: Cluster | str 
             optimizer=assumed.optimizer,
             n_row_parts=sharded.rows.count,
             representatives=Representatives(mesh, representative_of),
+            limits=assumed.problem.limits_on(machine) if assumed.problem is not None else (),
         )
 
     return trace.reported(("simulation", step, request), (sharded, machine), run)

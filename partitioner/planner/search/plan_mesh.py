@@ -8,7 +8,6 @@ mesh {"data": 2, "pipeline": 2, "tensor": 2}
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -133,11 +132,14 @@ class _Sharder:
             constraints = dataclasses.replace(given, axes={**(given.axes or {}), **dict.fromkeys(names, dimension)})
             named = dataclasses.replace(self._request, constraints=constraints)
             words = f"{', '.join(names)} over {dimension}"
-            with contextlib.suppress(ConfigError):  # nothing could be sharded by these
-                for sharding in self.shardings(self._model.constrained(constraints), named):
-                    if not any(sharding.cut is cut for cut in cuts):
-                        cuts.append(sharding.cut)
-                        contenders.append(dataclasses.replace(sharding, axes=words, is_of_mode=is_of_mode))
+            try:
+                shardings = self.shardings(self._model.constrained(constraints), named)
+            except ConfigError:  # no operation can be sharded by these axes
+                continue
+            for sharding in shardings:
+                if not any(sharding.cut is cut for cut in cuts):
+                    cuts.append(sharding.cut)
+                    contenders.append(dataclasses.replace(sharding, axes=words, is_of_mode=is_of_mode))
         n_sets = n_sets_of_axes(self._model, self._mesh, given) if given.axes else len(named_axes)
         return contenders, n_sets - n_priced
 

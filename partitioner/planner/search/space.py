@@ -10,7 +10,6 @@ batch are tried if links differ. ``"zero2"`` has the layouts of ``"zero1"`` and 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -88,8 +87,10 @@ def allowed_tiles(model: CuttableModel, graph: ModelGraph, cluster: Cluster, req
         return
     for mesh in tile_shapes(n_devices, graph.batch_size, tight=tight):
         if named_dimensions(constraints) <= set(mesh.names):
-            with contextlib.suppress(ConfigError):  # space is too small for so many
+            try:
                 yield model.with_grid(mesh)
+            except ConfigError:  # the space is too small for this many tiles
+                continue
 
 
 def usual_meshes(meshes: Iterable[Mesh], cluster: Cluster) -> list[Mesh]:

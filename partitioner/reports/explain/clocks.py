@@ -27,6 +27,8 @@ def stage_seconds(plan: Plan) -> float:
 def clocks(plan: Plan, simulation: Simulation) -> str:
     """Return the simulated and the planned step time, and the reasons for a difference."""
     simulated, planned = simulation.step_time, plan.step_time
+    if format_seconds(simulated) == format_seconds(planned):
+        return f"{format_seconds(simulated)} simulated"
     text = f"{format_seconds(simulated)} simulated; {format_seconds(planned)} by the planner's clock"
     if not simulated or not planned or abs(simulated / planned - 1) < _CLOSE:
         return text

@@ -46,10 +46,10 @@ _WIDE_GAP = 0.1
 """Relative time that another plan could save above which the explanation begins with it."""
 
 
-def explanation(explained: Explained) -> str:
-    """Return the text of ``pm.explain()`` for a terminal of 140 columns."""
+def explanation(explained: Explained, simulation: Simulation | None = None) -> str:
+    """Return the text of ``pm.explain()`` for a terminal of 140 columns; ``simulation``: of a step, if one was made."""
     lines = [headline(explained.name, explained.plan, training=explained.graph.training), ""]
-    lines += [f"  {line}" for line in _paragraphs(summary(explained))]
+    lines += [f"  {line}" for line in _paragraphs(summary(explained, simulation))]
     for title, body in sections(explained):
         lines += ["", title, *(f"  {line}" for line in (body.lines(_TERMINAL - 2) if isinstance(body, Table) else body))]
     return "\n".join(lines)
@@ -89,6 +89,7 @@ def summary(explained: Explained, simulation: Simulation | None = None) -> list[
         ("mesh", f"{mesh_words(explained.mesh, plan.replicas)}, {_devices(plan.devices, explained.planned_for)}"),
         ("step", f"{format_seconds(plan.step_time)} predicted" if simulation is None else clocks(plan, simulation)),
         ("memory", fullest_rank(plan.memory, explained.limits)),
+        ("over limit", simulation.over_limit_words if simulation is not None else ""),
         ("bound by", _bound_by(explained)),
         ("runner-up", plan.prediction.runner_up or "there was no other choice"),
         ("schedule", _schedule_words(explained) if len(plan.stages) > 1 else ""),

@@ -69,10 +69,11 @@ def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation
 
 def _tiles(simulation: Simulation) -> str:
     """Return the main figures: step time, idle share, peak memory, bytes sent, throughput."""
+    over = ", over its limit" if simulation.over_limit else ""
     tiles = (
         (format_seconds(simulation.step_time), "a step, simulated"),
         (f"{100 * simulation.bubble_fraction:.0f} %", "of all devices' time idle"),
-        (format_bytes(max(simulation.peak_memory, default=0)), "peak of the fullest device"),
+        (format_bytes(max(simulation.peak_memory, default=0)), f"peak of the fullest device{over}"),
         (format_bytes(sum(simulation.communication.values())), "sent in a step"),
         (f"{simulation.throughput:,.0f}", "rows a second"),
     )

@@ -56,8 +56,11 @@ def apply_as_operator(questions: set[str]) -> Any:
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         is_kept = threading.get_ident() == thread and torch.is_grad_enabled() and not is_applying()
-        if not is_kept or function.__module__.startswith(_ALLOWED) or not any(map(_is_differentiable, tree_leaves((args, kwargs)))):
+        if not is_kept or function.__module__.startswith(_ALLOWED):
             return super(base, function).apply(*args, **kwargs)
+        if not any(map(_is_differentiable, tree_leaves((args, kwargs)))):
+            with torch.no_grad():  # autograd disables gradients unseen: a forward that does so too would leave them off in the graph
+                return super(base, function).apply(*args, **kwargs)
         if function is CheckpointFunction:
             questions.add("Tensor.requires_grad")
             return _call_in_checkpoint(*args)

@@ -4,7 +4,8 @@
             |                                                  |
          constant:  each with a size of its own;            others:  fixed, with the reason
                     those that stay open are traced
-                    again, with one size
+                    again, with one size, if the
+                    model takes no other size in the rest
 
 A candidate is a tensor that has the batch size of the example as a size. The size that is traced is no other size of the inputs, so
 that a mask of (sequence, sequence) is distinguished from one of (batch, sequence).
@@ -87,12 +88,23 @@ def export_open(
         return reason
     result = _try_layout(model, inputs, training, layout, max(layout.size, 2), one_size=False)  # a size of 1 is never left open
     if isinstance(result, Exported):
+        if _takes_another_size(model, inputs, training, layout):
+            return reason
         _refuse_constant(inputs, layout, result.layout)
         result = _try_layout(model, inputs, training, result.layout, _unique_size(inputs, result.layout))
         return _checked(result) if isinstance(result, Exported) else reason
     if isinstance(result, Exception) and layout.size > 1:
         raise trace_error(model, result) from result
     return reason
+
+
+def _takes_another_size(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> bool:
+    """Return whether a trace with fixed sizes holds another batch size: operations fix open sizes that the model itself does not."""
+    try:
+        export(model, inputs.with_batch(2 * max(_unique_size(inputs, layout), 2), layout), training)
+    except Exception:  # noqa: BLE001  torch.export raises every kind
+        return False
+    return True
 
 
 def _refuse_constant(inputs: ModelInputs, layout: BatchLayout, opened: BatchLayout) -> None:

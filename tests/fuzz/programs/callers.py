@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tests.fuzz.programs.losses import kept_value, loss_function
+from tests.fuzz.programs.losses import check_changes, kept_value, loss_function
 from tests.fuzz.programs.program import Program, build, make_inputs
 from tests.fuzz.programs.structures import leaves_of
 
@@ -73,7 +73,9 @@ def _runs(program: Program) -> bool:
         for each in leaves_of([args, kwargs]):
             if isinstance(each, Tensor) and each.is_floating_point():
                 each.requires_grad_()
-        loss = loss_function(program, model)(model(*args, **kwargs), target)
+        output = model(*args, **kwargs)
+        check_changes(program, output)
+        loss = loss_function(program, model)(output, target)
         loss.backward()
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
         return False

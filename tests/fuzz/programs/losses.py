@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tests.fuzz.programs.program import Program, loss_of
 from tests.fuzz.programs.structures import leaves_of
 
-__all__ = ["kept_value", "loss_function"]
+__all__ = ["check_changes", "kept_value", "loss_function"]
 
 
 def kept_value(model: nn.Module, place: str) -> Any:
     """Return the value kept at a place, such as ``keeps3.l_aux``."""
     return eval(f"model.{place}", {"model": model})  # noqa: S307  text of our own
+
+
+def check_changes(program: Program, output: Any) -> None:
+    """Check that PyTorch defines the changes of a result in place.
+
+    Raises:
+        RuntimeError: elements of a changed leaf share memory, as those of ``unfold`` may. PyTorch raises only where a stride is 0.
+    """
+    for leaf in (leaves_of(output)[place] for place, _ in program.usage.changes):
+        if isinstance(leaf, Tensor):
+            addresses = torch.arange(leaf.untyped_storage().nbytes()).as_strided(leaf.shape, leaf.stride())
+            if addresses.unique().numel() < leaf.numel():
+                raise RuntimeError("elements of the changed tensor share memory")
 
 
 def loss_function(program: Program, model: nn.Module) -> Callable[[Any, Tensor], Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from partitioner import PartitionError, VerificationError, partition
 from tests.fuzz.programs.generator import Case
-from tests.fuzz.programs.losses import loss_function
+from tests.fuzz.programs.losses import check_changes, loss_function
 from tests.fuzz.programs.program import Program, build, make_inputs
 from tests.fuzz.running.comparison import DifferenceError, LargestValue, compare_with_noise, disturb
 from tests.fuzz.running.derivative import is_fault_of_model
@@ -96,7 +96,9 @@ def _trains(program: Program, model: nn.Module) -> bool:
     """Return whether the loss of a call has a gradient by a parameter."""
     model = copy.deepcopy(model)
     args, kwargs, target = make_inputs(program, program.rows, is_switched=program.usage.starts_switched)
-    loss = loss_function(program, model)(model(*args, **kwargs), target)
+    output = model(*args, **kwargs)
+    check_changes(program, output)
+    loss = loss_function(program, model)(output, target)
     if loss.requires_grad:
         loss.backward()
     return any(parameter.grad is not None for parameter in model.parameters())

@@ -395,6 +395,37 @@ def test_a_reentrant_checkpoint_of_inputs_without_gradients_has_none() -> None:
     torch.testing.assert_close(pm.full_gradients()["last.weight"], model.last.weight.grad)
 
 
+class Halves(Function):
+    """Divides numbers, of any type, with gradients disabled twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x.double() / 2
+
+
+def checkpointed(x: Tensor) -> Any:
+    return torch.utils.checkpoint.checkpoint(torch.Tensor.double, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("call", [Halves.apply, checkpointed])
+def test_functions_of_integers_leave_gradients_enabled(call: Any) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Any:
+            return call(x) * self.weight
+
+    model, x = Scaled(), torch.arange(32).reshape(4, 8)
+    pm = partition(copy.deepcopy(model), 2, "data", example_inputs=(x,))
+    model(x).square().sum().backward()
+    pm(x).square().sum().backward()
+    torch.testing.assert_close(pm.full_gradients()["weight"], model.weight.grad)
+
+
 class Cast(Function):
     """Multiplies inside, which autocast does in lower precision in forward alone."""
 

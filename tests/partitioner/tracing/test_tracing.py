@@ -267,10 +267,11 @@ def test_an_assumption_that_divides_by_zero_for_some_sizes_does_not_hold_for_the
     ("forward", "exports", "batch_dims"),
     [
         (lambda x, y: (x * 2, y * 3), 1, [0, 0]),  # the two never meet
-        (lambda x, y: (x * 2, y.reshape(4, 3).sum()), 3, [0, None]),
+        (lambda x, y: (x * 2, y.reshape(4, 3).sum()), 4, [0, None]),
+        (lambda x, y: (x * 2, y.take_along_dim(y.argmax(1, keepdim=True), 1)), 5, [0, 0]),  # an operation of torch fixes the size
         (lambda x, y: (x * int(x.shape[0]), y * int(y.shape[0])), 4, [0, 0]),
     ],
-    ids=["open", "one of two", "fixed"],
+    ids=["open", "one of two", "fixed by one of two", "fixed"],
 )
 def test_how_often_a_model_is_exported(
     forward: Callable[..., Any], exports: int, batch_dims: list[int | None], monkeypatch: pytest.MonkeyPatch

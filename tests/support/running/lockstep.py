@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 from passes.ir.comm import functional as collectives
+from passes.ir.comm.index_ranges import from_text, take_runs
 from passes.ir.mesh import Mesh
 from passes.spmd.decompose.normalization import normalize
 from passes.spmd.local_shapes import Extents
@@ -49,7 +50,7 @@ def run_cut(cut: CutModel, model: nn.Module, args: tuple[Any, ...], kwargs: Mapp
         parts["batch"] = graph.batch_size // cut.parts[rank].part.n_row_parts
         given.append(parts)
     torch.manual_seed(SEED)
-    results = _run([part.graph for part in cut.parts], mesh, given)
+    results = [each[: len(graph.leaves)] for each in _run([part.graph for part in cut.parts], mesh, given)]
     for each in results[1:]:
         _assert_alike(each, results[0])
     backward([leaf for each in results for leaf in each], [index for each in results for index in range(len(each))])
@@ -161,8 +162,8 @@ def _communicate(operator: Any, mesh: Mesh, args: Sequence[tuple[Any, ...]]) -> 
     for ranks in {mesh.group(rank, (over,)) for rank in range(mesh.size)}:
         tensors = [args[rank][0] for rank in ranks]
         rest = dict(zip(names[1:], args[ranks[0]][1:], strict=True))
-        if operator is collectives.local_index:
-            found: Sequence[Any] = _local(tensors, rest)
+        if operator in _DIFFERENTIATED:
+            found: Sequence[Any] = _DIFFERENTIATED[operator](tensors, **rest)
         else:
             found = _Collective.apply(operator, rest, *tensors)  # type: ignore[no-untyped-call]
         for rank, result in zip(ranks, found, strict=True):
@@ -250,9 +251,13 @@ def _first(tensors: Sequence[Tensor], over: str) -> list[Tensor]:
     return [x if place == 0 else torch.zeros_like(x) for place, x in enumerate(tensors)]
 
 
-def _local(tensors: Sequence[Tensor], rest: Mapping[str, Any]) -> list[Tensor]:
-    sizes = list(rest["sizes"]) or [rest["size"]] * rest["count"]
-    return [index - sum(sizes[:place]) for place, index in enumerate(tensors)]
+def _local(tensors: Sequence[Tensor], size: int, sizes: Sequence[int], count: int, **_: Any) -> list[Tensor]:
+    starts = list(sizes) or [size] * count
+    return [index - sum(starts[:place]) for place, index in enumerate(tensors)]
+
+
+def _taken(tensors: Sequence[Tensor], dim: int, wanted: str, fill: float, **_: Any) -> list[Tensor]:
+    return [take_runs(x, dim, runs, fill) for x, runs in zip(tensors, from_text(wanted), strict=True)]
 
 
 _FORWARD: Mapping[Any, Callable[..., list[Tensor]]] = {
@@ -276,5 +281,8 @@ _BACKWARD: Mapping[Any, Callable[..., list[Tensor]]] = {
     collectives.keep_first: _same,
 }
 
-CARRIED_OUT = frozenset((*_FORWARD, collectives.local_index))
+_DIFFERENTIATED: Mapping[Any, Callable[..., list[Tensor]]] = {collectives.local_index: _local, collectives.take_runs: _taken}
+"""Operators without communication, which autograd differentiates."""
+
+CARRIED_OUT = frozenset((*_FORWARD, *_DIFFERENTIATED))
 """The collectives that graphs may hold."""
