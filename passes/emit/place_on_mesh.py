@@ -19,6 +19,7 @@ gradients back to all ranks of the larger.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from passes.emit.coalesce_collectives import coalesce_collectives
+from passes.emit.coalesce_collectives import ALONE_BYTES, coalesce_collectives
 from passes.emit.gradient_buckets import gradient_buckets
 from passes.emit.inline_stages import Inline, inline_stages
 from passes.emit.overlap_collectives import overlap_communication
@@ -37,7 +38,7 @@ from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.primitives import all_gather, all_reduce, receive, send, wait
 from passes.ir.comm.unsummed import AddUnsummed
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import STAGES, WIDTH, Mesh, receivers
+from passes.ir.mesh import STAGES, STORED, WIDTH, Mesh, receivers
 from passes.ir.program import Program, StoreGradients
 
 __all__ = ["Gradients", "arrange_collectives", "place_on_mesh"]
@@ -202,8 +203,15 @@ class _Writer:
         node.args = (parts,)
 
     def _buckets(self, store: StoreGradients, indices: Sequence[int]) -> list[list[int]]:
-        found = gradient_buckets([self._bytes(store.names[index]) for index in indices])
-        return [[indices[place] for place in bucket] for bucket in found]
+        """Group gradients into messages; last those that are there last, as they were scattered in one message at the end."""
+        parts = math.prod(size for name, size in self.mesh.dimensions if name in STORED)
+        sizes = {index: self._bytes(store.names[index]) for index in indices}
+        is_late = {index: parts > 1 and size * parts < ALONE_BYTES for index, size in sizes.items()}
+        found: list[list[int]] = []
+        for group in ([index for index in indices if is_late[index] is late] for late in (False, True)):
+            buckets = gradient_buckets([sizes[index] for index in group]) if group else []
+            found += [[group[place] for place in bucket] for bucket in buckets]
+        return found
 
     def _bytes(self, name: str | None) -> int:
         value = self.fakes[name or ""]
