@@ -153,7 +153,8 @@ class UnitMemory:
             node = self._nodes[name]
             if packet(node.target) in GRADIENTS_AT_ONCE or self._is_trained(node) or not any(map(self._is_trained, node.all_input_nodes)):
                 continue
-            operands = [key for key in self._cost.saved.get(name, ()) if self._cost.maker[key] in self._unit_of]
+            given = (self._selection.before_gather(key, name) for key in self._cost.saved.get(name, ()))
+            operands = [key for key in given if self._cost.maker[key] in self._unit_of]
             operands = [key for key in operands if not self._is_trained(self._nodes[self._cost.maker[key]])]
             sources = [key for key in operands if key not in seen]
             seen.update(sources)

@@ -268,6 +268,14 @@ class CheckpointSelection:
                         savers.setdefault(saved, set()).add(name)
         return savers
 
+    def before_gather(self, allocation: int, reader: str) -> int:
+        """Return the shard from which a copy is gathered again for the weight gradients of a call.
+
+        Return the copy itself if it is saved as it is, or was gathered for the recomputation of the call.
+        """
+        is_there = self.policy_of[reader] == "none" or reader in self.recomputed
+        return allocation if is_there else self._before_gather(allocation)
+
     def _before_gather(self, allocation: int) -> int:
         """Return the shard that a gathered copy is made from; other received values stay as they are."""
         while allocation in self._cost.part_of and not self._is_saved_as_received(allocation):

@@ -48,7 +48,9 @@ class _Values(NamedTuple):
         shard_size: bytes of the rank's shard of it, if it is gathered; else the same as ``size``.
         sum_size: bytes of the copy of its gradient in the type in which ranks sum it; 0 if that is its own type.
         first, last: (V,) the first and last call that touches it.
-        saved_first: (V,) the call whose backward is the last that reads it, itself or to recompute a value; -1: it is not saved.
+        saved_first: (V,) the first call whose backward needs it, or a value that is made from it; -1: it is not saved.
+        freed_in: (V,) the highest phase of a backward, by number, in which it is freed: the second of the call that reads it last; the
+            first, if it is read to recompute a value.
         needed_first, needed_last: (V,) the first and last call whose backward needs it; as above if none does.
         is_passing: (V,) whether it is neither saved nor a weight.
         is_recomputed: (V,) whether a backward recomputes it.
@@ -68,6 +70,7 @@ class _Values(NamedTuple):
     first: Integers
     last: Integers
     saved_first: Integers
+    freed_in: Integers
     needed_first: Integers
     needed_last: Integers
     is_passing: Flags
@@ -198,11 +201,11 @@ class WorkingMemory:
         return self._alive(size, np.ones(len(size), np.bool_), 2 * self._starts[unit], last), held
 
     def _freed(self, sizes: Floats, share: float, *, alone: bool) -> Floats:
-        """Return (2 x calls,) bytes of the saved values of the unit of each phase that its backward has freed by then."""
+        """Return (2 x calls,) bytes of the saved values that a backward has freed by each phase, but whose unit it has not left yet."""
         values = self._values
         mask = (values.saved_first >= 0) & (alone | ~values.is_once)
         start = 2 * self._starts[self._unit[values.saved_first]]
-        return self._alive(sizes, mask, start, 2 * values.saved_first)
+        return self._alive(sizes, mask, start, values.freed_in)
 
     def _alive(self, sizes: Floats, mask: Flags, first: Integers, last: Integers, phases: int = _PHASES) -> Floats:
         """Return (``phases`` x calls,) bytes of the masked allocations alive in each: a sweep over lifetimes ``first`` to ``last``."""
@@ -258,11 +261,11 @@ def _values_of(
         latest = max(recomputing, *needs[each], last[each] if cost.maker[each] in parameters or each in cost.gathered else -1)
         needed_last.append(latest if latest >= 0 else last[each])
 
-    def freed_by(allocation: int) -> int:
-        """Return the call whose backward frees a saved value: the first that reads it, or the last that needs what is made from it."""
+    def freed_in(allocation: int) -> int:
+        """Return the phase in which a saved value is freed."""
         again = (last_need.get(name, -1) for name in callers[allocation] if name != cost.maker[allocation])
-        calls = [*needs[allocation], *(call for call in again if call >= 0)]
-        return min(calls, default=-1) if calls and allocation in selection.savers else first_of(selection.savers.get(allocation, ()))
+        phases = [*(2 * call for call in needs[allocation]), *(2 * call + 1 for call in again if call >= 0)]
+        return max(min(phases, default=-1), 2 * first_of(selection.savers.get(allocation, ())))
 
     is_weight = _flags(cost.maker[each] in parameters or each in cost.gathered for each in all_allocations)
     is_kept = _flags(each in selection.savers for each in all_allocations)
@@ -276,7 +279,8 @@ def _values_of(
         sum_size=tuple(cost.allocation_bytes[each] * widths.get(each, 0) for each in all_allocations),
         first=np.array([first[each] for each in all_allocations], np.int64),
         last=np.array([last[each] for each in all_allocations], np.int64),
-        saved_first=np.array([freed_by(each) for each in all_allocations], np.int64),
+        saved_first=np.array([first_of(selection.savers.get(each, ())) for each in all_allocations], np.int64),
+        freed_in=np.array([freed_in(each) for each in all_allocations], np.int64),
         needed_first=np.array([min(needs[each], default=first[each]) for each in all_allocations], np.int64),
         needed_last=np.array(needed_last, np.int64),
         is_passing=~is_kept & ~is_weight,
@@ -378,6 +382,7 @@ def _with_internal_buffers(values: _Values, buffers: Sequence[tuple[int, int, Si
         first=np.append(values.first, calls),
         last=np.append(values.last, calls),
         saved_first=np.append(values.saved_first, np.where(is_recomputed, -1, calls)),
+        freed_in=np.append(values.freed_in, np.where(is_recomputed, -1, 2 * calls)),
         needed_first=np.append(values.needed_first, calls),
         needed_last=np.append(values.needed_last, np.maximum(calls, last)),
         is_passing=np.append(values.is_passing, no),
