@@ -16,7 +16,6 @@ from partitioner.model.inspection.inspected_model import InspectedModel
 from partitioner.model.module.build_structure import build_structure
 from partitioner.model.module.call_checks import CallChecks, RegisteredTensors
 from partitioner.model.module.copies import Pickled, copied_trace, copy_tensors, fill, pickled, restored_trace, tensors_of
-from partitioner.model.module.functional import call_with
 from partitioner.model.module.questions import ANSWERS, refuse_call_in_ddp
 from partitioner.model.module.save_pretrained import save_pretrained
 from partitioner.model.module.signature import with_signature
@@ -79,12 +78,7 @@ class PartitionedModel(InspectedModel):
             from partitioner.model.uncompiled import call_uncompiled  # noqa: PLC0415  it imports Dynamo
 
             return call_uncompiled(self.forward, args, kwargs)
-        if replaced := self._tensor_places.replaced():
-            with self._tensor_places.registered(), self.loss_in_step.off():
-                return call_with(self._served.trace, self._run_forward, replaced, args, kwargs)
-        return self._run_forward(*args, **kwargs)
-
-    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._tensor_places.refuse_replaced()
         match, inputs = self._match(args, kwargs, tracked=torch.is_grad_enabled())
         calls, call = match.served.calls, prepare_call(match.served, inputs)
         if not (call.differentiation.outputs and tracks_gradients(calls, inputs)):

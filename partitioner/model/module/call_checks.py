@@ -5,12 +5,10 @@ The common case is that nothing has changed: one pass over the parameters compar
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from partitioner.model.module.freezing import Freezing
 from partitioner.runtime.base import Runtime
@@ -37,29 +35,15 @@ class RegisteredTensors:
         tables = [(part.__dict__[kind], path) for path, part in root.named_modules() for kind in ("_parameters", "_buffers")]
         return cls(tuple((table, key, tensor, f"{path}.{key}".lstrip(".")) for table, path in tables for key, tensor in dict.items(table)))
 
-    def replaced(self) -> dict[str, Tensor]:
-        """Return name -> the tensor that has taken the place of the registered one without ``setattr``, by ``functional_call`` say."""
-        return {name: table[key] for table, key, tensor, name in self.places if table[key] is not tensor}
-
-    @contextlib.contextmanager
-    def registered(self) -> Iterator[None]:
-        """Return a context in which the registered tensors are in their places."""
-        others = [(table, key, table[key]) for table, key, tensor, _ in self.places if table[key] is not tensor]
-        for table, key, tensor, _ in self.places:
-            table[key] = tensor
-        try:
-            yield
-        finally:
-            for table, key, other in others:
-                table[key] = other
-
     def refuse_replaced(self) -> None:
-        """Raise ConfigError if a tensor was replaced."""
-        for name in self.replaced():
-            raise ConfigError(
-                f"{name} was replaced, as torch.func.functional_call does: steps read the model's own tensor",
-                remedy="call pm(...) and .backward() with other tensors; or copy them: pm.load_state_dict(values)",
-            )
+        """Raise ConfigError if a tensor has taken the place of a registered one without ``setattr``."""
+        for table, key, tensor, name in self.places:
+            if table[key] is not tensor:
+                raise ConfigError(
+                    f"{name} was replaced, as torch.func.functional_call does, and programs read the model's own tensor",
+                    remedy="copy the values, pm.load_state_dict(values), or compile the model itself: "
+                    'torch.compile(model, backend="partitioner") takes other tensors',
+                )
 
 
 class CallChecks:
@@ -109,9 +93,7 @@ class CallChecks:
         """
         if any(self._own[name] for name in CALL_HOOKS):
             refuse_hooks(model, "train_step()")
-        for table, key, tensor, _ in self._places.places:
-            if table[key] is not tensor:
-                self._places.refuse_replaced()
+        self._places.refuse_replaced()
         self.before_backward(in_no_sync=in_no_sync)
 
     def before_backward(self, *, in_no_sync: bool) -> None:

@@ -74,15 +74,6 @@ class LossInStep:
         finally:
             self._is_on, self._reads_loss_alone, self._unread = before
 
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        """Run calls as if it was off."""
-        before, self._is_on = self._is_on, False
-        try:
-            yield
-        finally:
-            self._is_on = before
-
     def switch_on(self) -> None:
         """Run steps inside of calls from now on."""
         self._is_on = True

@@ -302,11 +302,9 @@ def test_tangents_of_forward_mode_are_refused() -> None:
     pm = partition(model, 2, "model", example_inputs=(x,), progress=False)
     with forward_ad.dual_level():
         dual, dual_target = (forward_ad.make_dual(each, torch.ones_like(each)) for each in (x, target))
-        weights = {name: forward_ad.make_dual(each.detach(), torch.ones_like(each)) for name, each in pm.named_parameters()}
         calls: list[Callable[[], object]] = [
             lambda: pm(dual),
             lambda: nn.Sequential(nn.Linear(4, 4), pm)(dual),
-            lambda: torch.func.functional_call(pm, weights, (x,)),
             lambda: pm.train_step(dual, target=target, loss_fn=nn.functional.mse_loss),
             lambda: pm.train_step(x, target=dual_target, loss_fn=nn.functional.mse_loss),
         ]
