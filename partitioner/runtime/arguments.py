@@ -302,8 +302,8 @@ def is_as_traced(graph: ModelGraph, leaf: Input, value: Any, dtype: torch.dtype 
 def may_be_traced(leaf: Input, value: Any) -> bool:
     """Return whether a model is traced anew for an argument other than the traced one: a plain value, or another kind of number.
 
-    An object of another class is most often new in each call. Numbers of the same kind in another precision are most often a mistake, which
-    shows when programs run: parameters, and targets of a loss, have one.
+    No other object is a reason to trace: most are new in each call. Nor is another precision of the same kind of number: it is mostly a
+    mistake, and an error of the program shows it.
     """
     if leaf.dtype is None:
         return isinstance(value, _PLAIN)

@@ -226,10 +226,11 @@ def reads_where_held(graph: ModelGraph, first_nodes: Sequence[str], held: Sequen
         held: for each stage, the names of the parameters; a name that is in none of them may be read anywhere.
     """
     known, stages = frozenset[str]().union(*held), stage_of_nodes(graph, first_nodes)
-    return all(_read(graph, node, known) <= held[stages[node.name]] for node in graph.computing_nodes() if node.name in stages)
+    return all(_known_parameters(graph, node, known) <= held[stages[node.name]] for node in graph.computing_nodes() if node.name in stages)
 
 
-def _read(graph: ModelGraph, node: fx.Node, known: frozenset[str]) -> frozenset[str]:
+def _known_parameters(graph: ModelGraph, node: fx.Node, known: frozenset[str]) -> frozenset[str]:
+    """Return the original names of the parameters that a node reads, as far as they are in ``known``."""
     return known.intersection(graph.parameters[each.name] for each in node.all_input_nodes if each.name in graph.parameters)
 
 
@@ -246,7 +247,7 @@ def stages_where_held(graph: ModelGraph, stages: Sequence[Stage], held: Sequence
     best = [_EMPTY * stage for stage in range(len(stages))]  # bytes sent so far, if the present node is in a stage
     entered: list[list[int]] = []  # the stage of the node before, on the best way to a node in a stage
     for index, node in enumerate(nodes):
-        read, before = _read(graph, node, known), best
+        read, before = _known_parameters(graph, node, known), best
         sources = [min(range(stage + 1), key=lambda source: _sent(before, source, stage, across[index])) for stage in range(len(stages))]
         if not index:
             sources = list(range(len(stages)))

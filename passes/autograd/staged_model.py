@@ -61,7 +61,7 @@ class SplitModel:
 
     @property
     def collectors(self) -> tuple[int, ...]:
-        """The ranks that collect what the model returns and compute the loss, each of its microbatches: the last stage's."""
+        """The ranks of the last stage, which compute the loss and collect the results of the model, each of its own microbatches."""
         return self.stage_ranks[-1]
 
     @property

@@ -73,7 +73,7 @@ class Sizes:
     """Sizes for which a graph is normalized.
 
     Attributes:
-        numbers: symbol of an open size, other than the batch -> its number. None of them is left open.
+        numbers: symbol of each open size, other than the batch -> the number that replaces it.
     """
 
     numbers: Mapping[sympy.Symbol, int]

@@ -111,7 +111,7 @@ def fix_sizes(graph: fx.Graph, batch: fx.Node, symbol: sympy.Symbol, sizes: Mapp
 
 
 def _with_ends(arguments: tuple[Any, ...], size: int | torch.SymInt) -> tuple[Any, ...]:
-    """Return the arguments of a slice of a dimension of this size with numbers for its ends, as a trace writes them that knows the size."""
+    """Return the arguments of a slice with its start and end as numbers, as a trace of a dimension of this fixed size has them."""
     source, dimension, start, end, *step = (*arguments, None)[: max(len(arguments), 4)]
     is_last = end is None or (start in (None, 0) and isinstance(end, int) and isinstance(size, int) and end >= size)
     return source, dimension, 0 if start is None else start, sys.maxsize if is_last else end, *step

@@ -231,7 +231,7 @@ class AbstractInterpreter(ABC):
         return first if len(values) == 1 or first is UNKNOWN else self.new(first.shape, first.dtype)
 
     def add_lists(self, values: Any, more: Any, new: Sequence[int] = ()) -> Any:
-        """Return sums of gradients, in the memory of ``values`` except for the indices in ``new``."""
+        """Return the sums of two lists of gradients: in the memory of ``values``, or in new memory at the indices in ``new``."""
         if UNKNOWN in (values, more):
             return UNKNOWN
         if len(values) != len(more):

@@ -26,7 +26,7 @@ STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_st
 
 
 def first_batch(trainer: Any, function: str) -> Any:
-    """Return the first batch of a function of the Trainer, on its device and in its precision; None if it cannot be looked at."""
+    """Return the first batch of a function, such as ``fit``, on its device and in its precision; None if training would miss it."""
     source = getattr(trainer, LOOPS[function])._data_source  # noqa: SLF001  Lightning has no public way to the loader before it is set up
     with random_state_kept():
         loader = source.dataloader()

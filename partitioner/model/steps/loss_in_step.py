@@ -191,7 +191,7 @@ class LossInStep:
         return self._stand_in(list(value.shape), value.dtype, value.device, found, lambda: True)
 
     def _note_read(self, served: ServedTrace) -> None:
-        """Remember that a loop reads results besides the loss, and say what that means."""
+        """Note that a loop reads results besides the loss, and warn that its calls then run all forwards before all backwards."""
         self._reads[served] = True
         self._say(
             "the loop reads a result besides the loss that the model returns, so that its calls run all forwards of the pipeline before "

@@ -236,11 +236,11 @@ class Expansion:
     """How the units of a folded model repeat.
 
     Attributes:
-        start, stop: the units of the block.
-        count: number of copies that it stands for.
-        copies: node or placeholder of the block -> its copies, itself the first.
-        points: the units of the whole model, by the names of its nodes.
-        source: (N,) the folded model's unit of each of them.
+        start, stop: first unit of the repeated block in the folded model, and the unit after its last.
+        count: how often the whole model has the block.
+        copies: node or placeholder of the block -> its names in the whole model, its own first.
+        points: the cut points of the whole model.
+        source: (N,) for each unit of the whole model, its unit in the folded model.
     """
 
     start: int

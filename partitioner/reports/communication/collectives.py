@@ -147,7 +147,7 @@ def _number(size: Size, values: tuple[tuple[Any, int], ...]) -> int:
 
 
 def _sent_bytes(node: fx.Node, spec: CollectiveSpec, rank: int, values: Mapping[Any, int]) -> Fraction:
-    """Return the bytes that a rank sends in a collective; ``spec.given`` are its operands, each with the part for every member."""
+    """Return the bytes that a rank sends in a collective: ``spec.given`` has, for each operand, one part for each rank of the group."""
     n_ranks = len(spec.group)
     if node.target is all_reduce:
         return Fraction(2 * (n_ranks - 1), n_ranks) * sum(_bytes(node, given[0], values) for given in spec.given)

@@ -62,7 +62,7 @@ def _path(module: str, name: str) -> str:
 
 
 def _add(path: str, value: Any, found: dict[str, object], around: frozenset[int]) -> None:
-    """Add what an attribute, or an item of one, holds; ``around``: ids of the containers around it."""
+    """Add the plain values in an attribute by path, and the types of all others; ``around``: ids of the containers that it is in."""
     if isinstance(value, _PLAIN):
         found[path] = value
     elif type(value) in _CONTAINERS and id(value) not in around:

@@ -111,10 +111,11 @@ class _Name:
     """One tensor of the model: a base, or a view.
 
     Attributes:
-        value: the node of its value when its base had the version.
-        parent: what it is a view of; None for a base.
-        view: the call that took it.
-        source: the argument of that call that stands for the parent.
+        base: the memory that it shares.
+        value: the node that computed its value, last updated at ``version`` of the base.
+        parent: the tensor that it is a view of; None for a base.
+        view: the call that made the view.
+        source: the argument of that call for ``parent``.
     """
 
     base: _Base

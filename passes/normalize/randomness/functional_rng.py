@@ -154,7 +154,8 @@ def _draw_with_state(size: Any, p: float, dtype: torch.dtype, device: torch.devi
     return _draw(size, p, dtype, device), state
 
 
-def _draw_again(state: Tensor, size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _redraw(state: Tensor, size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the mask that was drawn in a state of the random generator."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         if device.type == "cuda":
             torch.cuda.set_rng_state(state.cpu(), device)
@@ -171,14 +172,15 @@ def _shapes(size: Any, p: float, dtype: torch.dtype, device: torch.device) -> tu
     return _shape(size, p, dtype, device), torch.empty(state_bytes(device), dtype=torch.uint8)
 
 
-def _shape_again(state: Tensor, size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG001
+def _fake_redraw(state: Tensor, size: Any, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: ARG001
+    """Return an empty mask of the shape that ``_redraw`` returns."""
     return _shape(size, p, dtype, device)
 
 
 for _operator, _run, _fake in (
     (dropout_mask, _draw, _shape),
     (dropout_mask_with_state, _draw_with_state, _shapes),
-    (dropout_mask_again, _draw_again, _shape_again),
+    (dropout_mask_again, _redraw, _fake_redraw),
 ):
     torch.library.impl(_operator.name(), "CompositeExplicitAutograd", _run)
     torch.library.register_fake(_operator.name(), _fake)

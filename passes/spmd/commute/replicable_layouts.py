@@ -28,7 +28,7 @@ __all__ = ["computed_where_read"]
 
 
 def computed_where_read(facts: LayoutFacts, layouts: Layouts) -> Layouts:
-    """Return the layouts with replicable values in those that their readers need."""
+    """Return the layouts after each replicable value has taken the layout that its readers need."""
     free = _free_dimensions(facts, layouts)
     if not free:
         return layouts

@@ -189,7 +189,7 @@ class _Channels:
         return value if value is None or not self._by_row else _repeated(value, (self._rows, self._channels))
 
     def to_statistics(self, sums: Tensor) -> Tensor:
-        """Return sums over these channels, (kinds, channels), added up for each of the statistics."""
+        """Return sums of (kinds, channels) with the channels of each group added: one sum for each statistic."""
         return sums.view(-1, *self._groups, self._group_size).sum(-1) if self._group_size != 1 else sums.view(-1, *self._groups)
 
     def to_weight(self, sums: Tensor) -> Tensor:

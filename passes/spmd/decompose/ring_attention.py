@@ -300,6 +300,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     result, totals, query, key, value, mask = ctx.saved_tensors
 
     def call(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        """Call a function; mark halo exchanges as communication of a gradient."""
         if function is not halo_exchange:
             return function(*arguments, **keywords)
         with annotate({GRADIENT: True}):

@@ -177,7 +177,7 @@ def _separate(value: Any) -> Any:
 
 
 def model_of(parameters: Sequence[Tensor]) -> OptimizerStates | None:
-    """Return the partitioned model that has one of the parameters; without parameters, the only one of this process; else None."""
+    """Return the partitioned model that owns any of the parameters. Without parameters, return the only model of this process, or None."""
     if not parameters:
         distinct = {id(model.state.gradients): model for model in list(_models)}  # copies with other microbatches share their tensors
         return next(iter(distinct.values())) if len(distinct) == 1 else None

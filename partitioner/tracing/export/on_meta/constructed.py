@@ -8,7 +8,7 @@ The constructor of their module runs again, recorded (see ``recorded_constructor
       model.layers.0.attention    Attention(width, scale) keeps no scale: the constructor of the model, which does keep all, runs instead
 
 A value is used only if nothing else could have been meant: the new module has the same attributes and shapes, and arguments that are not
-kept are flags that change nothing. Else the reason is given, and an error names it.
+kept are flags that change nothing. If another value is possible, an error names the tensor and the reason.
 """
 
 from __future__ import annotations
