@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TypeAlias
 
+import sympy
+from sympy.printing.mathml import mathml
+
 from cost_models.formulas.step import StepFormula
 from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.result import Simulation
@@ -13,9 +16,7 @@ from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import notes_of, sections, summary
 from partitioner.reports.module_names import rank_list
 from partitioner.reports.page.frame import framed, page_file, tiles_html
-from partitioner.reports.page.mathml import formulas_html
 from partitioner.reports.page.program_html import program_html
-from partitioner.reports.page.stage_formulas import stage_formulas
 from partitioner.reports.pictures.blocks import blocks_svg
 from partitioner.reports.pictures.communication_matrix import matrix_html
 from partitioner.reports.pictures.diagram_svg import diagram_svg
@@ -58,7 +59,7 @@ def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation
         ("Timeline", f'<div class="wide">{simulation.timeline.svg()}</div>'),
         ("Memory", bars_html([simulation.memory[ranks[0]] for ranks in classes], [_ranks_words(ranks) for ranks in classes])),
         ("Communication", _communication(explained, bodies, simulation)),
-        ("Formulas", _LONG_FORMULAS if explained.is_long else _formulas(explained, formula)),
+        ("Formulas", _LONG_FORMULAS if explained.is_long else _formulas(formula)),
         ("Programs", _LONG_PROGRAMS if explained.is_long else _programs(explained)),
         ("Notes", _notes(explained)),
     )
@@ -120,27 +121,24 @@ def _ranks_words(ranks: Sequence[int]) -> str:
     return rank_list(ranks) if is_run else f"{len(ranks)} ranks like {ranks[0]}"
 
 
-def _formulas(explained: Explained, formula: Callable[[], StepFormula]) -> str:
-    """Return the formulas of a step with the meaning of each symbol, then those of each stage."""
-    stages = _or_reason(lambda: formulas_html(stage_formulas(explained), "b: the rows of a microbatch; all is of one microbatch"))
-    return f"{_or_reason(lambda: _step_formulas(formula()))}<h3>Stages</h3>{stages}"
-
-
-def _or_reason(part: Callable[[], str]) -> str:
-    """Return a part of the page, or why it is missing: the rest of the page does not depend on it."""
+def _formulas(formula: Callable[[], StepFormula]) -> str:
+    """Return the formulas of a step with the meaning of each symbol; or why there are none."""
     try:
-        return part()
+        of_step = formula()
     except ConfigError as error:
         return f'<p class="footnote">{escape(str(error))}</p>'
-    except Exception as error:  # noqa: BLE001  a defect in a formula must not cost the report
-        return f'<p class="footnote">no formula: {escape(type(error).__name__)}: {escape(str(error))} (a defect; please report it)</p>'
+    moved = {f"bytes that the slowest rank sends along {name}": size for name, size in of_step.bytes_moved.items()}
+    formulas = {"step time (s)": of_step.step_time, "memory of the fullest rank (bytes)": of_step.memory, **moved}
+    rows = "".join(f"<tr><td>{escape(name)}</td><td>{_typeset(expression)}</td></tr>" for name, expression in formulas.items())
+    symbols = str(of_step).partition("\nwhere\n")[2]
+    return f'<div class="wide"><table class="formulas">{rows}</table></div><pre>{escape(symbols)}</pre>'
 
 
-def _step_formulas(formula: StepFormula) -> str:
-    moved = {f"bytes that the slowest rank sends along {name}": size for name, size in formula.bytes_moved.items()}
-    step = {"step time (s)": formula.step_time, "memory of the fullest rank (bytes)": formula.memory, **moved}
-    symbols = str(formula).partition("\nwhere\n")[2]
-    return f"{formulas_html(step)}<pre>{escape(symbols)}</pre>"
+def _typeset(expression: sympy.Expr) -> str:
+    """Return a formula as MathML, with spaces between factors: symbols have several letters."""
+    text: str = mathml(expression, printer="presentation")
+    spaced = text.replace("<mo>&InvisibleTimes;</mo>", '<mspace width="0.2em"/>').replace("<mo>\u2062</mo>", '<mspace width="0.2em"/>')
+    return f'<math display="inline">{spaced}</math>'
 
 
 def _programs(explained: Explained) -> str:
