@@ -18,7 +18,8 @@ from partitioner.options.given_plan import check_fits
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.broadcast_values import broadcast_values
 from partitioner.runtime.state.hooks import TensorHooks
-from partitioner.runtime.state.parameters import State, materialize, state_of_trace
+from partitioner.runtime.state.materialize import materialize, state_of_trace
+from partitioner.runtime.state.parameters import State
 from partitioner.specialize.programs import Programs, Tensors, first_variant
 from partitioner.specialize.shard_holders import PlanCuts
 from partitioner.specialize.trace import Assumptions, Trace, Tracing

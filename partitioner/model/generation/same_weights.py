@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 from partitioner.options.batch_rows import Inputs
 from partitioner.runtime.base import Runtime
-from partitioner.runtime.state.parameters import State, state_of_trace
+from partitioner.runtime.state.materialize import state_of_trace
+from partitioner.runtime.state.parameters import State
 from partitioner.specialize.programs import Programs, Tensors, first_variant
 from partitioner.specialize.shard_holders import PlanCuts
 from partitioner.specialize.sharded_model import ShardedModel

@@ -41,7 +41,8 @@ from partitioner.planner.search.space import (
     usual_meshes,
     without_equal_nestings,
 )
-from partitioner.planner.sharding.model import CuttableModel, MeshCut
+from partitioner.planner.sharding.mesh_cut import MeshCut
+from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts

@@ -29,7 +29,7 @@ from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import plan_words
 from partitioner.planner.search.mesh_problem import LowerBounds, MeshProblem, Solution
-from partitioner.planner.sharding.model import MeshCut
+from partitioner.planner.sharding.mesh_cut import MeshCut
 from partitioner.schedules.catalog import find_schedule
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError

@@ -30,7 +30,7 @@ from partitioner.planner.search.infeasible import nothing_fits, nothing_of_trial
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.search.recomputed_regions import keep_what_fits
 from partitioner.planner.search.space import candidates_of
-from partitioner.planner.sharding.model import MeshCut
+from partitioner.planner.sharding.mesh_cut import MeshCut
 from partitioner.planner.sharding.shared_models import SharedModels
 from passes.graph.provenance import source_name
 from passes.ir.errors import ConfigError, PartitionError

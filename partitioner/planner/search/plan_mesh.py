@@ -24,7 +24,8 @@ from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.make_plan import Sharding, make_plan, plan_shardings
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.axis_costs import contractions_of
-from partitioner.planner.sharding.model import CuttableModel, MeshCut
+from partitioner.planner.sharding.mesh_cut import MeshCut
+from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts

@@ -26,7 +26,7 @@ from partitioner.planner.costs.links import LinkTable
 from partitioner.planner.costs.memory.named_regions import Patterns
 from partitioner.planner.costs.unit_costs import UnitCosts, stack
 from partitioner.planner.pipeline.candidate import StageSums
-from partitioner.planner.sharding.model import MeshCut
+from partitioner.planner.sharding.mesh_cut import MeshCut
 from partitioner.planner.sharding.rank_shard import ModelPart, axis_cut, cut_part
 from partitioner.planner.solvers.stage_problem import Gathered
 from passes.autograd.recompute import Recompute

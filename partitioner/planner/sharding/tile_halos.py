@@ -10,7 +10,8 @@ from partitioner.planner.constraints.halos import asked_strategies
 from partitioner.planner.costs.links import LinkTable, places_of
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.halo_strategy import choose_halos
-from partitioner.planner.sharding.model import CuttableModel, MeshCut
+from partitioner.planner.sharding.mesh_cut import MeshCut
+from partitioner.planner.sharding.model import CuttableModel
 from passes.ir.mesh import TILES, Mesh
 from passes.ir.plan import ATTENTION
 

@@ -1,27 +1,25 @@
-"""The parameters, buffers and constants of this process's ranks, copied from the model."""
+"""The parameters, buffers and constants of this process's ranks; ``materialize`` copies them from the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from partitioner.runtime.state.gradient_slots import GradientStore, ParameterSlot
-from partitioner.runtime.state.hooks import TensorHooks, refuse_parameter_hooks
+from partitioner.runtime.state.gradient_slots import GradientStore
 from partitioner.runtime.state.sharded_tensor import BlockTensor
-from partitioner.runtime.state.stored_parameters import RankTensor, StoredParameter, copy_of, device_keys, owners, store_parameters
+from partitioner.runtime.state.stored_parameters import RankTensor, StoredParameter, copy_of, owners
 from partitioner.tracing.export.on_meta.constructed import ConstructedTensors
-from passes.graph.aliasing import aliasing
 from passes.ir.comm.unsummed import GradientSlot
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import foreach_copy_
-from passes.spmd.shards import Block, whole_block
+from passes.spmd.shards import Block
 
-__all__ = ["State", "check_values", "materialize", "state_of_trace"]
+__all__ = ["Followers", "State", "check_values"]
 
 
 class Followers:
@@ -407,157 +405,6 @@ def _key(name: str, number: int) -> str:
     return name if number == 0 else f"{name}@block{number}"
 
 
-def materialize(
-    model: nn.Module,
-    graph: ModelGraph,
-    blocks: Mapping[str, Mapping[int, Block]],
-    devices: Sequence[torch.device],
-    local_ranks: Sequence[int],
-    hooks: TensorHooks,
-    *,
-    equal_buffers: bool = False,
-) -> State:
-    """Return the state of this process: shards of the model's tensors, copied to the devices of its ranks.
-
-    Args:
-        blocks: placeholder -> rank -> the block that it reads, for all ranks.
-        hooks: of the model's parameters.
-        equal_buffers: whether copies of a buffer are always equal.
-
-    Raises:
-        ConfigError: a parameter has hooks, and this process holds a part of it.
-    """
-    originals = {placeholder: (name, _tensor(model, name)) for placeholder, name in graph.parameters.items()}
-    copied = {**{placeholder: _tensor(model, name) for placeholder, name in graph.buffers.items()}, **graph.constants}
-    keys = device_keys(devices)
-    stored = store_parameters(originals, blocks, devices, keys, local_ranks)
-    for shard in (shard for shards in stored.values() for shard in shards if shard.parameter.requires_grad):
-        for hook in hooks.get(shard.name, ()):
-            shard.parameter.register_hook(hook)
-        refuse_parameter_hooks([shard], in_no_sync=False)
-    trained = frozenset(name for name, original in originals.values() if original.requires_grad)
-    gradients = GradientStore(trained, all_ranks_here=len(local_ranks) == len(devices))
-    by_rank: dict[int, dict[str, Tensor]] = {}
-    slots: dict[int, dict[str, GradientSlot]] = {}
-    followers = Followers()
-    written = _written_parameters(graph)
-    owner_of = {placeholder: owners(blocks[placeholder].items()) for placeholder in stored}
-    for rank in local_ranks:
-        binder = _ParameterBinder(blocks, owner_of, devices, keys, rank, gradients, written)
-        by_rank[rank], slots[rank] = {}, {}
-        for placeholder, shards in stored.items():
-            if rank in blocks[placeholder]:
-                by_rank[rank][placeholder], slots[rank][placeholder] = binder.bind(placeholder, shards, followers)
-        for placeholder, tensor in copied.items():
-            if rank in blocks[placeholder]:
-                by_rank[rank][placeholder] = copy_of(tensor, blocks[placeholder][rank], devices[rank])
-    names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
-    trains = any(parameter.requires_grad for parameter in model.parameters())
-    stand_in = (nn.Parameter(torch.empty(0), requires_grad=trains),) if parameters else ()
-    of_model = (names, parameters, tuple(devices), ConstructedTensors.of(model), stand_in)
-    return State(graph, by_rank, blocks, stored, followers, gradients, slots, *of_model, equal_buffers)
-
-
-def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]]) -> State:
-    """Return the same tensors for another trace of the model: its programs read the parameters and buffers of ``state``.
-
-    Args:
-        blocks: placeholder of the trace -> rank -> the block that it reads, for all ranks.
-
-    Raises:
-        ConfigError: a rank reads another block than it holds, or the trace writes to a parameter that the first one does not write to.
-    """
-    before = {name: placeholder for placeholder, name in (*state.graph.parameters.items(), *state.graph.buffers.items())}
-    old = {placeholder: before[name] for placeholder, name in (*graph.parameters.items(), *graph.buffers.items()) if name in before}
-    read = {node.name for node in graph.graph.nodes if node.op == "placeholder" and node.users}
-    elsewhere = {
-        placeholder: {**graph.parameters, **graph.buffers}[placeholder]
-        for placeholder in (*graph.parameters, *graph.buffers)
-        for rank, block in blocks[placeholder].items()
-        if placeholder in read and (placeholder not in old or state.blocks[old[placeholder]].get(rank) != block)
-    }
-    # The lowest rank that reads a block adds its gradient: where another rank does than in the first trace, they are bound anew.
-    here = [each for each in graph.parameters if each in read and each in old and state.is_whole_here(old[each])]
-    bound = [each for each in here if blocks[each] != state.blocks[old[each]]]
-    lacking = [name for placeholder, name in elsewhere.items() if placeholder not in bound]
-    lacking += [graph.parameters[each] for each in _written_parameters(graph) if old[each] not in _written_parameters(state.graph)]
-    if lacking:
-        raise ConfigError(
-            f"the call reads {first_few(lacking)} on other ranks, or in other parts, than these hold since the model was partitioned",
-            remedy="partition the model with an example like this call, in these modes, and load pm.full_state_dict() into it",
-        )
-    by_rank, slots = {}, {}
-    for rank, tensors in state.by_rank.items():
-        by_rank[rank] = {placeholder: tensors[each] for placeholder, each in old.items() if each in tensors}
-        for placeholder, constant in graph.constants.items():
-            if rank in blocks[placeholder]:
-                by_rank[rank][placeholder] = copy_of(constant, blocks[placeholder][rank], state.devices[rank])
-        slots[rank] = {placeholder: state.slots[rank][each] for placeholder, each in old.items() if each in state.slots[rank]}
-    stored = {placeholder: state.stored[each] for placeholder, each in old.items() if each in state.stored}
-    held = {placeholder: state.blocks[each] for placeholder, each in old.items()}
-    held.update({placeholder: blocks[placeholder] for placeholder in (*graph.constants, *bound)})
-    moved = replace(state, graph=graph, by_rank=by_rank, blocks=held, stored=stored, slots=slots)
-    _bind(moved, bound)
-    return moved
-
-
-def _bind(state: State, placeholders: Sequence[str]) -> None:
-    """Bind the programs of all ranks to parameters that this process holds whole: each to the block that it reads."""
-    owner_of = {placeholder: owners(state.blocks[placeholder].items()) for placeholder in placeholders}
-    for rank in state.by_rank:
-        binder = _ParameterBinder(
-            state.blocks, owner_of, state.devices, device_keys(state.devices), rank, state.gradients, _written_parameters(state.graph)
-        )
-        for placeholder in placeholders:
-            if rank in state.blocks[placeholder]:
-                bound = binder.bind(placeholder, state.stored[placeholder], state.followers)
-                state.by_rank[rank][placeholder], state.slots[rank][placeholder] = bound
-
-
-@dataclass(frozen=True)
-class _ParameterBinder:
-    """Binds the programs of one rank to tensors and gradient slots of parameters.
-
-    Attributes:
-        blocks, devices: see ``materialize``.
-        owner_of: placeholder -> block -> the lowest rank that holds it.
-        keys: of the devices, see ``device_keys``.
-        written: placeholders of the parameters that the model itself writes to.
-    """
-
-    blocks: Mapping[str, Mapping[int, Block]]
-    owner_of: Mapping[str, Mapping[Block, int]]
-    devices: Sequence[torch.device]
-    keys: Sequence[Hashable]
-    rank: int
-    gradients: GradientStore
-    written: frozenset[str]
-
-    def bind(self, placeholder: str, stored: Sequence[StoredParameter], followers: Followers) -> tuple[Tensor, GradientSlot]:
-        """Return the tensor that programs read of a parameter, and its slot; a view or copy is added to ``followers``."""
-        block, device = self.blocks[placeholder][self.rank], self.devices[self.rank]
-        owner = self.owner_of[placeholder][block] if self.gradients.all_ranks_here else self.rank
-        source = next((candidate for candidate in stored if candidate.rank == owner), stored[0])
-        is_whole = source.block.part == block.part
-        slot = ParameterSlot(self.gradients, source, None if is_whole else block, owner, self.rank)
-        is_written = placeholder in self.written
-        on_same_device = self.keys[source.rank] == self.keys[self.rank]
-        if is_whole and on_same_device and (self.rank == owner or not is_written):
-            return source.parameter, slot
-        block_of_source = whole_block(block.part) if is_whole else block
-        follower = RankTensor(
-            source, block_of_source, device, on_same_device=on_same_device, writes=self.rank == owner if is_written else None
-        )
-        followers.add(follower)
-        return follower.tensor, slot
-
-
-def _written_parameters(graph: ModelGraph) -> frozenset[str]:
-    """Return the placeholders of the parameters that the model itself writes to (an embedding with ``max_norm``)."""
-    memory = aliasing(graph.graph)
-    return frozenset(node.name for node in graph.graph.nodes if node.name in graph.parameters and memory.written(node))
-
-
 def check_values(state: State) -> None:
     """Compute buffers that constructors alone know, of a model on the meta device; raise ConfigError if a tensor has no values then."""
     if not state.on_meta:
@@ -578,10 +425,3 @@ def check_values(state: State) -> None:
             f"the model is on the meta device, and its constructor alone knows the values of {name}: {of_constructor}",
             remedy=f"let the constructor make it on the CPU, as torch.arange(n, device='cpu') does{other}",
         )
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    owner, _, attribute = name.rpartition(".")
-    tensor = getattr(model.get_submodule(owner), attribute)
-    assert isinstance(tensor, Tensor)
-    return tensor
