@@ -117,9 +117,10 @@ def _first_nodes(
         keys, new_keys: of the operations of both traces.
         found: key -> operation of the other trace.
     """
-    names, known, firsts = [name for name, _ in keys], {key for _, key in keys}, list[str]()
+    starts, known, firsts = {name: index for index, (name, _) in enumerate(keys)}, {key for _, key in keys}, list[str]()
     for stage in plan.stages:
-        first = next((found[key] for _, key in keys[names.index(stage.first_node) :] if key in found), None)
+        start = starts.get(stage.first_node, len(keys))  # a stage that computes nothing begins with the output
+        first = next((found[key] for _, key in keys[start:] if key in found), None)
         if first is None or first in firsts:
             return None
         firsts.append(_with_what_is_new(first, new_keys, known))

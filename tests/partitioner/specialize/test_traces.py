@@ -9,6 +9,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from partitioner import ConfigError, PartitionedModel, partition
 
@@ -108,3 +110,27 @@ def test_an_argument_that_is_passed_twice_is_not_taken_for_two() -> None:
     x, y = rows(4), rows(4)
     for pair in ((x, x), (x, y), (y, y), (y, x)):
         torch.testing.assert_close(own(*pair), model(*pair))
+
+
+class Adapted(nn.Module):
+    """Adds a second input after its other layers; whether the input requires a gradient, a checkpoint asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.adapter = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        x = (self.first(x) + x).relu()
+        return x if y is None else checkpoint(lambda x, y: x + self.adapter(y), x, y, use_reentrant=True)
+
+
+def test_a_trace_with_a_stage_that_computes_nothing_is_traced_again() -> None:
+    """The first rank holds the adapter, so the second stage is empty where the adapter is called."""
+    model, x, y = Adapted(), rows(4, dtype=torch.float64), rows(4, dtype=torch.float64)
+    own = partition(model, devices=2, mode="pipeline", n_microbatches=1, example_inputs=(x,), progress=False)
+    torch.testing.assert_close(own(x, y), model(x, y))
+    expected = F.mse_loss(model(x, y), x)
+    torch.testing.assert_close(own.train_step(x, y, target=x, loss_fn=F.mse_loss), expected.detach())
+    expected.backward()
+    torch.testing.assert_close(own.full_gradients(), {name: each.grad for name, each in model.named_parameters()})
+    torch.testing.assert_close(own(x, y.requires_grad_()), model(x, y))
