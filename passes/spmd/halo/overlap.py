@@ -120,7 +120,8 @@ def _interior_steps(slide: Slide, rank: int) -> tuple[int, int] | None:
 def window_offsets(axes: Axes, layouts: Layouts, extents: Extents) -> tuple[int, ...]:
     """Return the numbers, apart from sizes of shards, in which a rank's graph differs from another's.
 
-    For each window: the elements read, the surplus results, and, for a decomposition, the first step. For a call in pieces: their offsets.
+    For each window: the elements read, the surplus results, the results, and, for a decomposition, the first step. For a call in
+    pieces: their offsets.
     """
     offsets: list[int] = []
     for name, loops in axes.loops.items() if axes.has_windows or layouts.wide else ():
@@ -128,7 +129,7 @@ def window_offsets(axes: Axes, layouts: Layouts, extents: Extents) -> tuple[int,
             continue
         slides = slides_of(name, axes, layouts, extents)
         for slide in slides:
-            offsets += [slide.size, slide.skip, slide.parts[slide.place][0] if slide.window.reach.written else 0]
+            offsets += [slide.size, slide.skip, slide.count, slide.parts[slide.place][0] if slide.window.reach.written else 0]
         interior = interior_of(loops, slides) if name in layouts.overlapped else None
         if interior is not None:
             offsets += interior.offsets

@@ -58,6 +58,20 @@ def test_operations(name: str, seed: int) -> None:
     )
 
 
+class TwoReaders(nn.Module):
+    """Reads rows that are computed beyond a rank's own by a dilated window, which ends before the last row, and by elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of what both read."""
+        x = F.interpolate(x, scale_factor=2, mode="bilinear")
+        return F.max_pool2d(x, 2, dilation=2).sum((2, 3)) + x.sin().sum((2, 3))
+
+
+def test_ranks_that_compute_different_numbers_of_rows_from_equal_parts() -> None:
+    x = torch.randn(2, 3, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert first_difference_of_tiles(TwoReaders(), x, 2, {"tile": 2}, constraints=ONCE) == ""
+
+
 class Residual(nn.Module):
     """Two convolutions beside a way around them."""
 
