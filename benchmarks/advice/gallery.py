@@ -12,8 +12,9 @@ __all__ = ["gallery", "ratio", "row_table"]
 
 _PAGE = """# Which mesh for which model
 
-What `mode="auto"` chooses for models that people train, beside meshes that people type for them. Every step is simulated from the emitted
-programs. `python -m benchmarks.advice --gallery docs/which-mesh.md` writes this page.
+The plans of `mode="auto"` for models that people train, beside meshes typed by hand. Every step is simulated from the emitted programs. A
+ratio of 1.00 says that no mesh by hand has a shorter step. Planning and simulating took the seconds of one core in the last column.
+`python -m benchmarks.advice --gallery docs/which-mesh.md` writes this page.
 
 """
 
@@ -72,4 +73,5 @@ def _reason(chosen: Row) -> str:
     """Return why a plan was chosen, or why there is none, in a sentence."""
     if chosen.step_time is None:
         return chosen.reason.splitlines()[0]
-    return f"`{chosen.mesh}`: bound by {chosen.bound_by}; next: {chosen.runner_up}."
+    over = f" Its simulated peak exceeds the memory limit by {format_bytes(chosen.over_limit)}." if chosen.over_limit else ""
+    return f"`{chosen.mesh}`: bound by {chosen.bound_by}; next: {chosen.runner_up}.{over}"
