@@ -173,10 +173,10 @@ def _selected_words(recomputed: Sequence[str]) -> str:
     """Format the operations that ``"selective"`` recomputes: ``": 26 operations (gelu 12, layer_norm 12, embedding 2)"``."""
     if not recomputed:
         return ""
-    kinds = Counter(re.sub(r"(_\d+)+$", "", name) for name in recomputed)
+    kinds = Counter(re.sub(r"(_\d+)+$", "", name) for name in recomputed if not name.startswith("getitem"))
     ordered = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))
     words = [f"{kind} {count}" for kind, count in ordered[:_MOST_KINDS]] + ["..."] * (len(ordered) > _MOST_KINDS)
-    return f": {len(recomputed)} operations ({', '.join(words)})"
+    return f": {kinds.total()} operations ({', '.join(words)})"
 
 
 _MOST_KINDS = 6
