@@ -98,8 +98,8 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
     """Return the values that ``"selective"`` saves: of calls that are not recomputed, the results, and what is no larger than its sources.
 
     A call may become several: attention may become scores, weights and a product, of which the product alone is read by other calls.
-    Of ranks with parts of different sizes, all save all inner values: a rank that gathers a value again while another has saved what is
-    made from it would wait for a message that is not sent.
+    Of ranks with parts of different sizes, all save the same, whatever the sizes: a rank that gathers a value again while another has saved
+    what is made from it would wait for a message that is not sent. Of inner values they save what an operation gives beside its result.
 
     Args:
         calls: node of the forward -> the call of the model that it is computed for.
@@ -114,7 +114,7 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
         if _is_sent_or_drawn(node, nodes):
             kept.add(node)
         elif not is_free and calls.get(node) not in joint.stage.recomputed:
-            is_small = nodes.has_uneven_parts or nodes.bytes_of(node) <= sum(map(nodes.bytes_of, of_inputs))
+            is_small = is_item(node) if nodes.has_uneven_parts else nodes.bytes_of(node) <= sum(map(nodes.bytes_of, of_inputs))
             kept.update([node] if node in results or is_small else [])
         made_from[node] = frozenset({node}) if node in kept else of_inputs
     return frozenset(kept)
@@ -140,11 +140,20 @@ def _is_sent_or_drawn(node: fx.Node, nodes: JointNodes) -> bool:
 def _is_free(node: fx.Node, nodes: JointNodes) -> bool:
     """Return whether a value is a view, or gathered again, or the own part of one.
 
-    Of ranks with parts of different sizes, one may have a view of its part where another copies it: all save the part.
+    Of ranks with parts of different sizes, one may have a view of its part where another makes a copy: all save it.
     """
     call = computed_by(node)
-    is_part = call.target in LOCAL and not (nodes.has_uneven_parts and call.target in OWN_PARTS)
-    return node in nodes.bound_views or call.target in GATHERS or is_part or nodes.is_view(call)
+    if node in nodes.bound_views or call.target in GATHERS or call.target in LOCAL - OWN_PARTS:
+        return True
+    return (call.target in OWN_PARTS or nodes.is_view(call)) and not (nodes.has_uneven_parts and not _is_whole(node, nodes))
+
+
+def _is_whole(node: fx.Node, nodes: JointNodes) -> bool:
+    """Return whether a value is gathered, or a view of what is gathered: of one size on all ranks."""
+    call = computed_by(node)
+    while nodes.is_view(call) or call.target is vary:
+        call = computed_by(call.all_input_nodes[0])
+    return call.target in GATHERS
 
 
 def _masks(joint: Joint) -> list[fx.Node]:
