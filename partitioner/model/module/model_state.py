@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -57,11 +56,6 @@ class ModelState(ModuleInPlan):
     def data_parallel_rank(self) -> int:
         """Index of this process's part of the batch: ``rank`` of a ``DistributedSampler``."""
         return 0 if self.has_all_ranks else self._first.programs.rows.part_index(self._first.runtime.local_ranks[0])
-
-    @property
-    def result_device(self) -> torch.device:
-        """Device of this process's results."""
-        return self._first.runtime.devices[self._first.runtime.local_ranks[0]]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters under their original names, in the order of the original.
