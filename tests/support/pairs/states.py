@@ -181,6 +181,7 @@ def _plan(graph: ModelGraph, options: Mapping[str, Any]) -> Plan:
         schedule=schedule,
         n_microbatches=n_microbatches,
         recompute=options.get("recompute", "none"),
+        recomputed=tuple(options.get("recomputed", ())),
         batch_size=graph.batch_size,
         prediction=Prediction(step_time=0.0, memory=(0,) * n_ranks),
         axes=tuple(options.get("axes", {}).items()),
