@@ -36,7 +36,12 @@ Emit: TypeAlias = Callable[..., fx.Node]
 
 
 def tile_statistics(write: TileWriter, node: fx.Node, x: fx.Node, label: str) -> Statistics:
-    """Write the mean and variance of one tile: over the batch and space for batch_norm, else over space and the channels of a group."""
+    """Write the mean and variance of one tile: over the batch and space for batch_norm, else over space and the channels of a group.
+
+    Those of a type of 16 bits are computed in float32, as PyTorch's kernels do.
+    """
+    if x.meta["val"].dtype in (torch.bfloat16, torch.float16):
+        x = write.emit(aten.to.dtype, (x, torch.float32), f"{x.name}_float", node)
     grouped = _grouped(write, node, x)
     dims = [0] if packet(node.target) is aten.batch_norm else []
     dims += range(2, grouped.meta["val"].dim())
@@ -113,9 +118,10 @@ def _scaling(write: TileWriter, node: fx.Node, mean: fx.Node, variance: fx.Node,
 
 
 def apply_scaling(write: TileWriter, node: fx.Node, x: fx.Node, scaling: Scaling, label: str) -> fx.Node:
-    """Write one normalized tile, ``x * scale + shift``, as one op: no other value of the tile's size is allocated."""
-    scale, shift = scaling
-    return write.emit(aten.addcmul.default, (shift, x, scale), f"{node.name}_{label}", node)
+    """Write one normalized tile, ``x * scale + shift``, as one op: no other value of its size is allocated, but for one of 16 bits."""
+    (scale, shift), dtype = scaling, node.meta["val"].dtype
+    tile = write.emit(aten.addcmul.default, (shift, x, scale), f"{node.name}_{label}", node)
+    return tile if tile.meta["val"].dtype == dtype else write.emit(aten.to.dtype, (tile, dtype), f"{tile.name}_cast", node)
 
 
 def _grouped(write: TileWriter, node: fx.Node, x: fx.Node) -> fx.Node:

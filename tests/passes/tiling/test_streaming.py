@@ -283,6 +283,16 @@ def test_normalisations_of_which_space_is_the_channels_or_the_rows(build: Callab
 
 
 @pytest.mark.slow
+def test_statistics_of_values_of_16_bits_are_of_32() -> None:
+    """As the kernels compute them; the normalized tile has 16 bits, which the next layer wants."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3, padding=1))
+    x = torch.randn(2, 2, 8, 8)
+    pm = partition(model, devices=1, mode={"tile": 4}, example_inputs=(x,), precision="bf16-mixed", progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    torch.testing.assert_close(pm(x), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_one_axis_that_is_height_and_width() -> None:
     """Tiles cut it along one of the two: no dimension of a value is cut by both."""
     model, x = made(Gram).train(), torch.randn(4, 3, 11, 9, dtype=torch.float64)
