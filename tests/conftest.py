@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let parameters be stored as if every rank ran on a device of its own."""
-    monkeypatch.setattr("partitioner.runtime.state.parameters.device_keys", lambda devices: tuple(range(len(devices))))
+    monkeypatch.setattr("partitioner.runtime.state.materialize.device_keys", lambda devices: tuple(range(len(devices))))
 
 
 @pytest.fixture(scope="session")
