@@ -162,7 +162,7 @@ def test_owners_of_blocks_are_found_twice_a_parameter(monkeypatch: pytest.Monkey
         asked.append(1)
         return owners(holders)
 
-    for module in ("materialize", "parameters", "stored_parameters"):
+    for module in ("materialize", "parameters"):
         monkeypatch.setattr(f"partitioner.runtime.state.{module}.owners", counted)
     partition(nn.Linear(8, 8), 300, "data", example_inputs=(torch.randn(300, 8),))
     assert len(asked) == 4
