@@ -21,7 +21,7 @@ import torch
 from cost_models.ops import contractions as recurrent
 from cost_models.ops.contractions import Products, as_attention, attention, attention_gradients, contraction, operand_gradients
 from cost_models.ops.work import Family
-from passes.ir.tensor_spec import Size, numel
+from passes.ir.tensor_spec import Size, TensorSpec, numel
 from passes.rules.call import Call
 from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
@@ -105,8 +105,10 @@ def _instance_statistics(call: Call) -> Size:
 
 
 def _attention_rows(call: Call) -> Size:
-    """Return the bytes of the logarithm of each row's sum of scores."""
-    return numel(call.shape("query")[:-1]) * max(4, call.result.itemsize)
+    """Return the bytes of the logarithm of each row's sum of scores, and of a mask of booleans in the type of the scores."""
+    mask = call.arguments.get("attn_mask")
+    converted = mask.numel * call.result.itemsize if isinstance(mask, TensorSpec) and mask.dtype is torch.bool else 0
+    return numel(call.shape("query")[:-1]) * max(4, call.result.itemsize) + converted
 
 
 def _pool_indices(call: Call) -> Size:
