@@ -109,6 +109,7 @@ def contractions() -> list[tuple[OpOverload, Arguments]]:
         (aten.conv_transpose2d.input, (image(), real(4, 6, 2, 2), None, [2, 2])),
         (aten.conv_transpose3d.input, (real(2, 4, 5, 5, 5), real(4, 6, 2, 2, 2))),
         (aten.scaled_dot_product_attention.default, (real(2, 3, 10, 8), real(2, 3, 12, 8), real(2, 3, 12, 8))),
+        (aten.scaled_dot_product_attention.default, (*(real(2, 3, 12, 8) for _ in range(3)), torch.ones(12, 12, dtype=torch.bool).tril())),
         (aten.lstm.input, (sequence, [state, doubles(4, 4, 16)], lstm, *flags)),
         (aten.gru.input, (sequence, state, gru, *flags)),
         (aten.rnn_tanh.input, (sequence, state, plain, *flags)),
