@@ -100,11 +100,7 @@ def export_open(
 
 def _takes_another_size(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> bool:
     """Return whether a trace with fixed sizes holds another batch size: operations fix open sizes that the model itself does not."""
-    try:
-        export(model, inputs.with_batch(2 * max(_unique_size(inputs, layout), 2), layout), training)
-    except Exception:  # noqa: BLE001  torch.export raises every kind
-        return False
-    return True
+    return isinstance(_at_size(model, inputs, training, layout, 2 * max(_unique_size(inputs, layout), 2)), Exported)
 
 
 def _refuse_constant(inputs: ModelInputs, layout: BatchLayout, opened: BatchLayout) -> None:
@@ -184,17 +180,24 @@ def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: 
     """
     first_error: Exception | None = None
     for candidate in (layout, *layout.smaller_layouts()):
-        resized = inputs.with_batch(size, candidate)
-        try:
-            found = export(model, resized, training)
-        except Exception as error:  # noqa: BLE001  torch.export raises every kind
-            first_error = first_error or error
-            if size == layout.size or not depends_on_sizes(error):
-                break
-        else:
-            return Exported(**vars(found), inputs=resized, layout=replace(candidate, size=size))
+        result = _at_size(model, inputs, training, candidate, size)
+        if isinstance(result, Exported):
+            return result
+        first_error = first_error or result
+        if size == layout.size or not depends_on_sizes(result):
+            break
     assert first_error is not None
     raise trace_error(model, first_error) from first_error
+
+
+def _at_size(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> Exported | Exception:
+    """Export for one batch size, to which the inputs of the layout are resized; return the error if the model refuses it."""
+    resized = inputs.with_batch(size, layout)
+    try:
+        found = export(model, resized, training)
+    except Exception as error:  # noqa: BLE001  torch.export raises every kind
+        return error
+    return Exported(**vars(found), inputs=resized, layout=replace(layout, size=size))
 
 
 def _unique_size(inputs: ModelInputs, layout: BatchLayout) -> int:
