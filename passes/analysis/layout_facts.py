@@ -26,7 +26,8 @@ class LayoutFacts:
     """A graph with its axes, and facts about both; each is computed when it is first read.
 
     Attributes:
-        outcomes: layouts of single calls that enumerations have found, by all that they depend on (``passes.spmd.enumerate_layouts``).
+        outcomes: layouts of single calls that enumerations have found, by all that they depend on
+            (``passes.spmd.propagate.enumerate_layouts``).
     """
 
     graph: ModelGraph

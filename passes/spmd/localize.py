@@ -50,7 +50,7 @@ from passes.spmd.halo.emit import HaloWriter
 from passes.spmd.halo.overlap import Interior, interior_of
 from passes.spmd.halo.regions import Slide, slides_of, window_dimensions
 from passes.spmd.local_shapes import Extents, product
-from passes.spmd.propagate import Cut, Layouts
+from passes.spmd.propagate.layouts import Cut, Layouts
 from passes.spmd.reshard import Resharder
 
 __all__ = ["fakes_of", "localize"]

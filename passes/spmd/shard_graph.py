@@ -30,7 +30,8 @@ from passes.spmd.halo.overlap import window_offsets
 from passes.spmd.halo.wide import with_halos
 from passes.spmd.local_shapes import Extents
 from passes.spmd.localize import fakes_of, localize
-from passes.spmd.propagate import Layouts, assign_layouts
+from passes.spmd.propagate.layouts import Layouts
+from passes.spmd.propagate.walk import assign_layouts
 from passes.spmd.shards import Block, block_of, whole_block
 
 __all__ = ["AxisCut", "CutModel", "cut_axes", "layouts_of_cut"]

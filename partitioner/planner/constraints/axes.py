@@ -23,7 +23,7 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import SPACE, Shard
 from passes.ir.mesh import ROWS, SEQUENCE, STAGES, TILE, TILES, Mesh
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 
 __all__ = ["NAMED_FIRST", "check_dimensions", "check_sharded", "constrained_axes", "named_dimensions"]
 

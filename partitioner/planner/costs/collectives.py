@@ -40,7 +40,7 @@ from passes.ir.layout import Partial, Placement, Replicate, Shard, Varying
 from passes.rules.loops import Size
 from passes.spmd.decompose.registry import SINGLE_BYTES, decomposition_of
 from passes.spmd.halo.regions import operand_form, shared_halo_slides, slides_of
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 
 __all__ = [
     "Exchange",

@@ -29,7 +29,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.spmd.decompose.registry import SINGLE_BYTES, Decomposition, Kernels, decomposition_of
 from passes.spmd.decompose.ring_attention import is_causal, products_of_pieces
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 
 __all__ = ["with_decompositions"]
 

@@ -24,7 +24,7 @@ from passes.rules.loops import Size
 from passes.spmd.halo.overlap import interior_of
 from passes.spmd.halo.regions import OperandForm, Slide, operand_form, shared_halo_slides, slides_of
 from passes.spmd.local_shapes import Extents
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 
 __all__ = ["PartSizes"]
 

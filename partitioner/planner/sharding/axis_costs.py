@@ -26,7 +26,7 @@ from passes.graph.dependencies import is_differentiable
 from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
-from passes.spmd.enumerate_layouts import CallLayout, HeldLayout, LayoutChoices, Outcomes
+from passes.spmd.propagate.enumerate_layouts import CallLayout, HeldLayout, LayoutChoices, Outcomes
 
 __all__ = ["WORTH", "AxisPrices", "axis_terms", "contractions_of"]
 

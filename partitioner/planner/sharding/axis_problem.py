@@ -2,8 +2,8 @@
 
 Candidates are the axes of the parameters. Axes that blocks repeat (the ffn of every block) are one candidate: they have the same name, size
 and parameters but for the numbers in these. The layouts of every call under every choice are enumerated once
-(``passes.spmd.enumerate_layouts``); the choice is a problem of numbers (``variable_elimination``). If its best solution exceeds the memory,
-each axis is chosen on its own, starting from the best joint choice that fits.
+(``passes.spmd.propagate.enumerate_layouts``); the choice is a problem of numbers (``variable_elimination``). If its best solution exceeds
+the memory, each axis is chosen on its own, starting from the best joint choice that fits.
 
 A chain of linear layers a - b - c - d is sharded at b and at d: then every layer is sharded, and none needs a reshard of its input.
 """
@@ -28,8 +28,8 @@ from passes.analysis.axis_names import batch_axes
 from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Shard
-from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
-from passes.spmd.propagate import cuttable_axes
+from passes.spmd.propagate.call_along import cuttable_axes
+from passes.spmd.propagate.enumerate_layouts import LayoutChoices, layout_choices
 
 __all__ = ["AxisChoice", "AxisGroup", "AxisProblem", "axis_groups"]
 

@@ -35,7 +35,7 @@ from passes.spmd.halo.call_tiles import TileCall
 from passes.spmd.halo.overlap import interior_of
 from passes.spmd.halo.regions import slides_of
 from passes.spmd.halo.wide import Overlaps, TileRegions
-from passes.spmd.propagate import Intervals, Layouts
+from passes.spmd.propagate.layouts import Intervals, Layouts
 
 __all__ = ["Price", "choose_halos"]
 

@@ -17,7 +17,7 @@ from passes.ir.mesh import SEQUENCE
 from passes.ir.plan import ATTENTION
 from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.mean_to_sum import with_totals
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 
 __all__ = ["MeshCut", "shares_attention"]
 

@@ -38,7 +38,7 @@ from passes.normalize.randomness.functional_rng import split_randomness
 from passes.normalize.specialize_batch import fix_batch
 from passes.rules.ops.fused_heads import FusedHeads, find_fused_heads
 from passes.spmd.mean_to_sum import with_totals
-from passes.spmd.propagate import assign_layouts
+from passes.spmd.propagate.walk import assign_layouts
 from passes.spmd.shard_graph import AxisCut
 
 __all__ = ["CuttableModel"]

@@ -49,7 +49,7 @@ from passes.ir.comm.halo_strategy import HaloSegment, ends_of
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, STORED, Mesh
 from passes.ir.plan import ATTENTION, BY_REGION, REDUCE_DTYPES, Region
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 from passes.spmd.shard_graph import AxisCut, layouts_of_cut
 
 __all__ = ["ModelPart", "PartGraph", "axis_cut", "cut_part", "part_graph", "unfolded", "whole_part"]

@@ -27,7 +27,7 @@ from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Replicate, Shard, Varying
 from passes.rules.window import Window
-from passes.spmd.enumerate_layouts import CallLayout
+from passes.spmd.propagate.enumerate_layouts import CallLayout
 
 __all__ = ["Ranks", "SpacePrices"]
 

@@ -9,9 +9,9 @@ A U-Net of three levels, three images, two devices:
     1         128       height      all_to_all from shards of the batch to shards of the height
     0         256       height
 
-The first call that can be is sharded in space, and space has priority wherever it is sharded (``passes.spmd.propagate``); the alternatives
-are the batch and axes of parameters. ``axis_problem`` chooses for each call, exactly, by the costs of ``space_costs``. Whole plans are
-compared to decide between the choice and tiles in all layers.
+The first call that can be is sharded in space, and space has priority wherever it is sharded (``passes.spmd.propagate.choose_cut``); the
+alternatives are the batch and axes of parameters. ``axis_problem`` chooses for each call, exactly, by the costs of ``space_costs``. Whole
+plans are compared to decide between the choice and tiles in all layers.
 """
 
 from __future__ import annotations

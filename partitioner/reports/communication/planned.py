@@ -44,7 +44,7 @@ from passes.ir.errors import first_few
 from passes.ir.layout import Layout
 from passes.ir.mesh import GATHERED_ONCE, SCATTERED_ONCE, ranks_at_places
 from passes.ir.plan import REDUCE_DTYPES, Plan
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 from passes.spmd.shard_graph import CutModel
 from passes.spmd.shard_stages import StagedCut
 from passes.stages.split import stage_of_nodes

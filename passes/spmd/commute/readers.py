@@ -5,7 +5,7 @@ from __future__ import annotations
 from passes.analysis.axes import returned_values
 from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.layout import Layout
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 
 __all__ = ["reads_of_values"]
 

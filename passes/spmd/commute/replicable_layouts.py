@@ -21,7 +21,8 @@ from passes.analysis.axes import Axes, is_item, returned_values
 from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.layout import Layout, Placement, Replicate, Shard
 from passes.ir.mesh import ROWS
-from passes.spmd.propagate import CallAlong, Cut, Layouts
+from passes.spmd.propagate.call_along import CallAlong
+from passes.spmd.propagate.layouts import Cut, Layouts
 from passes.stages.boundary_layouts import is_whole
 
 __all__ = ["computed_where_read"]

@@ -47,7 +47,7 @@ ROUTE = "route"
 
 
 class RoutedLayouts(Protocol):
-    """Protocol of the used part of ``passes.spmd.propagate.Layouts``."""
+    """Protocol of the used part of ``passes.spmd.propagate.layouts.Layouts``."""
 
     @property
     def routes(self) -> Mapping[str, Route]:

@@ -14,7 +14,7 @@ from passes.ir.layout import Layout, Shard
 from passes.rules.loops import Size
 from passes.spmd.halo.regions import Slide, operand_form, own_part_slides, shared_halo_slides
 from passes.spmd.local_shapes import Extents
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 from passes.spmd.reshard import CHANGE, Change, Resharder
 
 __all__ = ["HaloWriter"]

@@ -21,7 +21,7 @@ from passes.ir.comm.index_ranges import Runs, length, to_text
 from passes.rules.loops import Loops
 from passes.spmd.halo.regions import Slide, slides_of
 from passes.spmd.local_shapes import Extents
-from passes.spmd.propagate import Intervals, Layouts
+from passes.spmd.propagate.layouts import Intervals, Layouts
 
 __all__ = ["Interior", "interior_of", "window_offsets"]
 

@@ -26,7 +26,7 @@ from passes.rules.loops import Loops
 from passes.rules.window import STEP, Reach, Window
 from passes.spmd.decompose.pooling_resize import Along
 from passes.spmd.local_shapes import Extents
-from passes.spmd.propagate import Cut, Intervals, Layouts
+from passes.spmd.propagate.layouts import Cut, Intervals, Layouts
 
 __all__ = ["OperandForm", "Slide", "operand_form", "own_part_slides", "shared_halo_slides", "slides_of", "window_dimensions"]
 

@@ -35,7 +35,7 @@ from passes.ir.mesh import TILES
 from passes.spmd.halo.boxes import Box, Span, TileGrid, united
 from passes.spmd.halo.call_tiles import TileCall, tile_call
 from passes.spmd.halo.demand import demand
-from passes.spmd.propagate import Cut, Intervals, Layouts
+from passes.spmd.propagate.layouts import Cut, Intervals, Layouts
 
 __all__ = ["Overlaps", "TileRegions", "with_halos"]
 

@@ -26,10 +26,10 @@ from passes.ir.comm.primitives import all_gather, halo_exchange
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.normalize.specialize_batch import fix_batch, fixed_for
-from passes.spmd.enumerate_layouts import layout_choices
-from passes.spmd.propagate import assign_layouts
+from passes.spmd.propagate.enumerate_layouts import layout_choices
+from passes.spmd.propagate.walk import assign_layouts
 from passes.spmd.shard_stages import cut_by_plan, facts_to_cut
-from tests.passes.spmd.test_enumerate_layouts import expect_equal
+from tests.passes.spmd.propagate.test_enumerate_layouts import expect_equal
 from tests.support.models.vision.space import TransposedUNet, UShaped
 from tests.support.running.tiles import first_difference_of_tiles
 

@@ -25,8 +25,8 @@ from passes.graph.repeated_subgraphs import fold_repeats
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement
 from passes.normalize.randomness.functional_rng import split_randomness
-from passes.spmd.enumerate_layouts import CallLayout, layout_choices
-from passes.spmd.propagate import assign_layouts
+from passes.spmd.propagate.enumerate_layouts import CallLayout, layout_choices
+from passes.spmd.propagate.walk import assign_layouts
 from tests.support.models.attention.gpt import Gpt
 from tests.support.models.zoo import case_named
 from tests.support.planning.fixed_options import graph_of, plan_of

@@ -16,7 +16,7 @@ from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.merge_axes import find_axes_to_cut
 from passes.ir.mesh import Mesh
 from passes.spmd.commute.min_cut import min_cut
-from passes.spmd.propagate import assign_layouts
+from passes.spmd.propagate.walk import assign_layouts
 from passes.spmd.shard_graph import AxisCut, layouts_of_cut
 from tests.support.running.transparency import assert_step_equals
 

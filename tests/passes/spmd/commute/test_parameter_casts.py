@@ -13,7 +13,7 @@ from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.graph import Autocast
 from passes.ir.layout import Layout, Replicate, Shard, Varying
 from passes.ir.mesh import Mesh
-from passes.spmd.propagate import Layouts
+from passes.spmd.propagate.layouts import Layouts
 from passes.spmd.shard_graph import AxisCut, layouts_of_cut
 
 

@@ -25,7 +25,9 @@ from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import axes_named, axis_names
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Layout, Partial, Shard, Varying
-from passes.spmd.propagate import Layouts, assign_layouts, cuttable_axes
+from passes.spmd.propagate.call_along import cuttable_axes
+from passes.spmd.propagate.layouts import Layouts
+from passes.spmd.propagate.walk import assign_layouts
 from tests.support.models.zoo import case_named
 from tests.support.running.slow_values import slow
 

@@ -25,7 +25,8 @@ from passes.analysis.axes import Axes, returned_values
 from passes.analysis.layout_facts import LayoutFacts
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import Partial, Placement, Replicate, Shard
-from passes.spmd.propagate import Cut, LayoutWalk
+from passes.spmd.propagate.layouts import Cut
+from passes.spmd.propagate.walk import LayoutWalk
 
 __all__ = ["CallLayout", "HeldLayout", "LayoutChoices", "Outcomes", "layout_choices"]
 
@@ -199,7 +200,7 @@ class _Choices:
         self._states: dict[str, Outcomes[_State]] = {}
         self._calls: dict[str, Outcomes[CallLayout]] = {}
         self._too_short: dict[str, frozenset[int]] = {}
-        self._setting = tuple(name for name, _ in walk.mesh), tuple(walk.rows), *map(frozenset, walk.beside_rows)
+        self._setting = tuple(name for name, _ in walk.mesh), tuple(walk.rows), *map(frozenset, walk.choice.beside_rows)
 
     def result(self) -> LayoutChoices:
         """Return the layouts after all nodes were visited, with the groups that are left numbered from 0."""
@@ -270,7 +271,7 @@ class _Choices:
         places = {axis: assigned[axis] for axis in call_axes if axis in assigned}
         ranks = {place: rank for rank, place in enumerate(sorted(set(places.values())))}
         if node.name not in self._too_short:
-            self._too_short[node.name] = frozenset(axis for axis in call_axes if not self._walk.fits(axis, 0))
+            self._too_short[node.name] = frozenset(axis for axis in call_axes if not self._walk.choice.fits(axis, 0))
         setting = (*self._setting, self._too_short[node.name])
         key = (node.name, setting, frozenset((axis, ranks[place]) for axis, place in places.items()), tuple(before.values()))
         known = self._walk.facts.outcomes
@@ -292,7 +293,7 @@ class _Choices:
             assigned: axis -> its priority, 0 for the most expensive; those that the node does not depend on may be missing.
         """
         walk = self._walk
-        walk.assigned[0] = assigned
+        walk.choice.assigned[0] = assigned
         for name, state in before.items():
             for place, placement in enumerate(state.current):
                 walk.current[name, place] = [placement]

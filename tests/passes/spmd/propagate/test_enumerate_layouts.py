@@ -14,9 +14,10 @@ from passes.analysis.axis_names import batch_axes
 from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.merge_axes import merge_short_axes
 from passes.normalize.randomness.functional_rng import split_randomness
-from passes.spmd import enumerate_layouts
-from passes.spmd.enumerate_layouts import LayoutChoices, layout_choices
-from passes.spmd.propagate import Layouts, assign_layouts
+from passes.spmd.propagate import enumerate_layouts
+from passes.spmd.propagate.enumerate_layouts import LayoutChoices, layout_choices
+from passes.spmd.propagate.layouts import Layouts
+from passes.spmd.propagate.walk import assign_layouts
 from tests.support.models.case import Case
 from tests.support.models.zoo import ZOO, case_named
 from tests.support.running.slow_values import slow

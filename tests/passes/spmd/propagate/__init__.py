@@ -1,0 +1,1 @@
+"""Propagation of layouts."""
