@@ -17,7 +17,9 @@ from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 from tests.fuzz.templates.complex_values import complex_value
 from tests.fuzz.templates.effects import THEMES
 from tests.fuzz.templates.layers import IMAGE, SEQUENCE, VECTOR, used_again
-from tests.fuzz.templates.values import INDEXED, POINTWISE, REDUCED, SHAPED, WRITTEN
+from tests.fuzz.templates.shapes import INDEXED, SHAPED
+from tests.fuzz.templates.values import POINTWISE, REDUCED
+from tests.fuzz.templates.writes import WRITTEN
 
 __all__ = ["Case", "generate"]
 

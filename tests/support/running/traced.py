@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,21 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from passes.ir.graph import ModelGraph
 
-__all__ = ["SEED", "Run", "assert_equal_runs", "backward", "own_values", "run_model", "run_traced"]
+__all__ = ["SEED", "Call", "Run", "assert_equal_runs", "backward", "own_values", "run_model", "run_traced"]
 
 SEED = 7
+
+
+class Call(nn.Module):
+    """A linear layer beside any function: the function takes the layer and the inputs."""
+
+    def __init__(self, function: Callable[..., Any], width: int = 6) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.layer, *args, **kwargs)
 
 
 @dataclass(frozen=True)

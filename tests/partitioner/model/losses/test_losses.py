@@ -6,8 +6,7 @@ The reference is the original model on the whole batch, in float64.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,43 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from partitioner import PartitionedModel, partition
-from partitioner.model.losses.reachable_state import loss_key
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.clocks.unit_time import simulate
 from partitioner.schedules.forwards_first import forwards_first
 from passes.ir.errors import ConfigError, PartitionWarning
 from passes.ir.schedule import ActionKind
+from tests.partitioner.model.losses.conftest import MODES, partitioned
 from tests.support.processes import loss_cases as cases
 from tests.support.processes.loss_cases import MEANS, NEITHER, WIDTH, difference, labelled
 from tests.support.processes.processes import Workers
 from tests.support.running.slow_values import all_but, slow
-
-MODES: dict[str, dict[str, Any]] = {
-    "pipeline": {"devices": 2, "mode": "pipeline", "n_microbatches": 3, "schedule": "1F1B"},
-    "data": {"devices": 2, "mode": "data"},
-    "mesh": {"devices": 4, "mode": {"fsdp": 2, "pipeline": 2}, "n_microbatches": 2},
-}
-
-
-def partitioned(**options: Any) -> PartitionedModel:
-    return partition(cases.model(), example_inputs=(labelled()[0],), **options)
-
-
-@pytest.fixture(scope="module", params=["pipeline", "data", pytest.param("mesh", marks=pytest.mark.slow)])
-def pm(request: pytest.FixtureRequest) -> PartitionedModel:
-    return partitioned(**MODES[request.param])
-
-
-@pytest.fixture(scope="module")
-def pipeline() -> PartitionedModel:
-    return partitioned(**MODES["pipeline"])
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    for name in {"pm", "pipeline"} & set(request.fixturenames):
-        request.getfixturevalue(name).zero_grad()
 
 
 @pytest.mark.parametrize("pm", ["data", *slow("pipeline", "mesh")], indirect=True)
@@ -143,234 +115,6 @@ def test_forwards_first_runs_wherever_the_schedule_does() -> None:
                     kinds = [action.kind is ActionKind.FORWARD for action in actions]
                     assert kinds == sorted(kinds, reverse=True)
                 assert sorted(map(str, schedule)) == sorted(map(str, make_schedule(name, ranks, microbatches)))
-
-
-# -- what changes from step to step ------------------------------------------------------------------------------------------------
-
-
-def test_ignored_targets_count_by_what_is_left(pm: PartitionedModel) -> None:
-    """Whichever are ignored: none at first, then unequally many, all of one microbatch, all of them (no number, as in one piece)."""
-    x, target = labelled()
-    for ignored in ((), (0,), (0, 1, 2), (5, 6, 7), tuple(range(8))):
-        labels = target.clone()
-        labels[list(ignored)] = -100
-        assert difference(cases.model(), pm, F.cross_entropy, x, labels) is None, ignored
-
-
-@pytest.mark.parametrize("pm", ["pipeline", *slow("data", "mesh")], indirect=True)
-def test_two_means_over_unlike_numbers_of_targets(pm: PartitionedModel) -> None:
-    """Exact by rows while nothing is ignored; by all rows at once, and said so, or refused, from then on."""
-    x, target = labelled()
-
-    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
-        return F.cross_entropy(o, t) + 0.1 * o.pow(2).mean()
-
-    assert difference(cases.model(), pm, loss_fn, x, target) is None
-    target[:3] = -100
-    with pytest.raises(ConfigError, match="different numbers of targets"):
-        pm.train_step(x, target=target, loss_fn=loss_fn)
-    assert difference(cases.model(), pm, loss_fn, x, target, loss_reduction="batch") is None
-
-
-def test_what_is_equal_today_may_differ_tomorrow(pm: PartitionedModel) -> None:
-    """Scales that are equal on the first step prove nothing: the loss is refused, and exact if it is said to take all rows."""
-    x, _ = labelled()
-    equal, unlike = torch.ones(8, dtype=torch.float64), torch.arange(1.0, 9, dtype=torch.float64)
-
-    def scaled(o: Tensor, t: Tensor) -> Tensor:
-        return o.pow(2).mean() / t.amax()
-
-    with pytest.raises(ConfigError, match=r"not proved to be a mean over the rows .*amax"):
-        pm.train_step(x, target=equal, loss_fn=scaled)
-    for target in (equal, unlike):
-        assert difference(cases.model(), pm, scaled, x, target, loss_reduction="batch") is None
-
-
-@pytest.mark.parametrize("pm", ["pipeline", *slow("data", "mesh")], indirect=True)
-def test_weights_of_classes_are_those_of_the_step(pm: PartitionedModel) -> None:
-    """A new tensor, another one in the module, and other values in it: each step weighs by the weights that its loss reads."""
-    x, target = labelled()
-    criterion = nn.CrossEntropyLoss(weight=cases.WEIGHT.clone())
-
-    def made(weight: Tensor) -> Callable[..., Tensor]:
-        return lambda o, t: F.cross_entropy(o, t, weight=weight)
-
-    for step in range(1, 4):
-        assert difference(cases.model(), pm, made(cases.WEIGHT**step), x, target) is None
-        assert difference(cases.model(), pm, criterion, x, target) is None
-        assert criterion.weight is not None
-        criterion.weight.pow_(2)
-        assert difference(cases.model(), pm, criterion, x, target) is None
-        criterion.weight = cases.WEIGHT.flip(0) + step
-
-
-@pytest.mark.parametrize("pm", ["data", *slow("pipeline", "mesh")], indirect=True)
-def test_a_part_of_the_batch_without_weight(pm: PartitionedModel) -> None:
-    """It is 0 / 0 in the part, and no number to weigh the part by, which may have a sum: the step takes the loss of all rows."""
-    x, target = labelled()
-    target[:4], target[4:] = 0, 5
-    assert difference(cases.model(), pm, MEANS["masked_or_none"], x, target) is None
-    with pytest.warns(UserWarning, match="a part of the batch has no weight"):
-        assert difference(cases.model(), pm, MEANS["masked"], x, target) is None
-    weight = torch.tensor([0.0, 1, 1, 1, 1, 2], dtype=torch.float64)
-    assert difference(cases.model(), pm, lambda o, t: F.cross_entropy(o, t, weight=weight), x, target) is None
-
-
-def test_rows_that_are_all_equal_hide_nothing(pm: PartitionedModel) -> None:
-    x, target = (each[:1].expand(8, *each.shape[1:]).contiguous() for each in labelled())
-    with pytest.raises(ConfigError, match="not proved to be a mean"):
-        pm.train_step(x, target=target, loss_fn=NEITHER["largest"])
-
-
-def test_a_batch_of_one_row_and_microbatches_of_one(pipeline: PartitionedModel) -> None:
-    x, target = labelled()
-    assert difference(cases.model(), pipeline, NEITHER["root_mean_square"], x[:1], target[:1]) is None  # nothing is cut
-    with pytest.raises(ConfigError, match="not proved to be a mean"):
-        pipeline.train_step(x[:3], target=target[:3], loss_fn=NEITHER["root_mean_square"])
-
-
-def test_a_loss_that_values_decide(pipeline: PartitionedModel) -> None:
-    x, target = labelled()
-
-    def decided(o: Tensor, t: Tensor) -> Tensor:
-        return o.mean() if float(o.detach().sum()) < 1e9 else o.max()
-
-    with pytest.raises(ConfigError, match="values of a tensor decide"):
-        pipeline.train_step(x, target=target, loss_fn=decided)
-    assert difference(cases.model(), pipeline, decided, x, target, loss_reduction="batch") is None
-
-
-def test_a_switch_that_a_loss_reads_is_seen(pipeline: PartitionedModel) -> None:
-    x, target = labelled()
-    criterion = nn.CrossEntropyLoss()
-    assert difference(cases.model(), pipeline, criterion, x, target) is None
-    criterion.reduction = "sum"
-    with pytest.raises(ConfigError, match='pass loss_reduction="sum"'):
-        pipeline.train_step(x, target=target, loss_fn=criterion)
-
-
-class Wrapped(nn.Module):
-    """A loss in a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.CrossEntropyLoss()
-
-    def forward(self, o: Tensor, t: Tensor) -> Tensor:
-        loss: Tensor = self.inner(o, t)
-        return loss
-
-
-def test_switches_in_containers_and_parts_are_seen(pipeline: PartitionedModel) -> None:
-    x, target = labelled()
-    options, words, nested, wrapped = {"reduction": "mean"}, ["mean"], SimpleNamespace(loss=SimpleNamespace(reduction="mean")), Wrapped()
-    losses: list[Callable[..., Tensor]] = [
-        lambda o, t: F.cross_entropy(o, t, reduction=options["reduction"]),
-        lambda o, t: F.cross_entropy(o, t, reduction=words[0]),
-        lambda o, t: F.cross_entropy(o, t, reduction=nested.loss.reduction),
-        wrapped,
-    ]
-    for loss_fn in losses:
-        assert difference(cases.model(), pipeline, loss_fn, x, target) is None
-    options["reduction"] = words[0] = nested.loss.reduction = wrapped.inner.reduction = "sum"
-    for loss_fn in losses:
-        with pytest.raises(ConfigError, match='pass loss_reduction="sum"'):
-            pipeline.train_step(x, target=target, loss_fn=loss_fn)
-
-
-def test_equal_functions_have_equal_keys() -> None:
-    def made(factor: float, weight: Tensor) -> Callable[..., Tensor]:
-        return lambda o, t: factor * (o * weight - t).pow(2).mean()
-
-    one, other = made(0.5, torch.ones(2)), made(0.5, torch.zeros(2))
-    assert loss_key(one) == loss_key(other)
-    assert loss_key(one) != loss_key(made(0.25, torch.ones(2)))
-    assert loss_key(one, exact=False) == loss_key(made(0.25, torch.ones(2)), exact=False)
-    assert loss_key(one, exact=False) != loss_key(made(-0.25, torch.ones(2)), exact=False)
-    assert loss_key(nn.MSELoss()) != loss_key(nn.MSELoss())
-
-
-# -- state -------------------------------------------------------------------------------------------------------------------------
-
-
-class Counting(nn.Module):
-    """A loss that counts its calls, in a buffer and outside of it, and reads the count."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.history: list[int] = []
-
-    def forward(self, o: Tensor, t: Tensor) -> Tensor:
-        self.calls += 1
-        self.history.append(len(self.history))
-        return o.pow(2).mean() * len(self.history)
-
-
-def test_a_loss_with_a_state_is_called_once_a_step(pipeline: PartitionedModel) -> None:
-    """Neither what looks at a loss, nor the other microbatches, count as calls."""
-    x, target = labelled()
-    loss_fn, reference = Counting(), Counting()
-    with pytest.raises(ConfigError, match="changes what later calls read"):
-        pipeline.train_step(x, target=target, loss_fn=loss_fn)
-    for _ in range(2):
-        loss = pipeline.train_step(x, target=target, loss_fn=loss_fn, loss_reduction="batch")
-        torch.testing.assert_close(loss, reference(cases.model()(x), target).detach())
-    assert loss_fn.calls == reference.calls == 2
-    assert loss_fn.history == reference.history
-
-
-def counting_in(kind: str) -> Callable[..., Tensor]:
-    """Return a loss that multiplies by the number of its calls, which it counts in a container."""
-    numbers, of_name, nested, holder = [0], {"calls": 0}, [[0]], nn.Module()
-    holder.counts = {"calls": [0]}  # type: ignore[assignment]
-
-    def counted(o: Tensor, t: Tensor) -> Tensor:
-        found: Any = {"list": numbers, "dict": of_name, "nested": nested[0], "module": holder.counts["calls"]}[kind]  # type: ignore[index]
-        key: Any = "calls" if kind == "dict" else 0
-        found[key] += 1
-        loss: Tensor = o.pow(2).mean() * found[key]
-        return loss
-
-    return counted
-
-
-@pytest.mark.parametrize("kind", ["list", "dict", "nested", "module"])
-def test_counts_in_containers_are_seen(pipeline: PartitionedModel, kind: str) -> None:
-    """Each microbatch would count: the loss is refused, and called once if it takes all rows."""
-    x, target = labelled()
-    with pytest.raises(ConfigError, match="changes what later calls read"):
-        pipeline.train_step(x, target=target, loss_fn=counting_in(kind))
-    loss_fn, reference = counting_in(kind), counting_in(kind)
-    for _ in range(2):
-        loss = pipeline.train_step(x, target=target, loss_fn=loss_fn, loss_reduction="batch")
-        torch.testing.assert_close(loss, reference(cases.model()(x), target).detach())
-
-
-def test_random_numbers_are_as_many_as_without_a_proof(pipeline: PartitionedModel) -> None:
-    x, target = labelled()
-    state = torch.get_rng_state()
-    pipeline.train_step(x, target=target, loss_fn=lambda o, t: F.cross_entropy(o, t, label_smoothing=0.2))
-    with pytest.raises(ConfigError):
-        pipeline.train_step(x, target=target, loss_fn=lambda o, t: o.pow(2).mean().sqrt())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_scaler_inside(pm: PartitionedModel) -> None:
-    """Its first call makes its scale: not of what a proof computes with."""
-    x, target = labelled()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
-        return scaler.scale(o.pow(2).mean())
-
-    assert difference(cases.model(), pm, loss_fn, x, target) is None
-    assert scaler.get_scale() == 1024.0
-    optimizer = torch.optim.SGD(pm.parameters(), lr=0.0)
-    scaler.step(optimizer)
-    scaler.update()
 
 
 # -- what is no loss ---------------------------------------------------------------------------------------------------------------
