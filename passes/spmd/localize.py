@@ -62,7 +62,14 @@ _OF_THE_BATCH = (aten.batch_norm, packet(channel_statistics))
 
 
 def localize(
-    graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, fakes: FakeTensorCache, *, local_statistics: bool = False
+    graph: ModelGraph,
+    axes: Axes,
+    layouts: Layouts,
+    extents: Extents,
+    fakes: FakeTensorCache,
+    *,
+    local_statistics: bool = False,
+    stages: Mapping[str, int] | None = None,
 ) -> ModelGraph:
     """Return the graph of a rank.
 
@@ -70,8 +77,9 @@ def localize(
         extents: the sizes of its shards. The graph's batch is the rank's own rows.
         fakes: of this graph (``fakes_of``), for all of its ranks.
         local_statistics: whether batch normalisation uses the statistics of the rank's own samples.
+        stages: call -> the stage that computes it; None: one does.
     """
-    return _Localizer(graph, axes, layouts, extents, fakes, local_statistics).run()
+    return _Localizer(graph, axes, layouts, extents, fakes, local_statistics, stages).run()
 
 
 def fakes_of(graph: fx.Graph) -> FakeTensorCache:
@@ -97,7 +105,14 @@ class _Localizer:
     """
 
     def __init__(
-        self, graph: ModelGraph, axes: Axes, layouts: Layouts, extents: Extents, fakes: FakeTensorCache, local_statistics: bool
+        self,
+        graph: ModelGraph,
+        axes: Axes,
+        layouts: Layouts,
+        extents: Extents,
+        fakes: FakeTensorCache,
+        local_statistics: bool,
+        stages: Mapping[str, int] | None,
     ) -> None:
         self.local_statistics = local_statistics
         self.graph = graph
@@ -111,9 +126,9 @@ class _Localizer:
         self.reader = ""
         self._fakes = fakes
         self._named = {node.name: node for node in graph.graph.nodes} if layouts.equal_casts else {}
-        self.resharder = Resharder(self.extents, self.emit, self._size_node)
+        self.resharder = Resharder(self.extents, self.emit, self._size_node, stages)
         self.halos = HaloWriter(axes, layouts, extents, self.emit, self.resharder)
-        routed = Resharder(self.extents, self.emit, self._size_node)
+        routed = Resharder(self.extents, self.emit, self._size_node, stages)
         self.routes = RouteWriter(axes, layouts, extents, self.emit, routed, self.halos.own_part)
 
     def run(self) -> ModelGraph:

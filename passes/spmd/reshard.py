@@ -20,7 +20,7 @@ and gathered over the innermost first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +84,16 @@ class Resharder:
         extents: the sizes of the rank's shards.
         emit: ``(function, args, kwargs, name, like)`` emits a call, with the metadata of the node ``like``.
         write_size: emits a size.
+        stages: call -> the stage that computes it. Without a call, one stage computes all.
     """
 
-    def __init__(self, extents: Extents, emit: Emit, write_size: Callable[[Size], fx.Node | int]) -> None:
+    def __init__(
+        self, extents: Extents, emit: Emit, write_size: Callable[[Size], fx.Node | int], stages: Mapping[str, int] | None = None
+    ) -> None:
         self._extents = extents
         self._emit = emit
         self._write_size = write_size
+        self._stages = stages or {}
         self._values: dict[fx.Node, _Value] = {}
         self._in_stage: dict[tuple[fx.Node, int], _Value] = {}  # (value, stage that reads it)
 
@@ -116,8 +120,12 @@ class Resharder:
         return value.copies[layout]
 
     def _value_for(self, node: fx.Node, reader: fx.Node) -> _Value:
-        """Return a value as the stage of a reader knows it: copies in other layouts do not cross to stages on other ranks."""
-        stage = stage_within(reader)
+        """Return a value as the stage of a reader knows it.
+
+        Copies of parameters in other layouts do not cross to other stages: each stage that reads a tied weight gathers it for itself.
+        Copies of other values do not cross to stages whose submeshes differ.
+        """
+        stage = self._stages.get(reader.name) if node.op == "placeholder" else stage_within(reader)
         if stage is None or stage == stage_within(node):
             return self._values[node]
         if (node, stage) not in self._in_stage:

@@ -93,7 +93,10 @@ class CutModel:
         for extents in _extents(self.graph, self.axes, self.cut, self.part):
             sizes = (_own_sizes(patterns, extents), window_offsets(self.axes, self.layouts, extents))
             if sizes not in by_sizes:
-                local = localize(self.graph, self.axes, self.layouts, extents, fakes, local_statistics=self.cut.local_statistics)
+                cut = self.cut
+                local = localize(
+                    self.graph, self.axes, self.layouts, extents, fakes, local_statistics=cut.local_statistics, stages=cut.stages
+                )
                 by_sizes[sizes] = replace(local, part=self.part)
             parts.append(by_sizes[sizes])
         return tuple(parts)

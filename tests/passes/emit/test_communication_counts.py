@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from partitioner import Cluster, Constraints, PartitionedModel, partition
 from passes.emit.coalesce_collectives import ALONE_BYTES
-from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
+from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from tests.support.models.attention.gpt import Block
 from tests.support.models.case import mean_squared_error
 from tests.support.models.language import causal_model
@@ -318,3 +318,18 @@ def test_no_step_exchanges_or_gathers_activations_of_a_tensor_rank() -> None:
     for found in step_of(*blocks(2), "tensor", 4):
         assert {each.kind for each in found} == {all_reduce}
         assert all_to_all not in {each.kind for each in found}
+
+
+@pytest.mark.parametrize("mesh", [{"pipeline": 2, "fsdp": 2}, {"zero1": 2, "pipeline": 2}, {"pipeline": 2, "zero2": 2}])
+def test_each_stage_gathers_a_tied_weight_for_itself(mesh: dict[str, int]) -> None:
+    """Only activations, and their gradients, are sent from stage to stage: no weight that a stage gathered."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 40), nn.Linear(40, 6)
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 6), first, nn.Tanh(), second).double()
+    x, rows = torch.randn(ROWS, 6, dtype=torch.float64), ROWS // 4
+    pm = partition(model, devices=4, mode=mesh, example_inputs=(x,), n_microbatches=2, progress=False)
+    assert_step_equals(pm, model, x, target=torch.zeros_like(x))
+    for rank in range(4):
+        sent = [node.meta["bytes"] for node in pm.graph(rank).graph.nodes if node.target is send and "loss" not in node.name]
+        assert len(sent) == 2
+        assert max(sent) <= rows * 40 * ELEMENT < first.weight.numel() * ELEMENT
