@@ -120,7 +120,7 @@ class Lowered:
         cut: the sharded model.
         stages: (pipeline, replica) -> the stages for the ranks with that index in round-robin stages; equal ones are one object.
         programs: (pipeline, program) of each rank: a rank of its pipeline, or after ``place``, a rank of the mesh.
-        known_facts: cache of what all cuts of a graph read, by its id, for all targets.
+        known_facts: cache of the facts that all cuts of a graph read, by its id, for all targets.
         shared: cache of ``stages`` for all targets, by inputs: pipelines with equal graphs on equal devices share one object.
     """
 
@@ -158,7 +158,7 @@ class Lowered:
 
 
 def return_loss(lowered: Lowered, target: Target) -> Lowered:
-    """Return the loss alone, if it is what the model returns and a step reads nothing else."""
+    """Return the graph of the loss alone, if the model returns it and a step reads nothing else."""
     return lowered if target.kept is None else replace(lowered, graph=return_only(lowered.graph, target.kept))
 
 

@@ -40,7 +40,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _COPIED_BYTES = 2**28
 _LARGE_MESSAGE = 2**24
 _MESSAGE_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
-"""Up to what gradients of replicas are sent in."""
+"""Sizes of measured messages: gradients of replicas are sent in buckets as large as the last."""
 _BYTES_BESIDE_WORK = 2**22
 """A message that takes a few times as long as the work beside it."""
 _SWAPS = 25

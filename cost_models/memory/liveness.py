@@ -44,7 +44,7 @@ def step_peak(training: DifferentiatedStage, graph: ModelGraph) -> int:
 
 
 def _peak(order: Sequence[fx.Node], graph: ModelGraph) -> int:
-    """Return the peak bytes of nodes run in order. Placeholders of a backward share memory with what the forward saved."""
+    """Return the peak bytes of nodes run in order. Placeholders of a backward share memory with the values that the forward saved."""
     keys = {node: memory_keys(node) for node in order}
     sizes = {key: _bytes(tensor, graph) for pairs in reversed(keys.values()) for tensor, key in pairs}
     given = {key for node in itertools.takewhile(lambda node: node.op == "placeholder", order) for _, key in keys[node]}

@@ -1,6 +1,6 @@
 """Work of a device: products, bytes of memory traffic, kernels. Numbers, or formulas in the batch symbol.
 
-A matrix product, with what its sizes are called:
+A matrix product, and the names of its sizes:
 
                 inner                columns                     columns
            +-----------+          +-----------+               +-----------+

@@ -109,7 +109,7 @@ def run_ranks(work: Sequence[RankWork], passage: Callable[[Transfer], Passage]) 
         passage: how a transfer goes over the links.
 
     Returns:
-        What each rank did, and what went from rank to rank.
+        The tasks of each rank, and the messages between ranks.
 
     Raises:
         VerificationError: the ranks wait for each other in a circle.

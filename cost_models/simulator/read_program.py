@@ -310,7 +310,7 @@ class _ProgramReader(GraphReader, AbstractInterpreter):
         return results
 
     def wait(self, started: Any) -> Any:
-        """Account for what has arrived as memory of this node, no longer as the communication buffer: that is dropped here.
+        """Count received data as memory of this node, no longer as the communication buffer, which is dropped here.
 
         The bytes are counted once. Values that did not arrive in a buffer (a group of one rank) stay where they are.
         """

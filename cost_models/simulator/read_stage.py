@@ -32,7 +32,7 @@ __all__ = ["Arguments", "Given", "GraphReader", "Group", "StageTemplate", "read_
 aten = torch.ops.aten
 
 _COPIES = frozenset({aten.clone, aten._to_copy})  # noqa: SLF001  the operator's own name
-"""Their results are new whatever tracing says: passes write them with the meta of what they copy."""
+"""Their results are new memory although tracing says otherwise: passes write them with the meta of their operand."""
 
 _MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten, aten.to, aten.type_as, aten.unflatten, aten.dropout, aten.einsum})
 """Their schemas say that they view; whether they do depends on the strides of the argument, known from tracing."""

@@ -102,7 +102,7 @@ def _add_sweep_commands(commands: Commands) -> None:
     command.add_argument("file", metavar="SWEEP.toml", help=file)
     command.add_argument("--store", required=True, metavar="FILE", help="where rows are kept as they are found (SQLite)")
     command.add_argument("--resume", action="store_true", help="go on with a sweep that the store has a part of")
-    command.add_argument("--retry-failures", action="store_true", help="ask again for what failed before")
+    command.add_argument("--retry-failures", action="store_true", help="evaluate failed placements again")
     command.add_argument("--measure", action="store_true", help="also run every placement on this machine, under torchrun")
     command.add_argument("--workers", type=int, metavar="N", help="processes that plan (default: one for each core)")
     command.add_argument("--samples", type=int, metavar="N", help="take so many placements by chance (default: all)")

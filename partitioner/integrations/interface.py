@@ -48,7 +48,7 @@ __all__ = [
 
 
 def partitioned_models(module: Any) -> list[PartitionedModel]:
-    """Return the partitioned models that a module is or contains; none of what is no module."""
+    """Return the partitioned models that a module is or contains; none if the argument is no module."""
     return [part for part in module.modules() if isinstance(part, PartitionedModel)] if isinstance(module, nn.Module) else []
 
 

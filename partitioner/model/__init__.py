@@ -1,1 +1,1 @@
-"""``PartitionedModel`` and what its methods do."""
+"""``PartitionedModel`` and its methods."""

@@ -64,7 +64,7 @@ class PartitionedModel(InspectedModel):
 
     @outside_inference_mode
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the original returns: same structure, same values, on every rank.
+        """Return the result of the original: same structure, same values, on every rank.
 
         With ``inputs="local"`` results hold this rank's rows, and a number that the model returns (its loss) is that of the whole batch.
         A loss of this rank's rows has, as in DistributedDataParallel, the gradients of the mean over ranks; the whole batch's has its own.
@@ -130,7 +130,7 @@ class PartitionedModel(InspectedModel):
         return loss
 
     def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        """Return what ``model.generate(input_ids, **kwargs)`` of transformers returns, computed by the ranks.
+        """Return the result of ``model.generate(input_ids, **kwargs)`` of transformers, computed by the ranks.
 
         Each rank caches the keys and values of its own heads, layers and rows. Prompts of any length and batches of any size are served,
         up to the number of positions of the model. Programs are lowered for lengths that are powers of two, when first needed.

@@ -1,4 +1,4 @@
-"""A trace of a partitioned model with what runs its calls and steps."""
+"""A trace of a partitioned model, and the objects that run its calls and steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ServedTrace"]
 
 @dataclass(eq=False)
 class ServedTrace:
-    """A trace with what runs its calls and steps.
+    """A trace, and the objects that run its calls and steps.
 
     Attributes:
         trace: the graph, its plan, its tensors and its programs.
@@ -36,7 +36,7 @@ class ServedTrace:
 
     @classmethod
     def of(cls, trace: Trace, left: LeftAttributes) -> ServedTrace:
-        """Return a trace with what runs its calls; ``left``: what calls leave in attributes of modules."""
+        """Return a served trace; ``left``: the attributes that calls leave on modules."""
         rows = trace.programs.rows
         calls = Calls(trace.arguments, trace.graph, trace.runtime, trace.state, rows, left, trace.dtype)
         return cls(trace, calls, Losses(trace.runtime, trace.graph, rows, left, trace.tracing.batch_dims))

@@ -62,7 +62,7 @@ def check_values_per_channel(graph: ModelGraph, plan: Plan, parts: RowParts, bat
 
 
 def why_uncut(mixing: RowMixing) -> str:
-    """Say why the planner does not cut the batch into microbatches, and what allows it."""
+    """Say why the planner does not cut the batch into microbatches, and which option allows it."""
     names = f"batch normalisation in training ({first_names(mixing.normalizations)})"
     allow = 'n_microbatches= or batchnorm="local" allows it'
     return f"The batch is not cut into microbatches, which would change the numbers of {names}; {allow}."

@@ -73,7 +73,7 @@ class PlanProblem:
 
         Raises:
             ConfigError: the request does not fit the model, the cluster or itself.
-            InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
+            InfeasiblePlanError: no plan fits the memory; says how much is missing and what would fit.
         """
         check_halos(self.request.constraints, self.mesh if self.sequential_tiles is None else None)
         objective = self.request.objective

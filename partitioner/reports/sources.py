@@ -169,7 +169,7 @@ class Explained:
         return {}
 
     def once(self, key: Hashable, read: Callable[[], _Found]) -> _Found:
-        """Return what ``read`` finds in the plan or the programs; under one key it reads them once."""
+        """Return the result of ``read`` on the plan or the programs; it is called once for a key."""
         if key not in self._read:
             self._read[key] = read()
         found: _Found = self._read[key]

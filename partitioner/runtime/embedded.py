@@ -203,7 +203,7 @@ class EmbeddedRuntime:
         return nullcontext()
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Return what is owned: this process has all ranks."""
+        """Return the owned blocks unchanged: this process has all ranks."""
         return dict(owned)
 
     def reduce(self, value: Tensor, operation: Literal["sum", "max"]) -> Tensor:

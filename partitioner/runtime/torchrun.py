@@ -153,7 +153,7 @@ class TorchrunRuntime:
 
     def collect(self, owned: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return the union of the tensors that processes own: gather all shapes and dtypes, then broadcast each tensor from its owner."""
-        with self.failing_together() as connection, torch.no_grad(), connection.communicating("a gathering of what all ranks hold"):
+        with self.failing_together() as connection, torch.no_grad(), connection.communicating("a gathering of the tensors of all ranks"):
             group = connection.group(connection.everyone)
             own_kinds = {name: None if tensor is None else (tensor.shape, tensor.dtype) for name, tensor in owned.items()}
             kinds_of_ranks = _gather_objects(own_kinds, group, self.devices[self._rank])
@@ -177,7 +177,7 @@ class TorchrunRuntime:
             return exchange(transfers, tensors, connection.group(connection.everyone), connection.rank, connection.device)
 
     def _prepare(self, programs: ProgramSet) -> PreparedTraffic:
-        """Return what the programs communicate, read when they first run, and forgotten with them."""
+        """Return the communication of the programs, read when they first run, and forgotten with them."""
         if programs not in self._prepared:
             self._prepared[programs] = prepare_traffic(programs.programs, self._rank)
         return self._prepared[programs]

@@ -26,7 +26,7 @@ def forwards_first(schedule: Schedule) -> Schedule:
 
 
 def in_sweeps(schedule: Schedule) -> Schedule:
-    """Return what ``pm(...)`` and ``backward()`` run in place of a schedule: all forwards stage by stage, then all backwards.
+    """Return the order in which ``pm(...)`` and ``backward()`` run a schedule: all forwards stage by stage, then all backwards.
 
     >>> from partitioner.schedules.catalog import make_schedule
     >>> print(in_sweeps(make_schedule("ZBV", 2, 2)).to_text())

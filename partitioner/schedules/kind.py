@@ -34,7 +34,7 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A schedule for any number of ranks and microbatches: what each rank runs, and what the planner may rely on.
+    """A schedule for any number of ranks and microbatches: the actions of each rank, and the facts that the planner relies on.
 
     ``pattern`` and ``placement`` are the schedule: ``build`` numbers the moves of every rank. All other fields are facts about it. The
     planner compares no names of schedules: its bounds rely on the facts stated here, and assume none that is left out, so a fact that is

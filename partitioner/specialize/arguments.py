@@ -107,7 +107,7 @@ class TracedArguments:
         return BoundInputs(given.tensors, batch, requiring, sizes, self._written(own or ()))
 
     def questions(self, inputs: BoundInputs, rows: RowParts) -> tuple[tuple[str, object], ...]:
-        """Return what ``bind`` asks all ranks for a call that lacks nothing, with the answers of this process."""
+        """Return the questions that ``bind`` asks all ranks for a call with all inputs, with the answers of this process."""
         batch = "local batch size" if rows.inputs == "local" else "batch size"
         requiring = ", ".join(sorted(inputs.requiring_gradient)) or _NONE
         sizes = ((f"{name} of the inputs", size) for name, size in inputs.sizes.items())

@@ -28,7 +28,7 @@ __all__ = ["Programs", "Tensors", "first_variant", "results_in_training", "varia
 
 
 def results_in_training(graph: ModelGraph) -> Results:
-    """Return what ranks return in training: ``"rows"`` if an output is a mean or sum, else ``"whole"`` if one is mixed, else ``"loss"``.
+    """Return the form of results in training: ``"rows"`` if an output is a mean or sum, else ``"whole"`` if one is mixed, else ``"loss"``.
 
     Of a model that returns its loss, this output alone counts.
     """

@@ -73,7 +73,7 @@ class PlanCuts:
 
     @functools.cached_property
     def stored(self) -> StoredLayouts:
-        """Return the layouts of what ranks store, of all variants."""
+        """Return the layouts in which ranks store tensors, of all variants."""
         return self.plan_cut.stored if self._given is None else replace(self.plan_cut.stored, holders=self._given.holders)
 
     def _graph_for(self, rows: int | None) -> ModelGraph:

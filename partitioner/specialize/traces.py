@@ -3,7 +3,7 @@
 pm(input_ids)                                    as in the example
 pm.eval(); pm(input_ids)                         in other modes
 pm(input_ids, labels=labels)                     with other arguments       traced when first called so; same plan, same tensors
-pm(input_ids, scale=2.0)                         with another value of what is no tensor, or tensors of another dtype
+pm(input_ids, scale=2.0)                         with another value of an argument that is no tensor, or tensors of another dtype
 with torch.autocast("cpu", torch.bfloat16): ...  in mixed precision
 
 ``find`` never traces. ``make`` looks for a trace that takes the call before it traces.
@@ -48,7 +48,7 @@ _MATCHES_KEPT = 256
 
 
 class Served(Protocol):
-    """A trace with what runs its calls."""
+    """A trace that serves calls."""
 
     @property
     def trace(self) -> Trace: ...
@@ -210,7 +210,7 @@ class Traces(Generic[S]):
         return self._derive(base, (tracked, requiring), make)
 
     def _derive(self, source: S, key: object, make: Callable[[], S]) -> S:
-        """Return what was made of a trace for a key; the last ones are kept."""
+        """Return the object that was made from a trace for a key; the last ones are kept."""
         if (source, key) not in self._derived:
             with source.trace.runtime.failing_together():
                 self._derived[source, key] = make()

@@ -94,7 +94,7 @@ def transferred_plan(
 
 
 def _moved(nodes: Iterable[str], keys: Mapping[str, _Key], found: Mapping[_Key, str]) -> Iterator[str]:
-    """Yield the names of nodes in another trace; of what a rewrite gives, those of what it will give there."""
+    """Yield the names of nodes in another trace; a node that a rewrite adds has the name that the rewrite will give there."""
     for name in nodes:
         source = source_name(name, keys)
         if source is not None and (other := found.get(keys[source])) is not None:
@@ -271,7 +271,7 @@ def _sent(best: Sequence[float], source: int, stage: int, across: float) -> floa
 
 
 def _first(graph: ModelGraph, nodes: Sequence[fx.Node], stages: Sequence[int], stage: int) -> str:
-    """Return the name of the first node of a stage; of one that computes nothing, that of what follows it."""
+    """Return the name of the first node of a stage; if it computes nothing, that of the first node after it."""
     return next((node.name for node, each in zip(nodes, stages, strict=True) if each >= stage), graph.graph.output_node().name)
 
 

@@ -223,7 +223,7 @@ def _outputs(exported: Exported, lifted: Lifted, renamed: Mapping[str, str], nor
 
 
 def _edits(exported: Exported) -> tuple[Edit, ...]:
-    """Return what the model leaves in attributes, with the indices of results in the graph."""
+    """Return the edits of attributes that the model makes, with the indices of results in the graph."""
     n_leaves = exported.output_tree.num_leaves
 
     def placed(leaf: Any) -> Any:

@@ -194,7 +194,7 @@ def _named_class(message: str) -> str:
 
 
 def _has_experts(model: nn.Module, place: Place) -> bool:
-    """Return whether a module is one of experts, or has some, by its name and the names of what it has."""
+    """Return whether a module is one of experts, or has some, by its name and those of its submodules and parameters."""
     if place.module is None or place.module not in dict(model.named_modules()):
         return False
     module = model.get_submodule(place.module)

@@ -155,7 +155,7 @@ class TracedModel:
             ) from error
 
     def source_for(self, sizes: Mapping[str, int]) -> Source:
-        """Return what to trace for these sizes."""
+        """Return the source of a trace for these sizes."""
         inputs = self._source.inputs.with_sizes({pair: sizes[name] for pair, name in self._names.items()})
         return dataclasses.replace(self._source, inputs=inputs, is_found=False)
 

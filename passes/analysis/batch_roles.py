@@ -68,7 +68,7 @@ class RowNumbers:
 
 @dataclass(frozen=True)
 class Total:
-    """A mean or a sum over the rows of the batch of what each row gives.
+    """A mean or a sum over the rows of the batch.
 
     Attributes:
         kind: which of the two.

@@ -1,4 +1,4 @@
-"""Find what can be computed where experts are stored: the products of a mixture without a capacity, and what stands between them.
+"""Find calls that can be computed where experts are stored: products of a mixture without a capacity, and calls between them.
 
     up = grouped_mm(tokens, w_up, group)          the rows of a rank's experts, of the tokens of all ranks
     bias = index(b_up, [group])                   reads nothing but the experts of these rows

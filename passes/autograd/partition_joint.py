@@ -121,7 +121,7 @@ def _dependence(joint: Joint) -> dict[str, frozenset[str]]:
 
 
 class _Cut:
-    """The joint graph and what the policy keeps of its forward."""
+    """The joint graph, and the values of its forward that the policy saves."""
 
     def __init__(self, joint: Joint, recompute: Recompute) -> None:
         self.joint = joint
@@ -156,7 +156,7 @@ class _Cut:
             first = first | self.backward_nodes(late, first)
 
     def with_items(self, first: set[fx.Node], whole: set[fx.Node]) -> set[fx.Node]:
-        """Add the items of what the first half computes, so that no tuple is kept for the sake of one of its items."""
+        """Add the items of tuples that the first half computes, so that no tuple is kept for the sake of one of its items."""
         return first | {node for node in whole if is_item(node) and node.args[0] in first}
 
     def with_smaller_values(self, first: set[fx.Node], whole: set[fx.Node]) -> set[fx.Node]:

@@ -129,7 +129,7 @@ def cut_stages(
         holders: parameter -> ranks that hold it besides those that read it.
 
     Raises:
-        ConfigError: a stage reads what no stage sends: those of unequal degrees disagree on what each computes for itself.
+        ConfigError: a stage reads a value that no stage sends: stages of unequal degrees disagree on which of them compute it.
     """
     distinct = {id(part): part for part in parts}
     split = {key: split_stages(part, plan.first_nodes, devices, plan.regions, plan.recomputed) for key, part in distinct.items()}

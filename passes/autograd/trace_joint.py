@@ -200,7 +200,7 @@ def example_of(node: fx.Node, bound: bool, device: torch.device) -> Any:
 
 
 def _named(stage: StageGraph, traced: fx.Graph, given: Sequence[str], found: Sequence[str]) -> Joint:
-    """Copy the traced graph so that its placeholders bear the names of what they stand for."""
+    """Copy the traced graph so that its placeholders have the names of the values that they stand for."""
     names = iter([*stage.bound, *stage.arguments, *(f"{name}_gradient" for name in given)])
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -132,7 +132,7 @@ class _Order:
 
 
 def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the waits for collectives, the getitems of their results, and what is computed from these once for all microbatches."""
+    """Return the waits for collectives, the getitems of their results, and the values computed from these once for all microbatches."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         source = node.args[0] if node.args else None
@@ -182,7 +182,7 @@ def _next_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _reads(gather: fx.Node, other: fx.Node) -> bool:
-    """Return whether a gather reads the result of another one."""
+    """Return whether a gather reads the result of another one, directly or through other gathers and calls with one input."""
     return other in with_ancestors(
         [gather], lambda node: node.all_input_nodes if node.target is all_gather or len(node.all_input_nodes) == 1 else ()
     )
@@ -208,7 +208,10 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
 
 
 def _chained_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Map each reduction of what other reductions yield to the nodes after which it can start: their waits, and the in-place writes."""
+    """Map each reduction whose inputs are results of reductions to the nodes after which it can start.
+
+    These are the waits for the inputs, and the last in-place write before it.
+    """
     starts: dict[fx.Node, list[fx.Node]] = {}
     barrier: fx.Node | None = None
     for node in graph.nodes:

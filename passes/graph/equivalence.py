@@ -162,7 +162,7 @@ def call_key(node: fx.Node, node_key: Callable[[fx.Node], Hashable], constant: C
 
 
 def _attribute_key(node: fx.Node, constant: Callable[[Any], Hashable]) -> Hashable:
-    """Return the key of what a ``get_attr`` node reads: a nested graph by its calls, everything else as a constant."""
+    """Return the key of the attribute that a ``get_attr`` node reads: a nested graph by its calls, everything else as a constant."""
     value: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         value = getattr(value, name)
@@ -230,7 +230,7 @@ def graph_digest(graph: ModelGraph, *, requires_grad: bool = False) -> str:
 
 
 def target_name(node: fx.Node) -> str:
-    """Return the name of what a node calls; for a Python function without the address that ``str`` prints."""
+    """Return the name of the target of a node; for a Python function without the address that ``str`` prints."""
     return f"{node.target.__module__}.{node.target.__qualname__}" if isinstance(node.target, FunctionType) else str(node.target)
 
 

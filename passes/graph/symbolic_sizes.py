@@ -56,13 +56,13 @@ def traced_size(value: int | torch.SymInt) -> int | sympy.Expr:
 
 
 def size_of(value: int | torch.SymInt) -> int | sympy.Expr:
-    """Return the expression of a traced size, with what is expected where a count is known only at run time; an int if it is constant."""
+    """Return the expression of a traced size, with expected values of counts that are known only at run time; an int if it is constant."""
     return expected_size(traced_size(value))
 
 
 @functools.lru_cache(maxsize=65536, typed=True)  # typed: 1 and sympy.Integer(1) are equal
 def expected_size(size: int | sympy.Expr) -> int | sympy.Expr:
-    """Return a size with what is expected of counts that are known only at run time."""
+    """Return a size with the expected values of counts that are known only at run time."""
     if isinstance(size, int):
         return size
     counts = size.atoms(RowCount)

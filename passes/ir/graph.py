@@ -162,7 +162,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Output:
-    """One result of the model: a leaf of what it returns, or what its forward leaves elsewhere.
+    """One result of the model: a leaf of its returned value, or a value that its forward leaves elsewhere.
 
     Attributes:
         name: path in the returned structure: ``"logits"``, ``"[0]"``, ``""`` for a bare tensor; else the name of the destination.
@@ -358,7 +358,7 @@ class ModelGraph:
 
     @property
     def leaves(self) -> tuple[Output, ...]:
-        """The leaves of what the model returns."""
+        """The leaves of the result of the model."""
         return tuple(output for output in self.outputs if output.destination is None)
 
     @property

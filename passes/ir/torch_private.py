@@ -193,7 +193,7 @@ class OngoingTrace:
         return None if found is None else found.proxy.node
 
     def attribute(self, name: str) -> Any:
-        """Return what a node ``get_attr`` of the graph reads."""
+        """Return the value of a node ``get_attr`` of the graph."""
         return operator.attrgetter(name)(self._tracer.root)
 
     def call(self, function: OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -332,7 +332,7 @@ def flash_attention_gradients(
 
 
 def _mask_of_kernel(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return what is added to scores, for each pair of a query and a key."""
+    """Return the bias of the scores, for each pair of a query and a key."""
     return None if mask is None else _with_four_dimensions(mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2]))
 
 

@@ -1,4 +1,4 @@
-"""Write masks of attention that are computed from positions alone as what they are: causal, or none.
+"""Recognize masks of attention that are computed from positions alone: causal masks become ``is_causal``, empty masks None.
 
 Before:                                                      After:
 
@@ -103,7 +103,7 @@ def _meaning(mask: fx.Node, batch: fx.Node | None, queries: int, keys: int, fail
 
 
 def _meanings_of_block(value: Tensor, start: int, keys: int) -> set[str]:
-    """Return what the rows of a mask from query ``start`` on may mean: both, if they are those of the last query alone."""
+    """Return the possible kinds of the rows of a mask from query ``start`` on: both, if they are those of the last query alone."""
     if not value.numel():
         return set()
     if value.dtype == torch.bool:
@@ -174,7 +174,7 @@ def _dimension_of_rows(node: fx.Node) -> int | None:
 
 
 def _reads_batch_as_size(node: fx.Node, depends: set[fx.Node], tensors: set[fx.Node]) -> bool:
-    """Return whether a node reads the size of the batch, and what is computed from it, as a size alone."""
+    """Return whether a node reads the size of the batch, and values computed from it, as sizes alone."""
     allowed = _SIZES.get(packet(node.target), ())
     for name, value in bound_arguments(node).items():
         read: list[fx.Node] = []
@@ -261,7 +261,7 @@ def _call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _erase_unread(graph: fx.Graph, mask: fx.Node) -> None:
-    """Erase a mask that nothing reads, and what it alone has read."""
+    """Erase a mask that nothing reads, and the values that it alone has read."""
     needed = with_ancestors([mask])
     for node in reversed([node for node in graph.nodes if node in needed]):
         if node.op == "call_function" and not node.users:

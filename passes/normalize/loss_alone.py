@@ -94,7 +94,7 @@ def return_only(graph: ModelGraph, kept: Collection[int]) -> ModelGraph:
 
 
 def graph_of_step(graph: ModelGraph) -> ModelGraph:
-    """Return what a training step computes of a model: of one that returns its loss, this alone.
+    """Return the part of a model that a training step computes: if it returns its loss, the loss alone.
 
     A model with an output that mixes rows stays unchanged: its forward cannot be cut into microbatches.
     """

@@ -200,7 +200,7 @@ class Normalizer:
         self._common = PhaseRunner(NORMALIZE[:_N_FOR_ALL_SIZES], exported, _check)
 
     def normalize(self, numbers: Mapping[sympy.Symbol, int]) -> ExportedGraph:
-        """Run the steps; return the graph in normal form for these sizes, with notes of what the user should know."""
+        """Run the steps; return the graph in normal form for these sizes, with notes for the user."""
         sizes = Sizes(numbers)
         start = self._common.after(NORMALIZE[_N_FOR_ALL_SIZES - 1].name, sizes)
         return PhaseRunner(NORMALIZE[_N_FOR_ALL_SIZES:], start, _check).after(NORMALIZE[-1].name, sizes)

@@ -257,7 +257,7 @@ def _factors(line: Line, keys: list[_Key], sizes: Mapping[_Key, Size], results: 
 def linear_sets(
     sets: Sequence[Sequence[tuple[str, int | None]]], call: Call, added: frozenset[int] = frozenset()
 ) -> tuple[frozenset[int], ...]:
-    """Return the sets of operands in which a call is linear together; every set includes the added ones.
+    """Return the sets of operands in which a call is jointly linear; operands that the call adds belong to every set.
 
     In ``sets``, an index names one tensor of a list. A number in place of a tensor is a constant term: the call is linear only if it is
     zero. Booleans, and results rounded to integers, are never linear.

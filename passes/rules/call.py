@@ -151,7 +151,7 @@ class _UnknownValueError(Exception):
 
 
 def _describe(value: Any) -> Any:
-    """Replace nodes in an argument by what calls hold: a ``TensorSpec``, a number or an expression; and lists by tuples."""
+    """Replace nodes in an argument by their values in a ``Call``: a ``TensorSpec``, a number or an expression; and lists by tuples."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
         if isinstance(value, Tensor):

@@ -109,7 +109,7 @@ _derived: dict[OpOverload, Callable[[Call], Loops | None]] = {}
 
 
 def derive_rule_by(operator: OpOverload, rule: Callable[[Call], Loops | None]) -> None:
-    """Let a function derive the loops of the calls of an operator from what that calls; None: it is computed whole."""
+    """Register a function that derives the loops of an operator's calls from the ops that it calls; None: it is computed whole."""
     _derived[operator] = rule
 
 

@@ -231,7 +231,7 @@ def _stage_graph(
 
 
 def _read(needed: Sequence[fx.Node], outputs: Sequence[str]) -> set[str]:
-    """Return the names of what the nodes of a stage and its outputs read."""
+    """Return the names of the values that the nodes of a stage and its outputs read."""
     return {argument.name for node in needed for argument in node.all_input_nodes} | set(outputs)
 
 

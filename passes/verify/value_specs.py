@@ -190,7 +190,7 @@ class _SpecInterpreter(AbstractInterpreter):
         return Pending(list(spec.results), spec)
 
     def rows_between(self, count: int, rows: Size, route: str) -> Callable[[int, int], Size]:
-        """Return symbols that both ranks call alike, and that add up to ``rows`` of each rank: in what it sends, and what it receives."""
+        """Return symbols of the rows between two ranks, equal on both; those sent, and those received, add up to ``rows`` of each rank."""
         last = count - 1
 
         def between(source: int, target: int) -> Size:

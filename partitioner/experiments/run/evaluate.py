@@ -79,7 +79,7 @@ class Bench:
 
 
 def trace_key(placement: Placement, clusters: Mapping[str, Cluster]) -> TraceKey:
-    """Return what the graph of a placement depends on."""
+    """Return the key of the trace of a placement."""
     options = {name: value for name, value in json.loads(placement.options or "{}").items() if name in OF_TRACE}
     has_gpu = any(device.asynchronous for device in clusters[placement.cluster].devices)
     planned_for = ("cuda" if has_gpu else "cpu") if options.get("precision") in MIXED else ""

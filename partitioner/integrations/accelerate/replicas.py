@@ -123,9 +123,9 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
             return super().prepare(*args, **kwargs)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Prepare a model; no DistributedDataParallel around a partitioned one, whose programs reduce gradients.
+        """Prepare a model, without DistributedDataParallel if it is partitioned: its programs reduce gradients.
 
-        Nor around any other where all processes are one replica: it has the same gradients in each, and gets the values of the first.
+        Another model has none either if all processes are one replica: its gradients are equal in all, and it gets the values of the first.
         """
         self.count_replicas(model)
         is_partitioned = model_in_processes(model) is not None

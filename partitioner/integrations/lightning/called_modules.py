@@ -1,4 +1,4 @@
-"""Find the modules that a step of a LightningModule calls, with the inputs that it passes: these are what is partitioned.
+"""Find the modules that a step of a LightningModule calls, with the inputs that it passes: these modules are partitioned.
 
     def training_step(self, batch, batch_idx):
         loss = cross_entropy(self.net(batch[0]), batch[1])      net                    the step, and the loss, run as they are written

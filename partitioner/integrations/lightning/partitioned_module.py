@@ -148,7 +148,7 @@ def _outside(root: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
 
 
 def refuse_shared(root: nn.Module, calls: Mapping[str, ModuleCall]) -> None:
-    """Raise ConfigError if modules that are partitioned apart, or what is outside of them, share a parameter."""
+    """Raise ConfigError if modules that are partitioned separately share a parameter with each other or with the rest of the model."""
     owner: dict[int, str] = {}
     inside = {id(module) for call in calls.values() for module in call.module.modules()}
     places = [(path, parameter) for path, call in calls.items() for parameter in set(call.module.parameters())]

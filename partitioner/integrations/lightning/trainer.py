@@ -45,7 +45,7 @@ _GIVEN = {
     "training": "the Trainer sets it",
     "precision": 'pass it to the Trainer: Trainer(precision="bf16-mixed")',
 }
-"""Arguments of ``partition`` that are no options, and what takes their place."""
+"""Arguments of ``partition`` that are no options, and their replacements."""
 
 _NOT_PLANNED = {"inputs", "batchnorm", "batch_dims"}
 """Options that a plan does not decide."""
@@ -249,7 +249,7 @@ class TrainerPartition(Processes):
         return context
 
     def _refuse_stages_apart(self) -> None:
-        """Raise ConfigError for what several processes could not train or save as one process does."""
+        """Raise ConfigError for models that several processes could not train or save as one process does."""
         if not torchrun.is_launched():
             return
         called = [replacement for replacement in self._replacements if replacement not in self._copies]
@@ -276,7 +276,7 @@ class TrainerPartition(Processes):
             if names and has_other_stages(copied.model):
                 raise ConfigError(
                     f"an optimizer has {copied.path}.{names[0]}, and training_step does not call {copied.path}",
-                    remedy="give it the parameters of what training_step calls: self."
+                    remedy="give it the parameters of the modules that training_step calls: self."
                     f"{self._replacements[0].path or 'layer'}.parameters(), in place of self.parameters()",
                 )
 

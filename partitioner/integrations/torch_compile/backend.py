@@ -31,7 +31,7 @@ _GIVEN = {
     "training": "call train() or eval() of the model",
     "inputs": "every process passes the whole batch",
 }
-"""Arguments of ``partition`` that are no options, and what takes their place."""
+"""Arguments of ``partition`` that are no options, and their replacements."""
 
 _MANY = 8
 """Distinct sizes and numbers after which a warning says that each of them is partitioned anew."""

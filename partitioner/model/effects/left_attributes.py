@@ -62,7 +62,7 @@ class LeftAttributes:
         value = self._values[module, name]
         if isinstance(value, _Missing):
             path = f"{module}.{name}".removeprefix(".")
-            raise ConfigError(f"{path} is not there: {value.why}", place=Place(module=module), remedy=value.remedy)
+            raise ConfigError(f"{path} has no value: {value.why}", place=Place(module=module), remedy=value.remedy)
         return value
 
     def assign(self, module: str, name: str, value: Any) -> None:
@@ -107,7 +107,7 @@ class LeftAttributes:
 
     @contextlib.contextmanager
     def installed(self, edits: Sequence[Edit], results: Mapping[int, Any]) -> Iterator[None]:
-        """While active, attributes are what a call with these results would leave, as far as they are given."""
+        """While active, attributes have the values that a call with these results would leave, as far as they are given."""
         before = self._values
         self._values = {key: _copied(value) for key, value in before.items()}
         try:

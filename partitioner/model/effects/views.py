@@ -34,7 +34,7 @@ class ViewsOfCalls:
         return bool(self._views or self._of_state)
 
     def check_copies(self) -> None:
-        """Check that the caller has not changed results of the last call that are copies of what ranks hold.
+        """Check that the caller has not changed results of the last call that are copies of tensors of ranks.
 
         Raises:
             ConfigError: one was written in place.

@@ -189,7 +189,7 @@ def reads_tensors(loss_fn: object, tensors: Sequence[Tensor]) -> bool:
 
 
 def _held(functions: Sequence[types.FunctionType], objects: Sequence[object]) -> list[object]:
-    """Return the values that functions capture, the lists and dicts among objects, and what other objects hold."""
+    """Return the values that functions capture, the lists and dicts among objects, and the attributes of all other objects."""
     values = [captured for function in functions for _, captured in _captured_values(function)]
     for holder in objects:
         if isinstance(holder, list | dict):

@@ -1,4 +1,4 @@
-"""Copies of a partitioned model: ``copy.deepcopy``, and what ``pickle`` and ``torch.save`` write.
+"""Copies of a partitioned model: by ``copy.deepcopy``, ``pickle`` and ``torch.save``.
 
 deepcopy    the same traces and plan; parameters, buffers and gradients are copied, and programs are lowered again when they are used
 pickle      the model with the present values, the example, modes and plan; the model is traced again when it is loaded
@@ -109,27 +109,26 @@ class Pickled:
 
 
 def pickled(trace: Trace) -> Pickled:
-    """Return what to pickle of a trace."""
+    """Return the contents of a pickle of a trace."""
     state, assumed, problem = trace.state, trace.assumed, trace.assumed.problem
     has_values = not any(tensor.is_meta for tensor in _tensors(trace.original))
-    is_alone = len(trace.runtime.local_ranks) == trace.runtime.n_ranks
-    puts_into_model, processes = is_alone and has_values, _processes(trace.runtime)
+    is_one_process = len(trace.runtime.local_ranks) == trace.runtime.n_ranks
+    puts_into_model, processes = is_one_process and has_values, _processes(trace.runtime)
+    shared = {id(tensor): tensor for tensor in _tensors(trace.original)}
     with trace.tracing.structure.restored():
-        model = (
-            _with_values(trace) if puts_into_model else copy.deepcopy(trace.original, {id(each): each for each in _tensors(trace.original)})
-        )
+        model = _with_values(trace) if puts_into_model else copy.deepcopy(trace.original, shared)
     return Pickled(
-        model,
-        replace(trace.tracing, structure=Structure(model)),
-        trace.plan,
-        assumed.cluster,
-        assumed.cost_model,
-        assumed.optimizer,
-        None if problem is None else (problem.request, problem.mesh, problem.sequential_tiles),
-        tuple(trace.runtime.local_ranks),
-        processes if processes is not None and processes != tuple(range(torchrun.world_size())) else None,
-        None if puts_into_model else tuple(old.detach() for old, _ in _pairs(state, state)),
-        tuple(not parameter.requires_grad for parameter in _with_stand_in(state)),
+        model=model,
+        tracing=replace(trace.tracing, structure=Structure(model)),
+        plan=trace.plan,
+        cluster=assumed.cluster,
+        cost_model=assumed.cost_model,
+        optimizer=assumed.optimizer,
+        request=None if problem is None else (problem.request, problem.mesh, problem.sequential_tiles),
+        ranks=tuple(trace.runtime.local_ranks),
+        processes=processes if processes is not None and processes != tuple(range(torchrun.world_size())) else None,
+        tensors=None if puts_into_model else tuple(old.detach() for old, _ in _pairs(state, state)),
+        frozen=tuple(not parameter.requires_grad for parameter in _with_stand_in(state)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The parameters, buffers and gradients of a partitioned model, and what is saved and loaded of them."""
+"""The parameters, buffers and gradients of a partitioned model: read, saved and loaded."""
 
 from __future__ import annotations
 

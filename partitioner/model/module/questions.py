@@ -1,4 +1,4 @@
-"""Attributes that frameworks read of every model, and what a partitioned model answers.
+"""Attributes that frameworks read of every model, and their values on a partitioned model.
 
 hf_device_map                          accelerate and Trainer, before they prepare a model
 _ddp_params_and_buffers_to_ignore      DistributedDataParallel, before it wraps a model

@@ -166,7 +166,7 @@ class ModuleInPlan(nn.Module):
     # -- conversion ----------------------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Do nothing where ``to()``, ``float()``, ``cuda()`` ask for what the tensors are already; refuse any other conversion."""
+        """Do nothing if the tensors have the dtype and device of ``to()``, ``float()``, ``cuda()`` already; refuse any other conversion."""
         for name, tensor in (*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)):
             for each in (tensor, *([] if tensor.grad is None else [plain(tensor.grad)])):
                 try:

@@ -258,7 +258,7 @@ def tracked_forward(call: PreparedCall, inputs: BoundInputs, accumulation: Accum
     metas: dict[str, Tensor] = {}
 
     def forward() -> tuple[tuple[Tensor, ...], Any]:
-        """Run the training forward; return the model's outputs, and what its backward reads."""
+        """Run the training forward; return the model's outputs, and the values that its backward reads."""
         before = Versions.of(calls.named_buffers(), ())
         results = calls.run(sharded, call.training_forward, read)
         outputs = _writable(results[here][0])

@@ -94,7 +94,7 @@ def plans_auto(
 
     Raises:
         ConfigError: the request does not fit the model, the cluster or itself.
-        InfeasiblePlanError: no plan fits the memory; says what is missing and what would do.
+        InfeasiblePlanError: no plan fits the memory; says how much is missing and what would fit.
     """
     request.check(graph)
     known = (cost_model or Roofline(), tell, models or SharedModels(), deadline or Deadline.after(request.time_limit))

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
-    """Say what limits the step: the sum of gradients, or the slowest stage and what it spends most of its time on."""
+    """Name the bottleneck of the step: the sum of gradients, or the slowest stage and the largest part of its time."""
     if sums > staged.makespan:
         return f"the sum of gradients over replicas takes most of the step: {format_seconds(sums)}, if compute hides none of it"
     slowest, seconds = _slowest(staged)
@@ -44,7 +44,7 @@ def _slowest(staged: StagedModel) -> tuple[int, float]:
 
 
 def _spent_on(problems: PipelineProblems, staged: StagedModel) -> str:
-    """Say on what the slowest stage spends most of its time."""
+    """Name the largest part of the slowest stage's time."""
     slowest, seconds = _slowest(staged)
     times, run, rows = staged.times[slowest], staged.runs[slowest], problems.rows(staged.candidate)
     kind = problems.kinds(staged.candidate)[slowest]
@@ -96,7 +96,7 @@ def searched_words(
     n_left_out: int = 0,
     faster: str = "",
 ) -> str:
-    """Say how many plans a search tried, and what it proved.
+    """Say how many plans a search tried, and the bound that it proved.
 
     Args:
         n_meshes: number of meshes with a solved plan.
@@ -132,7 +132,7 @@ def searched_words(
 
 
 def compared(words: str, seconds: float, chosen: float, spent_on: str = "") -> str:
-    """Compare another choice with the chosen one, in words, and say on what it spends most of its time.
+    """Compare another choice with the chosen one, in words, and name the largest part of its time.
 
     >>> compared("data 8", 0.012, 0.010, "arithmetic")
     'data 8: 12.0 ms a step, 20.0 % slower, most of it arithmetic'

@@ -122,7 +122,7 @@ def nothing_fits(meshes: Sequence[MeshProblem], refusals: Sequence[PartitionErro
 
 
 def _lacks(meshes: Sequence[MeshProblem]) -> list[_Lack]:
-    """Return what meshes lack, without those that no memory would help: too few units, or constraints that allow no cuts."""
+    """Return the missing memory of each mesh and policy; those with too few units, or whose constraints allow no cuts, are left out."""
     lacks = []
     for mesh, problems in ((each, each.problems(policy)) for each in meshes for policy in each.policies):
         candidate = _least_memory_candidate(problems, mesh)

@@ -22,7 +22,7 @@ _CLOSE = 0.01
 
 
 def least_memory(solve: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
-    """Return the plan of least memory, within 1 % of what the searches find: the fastest of those that fit.
+    """Return the plan of least memory, within 1 % of the least that the searches find: the fastest of those that fit.
 
     Args:
         solve: returns the fastest plan of a request; raises InfeasiblePlanError if none fits the memory.

@@ -100,7 +100,7 @@ class _Region:
         self._starts = [0, *with_halo, len(calls)]  # places where a segment may start or end
 
     def segments(self) -> Iterator[HaloSegment]:
-        """Yield the segments with their strategies; none if no call of the region needs a halo. Neighbours that exchange are merged."""
+        """Yield the segments with their strategies; none if no call of the region needs a halo; adjacent exchanges are merged."""
         if not self._prices.exchange(self._calls).messages:
             return
         merged: list[tuple[HaloStrategy, list[TileCall]]] = []

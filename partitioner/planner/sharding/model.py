@@ -97,7 +97,7 @@ class CuttableModel:
         return self.under(dataclasses.replace(self._request, constraints=constraints))
 
     def _assignments_under(self, request: PlanRequest) -> dict[object, _Assignment]:
-        """Return the cache of assignments for what these depend on in a request: its constraints, and what decides on microbatches."""
+        """Return the cache of assignments for a request; its key is the constraints, the number of microbatches and the mode."""
         key = (request.constraints, request.n_microbatches, request.mode)
         for known, assignments in self._assignments_of:
             if (known.constraints, known.n_microbatches, known.mode) == key:

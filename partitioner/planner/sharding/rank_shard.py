@@ -267,7 +267,7 @@ class PartGraph:
         return read_graph(self.graph, differentiate=self.graph.training)
 
     def facts(self, axes: Axes) -> LayoutFacts:
-        """Return what all shards over some axes read of the graph."""
+        """Return the facts about the graph that all shards over some axes read."""
         if id(axes) not in self.known_facts:
             self.known_facts[id(axes)] = LayoutFacts(self.graph, axes)
         return self.known_facts[id(axes)]

@@ -25,7 +25,7 @@ __all__ = ["SharedModels"]
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """A model with what its caches depend on."""
+    """A model, and the key of its caches."""
 
     graph: ModelGraph
     options: Hashable
@@ -43,7 +43,7 @@ class SharedModels:
     _wholes: deque[tuple[ModelGraph, CostModel, ModelPart]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def graph_of_step(self, graph: ModelGraph) -> ModelGraph:
-        """Return what a step computes of a graph (``loss_alone.graph_of_step``)."""
+        """Return the part of a graph that a training step computes (``loss_alone.graph_of_step``)."""
         found = next((step for known, step in self._steps if known is graph), None)
         if found is None:
             found = graph_of_step(graph)

@@ -1,4 +1,4 @@
-"""Choose the halo strategy of each segment of calls of a cut: the cheapest, or what the user fixed."""
+"""Choose the halo strategy of each segment of calls of a cut: the cheapest, or the one that the user fixed."""
 
 from __future__ import annotations
 

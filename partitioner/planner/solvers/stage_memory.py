@@ -1,4 +1,4 @@
-"""Peak memory of stages beyond their permanent memory, from the sizes and numbers of what they hold."""
+"""Peak memory of stages beyond their permanent memory, from the sizes and numbers of the values that they hold."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Partitioned(Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """A partitioned model and what it was made from.
+    """A partitioned model, and the model and plan that it was made from.
 
     Attributes:
         original: the unpartitioned model; a check does not change it.

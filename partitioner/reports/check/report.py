@@ -71,7 +71,7 @@ class CheckReport:
     """The result of ``PartitionedModel.check``. True if something was compared and all of it is equal up to rounding.
 
     Attributes:
-        title: what was compared with what.
+        title: the two compared models.
         parts: comparisons by kind, in the order in which they were made.
         first_value: the first node whose value differs, in the order of the graph.
         first_gradient: the node that reads the first parameter or input whose gradient differs, in the order of the backward.

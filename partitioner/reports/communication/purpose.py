@@ -46,7 +46,7 @@ _WORDS: Mapping[Any, tuple[str, str]] = {
     all_gather: ("put together", "what reads it needs it whole"),
     all_to_all: ("exchanged", "what reads it is cut over another axis"),
     halo_exchange: ("fetched", "windows reach beyond the rank's own part"),
-    halo_add: ("given back", "the gradient of what windows read of other ranks"),
+    halo_add: ("given back", "the gradient of halo elements"),
 }
 """Collective -> the operation in words; the reason, for activations and their gradients."""
 

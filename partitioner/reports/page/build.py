@@ -37,7 +37,7 @@ _FOOTER = "times and memory are predicted: those of plans, stages and devices by
 
 _LONG_FORMULAS = '<p class="footnote">pm.cost_formula() has the formulas: those of so many operations take long.</p>'
 _LONG_PROGRAMS = '<p class="footnote">pm.graph(rank) has the program of a rank: those of so many operations do not fit a page.</p>'
-"""In place of what takes long of a model of many operations."""
+"""Text in place of sections that would take long for a model of many operations."""
 
 _WEIGHTS = 4
 """Largest number of weights that are drawn, one for each layout."""
@@ -162,7 +162,7 @@ def _ranks_on(explained: Explained, of_class: RankClass) -> str:
 
 
 def _left_out(explained: Explained, n_shown: int) -> str:
-    """Say which programs are not on the page, and what those of many ranks leave out."""
+    """Name the programs that are not on the page, and the parts that programs of many ranks leave out."""
     n_ranks = sum(len(of_class.ranks) for of_class in explained.classes[n_shown:])
     notes = [f"{n_ranks} more ranks run programs like these: pm.graph(rank) prints them."] if n_ranks else []
     if len(explained.classes) < explained.mesh.size:

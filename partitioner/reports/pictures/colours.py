@@ -1,4 +1,4 @@
-"""The colours of stages and of what goes between them: a light one and a dark one each, distinct for colour-blind readers.
+"""The colours of stages and of the communication between them: a light one and a dark one each, distinct for colour-blind readers.
 
 The hues of stages are those of Okabe and Ito (2008), softened to carry text.
 """

@@ -87,7 +87,7 @@ class Launch:
 
 
 def launch() -> Launch:
-    """Return what started this process.
+    """Return how this process was started: by torchrun, SLURM, MPI, or alone.
 
     Raises:
         ConfigError: a variable is no number, or WORLD_SIZE names several processes and nothing says which of them this is.

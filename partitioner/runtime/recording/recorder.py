@@ -204,7 +204,7 @@ _RECORDERS: contextvars.ContextVar[dict[int, Recorder] | None] = contextvars.Con
 
 
 def active_recorders(rank: int) -> tuple[ProgramRecorder | None, bool]:
-    """Return what records a program of a rank, and whether a profiler does; None outside of ``recording`` and of a profiler."""
+    """Return the recorder of a rank's program, and whether a profiler is active; None outside of ``recording`` and of a profiler."""
     profiling, recorders = is_profiling(), _RECORDERS.get()
     recorder = None if recorders is None else recorders.setdefault(rank, Recorder(rank))
     if not profiling:

@@ -35,7 +35,7 @@ class GatheredState:
         return self._collect(self._state.parameter_names, lambda tensor: None if tensor.grad is None else plain(tensor.grad))
 
     def state_dict(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return what ``tensors`` does, without communication for those that every process holds whole.
+        """Return the tensors as ``tensors`` does, without communication for those that every process holds whole.
 
         Args:
             prefix: what their names begin with.

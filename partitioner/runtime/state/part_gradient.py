@@ -175,7 +175,7 @@ def _power(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float
 
 
 def _like(source: Any, result: Any) -> Any:
-    """Return a tensor with what ``source`` is of the norm over all processes."""
+    """Return a tensor that counts in norms over all processes as ``source`` does."""
     result.share = getattr(source, "share", None)
     if isinstance(source, _PartNorm):
         result.power = source.power

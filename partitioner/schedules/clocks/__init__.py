@@ -1,1 +1,1 @@
-"""Clocks: when the actions of a schedule run, and what is in flight."""
+"""Clocks of schedules: the times of actions, and the microbatches in flight."""

@@ -44,7 +44,7 @@ _WITH_HOOKS = {
     "get_gradient_edge": "reads the node of autograd that computed a tensor, for its hooks",
     "retain_grad": "keeps the gradient of a tensor by a hook",
 }
-"""Functions and attributes that do not set a hook by themselves, and what for they are used."""
+"""Functions and attributes that do not set a hook by themselves, and their use."""
 
 _NOT_THE_MODEL = ("torch.", "partitioner.", "passes.")
 """Beginnings of the names of modules that may use autograd during a trace."""

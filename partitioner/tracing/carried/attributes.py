@@ -194,7 +194,7 @@ def refuse_carried_values(
 
 
 def _made_again(edits: Sequence[Edit], first: Sequence[Edit], second: Sequence[Edit], still: Sequence[str]) -> tuple[Edit, ...]:
-    """Return the edits that later calls make as well, with the same values of what is no tensor.
+    """Return the edits that later calls make as well, with equal values where these are no tensors.
 
     Args:
         edits: of the trace; ``first``: of one with fixed sizes, from the same attributes; ``second``: of the call after it.

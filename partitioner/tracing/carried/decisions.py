@@ -1,4 +1,4 @@
-"""Refuse a forward whose computation follows from what is neither a tensor nor an argument, and keep what must stay unchanged.
+"""Refuse a forward whose computation follows from values that are neither tensors nor arguments; keep those that must not change.
 
     random.random() < 0.1     draws are set to the least and the largest, and others: another computation? then it is refused by name
     time.time()               the model runs again, later

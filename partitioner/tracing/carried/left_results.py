@@ -71,7 +71,7 @@ def _content(value: Any, around: frozenset[int]) -> Any:
 
 
 def edits_of_call(model: nn.Module, before: Contents) -> tuple[tuple[Edit, ...], list[Any]]:
-    """Return what a call has left since, and the tensors and sizes in it, which ``Result`` numbers."""
+    """Return the edits of attributes since ``before``, and the tensors and sizes in them, which ``Result`` numbers."""
     results: list[Any] = []
     edits: list[Edit] = []
     for path, module in model.named_modules():
@@ -88,7 +88,7 @@ _NOTHING = object()
 
 
 def _changes(path: tuple[Any, ...], before: Any, now: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield path and value of what has changed in an attribute, or an item of one."""
+    """Yield path and value of each change in an attribute, or in an item of one."""
     if not isinstance(before, _Content) or before.container is not now:
         old = before.container if isinstance(before, _Content) else before
         is_equal = type(old) is type(now) and isinstance(now, _PLAIN) and old == now

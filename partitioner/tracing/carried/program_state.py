@@ -243,7 +243,7 @@ class Reach:
         return codes
 
     def _reach(self, value: Any, owner: str, names: frozenset[str]) -> None:
-        """Add the plain values of an object that have these names, and what its methods of these names may read."""
+        """Add the plain values of an object that have these names, and the state that its methods of these names may read."""
         if isinstance(value, (*_PLAIN, *_CALLED)):
             self.asks_clock |= isinstance(value, types.BuiltinFunctionType) and value.__name__ in _ASKS
             return
@@ -319,7 +319,7 @@ def preserve_program(readings: Sequence[Reading]) -> Iterator[None]:
 
 
 def reach_of(model: nn.Module) -> Reach:
-    """Return what the forward of a model may read."""
+    """Return the state that the forward of a model may read."""
     reach = Reach()
     for path, module in model.named_modules():
         reach.add_module(module, path)

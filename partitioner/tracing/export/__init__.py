@@ -1,1 +1,1 @@
-"""torch.export with a symbolic batch, and what it leaves out restored."""
+"""torch.export with a symbolic batch, and the facts that it leaves out."""

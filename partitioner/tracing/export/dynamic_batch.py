@@ -56,7 +56,7 @@ class Exported(Export):
 
     @property
     def output_tree(self) -> TreeSpec:
-        """The structure of what the model returns."""
+        """The structure of the result of the model."""
         tree: TreeSpec = self.program.call_spec.out_spec
         return tree if not self.left.is_pair else tree.children()[0]
 

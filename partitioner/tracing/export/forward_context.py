@@ -1,4 +1,4 @@
-"""Be in a context while a model runs, and not in what PyTorch does around that.
+"""Enter a context while a model runs, and leave it for the code of PyTorch around the model.
 
 ``torch.export`` reads attributes of every parameter before and after it runs the model. Modes of torch functions would see most of their
 calls from there, and none of them is the model's.

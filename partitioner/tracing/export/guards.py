@@ -81,7 +81,7 @@ class Assumptions:
 
 
 def assumptions_of(program: ExportedProgram, layout: BatchLayout, *, differs_for_one: bool) -> Assumptions:
-    """Return what a trace with an open batch size assumes of that and of all other open sizes."""
+    """Return the assumptions of a trace about its open sizes, the batch size among them."""
     size = _size(program, *layout.dimensions[0])
     assert isinstance(size, torch.SymInt)
     symbol, environment = size.node.expr, size.node.shape_env

@@ -33,7 +33,7 @@ __all__ = ["REPLACED", "Replaced", "TraceRecord", "devices_as_cpu", "replaced"]
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """Records of one trace, which replacements write, and what they read.
+    """Records of one trace, which replacements write and read.
 
     Attributes:
         questions: what code of the model asked of the state of autograd.
@@ -224,7 +224,7 @@ def replaced(record: TraceRecord, names: Collection[str] = tuple(each.name for e
 
 
 def _owner(name: str) -> Any:
-    """Return what has a name; None if it is in FlexAttention, which models import, and no code has."""
+    """Return the object with a name; None if no code has imported FlexAttention, which has the name."""
     if name.startswith(_FLEX) and _FLEX not in sys.modules:
         return None
     return pkgutil.resolve_name(name.rpartition(".")[0])

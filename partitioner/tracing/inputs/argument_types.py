@@ -1,4 +1,4 @@
-"""Refuse arguments that a trace cannot take, by name, with what to pass in their place."""
+"""Refuse arguments that a trace cannot take; the error names the argument and its replacement."""
 
 from __future__ import annotations
 

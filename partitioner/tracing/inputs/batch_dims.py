@@ -52,7 +52,7 @@ def target_dims(given: BatchDims, leaves: Mapping[str, Any]) -> dict[str, int | 
 
 
 def _dims_of_leaves(given: BatchDims, leaves: Mapping[str, Any], *other_names: str) -> dict[str, int | None]:
-    """Return name of a leaf -> its dimension, from names of leaves or of what holds them; the most exact name of a leaf counts."""
+    """Return name of a leaf -> its dimension, from names of leaves or of their containers; the most exact name of a leaf counts."""
     found: dict[str, int | None] = {}
     for name, dim in sorted(given.items(), key=lambda pair: len(pair[0])):
         named = [leaf for leaf in leaves if leaf == name or leaf.startswith((f"{name}[", f"{name}."))]

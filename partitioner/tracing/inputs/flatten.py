@@ -176,7 +176,7 @@ class BatchLayout:
     named: frozenset[int] = frozenset()
 
     def smaller_layouts(self) -> Iterator[BatchLayout]:
-        """Yield layouts of fewer leaves: without one of them, never the first or a named one, then without all of these."""
+        """Yield layouts without one leaf, then without all that may be dropped: neither the first leaf nor those that the caller names."""
         others = [pair for pair in self.dimensions[1:] if pair[0] not in self.named]
         for dropped in reversed(others):
             yield replace(self, dimensions=tuple(pair for pair in self.dimensions if pair != dropped))

@@ -143,7 +143,7 @@ class _Block:
             if node.target is border:
                 raise NotCopyableError(f"{node} belongs to another module")
             if not own_memory.isdisjoint(key for written in mutated_arguments(node) for _, key in memory_keys(written)):
-                raise NotCopyableError(f"{node} writes to what its module is given")
+                raise NotCopyableError(f"{node} writes to an input of its module")
             outside = [argument for argument in node.all_input_nodes if argument not in inside and argument not in own_inputs]
             if node.target not in READS and not all(map(_is_size, outside)):
                 raise NotCopyableError(f"{node} reads what is outside of its module")

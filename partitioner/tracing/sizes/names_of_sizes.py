@@ -62,7 +62,7 @@ def _pairs(own: list[fx.Node], others: list[fx.Node]) -> list[_Pair] | None:
 
 
 def _form(node: fx.Node) -> object:
-    """Return what calls alike have in common: the operator; of a slice, also the dimension."""
+    """Return the key of similar calls: the operator; of a slice, also the dimension."""
     return node.op, node.target, _dimension(node) if node.target is aten.slice.Tensor else None
 
 

@@ -44,7 +44,7 @@ class Lookup:
 
 
 def lookup_beyond_table(graph: ModelGraph, model: nn.Module) -> Lookup | None:
-    """Return the first lookup of a row beyond the end of a table, at whatever values of the inputs."""
+    """Return the first lookup that reads beyond the end of a table for all values of the inputs."""
     known = _ComputedValues(graph, model)
     for node in graph.graph.nodes:
         if node.target is not aten.embedding.default:

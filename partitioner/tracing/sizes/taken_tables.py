@@ -18,7 +18,7 @@ __all__ = ["takes_of_weights"]
 
 
 def takes_of_weights(program: ExportedProgram) -> bool:
-    """Return whether a program takes, from the start, several elements of a dimension of what it computes from weights alone."""
+    """Return whether a program slices a table that it computes from weights alone: several elements of a dimension, from the start."""
     inputs = set(program.graph_signature.user_inputs)
     of_weights: set[fx.Node] = set()
     for node in program.graph.nodes:

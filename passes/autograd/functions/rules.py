@@ -1,4 +1,4 @@
-"""How calls of a custom autograd function may be cut: derived from what its forward and its backward call.
+"""Derive the cuts of a custom autograd function from the ops that its forward and its backward call.
 
     Swish            mul, sigmoid, mul | mul, sub, mul, add, mul        "dim* -> dim*", each dimension by itself
     Linear(x, w)     mm | mm, mm        x [rows, in], w [in, out]       rows: parts of y and dx, and dw is summed over parts
@@ -244,7 +244,7 @@ def _reduction_if_cut(function: _Function, axis: int) -> Reduction | None:
 
 
 def _states(function: _Function, axis: int) -> dict[fx.Node, _State]:
-    """Return what a rank holds of each value of the joint graph.
+    """Return a rank's part of each value of the joint graph.
 
     Raises:
         _CannotCutError: what a rank computes from its parts is neither a part of the value nor a summand.

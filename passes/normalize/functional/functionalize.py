@@ -308,7 +308,7 @@ class _Functionalizer:
         self._track_gradient(node)
 
     def _make_copy(self, node: fx.Node) -> None:
-        """Make ``copy_`` a clone of what it copies, in the type and shape of what it writes: ``aten.copy`` has no derivative.
+        """Replace ``copy_`` by a clone of its source, in the dtype and shape of its target: ``aten.copy`` has no derivative.
 
         What is overwritten gets a gradient of zeros, as under autograd: where it may require a gradient, every element is chosen from
         the copied tensor, none from the overwritten one.

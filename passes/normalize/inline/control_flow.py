@@ -109,7 +109,7 @@ def _refuse_effects(inner: fx.GraphModule, call: fx.Node) -> None:
 
 
 def _all_steps(owner: fx.GraphModule, call: fx.Node) -> Sequence[fx.Node]:
-    """Write the steps of ``scan`` before it, one after the other; return its results: the last state, and what the steps give."""
+    """Write the steps of ``scan`` before it, one after the other; return its results: the last state, and the outputs of the steps."""
     body, state, scanned, further = call.args
     inner = _graph_of(owner, body)
     carried, rows = list(state), []  # type: ignore[arg-type]

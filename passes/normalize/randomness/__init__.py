@@ -1,1 +1,1 @@
-"""Random numbers: drawn in the order of memory, and apart from what they change."""
+"""Random numbers: drawn in the order of memory, by nodes apart from the calls that apply them."""

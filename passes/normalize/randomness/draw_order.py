@@ -87,7 +87,7 @@ def draws_in_memory_order(node: fx.Node) -> bool:
 
 
 def laid_out_anew(graph: fx.Graph, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Return the values whose strides may differ from the model's: nodes where ``begins`` holds, and what is computed from them."""
+    """Return the values whose strides may differ from the model's: nodes where ``begins`` holds, and values computed from them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         follows = begins(node) or not found.isdisjoint(node.all_input_nodes)

@@ -112,7 +112,7 @@ class _Walk:
         self._written: list[fx.Node] = []
 
     def visit(self, node: fx.Node) -> None:
-        """Find what is known of a node; sorts whose order it reads in an unknown way are kept."""
+        """Derive the row order of a node; sorts whose order it reads in an unknown way are kept."""
         facts = [self.facts[source] for source in node.all_input_nodes if source in self.facts]
         if node.op == "call_function" and (facts or packet(node.target) in _SORTS):
             with self.graph.inserting_before(node):
@@ -122,7 +122,7 @@ class _Walk:
         self.kept.update(fact.sort for fact in facts)
 
     def replace(self) -> None:
-        """Let the readers of what does not depend on a sort read the node that computes it without, and erase unread nodes."""
+        """Let readers of values that do not depend on a sort read the node that computes them without it, and erase unread nodes."""
         for node, (sort, twin) in self.replaced.items():
             if sort not in self.kept:
                 node.replace_all_uses_with(twin)
@@ -155,7 +155,7 @@ class _Walk:
         return node
 
     def row_wise(self, node: fx.Node) -> bool:
-        """Follow a call that computes each row by itself, or what does not depend on the order of rows: a sum, a histogram."""
+        """Follow a call that computes each row by itself, or whose result does not depend on the order of rows: a sum, a histogram."""
         facts = {source: self.facts[source] for source in node.all_input_nodes if source in self.facts}
         sorts = {fact.sort for fact in facts.values()}
         if len(sorts) != 1 or not all(isinstance(fact, _Sorted) for fact in facts.values()):
@@ -379,7 +379,7 @@ def _uncast(node: fx.Node) -> fx.Node:
 
 
 def _keys_of(node: fx.Node) -> fx.Node:
-    """Return the value whose elements a node has, in whatever shape or order."""
+    """Return the value whose elements a node has, in any shape or order."""
     while packet(node.target) in _CASTS | _SHAPES | _SORTS or _is_sorted_keys(node):
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -2,9 +2,9 @@
 
     result[row] = input[row] @ weight[group[row]]
 
-Groups are numbers of matrices, in any order. So rows are independent of each other, and rules may cut them: torch's own
-``grouped_mm`` takes rows in the order of their groups, where one more row in the first group moves all others. The kernel sorts the rows
-by itself. A row whose group has no matrix gives zeros, and so a rank with a part of the matrices gives its part of a sum.
+The group of a row is the index of its matrix; rows have any order. So rows are independent of each other, and rules may cut them. torch's
+own ``grouped_mm`` takes rows in the order of their groups, where one more row in the first group moves all others. The kernel sorts the
+rows by itself. A row whose group has no matrix gives zeros, and so a rank with a part of the matrices gives its part of a sum.
 """
 
 from __future__ import annotations

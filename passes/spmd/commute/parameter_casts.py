@@ -82,7 +82,7 @@ def _is_narrowing(node: fx.Node, axes: Axes) -> bool:
 
 
 class _Placements:
-    """The placements of casts and of what they read, as far as they are decided."""
+    """The placements of casts and of their operands, as far as they are decided."""
 
     def __init__(self, facts: LayoutFacts, layouts: Layouts) -> None:
         self.axes, self.graph = facts.axes, facts.graph

@@ -47,7 +47,7 @@ def computed_where_read(facts: LayoutFacts, layouts: Layouts) -> Layouts:
 
 
 def _free_dimensions(facts: LayoutFacts, layouts: Layouts) -> dict[str, frozenset[int]]:
-    """Return call -> the mesh dimensions over which every rank could compute all of it, or any part, from what it holds.
+    """Return call -> the mesh dimensions over which every rank could compute all of it, or any part, from its own values.
 
     Dimensions that cut the batch are none of them: each rank has its own rows of the inputs.
     """

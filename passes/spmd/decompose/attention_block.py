@@ -1,4 +1,4 @@
-"""Attention to one block of keys, with what it takes to put blocks together, and the gradients of one block of the whole.
+"""Attention to one block of keys: partial results that can be merged, their merge, and the gradients of one block.
 
     keys 0                           keys 1
     result, top, total          +    result, top, total           =    attention to keys 0 and 1
@@ -67,7 +67,7 @@ def _group(query: Tensor, key: Tensor) -> int:
 
 
 def _by_rows(x: Tensor, group: int) -> Tensor:
-    """Return queries, or what has their shape, with those of heads that share keys as rows of one head."""
+    """Return queries, or a value of their shape, with those of heads that share keys as rows of one head."""
     return x if group == 1 else x.unflatten(-3, (-1, group)).flatten(-3, -2)
 
 
@@ -82,12 +82,12 @@ def _repeated(x: Tensor, group: int) -> Tensor:
 
 
 def _summed(grad: Tensor, group: int) -> Tensor:
-    """Return the gradient of what was repeated."""
+    """Return the gradient of a repeated value: the sum over its copies."""
     return grad if group == 1 else grad.unflatten(-3, (-1, group)).sum(-3)
 
 
 def _hidden(mask: Tensor | None, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor | None:
-    """Return what is added to scores: minus infinity where a query does not attend to a key."""
+    """Return the bias of the scores: minus infinity where a query does not attend to a key."""
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
     if mask is None or mask.dtype != torch.bool:

@@ -104,7 +104,7 @@ class _Ring:
     count: int
 
     def visits(self, like: Any, step: int) -> list[_Visit]:
-        """Return what a rank computes at a step, at which it has the keys of the rank ``step`` before it."""
+        """Return a rank's attention at a step, at which it has the keys of the rank ``step`` before it."""
         if self.is_zigzag and step == 0:
             return [_Visit(0, 0, is_causal=True), _Visit(1, 0), _Visit(1, 1, is_causal=True)]
         if self.is_zigzag:
@@ -122,7 +122,7 @@ class _Ring:
         return self.call(take, ranks, 0, self.over, self.count, [], 0)
 
     def pieces(self, x: Any, dim: int = -2) -> list[Any]:
-        """Return the pieces of own queries, keys, or what has their positions in a dimension."""
+        """Return the pieces of own queries, keys, or of a value with their positions in a dimension."""
         if not self.is_zigzag:
             return [x]
         size = self.value_of(x).shape[dim] // 2

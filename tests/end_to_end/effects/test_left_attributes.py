@@ -62,7 +62,7 @@ def test_attributes_that_microbatches_cannot_compute_are_refused_when_they_are_r
     pm: Any = partition(Leaves(), 2, "pipeline", example_inputs=(x,), n_microbatches=2)
     pm(x)
     assert pm.blocks[0].aux is not None
-    with pytest.raises(ConfigError, match="mixed is not there: it mixes rows of the batch"):
+    with pytest.raises(ConfigError, match="mixed has no value: it mixes rows of the batch"):
         _ = pm.mixed
     with pytest.raises(ConfigError, match="loss_fn reads attribute mixed"):
         pm.train_step(x, target=x[:, 0], loss_fn=lambda result, target: nn.functional.mse_loss(result, target) + pm.mixed)
@@ -72,7 +72,7 @@ def test_attributes_after_a_step_are_refused_by_name() -> None:
     x = torch.randn(4, 3, 8, dtype=torch.float64)
     pm: Any = partition(Leaves(), 2, "model", example_inputs=(x,))
     pm.train_step(x, target=x[:, 0], loss_fn=nn.functional.mse_loss)
-    with pytest.raises(ConfigError, match=r"blocks\.0\.aux is not there: train_step\(\) gives attributes to its loss function alone"):
+    with pytest.raises(ConfigError, match=r"blocks\.0\.aux has no value: train_step\(\) gives attributes to its loss function alone"):
         _ = pm.blocks[0].aux
     pm.blocks[0].aux = None  # as a user resets it
     assert pm.blocks[0].aux is None

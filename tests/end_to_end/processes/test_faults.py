@@ -126,12 +126,12 @@ def test_ranks_in_different_calls_do_not_wait_for_each_other(workers: Callable[[
     for answer in workers(2).call(cases.end_a_step_early, mode, timeout=PROMPTLY):
         assert isinstance(answer.error, ConfigError)
         assert re.search(r"call \d+ is not the same on all ranks", str(answer.error))
-        assert "rank 1 runs a gathering of what all ranks hold" in str(answer.error)
+        assert "rank 1 runs a gathering of the tensors of all ranks" in str(answer.error)
 
 
 SAID_ALONE = {
-    "state_dict": r"call \d+ is not the same on all ranks: rank 0 runs a gathering of what all ranks hold, rank 1 has program forward",
-    "optimizer": r"call \d+ is not the same on all ranks: rank 0 runs a gathering of what all ranks hold, rank 1 has program forward",
+    "state_dict": r"call \d+ is not the same on all ranks: rank 0 runs a gathering of the tensors of all ranks, rank 1 has program forward",
+    "optimizer": r"call \d+ is not the same on all ranks: rank 0 runs a gathering of the tensors of all ranks, rank 1 has program forward",
     "norm": r"call \d+ is not the same on all ranks: rank 0 runs a reduction over all ranks, rank 1 has program forward",
     "no backward": r"rank 0 (has program|runs) forward .*rank 1 (has|runs) (program )?backward",
 }

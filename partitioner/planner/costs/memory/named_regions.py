@@ -57,7 +57,7 @@ def has_checkpoints(graph: ModelGraph) -> bool:
 
 
 def policy_key(node: fx.Node, patterns: Patterns) -> Hashable:
-    """Return what equal nodes of repeated blocks must agree in to be recomputed alike."""
+    """Return the properties in which corresponding nodes of repeated blocks must agree to be recomputed alike."""
     return _fate_by_module(node, patterns).policy if patterns else (checkpoint_of(node) is not None, is_saved_by_checkpoint(node))
 
 

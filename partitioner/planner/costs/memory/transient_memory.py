@@ -364,7 +364,7 @@ def _gradient_lifetimes(
 
 
 def _gradients_after_the_first(cost: GraphCost, name: str) -> list[int]:
-    """Return the allocations that a call reads whose gradients it computes after that of another, by kernels of their own."""
+    """Return the operands of a call whose gradients its backward computes after that of the first, each by a kernel of its own."""
     if cost.nodes[name].forward.family not in ("pointwise", "matrix product"):
         return []
     return [each for each in cost.touched[name][-1] if cost.maker[each] != name and cost.maker[each] in cost.gradients][1:]

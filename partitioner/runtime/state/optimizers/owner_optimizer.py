@@ -120,7 +120,7 @@ class OwnerOptimizer(WholeStateOptimizer):
 
     @property
     def plan_of_processes(self) -> OwnerPlan:
-        """The plan of one rank a process: ``plan`` itself under torchrun, and what it will be there if all ranks are in one process."""
+        """The plan for one rank a process: ``plan`` itself under torchrun, the plan for torchrun if all ranks are in one process."""
         return self._plan_of_processes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -440,10 +440,10 @@ def _tensors(params: Iterable[Any]) -> Iterator[Any]:
 
 
 def _model(listed: Sequence[Tensor], model: Any) -> OptimizerStates:
-    """Return the model of the parameters.
+    """Return the optimizer states of the partitioned model that has these parameters.
 
     Raises:
-        ConfigError: there is none, or no telling which.
+        ConfigError: no partitioned model has them, or several have.
     """
     if model is not None:
         states = getattr(model, "_optimizer_states", None)

@@ -225,7 +225,7 @@ def _state_entries(optimizer: Optimizer, name: str, parameter: Tensor) -> Iterat
 
 
 def local_entries(state: State, optimizer: Optimizer, name: str, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what belongs to this process's parameter of the entries of a whole parameter's state."""
+    """Return this process's part of the entries of a whole parameter's state."""
     if not (isinstance(optimizer, WholeStateOptimizer) and optimizer.is_sharded(parameter)):
         return {what: _local_part(state, name, what, parameter, value) for what, value in entries.items()}
     whole = {what: _whole_value(state, name, what, value) for what, value in entries.items()}  # all ranks gather DTensors

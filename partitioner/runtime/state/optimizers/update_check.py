@@ -57,7 +57,7 @@ def register_optimizer(kind: Kind, reads: Reads) -> Kind:
 
 
 def reads_of(kind: type[Optimizer]) -> Reads | None:
-    """Return what a class of optimizers reads; None if it is not declared."""
+    """Return the inputs of an update that a class of optimizers reads; None if they are not declared."""
     return _READS.get(_step(kind))
 
 

@@ -1,4 +1,4 @@
-"""Run a constructor on the meta device, and compute single tensors of what it builds.
+"""Run a constructor on the meta device, and compute single tensors of the built object.
 
     constructor                                                     recorded                        computed for ``inv_freq``
 
@@ -57,7 +57,7 @@ class _Operation:
 
 
 def run_recorded(constructor: Callable[[], _Built], dtype: torch.dtype) -> tuple[_Built, RecordedConstructor]:
-    """Call a constructor on the meta device; return what it builds, and the record that computes tensors of it.
+    """Call a constructor on the meta device; return the built object, and the record that computes tensors of it.
 
     Args:
         dtype: the default dtype meanwhile.
