@@ -118,13 +118,12 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
         device: where the loss is computed.
     """
     results = {output.node: output for output in graph.loss_results if output.node is not None}
-    if any(output.combine == "mean" for output in results.values()) and _returns_counted_mean(model):
-        return Proof(None, "the model returns a mean that leaves targets out")
+    names = _results_in_order(graph)
     try:
         loss = _Loss(graph, loss_fn)
         leaves, tree = pytree.tree_flatten(target)
         batch = _batch_to_trace(graph, leaves, rows)
-        example_results = [_example_result(graph, results[name], batch, device) for name in _results_in_order(graph)]
+        example_results = [_example_result(graph, results[name], batch, device) for name in names]
         example_leaves = [_example_target_leaf(leaf, rows, batch, device) for leaf in leaves]
         with preserve_state(loss_fn, device), silence_fake_tensor_log():
             arguments = (example_results, pytree.tree_unflatten(example_leaves, tree))
@@ -138,6 +137,9 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
     for traced_input, leaf in zip(traced.inputs, [*example_results, *example_leaves], strict=False):
         if has_rows(leaf, batch) and traced_input.batch_dim != 0:
             return Proof(None, "it fixes the number of rows")
+    read = {name for name, leaf in zip(names, traced.inputs, strict=False) if leaf.placeholder in _nodes_read(traced)}
+    if read & _counted_results(model, graph):
+        return Proof(None, "it reads a mean of the model's results that leaves targets out")
     proof = _conclude(traced, loss, n_results=len(example_results))
     return replace(proof, assumed=opened.exported.assumed if opened is not None else None)
 
@@ -189,11 +191,17 @@ def _mixing_operation(traced: ModelGraph) -> str:
     return reason.replace("module (the model itself), ", "").partition(", at ")[0]
 
 
-def _returns_counted_mean(model: ModelGraph) -> bool:
-    """Return whether a mean that the model returns is computed from a mean over targets that are not ignored."""
-    nodes = {node.name: node for node in model.graph.nodes}
-    means = [nodes[output.node] for output in model.loss_results if output.combine == "mean" and output.node is not None]
-    return bool(set(counted_means(model)) & set(with_ancestors(means)))
+def _nodes_read(traced: ModelGraph) -> frozenset[str]:
+    """Return the names of the nodes from which a traced loss is computed."""
+    return frozenset(node.name for node in with_ancestors(traced.graph.output_node().all_input_nodes))
+
+
+def _counted_results(model: ModelGraph, graph: ModelGraph) -> frozenset[str]:
+    """Return the means that a rank's ``graph`` returns where the model computes them from a mean over targets that are not ignored."""
+    nodes, counted = {node.name: node for node in model.graph.nodes}, set(counted_means(model))
+    pairs = zip(model.loss_results, graph.loss_results, strict=True)
+    means = [(nodes[whole.node], own.node) for whole, own in pairs if own.combine == "mean" and own.node and whole.node]
+    return frozenset(own for whole, own in means if counted & set(with_ancestors([whole])))
 
 
 class _Loss(nn.Module):

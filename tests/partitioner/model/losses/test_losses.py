@@ -193,6 +193,19 @@ def test_a_model_that_returns_its_loss(name: str) -> None:
         torch.testing.assert_close(gradients[parameter_name], parameter.grad)
 
 
+def test_a_loss_of_logits_beside_the_loss_that_the_model_returns() -> None:
+    """The mean over the targets that count is not read, so that nothing of it need be proved."""
+    x, target = labelled()
+    model = Returning(MEANS["ignored_labels"])
+    pm = partition(model, devices=2, mode="pipeline", n_microbatches=2, example_inputs=(x, target))
+    loss = pm.train_step(x, target, loss_fn=lambda out, _: out["logits"].pow(2).mean())
+    expected = model(x, target)["logits"].pow(2).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)
+
+
 def test_a_function_of_the_loss_that_the_model_returns() -> None:
     """A term added to a mean over the targets that count is not proved, and taken of all rows if that is said."""
     x, target = labelled()
@@ -203,7 +216,7 @@ def test_a_function_of_the_loss_that_the_model_returns() -> None:
         loss: Tensor = out["loss"] + 0.1 * out["logits"].pow(2).mean()
         return loss
 
-    with pytest.raises(ConfigError, match="a mean that leaves targets out"):
+    with pytest.raises(ConfigError, match="results that leaves targets out"):
         pm.train_step(x, target, loss_fn=loss_fn)
     loss = pm.train_step(x, target, loss_fn=loss_fn, loss_reduction="batch")
     expected = loss_fn(model(x, target), None)
