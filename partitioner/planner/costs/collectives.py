@@ -263,13 +263,20 @@ def collectives_between(have: Placement, need: Placement) -> tuple[Collective | 
 
 
 def find_exchanges(
-    graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str], sent: Mapping[str, float]
+    graph: ModelGraph,
+    axes: Axes,
+    layouts: Layouts,
+    sizes: PartSizes,
+    flowing: frozenset[str],
+    sent: Mapping[str, float],
+    stages: Mapping[str, int] | None = None,
 ) -> list[Exchange]:
     """Return every collective of a microbatch.
 
     Args:
         flowing: the nodes that have a gradient.
         sent: parameter -> bytes of its gradient where ranks sum it, in bytes of the parameter.
+        stages: call -> the stage that computes it, each of which gathers the parameters that it reads; None: one stage computes all.
     """
     exchanges: dict[object, Exchange] = {}
     widths = _widths(graph, layouts, sent)
@@ -284,7 +291,8 @@ def find_exchanges(
         ring = _ring_messages(node, axes, layouts, sizes, flowing)
         routed = _routed_rows(node, axes, layouts, sizes, flowing)
         for key, exchange in itertools.chain(*reshards, halos, decomposed, ring, routed):
-            exchanges.setdefault(key, exchange)
+            stage = stages.get(node.name) if stages is not None and exchange.is_stored else None
+            exchanges.setdefault((key, stage), exchange)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
     return [replace(each, reader=last) if each.reader == "output" else each for each in exchanges.values()]
 

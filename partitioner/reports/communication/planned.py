@@ -160,7 +160,8 @@ class _Planned:
         layouts = self.cut.layouts
         if self.graph.training:  # ranks compute the loss of their own rows
             layouts = replace(layouts, needs={**layouts.needs, "output": self._own_rows(layouts)})
-        known = (self.graph, self.cut.axes, layouts, self.sizes, self.flowing, self.widths)
+        stages = stage_of_nodes(self.graph, self.plan.first_nodes)
+        known = (self.graph, self.cut.axes, layouts, self.sizes, self.flowing, self.widths, stages)
         for each in with_coalescing_counts(find_exchanges(*known), self.lengths, lambda name: (name,)):
             if (stage := self.stage_of(each.reader)) in self._stages:
                 yield from self._of_exchange(each.in_stages(len(self.plan.stages)), stage)
