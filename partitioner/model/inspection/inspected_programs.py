@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from partitioner.reports.sources import MANY_RANKS, Explained, LoweredModel, RankClass
 from partitioner.reports.tables.devices import DeviceTable, device_table
-from partitioner.reports.tables.mesh_devices import mesh_table
 from partitioner.specialize.programs import results_in_training
 from partitioner.specialize.request import Request
 from partitioner.specialize.sharded_model import ShardedModel, schedule_of_step
@@ -109,4 +108,4 @@ def explained(trace: Trace, last_step: Request | None) -> Explained:
 def table_of_devices(trace: Trace, last_step: Request | None) -> DeviceTable:
     """Return the table that ``print`` shows: a line for each rank, or of many ranks for each class of equal ones."""
     sources = explained(trace, last_step)
-    return sources.once("devices", lambda: mesh_table(sources) if sources.is_cut else device_table(sources))
+    return sources.once("devices", lambda: device_table(sources))

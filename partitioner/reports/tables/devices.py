@@ -1,37 +1,41 @@
-"""The table of devices of a pipeline: stages, parameters, work, memory and bytes sent, one row for each rank."""
+"""The table of devices: place on the mesh, stages, parameters, work, memory and bytes sent by kind, one row for each rank."""
 
 from __future__ import annotations
 
-import functools
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
+
+from cost_models.graph_cost import graph_cost
 from cost_models.hardware.units import format_bytes, format_flops
 from partitioner.options.batch_statistics import microbatch_effects
-from partitioner.reports.communication.planned import PlannedCommunication, planned_communication
+from partitioner.reports.communication.collectives import collectives_of_classes, sent_by_kind
+from partitioner.reports.communication.planned import planned_communication, sent_by_place
 from partitioner.reports.module_names import module_range
-from partitioner.reports.sources import Explained
+from partitioner.reports.sources import MANY_RANKS, Blocks, Explained
 from partitioner.reports.tables.table import align, html_table
 from partitioner.schedules.catalog import interleaves
 from passes.autograd.staged_model import SplitModel
-from passes.emit.communication_plan import sweep_scripts
-from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.microbatch import microbatch_sizes
+from passes.ir.comm.primitives import send
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import mesh_words
-from passes.ir.plan import Plan, Stage
-from passes.ir.schedule import ActionKind
+from passes.ir.mesh import mesh_words, owning_pipelines, pipelines
+from passes.ir.plan import Plan
+from passes.ir.tensor_spec import total
+from passes.spmd.shard_stages import StagedCut
 
-__all__ = ["DeviceTable", "device_table", "headline", "table_notes"]
+__all__ = ["DeviceTable", "device_table", "headline"]
 
-_COLUMNS = "><<<>>>>>"
-_HEADING = ("rank", "device", "stage", "modules", "parameters", "size", "work forward", "peak memory", "sends forward")
-_FOOTNOTE = "work and sends are of all forwards of a step; memory is predicted"
-_PLANNED = "work and sends are of all forwards of a step; all is predicted"
+_HEADING = ("device", "stage", "modules", "parameters", "size", "work forward", "peak memory")
+_COLUMNS = "<<<>>>>"
+_FOOTNOTE = "parameters: held by the rank; work: of all forwards of a step; memory: predicted; last columns: bytes that it sends in a step"
+_PLANNED = "parameters: held by the rank; work: of all forwards of a step; last columns: bytes that it sends in a step; all is predicted"
 _TEXT_WIDTH = 132
-_MODULES_WIDTH = 52
-"""Of the column, if the stages of a rank share it: the table then fits 140 columns."""
+_MODULES_WIDTH, _MODULES_WIDTH_BESIDE_PLACE = 52, 32
+"""Characters of the column of modules, for the stages of a rank together."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,56 @@ class DeviceTable:
 
 
 def device_table(explained: Explained) -> DeviceTable:
-    """Return the table of devices of a pipeline."""
-    plan, graph = explained.plan, explained.graph
-    notes = table_notes(graph, plan, explained.planned_for)
-    title = headline(explained.name, plan, training=graph.training)
-    return DeviceTable(title, _rows(explained), _COLUMNS, _PLANNED if explained.is_long else _FOOTNOTE, notes)
+    """Return the table of devices; its last columns are the functions that communicate, with the bytes that a rank sends.
+
+    The place of a rank is shown on a mesh that shards axes; else the number of its stage says it.
+    """
+    plan, mesh = explained.plan, explained.mesh
+    parameters = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)  # (count, bytes)
+    places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
+    if explained.is_long:
+        work = [_planned_work(plan, places[rank]) for rank in range(mesh.size)]
+        sent = _sent_by_plan(explained, places)
+    else:
+        work, sent = _work_of_ranks(plan, explained.pipelines, explained.staged), _sent_by_programs(explained)
+    kinds = tuple(dict.fromkeys(kind for sizes in sent for kind, size in sizes.items() if size))
+    alike: dict[tuple[object, ...], list[int]] = {}  # place, memory, ... -> ranks; of few ranks, each alone
+    for rank in range(mesh.size):
+        own = (places[rank], parameters[rank], work[rank], plan.memory[rank], *(sent[rank].get(kind, 0) for kind in kinds))
+        alike.setdefault(own if mesh.size > MANY_RANKS else (rank,), []).append(rank)
+    rows: list[tuple[str, ...]] = []
+    width = _MODULES_WIDTH_BESIDE_PLACE if explained.is_cut else _MODULES_WIDTH
+    for ranks in alike.values():
+        rank = ranks[0]
+        stages = {index: stage for index, stage in enumerate(plan.stages) if places[rank] in stage.ranks}
+        count, size = parameters[rank]
+        rows.append(
+            (
+                *_ranks_cells(explained, ranks),
+                _devices_words([plan.devices[rank] for rank in ranks]),
+                ", ".join(map(str, stages)),
+                "; ".join(module_range(stage.modules, width // max(len(stages), 1)) for stage in stages.values()),
+                f"{count:,}",
+                format_bytes(size),
+                format_flops(work[rank]),
+                format_bytes(plan.memory[rank]),
+                *(format_bytes(sent[rank].get(kind, 0)) for kind in kinds),
+            )
+        )
+    totals = (format_bytes(sum(size for _, size in parameters)), format_flops(sum(work)), "")
+    sums = (format_bytes(sum(sizes.get(kind, 0) for sizes in sent)) for kind in kinds)
+    start, columns = (("rank", "place"), "><") if explained.is_cut else (("rank",), ">")
+    total = (*[""] * len(start), "", "", "all ranks", f"{sum(count for count, _ in parameters):,}", *totals, *sums)
+    return DeviceTable(
+        headline(explained.name, plan, training=explained.graph.training),
+        [(*start, *_HEADING, *kinds), *_ends(rows), total],
+        columns + _COLUMNS + ">" * len(kinds),
+        _PLANNED if explained.is_long else _FOOTNOTE,
+        _notes(explained.graph, plan, explained.planned_for),
+    )
 
 
-def table_notes(graph: ModelGraph, plan: Plan, planned_for: str) -> list[str]:
+def _notes(graph: ModelGraph, plan: Plan, planned_for: str) -> list[str]:
     """Return the notes below a table of devices, one sentence each.
 
     Args:
@@ -94,76 +140,97 @@ def headline(name: str, plan: Plan, *, training: bool) -> str:
     return f"{name}: {mesh}{tiles}{schedule}, {cut}, {'training' if training else 'evaluation'}"
 
 
-def _rows(explained: Explained) -> list[tuple[str, ...]]:
-    """Return the heading, a row for each rank, and the totals."""
-    plan = explained.plan
-    sent = _planned_sends(plan, planned_communication(explained)) if explained.is_long else _sent_forward(plan, explained.lowered)
-    rows: list[tuple[str, ...]] = [_HEADING]
-    for rank, device in enumerate(plan.devices):
-        stages = {index: stage for index, stage in enumerate(plan.stages) if rank in stage.ranks}
-        width = _MODULES_WIDTH // max(len(stages), 1) - 2
-        rows.append(
-            (
-                str(rank),
-                device,
-                ", ".join(map(str, stages)),
-                "; ".join(module_range(stage.modules, width) for stage in stages.values()),
-                *_numbers_of_rank(rank, list(stages.values()), plan.n_microbatches),
-                format_bytes(plan.memory[rank]),
-                format_bytes(sent[rank]),
-            )
-        )
-    rows.append(("", "", "", "total", *_totals(plan, explained.graph), "", format_bytes(sum(sent))))
-    return rows
+def _planned_work(plan: Plan, place: int) -> float:
+    """Return the FLOPs of the forwards of a rank at a pipeline position in a step, by the plan."""
+    stages = [stage for stage in plan.stages if place in stage.ranks]
+    return sum(stage.flops * len(range(stage.ranks.index(place), plan.n_microbatches, len(stage.ranks))) for stage in stages)
 
 
-def _numbers_of_rank(rank: int, stages: Sequence[Stage], n_microbatches: int) -> tuple[str, str, str]:
-    """Return a rank's number of parameters, their bytes, and the FLOPs of its forwards in a step.
+def _sent_by_plan(explained: Explained, places: Mapping[int, int]) -> list[dict[str, int]]:
+    """Return for each rank name of a function -> bytes that it sends, by the plan."""
+    sent = sent_by_place(explained.plan, planned_communication(explained))
+    return [sent[places[rank]] for rank in range(explained.plan.n_ranks)]
 
-    The ranks of a replicated stage share the microbatches round-robin.
+
+def _ranks_cells(explained: Explained, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the cells of equal ranks: their numbers and, on a mesh that shards axes, their place."""
+    if not explained.is_cut:
+        return (_ranks_words(ranks),)
+    coordinate = explained.mesh.coordinate(ranks[0])
+    place = ", ".join(f"{name} {coordinate[name]}" for name in explained.mesh.cutting.names) if len(ranks) == 1 else f"{len(ranks)} ranks"
+    return _ranks_words(ranks), place
+
+
+def _devices_words(devices: Sequence[str]) -> str:
+    """Return the first device, and ``...`` if others differ."""
+    return devices[0] + (" ..." if len(set(devices)) > 1 else "")
+
+
+def _sent_by_programs(explained: Explained) -> list[dict[str, int]]:
+    """Return for each rank name of a function -> bytes that it sends, from the programs of all classes."""
+    sent: dict[int, dict[str, int]] = {}
+    for of_class, collectives in zip(explained.classes, collectives_of_classes(explained), strict=True):
+        messages = sum(node.meta["bytes"] for node in of_class.program.module.graph.nodes if node.target is send)
+        of_rank = {**sent_by_kind(collectives), "send": messages}
+        sent |= dict.fromkeys(of_class.ranks, of_rank)
+    return [sent[rank] for rank in range(explained.plan.n_ranks)]
+
+
+def _ends(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows of all classes of equal ranks; of many, the first and the last."""
+    if len(rows) <= max(_MOST_CLASSES, MANY_RANKS):
+        return list(rows)
+    half = _MOST_CLASSES // 2
+    return [*rows[:half], ("...", *[""] * (len(rows[0]) - 1)), *rows[-half:]]
+
+
+_MOST_CLASSES = 14
+
+
+def _ranks_words(ranks: Sequence[int]) -> str:
+    """Return ``"0 to 7"``, ``"0, 8 ... 56"`` or ``"3"``."""
+    if len(ranks) <= 2:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]} to {ranks[-1]}" if ranks[-1] - ranks[0] == len(ranks) - 1 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+
+
+def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> list[tuple[int, int]]:
+    """Return for each rank the number of parameter elements that it holds, and their bytes."""
+    dtypes = {node.name: node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters}
+    counts, sizes = [0] * n_ranks, [0] * n_ranks
+    for name, dtype in dtypes.items():
+        for rank, block in blocks.get(name, {}).items():
+            count = math.prod(block.part)
+            counts[rank] += count
+            sizes[rank] += count * dtype.itemsize
+    return list(zip(counts, sizes, strict=True))
+
+
+def _work_of_ranks(plan: Plan, lowered: Sequence[SplitModel], staged: StagedCut) -> list[float]:
+    """Return the FLOPs of each rank's forwards in a step; they differ where shards have different sizes.
+
+    ``lowered`` has the stages of every pipeline of the mesh, ``staged.parts`` the graphs of its ranks; a rank counts in its home pipeline.
     """
-    counts = [len(range(stage.ranks.index(rank), n_microbatches, len(stage.ranks))) for stage in stages]
-    return (
-        f"{sum(stage.parameter_count for stage in stages):,}",
-        format_bytes(sum(stage.parameter_bytes for stage in stages)),
-        format_flops(sum(stage.flops * count for stage, count in zip(stages, counts, strict=True))),
-    )
+    work = [0.0] * plan.n_ranks
+    flops: dict[int, Mapping[str, sympy.Expr]] = {}  # id of a graph -> node -> FLOPs
+    found: dict[tuple[int, int], dict[int, float]] = {}  # (id of a graph, stage) -> rows of a microbatch -> FLOPs
+    home = owning_pipelines(plan.grid)
+    for number, (stages, ranks, graphs) in enumerate(zip(lowered, pipelines(plan.grid), staged.parts, strict=True)):
+        for stage in stages.stages:
+            graph = graphs[stages.stage_ranks[stage.index][0]]
+            batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
+            if id(graph) not in flops:
+                flops[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
+            if (id(graph), stage.index) not in found:
+                of_stage = sympy.sympify(total(flops[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
+                found[id(graph), stage.index] = {rows: _with_rows(of_stage, graph, rows) for rows in set(batches)}
+            for microbatch, rows in enumerate(batches):
+                rank = ranks[stages.rank_of(stage.index, microbatch)]
+                if home[rank] == number:
+                    work[rank] += found[id(graph), stage.index][rows]
+    return work
 
 
-def _totals(plan: Plan, graph: ModelGraph) -> tuple[str, str, str]:
-    """Return the numbers of ``_numbers_of_rank`` for the whole model, each parameter counted once."""
-    parameters = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder" and node.name in graph.parameters]
-    return (
-        f"{sum(parameter.numel() for parameter in parameters):,}",
-        format_bytes(sum(bytes_of(parameter, None, 1) for parameter in parameters)),
-        format_flops(sum(stage.flops for stage in plan.stages) * plan.n_microbatches),
-    )
-
-
-def _planned_sends(plan: Plan, planned: PlannedCommunication) -> list[int]:
-    """Return the bytes of activations that each rank sends in a step, by the plan."""
-    sent = [0] * plan.n_ranks
-    for message in planned.messages:
-        ranks = plan.stages[message.source].ranks
-        for index, rank in enumerate(ranks):
-            sent[rank] += message.bytes * len(range(index, plan.n_microbatches, len(ranks)))
-    return sent
-
-
-def _sent_forward(plan: Plan, lowered: SplitModel) -> list[int]:
-    """Return the bytes of activations that each rank sends in a step."""
-    graph, n_microbatches = lowered.graph, plan.n_microbatches
-    nodes = {node.name: node for node in graph.graph.nodes}
-    is_fixed = graph.batch is None
-    rows = (graph.batch_size,) * n_microbatches if is_fixed else microbatch_sizes(plan.batch_size, n_microbatches)
-
-    @functools.cache
-    def message_bytes(value: str, rows_of_microbatch: int) -> int:
-        return bytes_of(nodes[value].meta["val"], graph.batch, rows_of_microbatch)
-
-    sent = [0] * plan.n_ranks
-    for script in sweep_scripts(lowered, n_microbatches, ActionKind.FORWARD, share_outputs=False):
-        for item in script:
-            for message in item.sends:
-                sent[message.source] += message_bytes(message.value, rows[message.microbatch or 0])
-    return sent
+def _with_rows(flops: sympy.Expr, graph: ModelGraph, rows: int) -> float:
+    """Return FLOPs for a number of rows, the only symbol in those of a graph with a symbolic batch."""
+    return float(flops.subs(graph.batch, rows) if graph.batch is not None else flops)

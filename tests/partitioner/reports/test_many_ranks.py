@@ -16,7 +16,7 @@ from partitioner.reports.communication.summary import transfers
 from partitioner.reports.communication.transfer import Transfer
 from partitioner.reports.explain.activations import activations_section
 from partitioner.reports.sources import Explained, RankClass
-from partitioner.reports.tables.mesh_devices import mesh_table
+from partitioner.reports.tables.devices import device_table
 
 
 def planned(mesh: dict[str, int], devices: int, rows: int = 32, **options: Any) -> PartitionedModel:
@@ -53,7 +53,7 @@ def test_classes_say_what_all_programs_say(name: str) -> None:
     assert len(explained.classes) < 32
     assert communicated(explained) == communicated(of_all)
     assert str(activations_section(explained)) == str(activations_section(of_all))
-    assert mesh_table(explained).rows == mesh_table(of_all).rows
+    assert device_table(explained).rows == device_table(of_all).rows
     if classes is not None:
         assert [row[0] for row in pm.device_table().rows[1:-1]] == classes
     assert len(repr(pm).splitlines()) < 20

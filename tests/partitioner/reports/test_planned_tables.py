@@ -12,7 +12,7 @@ import torch
 from partitioner import PartitionedModel, partition
 from partitioner.reports import sources
 from partitioner.reports.communication.planned import planned_communication, sent_by_place
-from partitioner.reports.tables.mesh_devices import _sent_by_programs
+from partitioner.reports.tables.devices import _sent_by_programs
 from passes.ir.mesh import ranks_at_places
 from passes.ir.phase import observing_phases
 from tests.support.models.attention.gpt import Gpt
@@ -72,7 +72,10 @@ def test_a_pipeline_of_a_long_model(every_model_is_long: None, monkeypatch: pyte
     assert phases == []
     assert "are of a whole step, predicted; x -> y" in text
     monkeypatch.setattr(sources, "MANY_NODES", 10**9)
-    assert pm.device_table().rows == planned.rows
+    of_programs = pm.device_table().rows
+    for name in planned.rows[0]:  # sums of gradients of tied parameters are no columns of plans without sharded axes
+        cells, expected = ([row[rows[0].index(name)] for row in rows] for rows in (planned.rows, of_programs))
+        assert cells == expected
 
 
 def test_a_page_of_a_long_model_has_no_programs(every_model_is_long: None, tmp_path: Path) -> None:
