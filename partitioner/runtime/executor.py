@@ -46,10 +46,11 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.runtime.collectives.random_stream import ProgramDraws
+from partitioner.runtime.collectives.transport import CollectiveTransport
 from partitioner.runtime.recording.recorder import active_recorders, in_profiler_ranges
 from passes.emit.random_state import drawing_calls
 from passes.graph.dependencies import last_uses
-from passes.ir.comm.primitives import COMMUNICATION, Transport, draw_alike, share_random_state, wait
+from passes.ir.comm.primitives import COMMUNICATION, draw_alike, share_random_state, wait
 from passes.ir.program import Program, StageCall
 
 __all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call"]
@@ -74,7 +75,7 @@ class Executable:
         self._run: Callable[..., Run] = writer.compile(self.source, f"program of rank {program.rank}")
         self._recorded: Callable[..., Run] | None = None
 
-    def start(self, transport: Transport, inputs: Mapping[str, Any]) -> Run:
+    def start(self, transport: CollectiveTransport, inputs: Mapping[str, Any]) -> Run:
         """Return the running program: a generator that yields its waits and returns the program's result.
 
         Args:

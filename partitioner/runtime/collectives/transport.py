@@ -36,7 +36,11 @@ Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "a
 
 
 class CollectiveTransport(ABC):
-    """Implements every collective by ``start``, which a transport defines."""
+    """Executes the communication of one rank: has a method for each function of ``passes.ir.comm.primitives``.
+
+    Collectives are implemented here by ``start``. A transport defines this and the other methods; ``ready`` returns whether ``wait`` may be
+    called now, always if its ``wait`` blocks, and ``finish`` waits until everything sent has left.
+    """
 
     rank: int
     device: torch.device

@@ -1,4 +1,4 @@
-"""Communication as graph nodes: the functions that programs call, and the transport that executes them.
+"""Communication as graph nodes: the functions that programs name, and that the transport of a rank executes.
 
 Nothing communicates outside these nodes. A communication is started by one node and finished by a ``wait`` node, so that compute
 between the two overlaps with it:
@@ -25,10 +25,9 @@ Programs do not change tensors that are communicated, before or after. The colle
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +39,6 @@ __all__ = [
     "COMMUNICATION",
     "Operation",
     "Sizes",
-    "Transport",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -51,7 +49,6 @@ __all__ = [
     "reduce_scatter",
     "send",
     "share_random_state",
-    "use_transport",
     "wait",
 ]
 
@@ -62,128 +59,49 @@ Sizes: TypeAlias = Sequence[Sequence[int] | None]
 """For each tensor, the sizes of the pieces of all ranks of a group along a dimension; None: all are equal."""
 
 
-class Transport(Protocol):
-    """Executes the communication of one rank. The type of a pending value is the transport's choice."""
-
-    rank: int
-    device: torch.device
-
-    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
-        """Start sending; the tensor is kept alive until it has left."""
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> Any:
-        """Post a receive and return the pending value for ``wait``."""
-
-    def all_reduce(self, tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
-        """Start reducing each tensor over the ranks of the group and return the pending value for ``wait``."""
-
-    def all_gather(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
-        """Start putting the group's tensors together and return the pending value for ``wait``."""
-
-    def reduce_scatter(self, tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
-        """Start summing this rank's pieces of the group's tensors and return the pending value for ``wait``."""
-
-    def all_to_all(
-        self,
-        tensors: Sequence[Tensor],
-        split_dims: Sequence[int],
-        concat_dims: Sequence[int],
-        group: tuple[int, ...],
-        split_sizes: Sizes | None = None,
-        concat_sizes: Sizes | None = None,
-    ) -> Any:
-        """Start exchanging pieces with every rank of the group and return the pending value for ``wait``."""
-
-    def halo_exchange(
-        self,
-        tensors: Sequence[Tensor],
-        dims: Sequence[int],
-        group: tuple[int, ...],
-        owned: Sequence[tuple[int, ...]],
-        wanted: Sequence[str],
-        fill: float = 0.0,
-    ) -> Any:
-        """Start fetching runs of elements from their owners and return the pending value for ``wait``."""
-
-    def halo_add(
-        self,
-        tensors: Sequence[Tensor],
-        dims: Sequence[int],
-        group: tuple[int, ...],
-        owned: Sequence[tuple[int, ...]],
-        wanted: Sequence[str],
-    ) -> Any:
-        """Start returning gradients of fetched elements to the owners of these and return the pending value for ``wait``."""
-
-    def draw_alike(self, function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
-        """Call a function that draws random numbers, with the same result on every rank of the group."""
-
-    def share_random_state(self, group: tuple[int, ...], source: int, *, after_loss: bool = False) -> None:
-        """Set the random generators of a group to the state of one rank: before it draws, or after a loss that drew."""
-
-    def begin_draw(self, draws: tuple[int, int] | None) -> None:
-        """Let the random numbers that follow be those of the forward of (microbatch, stage); None: of the loss."""
-
-    def end_draws(self, draws: tuple[int, int]) -> None:
-        """Report that the forward of (microbatch, stage) has drawn all its random numbers on this rank."""
-
-    def ready(self, pending: Any) -> bool:
-        """Return whether ``wait`` may be called now: always, if the transport's ``wait`` blocks."""
-
-    def wait(self, pending: Any) -> Any:
-        """Return the received tensor, or the list of tensors of a collective; raises CommunicationError if it cannot arrive."""
-
-    def finish(self) -> None:
-        """Wait until everything sent has left."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-_TRANSPORT: contextvars.ContextVar[Transport | None] = contextvars.ContextVar("transport", default=None)
+def _communication(declared: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that programs name: a runtime calls the method of this name of the rank's transport in its place."""
 
-
-@contextlib.contextmanager
-def use_transport(transport: Transport) -> Iterator[None]:
-    """Execute the communication of programs that are called inside by ``transport``."""
-    token = _TRANSPORT.set(transport)
-    try:
-        yield
-    finally:
-        _TRANSPORT.reset(token)
-
-
-def current_transport() -> Transport:
-    transport = _TRANSPORT.get()
-    if transport is None:
+    @functools.wraps(declared)
+    def refuse(*_args: _P.args, **_kwargs: _P.kwargs) -> _R:
         raise CommunicationError(
             "a program was called with no other ranks to communicate with",
-            remedy="call the PartitionedModel, which runs all programs; or call it inside use_transport(...)",
+            remedy="call the PartitionedModel, which runs the programs of all ranks",
         )
-    return transport
+
+    torch.fx.node.has_side_effect(refuse)
+    return refuse
 
 
+@_communication
 def send(tensor: Tensor, destination: int, tag: int) -> None:
     """Start sending a tensor to a rank. The tag names the message: unique in a step between two ranks in one direction."""
-    current_transport().send(tensor, destination, tag)
 
 
+@_communication
 def receive(shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> Any:
     """Post the receive of a message; ``wait`` gives its tensor."""
-    return current_transport().receive(shape, dtype, source, tag)
 
 
+@_communication
 def all_reduce(tensors: Sequence[Tensor], group: tuple[int, ...], operation: Operation = "sum") -> Any:
     """Start reducing tensors over a group of ranks; ``wait`` gives the list of sums (or maxima, minima), bitwise the same on every rank."""
-    return current_transport().all_reduce(tensors, group, operation)
 
 
+@_communication
 def all_gather(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
     """Start concatenating tensors of a group of ranks, each along its dimension, in the group's order; ``wait`` gives the list.
 
     Args:
         sizes: size of each rank's tensor along that dimension.
     """
-    return current_transport().all_gather(tensors, dims, group, sizes)
 
 
+@_communication
 def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], sizes: Sizes | None = None) -> Any:
     """Start summing tensors over a group of ranks; ``wait`` gives the list of this rank's pieces of the sums.
 
@@ -191,9 +109,9 @@ def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[
         dims: for each tensor, the dimension that its sum is cut along.
         sizes: size of each rank's piece.
     """
-    return current_transport().reduce_scatter(tensors, dims, group, sizes)
 
 
+@_communication
 def all_to_all(
     tensors: Sequence[Tensor],
     split_dims: Sequence[int],
@@ -210,9 +128,9 @@ def all_to_all(
         split_sizes: size of the piece for each rank.
         concat_sizes: size of the piece from each rank, along ``concat_dims``.
     """
-    return current_transport().all_to_all(tensors, split_dims, concat_dims, group, split_sizes, concat_sizes)
 
 
+@_communication
 def halo_exchange(
     tensors: Sequence[Tensor],
     dims: Sequence[int],
@@ -229,36 +147,35 @@ def halo_exchange(
         wanted: for each tensor, the runs of elements that each rank reads (``passes.ir.comm.index_ranges``): ``"_1 0:9|7:16 _1"``.
         fill: the value of padding.
     """
-    return current_transport().halo_exchange(tensors, dims, group, owned, wanted, fill)
 
 
+@_communication
 def halo_add(
     tensors: Sequence[Tensor], dims: Sequence[int], group: tuple[int, ...], owned: Sequence[tuple[int, ...]], wanted: Sequence[str]
 ) -> Any:
     """Start returning gradients of the elements that ``halo_exchange`` fetched to their owners, which add them; ``wait`` gives the list."""
-    return current_transport().halo_add(tensors, dims, group, owned, wanted)
 
 
+@_communication
 def draw_alike(function: Callable[..., Any], group: tuple[int, ...], /, *arguments: Any, **keywords: Any) -> Any:
     """Call a function that draws random numbers: all ranks of a group call it, and get the numbers of the unpartitioned model.
 
     It does not communicate: the ranks have the same state of the generator (``share_random_state``).
     """
-    return current_transport().draw_alike(function, group, *arguments, **keywords)
 
 
+@_communication
 def share_random_state(group: tuple[int, ...], source: int, *, after_loss: bool = False) -> None:
     """Set the random generators of a group of ranks to the state of one of them, which is the model's from here on.
 
     Args:
         after_loss: whether the loss has drawn random numbers on that rank, and nothing draws after it.
     """
-    current_transport().share_random_state(group, source, after_loss=after_loss)
 
 
+@_communication
 def wait(pending: Any) -> Any:
     """Wait for a receive or a collective, and return its tensor or list of tensors."""
-    return current_transport().wait(pending)
 
 
 COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, halo_exchange, halo_add)
@@ -266,6 +183,3 @@ COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all, halo_exchange
 
 COMMUNICATION = (send, receive, *COLLECTIVES, wait)
 """Every function of this module that a program may call: kept by dead-code elimination."""
-
-for _function in (*COMMUNICATION, draw_alike, share_random_state):
-    torch.fx.node.has_side_effect(_function)
