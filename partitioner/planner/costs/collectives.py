@@ -364,7 +364,7 @@ def _decomposed_reductions(
                 n_reduced = n_reduced * sizes.axis(axis, ())
         operand = axes.operands[node.name][0]
         row_bytes = sizes.whole_along(operand, layouts.needs[node.name][0], index) / n_reduced  # one number for each row
-        if decomposition.single:
+        if decomposition.widened:
             row_bytes = row_bytes * max(SINGLE_BYTES // operand.meta["val"].dtype.itemsize, 1)
         for place, numbers in enumerate(decomposition.sends):
             yield (node.name, index, place), Exchange(node.name, row_bytes * numbers, name, "all_reduce", None)

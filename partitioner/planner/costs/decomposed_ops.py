@@ -1,7 +1,7 @@
 """Costs of decomposed ops: ops that reduce over a sharded axis, and run as local kernels and collectives.
 
 group_norm on one device    one kernel that reads twice and writes once
-sharded in space            sum | all_reduce | distances, squares, sum | all_reduce | normalize
+sharded in space            sum | all_reduce | variance | all_reduce | normalize
 
 ``passes.spmd.decompose`` lists the kernels of each decomposition, forward and backward.
 
@@ -106,10 +106,12 @@ and scores, or values of their size, where they are in memory."""
 def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decomposition, result: Size) -> OperationCost:
     """Return the cost of the kernels whose arguments the call has; ``result``: bytes of its result, the size of one pass."""
     kernels = _kernels_of(node, decomposition.kernels)
-    size = _single_bytes(result, cost.dtype)
+    converts_input = bool({"input", "self"} & set(decomposition.widened))
+    size = _single_bytes(result, cost.dtype) if converts_input else result
+    more = [decomposition.sums_of_half] if not converts_input and cost.dtype.itemsize < SINGLE_BYTES else []
     return dataclasses.replace(
         cost,
-        forward=_work(cost.forward, (each.forward for each in kernels), size),
+        forward=_work(cost.forward, (each.forward for each in (*kernels, *more)), size),
         backward_input=_work(cost.backward_input, (each.activation for each in kernels), size),
         backward_weight=_work(cost.backward_weight, (each.weight for each in kernels), size),
         keeps=cost.keeps + result * sum(each.keeps for each in kernels) if cost.saves else cost.keeps,
@@ -129,7 +131,7 @@ def _single_bytes(size: Size, dtype: torch.dtype) -> Size:
 
 def _with_more(cost: OperationCost, node: fx.Node, decomposition: Decomposition, size: Size) -> OperationCost:
     """Return the cost of an op with the kernels beside it; ``size``: bytes of one pass."""
-    kernels, one_pass = _kernels_of(node, decomposition.more), _single_bytes(size, cost.dtype) if decomposition.single else size
+    kernels, one_pass = _kernels_of(node, decomposition.more), _single_bytes(size, cost.dtype) if decomposition.widened else size
 
     def with_kernels(work: Work, each: Sequence[tuple[int, int]]) -> Work:
         launches, passes = (sum(numbers) for numbers in zip(*each, strict=True))

@@ -5,7 +5,7 @@ In the decompositions, ``write.call(aten.add.Tensor, a, b)`` emits a call, and `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,19 +76,27 @@ class ReductionWriter(PartWriter):
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
-    def in_single_precision(self, write: Callable[[ReductionWriter], fx.Node]) -> fx.Node:
-        """Compute in float32 with half-precision arguments, and round the result to their dtype, as torch's kernels do."""
+    def in_single_precision(self, write: Callable[[ReductionWriter], fx.Node], widened: Collection[str]) -> fx.Node:
+        """Compute in float32 with half-precision arguments, and round the result to their dtype, as torch's kernels do.
+
+        Args:
+            widened: the arguments that are converted.
+        """
         source = self.arguments["input"] if "input" in self.arguments else self.arguments["self"]
         dtype = source.meta["val"].dtype
         if dtype not in _HALF:
             return write(self)
         arguments = {
-            name: self.call(aten.to.dtype, value, torch.float32) if name in _WIDENED and _is_half(value) else value
+            name: self.in_float32(value) if name in widened and isinstance(value, fx.Node) else value
             for name, value in self.arguments.items()
         }
         result = write(replace(self, arguments=arguments))
         wanted = self.arguments.get("dtype") or dtype
         return result if result.meta["val"].dtype == wanted else self.call(aten.to.dtype, result, wanted)
+
+    def in_float32(self, value: fx.Node) -> fx.Node:
+        """Emit a conversion of a tensor to float32, if it is of half precision."""
+        return self.call(aten.to.dtype, value, torch.float32) if value.meta["val"].dtype in _HALF else value
 
     def rank(self, name: str) -> int:
         """Return the number of dimensions of an argument."""
@@ -136,11 +144,9 @@ class ReductionWriter(PartWriter):
         """Emit the product of the whole sizes of factors: the number of elements that the op reduces over."""
         return self.write_size(product(self.factors[name] for name in factors))
 
+    def own_count(self, *factors: str) -> Any:
+        """Emit the product of this rank's sizes of factors."""
+        return self.write_size(product(self.own[name] for name in factors))
+
 
 _HALF = (torch.bfloat16, torch.float16)
-_WIDENED = ("input", "self", "weight", "bias")
-"""Arguments that are converted to float32; stored statistics are written, and keep their dtype."""
-
-
-def _is_half(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.meta["val"].dtype in _HALF

@@ -1,8 +1,11 @@
 """Decompose normalisations whose statistics are over a sharded axis: add the sums of all ranks, then normalise each shard.
 
-mean = all_reduce(sum(x)) / n
-variance = all_reduce(sum((x - mean)^2)) / n             two small messages
-normalize(x, mean, variance, weight, bias, ...)          one kernel
+mean = all_reduce(sum(x)) / n                                              over n elements
+variance = all_reduce(m (var(x) + (sum(x) / m - mean)^2)) / n              over m elements of each rank (Chan et al., 1979)
+normalize(x, mean, variance, weight, bias, ...)
+
+Two small messages, and three kernels that read x and write nothing of its size but the result. Of half precision, the sums are those of a
+copy in float32, which lives no longer; ``normalize`` reads x itself, computes in float32 and rounds its result, as torch's kernels do.
 
 Autograd of these formulas would go back through the statistics, kernel after kernel over all of x. So ``normalize`` takes them as
 constants, and its backward contains their gradients. With s = 1 / sqrt(variance + eps), y = (x - mean) s, n elements that share statistics,
@@ -18,6 +21,7 @@ forward; in the backward one for the first term and all sums, one for the other 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,88 +37,104 @@ __all__ = ["batch_norm", "channel_statistics", "group_norm", "instance_norm", "l
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class _Statistics:
+    """The statistics of the whole, on every rank.
+
+    Attributes:
+        mean, variance: over ``count`` elements.
+        count: a number, or the node that computes it.
+    """
+
+    mean: fx.Node
+    variance: fx.Node
+    count: object
+
+
 def batch_norm(write: ReductionWriter) -> fx.Node:
     """Use the statistics of the whole batch, as on one device (SyncBatchNorm); update the running ones equally on every rank."""
-    x, count = write["input"], write.count(*(name for name in write.factors if name != "channels"))
-    mean, variance = _statistics(write, x, [dim for dim in range(write.rank("input")) if dim != 1], count)
+    x, summed = write["input"], [name for name in write.factors if name != "channels"]
+    statistics = _statistics(write, x, [dim for dim in range(write.rank("input")) if dim != 1], summed)
     if write["running_mean"] is not None:
-        unbiased = _unbiased(write, variance, count, write["running_mean"])
-        for name, new in (("running_mean", mean), ("running_var", unbiased)):
+        unbiased = _unbiased(write, statistics, write["running_mean"])
+        for name, new in (("running_mean", statistics.mean), ("running_var", unbiased)):
             stored, momentum = write[name], write["momentum"]
             decayed = write.call(aten.mul.Tensor, stored, 1.0 - momentum)
             write.call(aten.copy_.default, stored, write.call(aten.add.Tensor, decayed, write.call(aten.mul.Tensor, new, momentum)))
-    return _normalized(write, x, mean, variance, count)
+    return _normalized(write, x, statistics)
 
 
 def channel_statistics(write: ReductionWriter) -> fx.Node:
     """Use the mean and unbiased variance of the whole batch."""
-    x, count = write["input"], write.count(*(name for name in write.factors if name.startswith(("batch", "space"))))
-    mean, variance = _statistics(write, x, [dim for dim in range(write.rank("input")) if dim != 1], count)
-    return write.call(aten.stack.default, [mean, _unbiased(write, variance, count, mean)])
+    summed = [name for name in write.factors if name.startswith(("batch", "space"))]
+    statistics = _statistics(write, write["input"], [dim for dim in range(write.rank("input")) if dim != 1], summed)
+    return write.call(aten.stack.default, [statistics.mean, _unbiased(write, statistics, statistics.mean)])
 
 
 def group_norm(write: ReductionWriter) -> fx.Node:
     """Use statistics over the channels of a group and all of space; another mesh dimension may shard the groups."""
-    x, count = write["input"], write.count(*(name for name in write.factors if name not in ("batch", "groups")))
+    x, summed = write["input"], [name for name in write.factors if name not in ("batch", "groups")]
     grouped = write.call(aten.unflatten.int, x, 1, [-1, write.own.get("channels", 1)])
-    return _normalized(write, x, *_statistics(write, grouped, list(range(2, write.rank("input") + 1)), count), count)
+    return _normalized(write, x, _statistics(write, grouped, list(range(2, write.rank("input") + 1)), summed))
 
 
 def instance_norm(write: ReductionWriter) -> fx.Node:
     """Use statistics over all of space, for each channel of each image."""
-    x, count = write["input"], write.count(*(name for name in write.factors if name.startswith("space")))
-    return _normalized(write, x, *_statistics(write, x, list(range(2, write.rank("input"))), count), count)
+    x, summed = write["input"], [name for name in write.factors if name.startswith("space")]
+    return _normalized(write, x, _statistics(write, x, list(range(2, write.rank("input"))), summed))
 
 
 def layer_norm(write: ReductionWriter) -> fx.Node:
     """Use statistics over the last dimensions, which the weight has, too."""
-    x, count = _rows(write)
-    return _affine(write, _normalized(write, x, *_statistics(write, x, [2], count), count, weighted=False))
+    x, summed = _rows(write)
+    return _affine(write, _normalized(write, x, _statistics(write, x, [2], summed), weighted=False))
 
 
 def rms_norm(write: ReductionWriter) -> fx.Node:
     """Divide by the root of the mean square over the last dimensions: a variance around a mean of zero."""
-    x, count = _rows(write)
-    mean_square = _mean_square(write, write.call(aten.detach.default, x), [2], count)
-    zero = write.call(aten.zeros_like.default, mean_square)
-    return _affine(write, _normalized(write, x, zero, mean_square, count, weighted=False, centred=False))
+    x, summed = _rows(write)
+    count, detached = write.count(*summed), write.call(aten.detach.default, x)
+    squares = write.call(aten.sum.dim_IntList, write.call(aten.mul.Tensor, detached, detached), [2])
+    mean_square = write.call(aten.div.Tensor, write.total(squares), count)
+    around_zero = _Statistics(write.call(aten.zeros_like.default, mean_square), mean_square, count)
+    return _affine(write, _normalized(write, x, around_zero, weighted=False, centred=False))
 
 
-def _rows(write: ReductionWriter) -> tuple[fx.Node, object]:
-    """Return the input as (rows, 1, elements of a row), and the whole number of elements of a row."""
+def _rows(write: ReductionWriter) -> tuple[fx.Node, list[str]]:
+    """Return the input as (rows, 1, elements of a row), and the factors of the elements of a row."""
     n_last = len(write["normalized_shape"])
-    count = write.count(*(name for name in write.factors if name.startswith("features")))
     rows = write["input"] if n_last == 1 else write.call(aten.flatten.using_ints, write["input"], -n_last, -1)
     if write.rank("input") == n_last:
         rows = write.call(aten.unsqueeze.default, rows, 0)
     elif write.rank("input") - n_last > 1:
         rows = write.call(aten.flatten.using_ints, rows, 0, -2)
-    return write.call(aten.unsqueeze.default, rows, 1), count
+    return write.call(aten.unsqueeze.default, rows, 1), [name for name in write.factors if name.startswith("features")]
 
 
-def _statistics(write: ReductionWriter, x: fx.Node, dims: Sequence[int], count: object) -> tuple[fx.Node, fx.Node]:
-    """Write the mean and variance over all ranks, without gradients; the variance takes a second pass, with the mean of all ranks."""
-    x = write.call(aten.detach.default, x)
-    mean = write.call(aten.div.Tensor, write.total(write.call(aten.sum.dim_IntList, x, dims)), count)
-    broadcast = mean
-    for dim in dims:
-        broadcast = write.call(aten.unsqueeze.default, broadcast, dim)
-    return mean, _mean_square(write, write.call(aten.sub.Tensor, x, broadcast), dims, count)
+def _statistics(write: ReductionWriter, x: fx.Node, dims: Sequence[int], summed: Sequence[str]) -> _Statistics:
+    """Write the mean and variance over all ranks, without gradients, from those of each rank (Chan et al., 1979).
+
+    The second message has the squares around the mean of all ranks, which is known by then: differences of large sums would lose digits.
+
+    Args:
+        summed: the factors over which the statistics are.
+    """
+    x = write.in_float32(write.call(aten.detach.default, x))
+    count, own = write.count(*summed), write.own_count(*summed)
+    total = write.call(aten.sum.dim_IntList, x, dims)
+    mean = write.call(aten.div.Tensor, write.total(total), count)
+    distance = write.call(aten.sub.Tensor, write.call(aten.div.Tensor, total, own), mean)
+    variance = write.call(aten.var.correction, x, dims, correction=0)
+    squares = write.call(aten.mul.Tensor, write.call(aten.add.Tensor, variance, write.call(aten.mul.Tensor, distance, distance)), own)
+    return _Statistics(mean, write.call(aten.div.Tensor, write.total(squares), count), count)
 
 
-def _mean_square(write: ReductionWriter, x: fx.Node, dims: Sequence[int], count: object) -> fx.Node:
-    """Emit the mean of squares over all ranks."""
-    squares = write.call(aten.sum.dim_IntList, write.call(aten.mul.Tensor, x, x), dims)
-    return write.call(aten.div.Tensor, write.total(squares), count)
-
-
-def _normalized(
-    write: ReductionWriter, x: fx.Node, mean: fx.Node, variance: fx.Node, count: object, *, weighted: bool = True, centred: bool = True
-) -> fx.Node:
+def _normalized(write: ReductionWriter, x: fx.Node, statistics: _Statistics, *, weighted: bool = True, centred: bool = True) -> fx.Node:
     """Emit ``normalize`` of this rank's part; ``weighted``: with weight and bias; ``centred``: whether the mean is a statistic."""
     parameters = (write["weight"], write["bias"]) if weighted else (None, None)
     eps = write["eps"] if write["eps"] is not None else torch.finfo(x.meta["val"].dtype).eps
-    return write.call(normalize, x, mean, variance, *parameters, eps, count, [cut.over for cut in write.cuts], centred)
+    over = [cut.over for cut in write.cuts]
+    return write.call(normalize, x, statistics.mean, statistics.variance, *parameters, eps, statistics.count, over, centred)
 
 
 def _affine(write: ReductionWriter, rows: fx.Node) -> fx.Node:
@@ -126,12 +146,12 @@ def _affine(write: ReductionWriter, rows: fx.Node) -> fx.Node:
     return result if bias is None else write.call(aten.add.Tensor, result, bias)
 
 
-def _unbiased(write: ReductionWriter, variance: fx.Node, count: object, like: fx.Node) -> fx.Node:
+def _unbiased(write: ReductionWriter, statistics: _Statistics, like: fx.Node) -> fx.Node:
     """Emit ``variance * count / (count - 1)``, computed in the dtype of ``like``: with tensors, since the count may depend on the batch."""
     value = like.meta["val"]
-    numbers = [write.call(aten.scalar_tensor.default, count, dtype=value.dtype, device=value.device) for _ in range(2)]
+    numbers = [write.call(aten.scalar_tensor.default, statistics.count, dtype=value.dtype, device=value.device) for _ in range(2)]
     numbers[1] = write.call(aten.sub.Tensor, numbers[1], 1)
-    return write.call(aten.mul.Tensor, variance, write.call(aten.div.Tensor, *numbers))
+    return write.call(aten.mul.Tensor, statistics.variance, write.call(aten.div.Tensor, *numbers))
 
 
 # -- the operator normalize --------------------------------------------------------------------------------------------------------

@@ -52,11 +52,12 @@ class Decomposition:
         whole: arguments that every rank reads as Replicate, not Varying: stored statistics.
         allows: whether a call with such arguments can be decomposed.
         by_place: whether positions along the factor matter: a shard must then be a contiguous interval.
-        single: whether half precision is computed in float32, as in torch's kernels for sums of many terms.
+        widened: arguments that are converted from half precision to float32, as torch's kernels for sums of many terms do.
         sends: for each all_reduce of the forward, the number of statistics, each one number for each element of the other loops.
         returns: the same for the backward.
         kernels: the kernels run if an argument is given, ``""``: always; empty: those of the undecomposed op, and ``more``.
         more: the kernels run beside about those of the undecomposed op, in the same way.
+        sums_of_half: the kernels run besides for half precision, if the input is not converted: those of the sums' copy in float32.
         passes_over: the argument whose elements the passes of ``more`` read or write; empty: those of the result.
     """
 
@@ -66,16 +67,17 @@ class Decomposition:
     whole: tuple[str, ...] = ()
     allows: Callable[[Mapping[str, Any]], bool] = lambda _arguments: True
     by_place: bool = False
-    single: bool = False
+    widened: tuple[str, ...] = ()
     sends: tuple[int, ...] = (1, 1)
     returns: tuple[int, ...] = (2,)
     kernels: Mapping[str, Kernels] = field(default_factory=dict)
     more: Mapping[str, Kernels] = field(default_factory=dict)
+    sums_of_half: Kernels = Kernels()
     passes_over: str = ""
 
     def on_part(self, write: ReductionWriter) -> fx.Node:
         """Emit the decomposition for a rank's shard."""
-        return write.in_single_precision(self.write) if self.single else self.write(write)
+        return write.in_single_precision(self.write, self.widened) if self.widened else self.write(write)
 
 
 def _is_plain_lookup(arguments: Mapping[str, Any]) -> bool:
@@ -100,13 +102,22 @@ def takes_own_statistics(arguments: Mapping[str, Any]) -> bool:
 
 _STATISTICS = ("running_mean", "running_var")
 
-_NORMALIZED = Kernels((7, 9), (8, 8))
-"""Sum, mean, differences, squares, sum, variance, ``normalize``; backward: two kernels over the shard, their sum, and small ones."""
+_WEIGHTS = ("weight", "bias")
+"""Arguments of ``normalize`` that are converted; its input keeps its type, and its sums alone are of float32."""
+
+_OPERANDS = ("input", "self", *_WEIGHTS)
+"""Those of other decompositions. Stored statistics are written, and keep their dtype."""
+
+_NORMALIZED = Kernels((10, 4), (8, 8))
+"""Sum, variance, ``normalize`` and small kernels; backward: two kernels over the shard, their sum, and small ones."""
+
+_OF_A_COPY = Kernels((1, 5))
+"""A copy in float32 is written, and read twice instead of the input."""
 
 _OF_CHANNELS = {"": _NORMALIZED, "weight": Kernels(activation=(1, 0)), "running_mean": Kernels((14, 0))}
 """Running statistics are updated by many small kernels."""
 
-_OF_GROUPS = {"": Kernels((7, 9), (13, 8)), "weight": Kernels(activation=(2, 0), weight=(1, 0)), "bias": Kernels(weight=(1, 0))}
+_OF_GROUPS = {"": Kernels((10, 4), (13, 8)), "weight": Kernels(activation=(2, 0), weight=(1, 0)), "bias": Kernels(weight=(1, 0))}
 _OF_IMAGES = {**_OF_GROUPS, "": _NORMALIZED}
 
 _AFFINE = {"weight": Kernels((1, 2), (1, 2), (2, 4), keeps=1), "bias": Kernels((1, 2), weight=(1, 1))}
@@ -125,24 +136,32 @@ _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
         ("batch", "space"),
         whole=_STATISTICS,
         allows=lambda arguments: bool(arguments["training"]),
-        single=True,
+        widened=_WEIGHTS,
         kernels=_OF_CHANNELS,
+        sums_of_half=_OF_A_COPY,
     ),
     packet(channel_statistics): Decomposition(
-        norms.channel_statistics, ("batch", "space"), single=True, returns=(), kernels={"": Kernels((14, 9))}
+        norms.channel_statistics,
+        ("batch", "space"),
+        widened=_WEIGHTS,
+        returns=(),
+        kernels={"": Kernels((14, 2))},
+        sums_of_half=_OF_A_COPY,
     ),
-    aten.layer_norm: Decomposition(norms.layer_norm, ("features",), single=True, kernels=_OF_ROWS),
-    aten.rms_norm: Decomposition(norms.rms_norm, ("features",), single=True, sends=(1,), returns=(1,), kernels=_SCALED),
-    aten.group_norm: Decomposition(norms.group_norm, ("channels", "space"), single=True, kernels=_OF_GROUPS),
-    aten.instance_norm: Decomposition(norms.instance_norm, ("space",), allows=takes_own_statistics, single=True, kernels=_OF_IMAGES),
+    aten.layer_norm: Decomposition(norms.layer_norm, ("features",), widened=_OPERANDS, kernels=_OF_ROWS),
+    aten.rms_norm: Decomposition(norms.rms_norm, ("features",), widened=_OPERANDS, sends=(1,), returns=(1,), kernels=_SCALED),
+    aten.group_norm: Decomposition(norms.group_norm, ("channels", "space"), widened=_WEIGHTS, kernels=_OF_GROUPS, sums_of_half=_OF_A_COPY),
+    aten.instance_norm: Decomposition(
+        norms.instance_norm, ("space",), allows=takes_own_statistics, widened=_WEIGHTS, kernels=_OF_IMAGES, sums_of_half=_OF_A_COPY
+    ),
     aten.embedding: Decomposition(
         embedding, ("vocab",), gives="sum", allows=_is_plain_lookup, by_place=True, sends=(), returns=(), more=_OF_LOOKUP
     ),
     packet(grouped_mm): Decomposition(grouped_product, ("experts",), gives="sum", by_place=True, sends=(), returns=()),
-    aten.softmax: Decomposition(softmax, ("dim",), single=True, returns=(1,)),
-    aten.log_softmax: Decomposition(log_softmax, ("dim",), single=True, returns=(1,)),
-    aten._softmax: Decomposition(softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
-    aten._log_softmax: Decomposition(log_softmax, ("dim",), single=True, returns=(1,)),  # noqa: SLF001
+    aten.softmax: Decomposition(softmax, ("dim",), widened=_OPERANDS, returns=(1,)),
+    aten.log_softmax: Decomposition(log_softmax, ("dim",), widened=_OPERANDS, returns=(1,)),
+    aten._softmax: Decomposition(softmax, ("dim",), widened=_OPERANDS, returns=(1,)),  # noqa: SLF001
+    aten._log_softmax: Decomposition(log_softmax, ("dim",), widened=_OPERANDS, returns=(1,)),  # noqa: SLF001
     aten.scaled_dot_product_attention: Decomposition(
         causal_attention, ("queries",), allows=_is_without_dropout, by_place=True, sends=(), returns=()
     ),
@@ -151,7 +170,7 @@ _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
         ("classes",),
         allows=_has_class_targets,
         by_place=True,
-        single=True,
+        widened=_OPERANDS,
         sends=(1, 1, 1),
         returns=(),
         more=_OF_CLASSES,

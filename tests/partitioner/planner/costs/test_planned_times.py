@@ -187,7 +187,7 @@ WRITTEN_OUT: Mapping[str, Callable[[], tuple[nn.Module, Tensor, Mapping[str, int
 
 @pytest.mark.parametrize("name", all_but(("batch",), WRITTEN_OUT))
 def test_norms_over_what_is_cut_are_priced_as_they_run(name: str) -> None:
-    """Such a norm is seven kernels forward and more back, and goes over its part twice as often as one kernel does."""
+    """Such a norm is ten kernels forward and more back; one kernel reads twice and writes once."""
     with torch.device("meta"):
         model, x, mode, constraints = WRITTEN_OUT[name]()
     pm = partition(model, 2, mode, example_inputs=(x,), cluster="l4:1x2", constraints=constraints, training=True, progress=False)
