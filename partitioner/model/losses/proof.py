@@ -199,9 +199,14 @@ def _nodes_read(traced: ModelGraph) -> frozenset[str]:
 def _counted_results(model: ModelGraph, graph: ModelGraph) -> frozenset[str]:
     """Return the means that a rank's ``graph`` returns where the model computes them from a mean over targets that are not ignored."""
     nodes, counted = {node.name: node for node in model.graph.nodes}, set(counted_means(model))
-    pairs = zip(model.loss_results, graph.loss_results, strict=True)
-    means = [(nodes[whole.node], own.node) for whole, own in pairs if own.combine == "mean" and own.node and whole.node]
-    return frozenset(own for whole, own in means if counted & set(with_ancestors([whole])))
+    results = _by_place(graph)
+    means = [(whole.node, results[place]) for place, whole in _by_place(model).items() if whole.combine == "mean" and place in results]
+    return frozenset(own.node for node, own in means if node and own.node and counted & set(with_ancestors([nodes[node]])))
+
+
+def _by_place(graph: ModelGraph) -> dict[object, Output]:
+    """Return the results that a loss may read, by their index among the leaves, or by the attribute that has them."""
+    return {index if output.destination is None else output.destination: output for index, output in enumerate(graph.loss_results)}
 
 
 class _Loss(nn.Module):
