@@ -129,7 +129,11 @@ class Device:
         """FLOP/s that large matrix products of this dtype reach."""
         name = str(dtype).removeprefix("torch.")
         name = {"complex64": "float32", "complex128": "float64"}.get(name, name)
-        return self.peak_flops.get(name, min(self.peak_flops.values())) * self.compute_efficiency
+        return self.peak(name) * self.compute_efficiency
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of the data sheet for the name of a dtype."""
+        return self.peak_flops.get(dtype, min(self.peak_flops.values()))
 
     @property
     def bandwidth(self) -> float:

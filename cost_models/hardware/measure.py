@@ -27,7 +27,7 @@ from cost_models.hardware.devices import Device, Link
 from cost_models.hardware.timer import median_seconds
 from passes.ir.comm.backends import GATHERED_BYTES
 
-__all__ = ["Measuring", "gloo_link", "measure_machine"]
+__all__ = ["Measuring", "gloo_link", "measure_machine", "processor_name"]
 
 Measuring = Callable[[str], None]
 """Called with the name of the next measurement."""
@@ -67,7 +67,7 @@ def measure_machine(device: torch.device, tell: Measuring) -> tuple[Device, Link
     tell("messages")
     link = _gpu_link(device) if device.type == "cuda" and torch.cuda.device_count() > 1 else _measured_gloo_link()
     found = Device(
-        name=_name(device),
+        name=processor_name(device),
         peak_flops=flops,
         memory_bytes=_memory(device),
         memory_bandwidth=bandwidth,
@@ -104,7 +104,8 @@ def _memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**33
 
 
-def _name(device: torch.device) -> str:
+def processor_name(device: torch.device) -> str:
+    """Return the name of the GPU or CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 

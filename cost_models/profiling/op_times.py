@@ -9,7 +9,6 @@ All three are a ``CostModel``: ``partition(..., cost_model=MeasuredCosts("times.
 
 from __future__ import annotations
 
-import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from cost_models.cost_model import Roofline
 from cost_models.hardware.devices import Device, Link, parse_device
+from cost_models.hardware.measure import processor_name
 from cost_models.hardware.timer import median_seconds
 from cost_models.ops.call import arguments_with
 from cost_models.ops.cost import call_work
@@ -117,8 +117,7 @@ class MeasuredCosts:
 
 def machine_name(device: torch.device) -> str:
     """Return the key of the machine under which times are stored: device, threads and torch version."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.processor() or platform.machine()}"
-    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{processor_name(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Calls:
         return [(key, f"input {names[key]}", tensor) for key, tensor in inputs.tensors.items()] + self._named_state()
 
     def _named_state(self) -> list[tuple[str, str, Tensor]]:
-        names = {**self._graph.parameters, **self._graph.buffers}
+        names = self._graph.weights
         return [(key, names[key], tensor) for key, tensors in self._state.originals().items() for tensor in tensors]
 
     def discarding_gradients(self) -> AbstractContextManager[None]:

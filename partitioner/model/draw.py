@@ -96,7 +96,7 @@ def draw_weight(pm: PartitionedModel, name: str) -> WeightDrawing:
     """
     explained = pm.explained()
     graph = explained.graph
-    tensors = {**graph.parameters, **graph.buffers}
+    tensors = graph.weights
     by_name = {original: placeholder for placeholder, original in tensors.items()}
     placeholder = by_name.get(graph.aliases.get(name, name))
     if placeholder is None:

@@ -113,7 +113,7 @@ class PlanCuts:
         placeholders = (*graph.parameters, *graph.buffers, *graph.constants)
         readers = {name: [rank for rank, names in read_by.items() if name in names] for name in placeholders}
         readers_of_module: defaultdict[str, set[int]] = defaultdict(set)
-        for name, path in (*graph.parameters.items(), *graph.buffers.items()):
+        for name, path in graph.weights.items():
             readers_of_module[path.rpartition(".")[0]].update(readers[name])
         beside = {name: sorted(readers_of_module[path.rpartition(".")[0]]) for name, path in graph.buffers.items()}
         near = self._ranks_near(read_by_stage, positions)

@@ -138,8 +138,8 @@ def stored_as_in(
     Raises:
         ConfigError: a sharded parameter has other axes in the other trace.
     """
-    old = {name: placeholder for placeholder, name in (*before.parameters.items(), *before.buffers.items())}
-    same = {placeholder: old[name] for placeholder, name in (*after.parameters.items(), *after.buffers.items())}
+    old = {name: placeholder for placeholder, name in before.weights.items()}
+    same = {placeholder: old[name] for placeholder, name in after.weights.items()}
     axes = find_axes_to_cut(after, like.mesh)
     moved: list[dict[str, StoredShards]] = []
     for cut, shards in zip(like.of_places, like.stored.of_places, strict=True):
@@ -149,7 +149,7 @@ def stored_as_in(
             for shard in filter(None, stored):
                 of_dimension = axes.of(placeholder)[shard.dimension]
                 if shard.index_in([axes.sizes[axis] for axis in of_dimension], axes.segments_of(of_dimension)) is None:
-                    raise _lacks_axis({**after.parameters, **after.buffers}[placeholder])
+                    raise _lacks_axis(after.weights[placeholder])
         moved[-1].update(dict.fromkeys(after.constants, whole))
     known = {placeholder: holders[name] for placeholder, name in after.parameters.items() if holders and name in holders}
     return StoredLayouts(tuple(moved), known)

@@ -248,5 +248,5 @@ def weights_digest(graph: ModelGraph) -> str:
     It leaves out nodes: a model has fewer nodes in evaluation, and a plan that was made in training still fits.
     """
     shapes = {node.name: tuple(node.meta["val"].shape) for node in graph.graph.nodes if node.op == "placeholder" and node.name != "batch"}
-    weights = sorted((name, str(shapes.get(key))) for key, name in (*graph.parameters.items(), *graph.buffers.items()))
+    weights = sorted((name, str(shapes.get(key))) for key, name in graph.weights.items())
     return hashlib.sha256(repr((weights, sorted(graph.aliases.items()))).encode()).hexdigest()[:16]

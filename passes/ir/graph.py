@@ -347,6 +347,11 @@ class ModelGraph:
         return self.module.graph
 
     @property
+    def weights(self) -> dict[str, str]:
+        """Placeholder of a parameter or buffer -> its original name."""
+        return {**self.parameters, **self.buffers}
+
+    @property
     def resident(self) -> tuple[str, ...]:
         """The placeholders of resident inputs."""
         return tuple(leaf.placeholder for leaf in self.inputs if leaf.resident and leaf.placeholder is not None)

@@ -99,6 +99,11 @@ class Mesh:
         """Return the number of ranks."""
         return len(self._coordinates) if self.widths else math.prod(size for _, size in self.dimensions)
 
+    @property
+    def n_row_parts(self) -> int:
+        """Return the number of parts into which the mesh shards the batch."""
+        return math.prod(size for name, size in self.dimensions if name in ROWS)
+
     def length(self, name: str) -> int:
         """Return the size of a dimension; 1 if the mesh does not have it."""
         return dict(self.dimensions).get(name, 1)

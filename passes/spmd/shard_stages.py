@@ -116,7 +116,7 @@ def _placement(graph: ModelGraph, axes: Axes, name: str, shard: StoredShard | No
     if index is None:
         sizes = ", ".join(f"{name} {size}" for name, size in graph.open_sizes.items())
         raise ConfigError(
-            f"{ {**graph.parameters, **graph.buffers}.get(name, name) } is stored in parts of its dimension {shard.dimension} that "
+            f"{graph.weights.get(name, name)} is stored in parts of its dimension {shard.dimension} that "
             f"the model does not compute with for {sizes or 'these inputs'}",
             remedy="partition the model again with example inputs of these sizes, and load pm.full_state_dict() into it",
         )

@@ -41,12 +41,8 @@ def utilization(flops: Mapping[torch.dtype, float], cluster: Cluster, n_devices:
     if not flops or not step_time:
         return None
     used = cluster.devices[:n_devices]
-    peaks = {dtype: sum(_peak(device.peak_flops, dtype) for device in used) for dtype in flops}
+    peaks = {dtype: sum(device.peak(str(dtype).removeprefix("torch.")) for device in used) for dtype in flops}
     return sum(count / peaks[dtype] for dtype, count in flops.items()) / step_time
-
-
-def _peak(rates: Mapping[str, float], dtype: torch.dtype) -> float:
-    return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
 
 
 def tokens_of_sample(made: FactoryResult) -> int | None:

@@ -25,7 +25,7 @@ class ViewsOfCalls:
     def __init__(self, graph: ModelGraph) -> None:
         placeholders = [leaf.placeholder for leaf in graph.inputs if leaf.placeholder is not None]
         self._views = returned_views(graph.graph, placeholders)
-        names = {**graph.parameters, **graph.buffers}
+        names = graph.weights
         self._of_state = {each: names.get(root, root) for each, root in views_of_state(graph.graph, placeholders).items()}
         self._copies: list[tuple[str, Tensor, int | None]] = []
         self._written = {output.node: placeholder for placeholder, output in graph.writes.items()}

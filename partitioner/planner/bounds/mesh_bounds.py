@@ -138,7 +138,7 @@ class MeshBounds:
         It is the larger of the work of an average rank, and of the path of one microbatch through all stages at the largest degree.
         Collectives are left out: their sizes depend on which stage has which layer.
         """
-        rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
+        rows = mesh.n_row_parts
         own_rows, n_ranks, widest = -(-self._whole.batch_size // rows), sum(mesh.widths), max(mesh.widths)
         n_stages = len(replicas) or len(mesh.widths)
         if self._fixed * (rows if "data" in mesh.names else 1) > self._limit or n_stages > self._n_units:

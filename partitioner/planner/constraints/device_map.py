@@ -117,7 +117,7 @@ def _entry_of(path: str, entries: Mapping[str, int]) -> str | None:
 def _tensors(graph: ModelGraph, ranks: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Return entry -> the first names of its parameters and buffers, and the bytes of each."""
     values = {node.name: node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")}
-    held = {**graph.parameters, **graph.buffers}
+    held = graph.weights
     sizes = {name: bytes_of(values[placeholder], graph.batch, graph.batch_size) for placeholder, name in held.items()}
     tensors: dict[str, dict[str, int]] = {name: {} for name in ranks}
     for name in (*held.values(), *graph.aliases):

@@ -143,17 +143,13 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     return dataclasses.replace(
         max(kinds, key=lambda device: device.launch_overhead),
         name=" or ".join(device.name for device in kinds),
-        peak_flops={name: min(_peak(device, name) * device.compute_efficiency for device in kinds) for name in types},
+        peak_flops={name: min(device.peak(name) * device.compute_efficiency for device in kinds) for name in types},
         memory_bytes=min(device.memory_bytes for device in kinds),
         memory_bandwidth=min(device.bandwidth for device in kinds),
         launch_overhead=max(device.launch_overhead for device in kinds),
         compute_efficiency=1.0,
         bandwidth_efficiency=1.0,
     )
-
-
-def _peak(device: Device, dtype: str) -> float:
-    return device.peak_flops.get(dtype, min(device.peak_flops.values()))
 
 
 # -- speed of compute and communication --------------------------------------------------------------------------------------------

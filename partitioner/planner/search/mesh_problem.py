@@ -122,7 +122,7 @@ class MeshProblem:
     @property
     def batch_size(self) -> int:
         """Samples of the whole batch."""
-        return self.part.graph.batch_size * self.part.n_row_parts
+        return self.part.graph.batch_size * self.part.cutting.n_row_parts
 
     @property
     def place_of_rank(self) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ batch are tried if links differ. ``"zero2"`` has the layouts of ``"zero1"`` and 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -28,7 +27,7 @@ from partitioner.schedules.catalog import SCHEDULES, find_schedule
 from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import ROWS, STAGES, TILE, WIDTH, Mesh
+from passes.ir.mesh import STAGES, TILE, WIDTH, Mesh
 
 __all__ = [
     "allowed_shapes",
@@ -139,8 +138,7 @@ def _most_replicas(graph: ModelGraph, cluster: Cluster, request: PlanRequest, me
         return 1
     if graph.mixing or written_buffers(graph):
         return 1
-    rows = math.prod(size for name, size in mesh.dimensions if name in ROWS)
-    return max(microbatch_choices(replace(graph, batch_size=-(-graph.batch_size // rows)), request, stages_length(mesh)))
+    return max(microbatch_choices(replace(graph, batch_size=-(-graph.batch_size // mesh.n_row_parts)), request, stages_length(mesh)))
 
 
 def allowed_widths(graph: ModelGraph, cluster: Cluster, request: PlanRequest, mesh: Mesh) -> Iterator[tuple[Mesh, tuple[int, ...]]]:

@@ -298,9 +298,8 @@ class CuttableModel:
 
     def _may_shard_batch_unevenly(self, cutting: Mesh) -> bool:
         """Return whether the batch could be sharded unevenly, as any other axis, in a graph with a fixed batch size."""
-        rows = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
         one_microbatch = self._request.mode in ("model", "auto") and self._request.n_microbatches in (None, 1)
-        return self._whole.batch is not None and one_microbatch and self._whole.batch_size % rows == 0
+        return self._whole.batch is not None and one_microbatch and self._whole.batch_size % cutting.n_row_parts == 0
 
     def _may_shard_weights_over_data(self, cutting: Mesh) -> bool:
         """Return whether the data dimension would shard any axis besides the batch."""
@@ -451,8 +450,7 @@ def _shards_rows_and_space(mesh: Mesh) -> tuple[bool, bool]:
 
 def _check_groups_of_rows(graph: ModelGraph, axes: Axes, batch: tuple[int, ...], cutting: Mesh) -> None:
     """Raise ConfigError where the model keeps rows together, ``x.reshape(3, 4, -1)`` of 12 rows, in groups that the ranks do not divide."""
-    parts = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
-    rows = graph.batch_size
+    parts, rows = cutting.n_row_parts, graph.batch_size
     for size in (axes.sizes[axis] for axis in batch):
         if isinstance(size, int) and size % parts:
             raise ConfigError(
@@ -463,8 +461,7 @@ def _check_groups_of_rows(graph: ModelGraph, axes: Axes, batch: tuple[int, ...],
 
 def _with_divisible_batch(graph: ModelGraph, cutting: Mesh) -> ModelGraph:
     """Return the graph with a batch size that the mesh divides: a symbolic batch is rounded up, a fixed one must be divisible."""
-    parts = math.prod(cutting.length(name) for name in cutting.names if name in ROWS)
-    rows = graph.batch_size
+    parts, rows = cutting.n_row_parts, graph.batch_size
     if rows % parts == 0:
         return graph
     if graph.batch is None:

@@ -8,7 +8,6 @@ Links are no part of it: ``ModelPart.prices`` takes them, so that one shard serv
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,11 +88,6 @@ class ModelPart:
     def points(self) -> CutPoints:
         """The units of the whole model, between which stages may be cut."""
         return self.source.points if self.source.unfolding is None else self.source.unfolding.points
-
-    @property
-    def n_row_parts(self) -> int:
-        """The number of shards of the batch."""
-        return math.prod(self.cutting.length(name) for name in self.cutting.names if name in ROWS)
 
     def prices(
         self,
@@ -188,7 +182,7 @@ def cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> Mo
     if key not in source.known_parts:
         source.known_parts[key] = _cut_part(source, batch_size, axes, cut)
     part = source.known_parts[key]
-    own_rows = -(-batch_size // part.n_row_parts)
+    own_rows = -(-batch_size // part.cutting.n_row_parts)
     return part if part.batch_size == own_rows else dataclasses.replace(part, batch_size=own_rows)
 
 
@@ -199,8 +193,7 @@ def _cut_part(source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> M
     cost = with_decompositions(cost, source.graph, axes, layouts, sizes)
     folded_sums = find_gradient_sums(layouts, cost.bytes, cost.gradients, source.sent)
     sums = tuple(dataclasses.replace(each, parameter=name) for each in folded_sums for name in source.copies(each.parameter))
-    n_row_parts = math.prod(cut.mesh.length(name) for name in cut.mesh.names if name in ROWS)
-    return ModelPart(source, -(-batch_size // n_row_parts), cost, cut.mesh, sums, layouts, axes, sizes)
+    return ModelPart(source, -(-batch_size // cut.mesh.n_row_parts), cost, cut.mesh, sums, layouts, axes, sizes)
 
 
 def axis_cut(

@@ -181,7 +181,7 @@ def submesh_parts(cut: MeshCut, mesh: Mesh, batchnorm: str, links: LinkTable) ->
             parts[width] = cut.part
         else:
             own = axis_cut(cutting, {name: cut.assigned[name] for name in cutting.names}, batchnorm, cut.halos, cut.attention)
-            rows = cut.part.batch_size * cut.part.n_row_parts
+            rows = cut.part.batch_size * cut.part.cutting.n_row_parts
             parts[width] = cut_part(cut.part.source, rows, cut.axes, own)
         place = mesh.widths.index(width if width in mesh.widths else max(mesh.widths))
         at_place = links.at(mesh, place)

@@ -116,7 +116,7 @@ def _walk(run: _Check, inputs: BoundInputs, n_microbatches: int) -> NodeWalk:
     """Compare node by node: the model's graph on the whole batch with the graphs of the stages."""
     _, whole = run.subject.with_microbatches(1).sharded_for(inputs.batch, in_parts=False)
     _, sharded = run.partitioned.sharded_for(inputs.batch, in_parts=False)
-    originals = {**run.graph.parameters, **run.graph.buffers}
+    originals = run.graph.weights
     tensors = {**{name: run.tensors[original] for name, original in originals.items()}, **run.graph.constants}
     if sharded.cut.is_cut:
         return walk_mesh(sharded.cut, sharded.stages, tensors, inputs.tensors, inputs.batch, SEED)

@@ -82,12 +82,12 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
     Raises:
         ConfigError: a rank reads another block than it holds, or the trace writes to a parameter that the first one does not write to.
     """
-    before = {name: placeholder for placeholder, name in (*state.graph.parameters.items(), *state.graph.buffers.items())}
-    old = {placeholder: before[name] for placeholder, name in (*graph.parameters.items(), *graph.buffers.items()) if name in before}
+    before = {name: placeholder for placeholder, name in state.graph.weights.items()}
+    old = {placeholder: before[name] for placeholder, name in graph.weights.items() if name in before}
     read = {node.name for node in graph.graph.nodes if node.op == "placeholder" and node.users}
     elsewhere = {
-        placeholder: {**graph.parameters, **graph.buffers}[placeholder]
-        for placeholder in (*graph.parameters, *graph.buffers)
+        placeholder: name
+        for placeholder, name in graph.weights.items()
         for rank, block in blocks[placeholder].items()
         if placeholder in read and (placeholder not in old or state.blocks[old[placeholder]].get(rank) != block)
     }

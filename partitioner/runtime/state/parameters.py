@@ -397,7 +397,7 @@ class State:
     @property
     def on_meta(self) -> list[str]:
         """Return the names of this process's tensors on the meta device, which have no values yet."""
-        names = {**self.graph.parameters, **self.graph.buffers}
+        names = self.graph.weights
         return sorted({names.get(key, key) for tensors in self.by_rank.values() for key, tensor in tensors.items() if tensor.is_meta})
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partitioner.runtime.base import Runtime
+from partitioner.runtime.state.optimizers.named_groups import options_of
 from partitioner.runtime.state.optimizers.owner_plan import OwnedParameter, OwnerPlan, Sharded, choose_owners, update_cost
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, model_of
 from partitioner.runtime.state.optimizers.update_check import reads_of, register_optimizer
@@ -234,7 +235,7 @@ class OwnerOptimizer(WholeStateOptimizer):
         group = self.param_groups[number]
         empty = {id(parameter) for parameter in self._state_of_model.stand_in}
         chosen = [self._whole_of.get(id(each), each) for each in group["params"] if id(each) not in empty]
-        return {**_options(group), "params": [each for each in chosen if each is not None]}
+        return {**options_of(group), "params": [each for each in chosen if each is not None]}
 
     # -- a step --------------------------------------------------------------------------------------------------------------------
 
@@ -354,7 +355,7 @@ class OwnerOptimizer(WholeStateOptimizer):
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             shard_of = {id(self._whole_of.get(id(each), each)): each for each in own["params"]}
             count = len(inner["params"])
-            groups.append({**_options(own), "params": list(range(number, number + count))})
+            groups.append({**options_of(own), "params": list(range(number, number + count))})
             for whole in inner["params"]:
                 entries = self.state.get(shard_of[id(whole)])
                 if entries:
@@ -459,11 +460,7 @@ def _model(listed: Sequence[Tensor], model: Any) -> OptimizerStates:
     return found
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
 def _copy_options(source: Optimizer, target: Optimizer) -> None:
     """Copy the options of all groups: schedulers set those of one optimizer, and a step may set those of the other."""
     for given, taken in zip(source.param_groups, target.param_groups, strict=True):
-        taken.update(_options(given))
+        taken.update(options_of(given))
