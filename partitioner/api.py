@@ -46,7 +46,7 @@ from partitioner.tracing.restore import Structure
 from partitioner.tracing.traced_model import trace_model
 from passes.graph.equivalence import graph_digest
 from passes.graph.lazy_graph_module import gc_paused
-from passes.ir.checked_arguments import checked_arguments
+from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import PartitionWarning, level_of_caller
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.mesh import Mesh

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from passes.ir.checked_arguments import check_fields
+from passes.ir.arguments.checked import check_fields
 from passes.ir.errors import ConfigError
 
 __all__ = ["MOST_DEVICES", "SAME_DEVICE", "Device", "Level", "Link", "check", "check_count", "parse_device"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from passes.ir.checked_arguments import described
+from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError
 
 __all__ = ["enough_bytes", "format_bytes", "format_flops", "format_seconds", "parse_bytes"]

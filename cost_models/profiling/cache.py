@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from passes.ir.checked_arguments import conform
+from passes.ir.arguments.conform import conform
 from passes.ir.errors import ConfigError
 from passes.rules.call import Call
 

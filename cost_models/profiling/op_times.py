@@ -30,7 +30,7 @@ from cost_models.ops.work import Family, Gradients, Work
 from cost_models.profiling.cache import MeasurementStore
 from cost_models.profiling.drift import Paces
 from cost_models.profiling.kernels import Kernels, kernels_of
-from passes.ir.checked_arguments import checked_arguments, read_by
+from passes.ir.arguments.checked import checked_arguments, read_by
 from passes.ir.tensor_spec import TensorSpec
 from passes.rules.call import Call, tensors_in
 

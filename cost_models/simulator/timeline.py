@@ -24,7 +24,7 @@ from cost_models.simulator.events import Slice
 from cost_models.simulator.memory import MemoryCurve
 from cost_models.svg import Colour, document, palette
 from cost_models.text_files import write_text
-from passes.ir.checked_arguments import checked_arguments
+from passes.ir.arguments.checked import checked_arguments
 
 __all__ = ["Timeline"]
 

@@ -19,7 +19,7 @@ from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.dot import dot_text
 from partitioner.reports.pictures.held import held_blocks
 from partitioner.reports.pictures.partition_diagram import partition_diagram
-from passes.ir.checked_arguments import at_least, checked_arguments
+from passes.ir.arguments.checked import at_least, checked_arguments
 from passes.ir.errors import ConfigError
 
 __all__ = ["Drawing", "WeightDrawing", "draw", "draw_weight"]

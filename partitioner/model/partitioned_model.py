@@ -32,7 +32,7 @@ from partitioner.specialize.make_trace import modes_of
 from partitioner.specialize.trace import Trace
 from partitioner.specialize.traces import Match
 from passes.emit.programs import LossReduction
-from passes.ir.checked_arguments import checked_arguments
+from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import TraceError
 
 __all__ = ["PartitionedModel"]

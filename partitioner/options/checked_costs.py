@@ -11,7 +11,7 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.hardware.clusters import Device, Link
 from cost_models.ops.work import Work
 from cost_models.profiling.op_times import Calibrated, MeasuredCosts
-from passes.ir.checked_arguments import conform
+from passes.ir.arguments.conform import conform
 from passes.ir.errors import ConfigError
 
 __all__ = ["CheckedCosts", "checked_costs"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from partitioner.options.mode import dimension_named
-from passes.ir.checked_arguments import check_fields, one_of
+from passes.ir.arguments.checked import check_fields, one_of
 from passes.ir.comm.halo_strategy import HaloStrategy
 from passes.ir.mesh import SEQUENCE, TILE
 from passes.ir.plan import ATTENTION

@@ -16,7 +16,7 @@ from torch import Tensor
 from partitioner.options.batch_rows import RowParts
 from partitioner.tracing.inputs.batch_dims import no_batch_remedy
 from partitioner.tracing.inputs.flatten import check_dense
-from passes.ir.checked_arguments import described
+from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.graph import Input, ModelGraph, Results
 from passes.ir.program import at_batch

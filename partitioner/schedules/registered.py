@@ -17,7 +17,7 @@ from partitioner.schedules.catalog import SCHEDULES, add_schedule, find_schedule
 from partitioner.schedules.clocks.clock import run_on_clock
 from partitioner.schedules.kind import ScheduleKind
 from partitioner.schedules.pattern import Move, Rank, numbered
-from passes.ir.checked_arguments import at_least, checked_arguments
+from passes.ir.arguments.checked import at_least, checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import ActionKind, Schedule
 

@@ -28,7 +28,7 @@ from partitioner.specialize.make_trace import requiring_in_trace, trace_for, tra
 from partitioner.specialize.signature import Call, Signature, call_of
 from partitioner.specialize.trace import Trace, Tracing
 from passes.graph.equivalence import graph_digest
-from passes.ir.checked_arguments import described
+from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError, PartitionWarning, TraceError, level_of_caller
 from passes.ir.graph import Autocast, Input
 from passes.ir.torch_private import pytree

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from passes.ir.checked_arguments import check_fields, conform
+from passes.ir.arguments.checked import check_fields
+from passes.ir.arguments.conform import conform
 from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, SEQUENCE, STAGES, TILES, WIDTH, Mesh

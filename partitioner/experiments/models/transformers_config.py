@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.text_files import read_text
-from passes.ir.checked_arguments import at_least, checked_arguments
+from passes.ir.arguments.checked import at_least, checked_arguments
 from passes.ir.errors import ConfigError
 
 __all__ = ["transformers_model"]

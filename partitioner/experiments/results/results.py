@@ -20,7 +20,7 @@ from partitioner.experiments.results.plots import PLOTS
 from partitioner.experiments.results.row import FACTS, NUMBERS, RATES, Row
 from partitioner.reports.pictures.chart import Picture
 from partitioner.reports.tables.table import align, html_table
-from passes.ir.checked_arguments import checked_arguments
+from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 

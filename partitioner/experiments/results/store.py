@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from partitioner.experiments.results.row import NUMBERS, RATES, Row
-from passes.ir.checked_arguments import conform
+from passes.ir.arguments.conform import conform
 from passes.ir.errors import ConfigError
 
 __all__ = ["Store"]

@@ -32,7 +32,7 @@ from partitioner.experiments.run.workers import InProcess, WorkerProcesses, can_
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.devices import hardware_of, resolve_devices
 from partitioner.options.progress import ProgressBar
-from passes.ir.checked_arguments import at_least, checked_arguments, each_of, more_than
+from passes.ir.arguments.checked import at_least, checked_arguments, each_of, more_than
 from passes.ir.errors import ConfigError
 
 __all__ = ["Clusters", "Modes", "sweep"]

@@ -14,7 +14,7 @@ from typing import Any
 from partitioner.api import partition
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.constraints import Constraints
-from passes.ir.checked_arguments import conform, hints_of
+from passes.ir.arguments.conform import conform, hints_of
 from passes.ir.errors import ConfigError
 
 __all__ = ["GRID", "NOT_IN_SWEEPS", "OF_TRACE", "option_grid", "option_names", "read_options"]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from partitioner.model.generation.cached_forward import cache_name, language_model
 from partitioner.model.generation.decoder import Decoder, Decoding
 from partitioner.specialize.trace import Trace
-from passes.ir.checked_arguments import described
+from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError, PartitionError
 
 __all__ = ["generate", "most_positions"]

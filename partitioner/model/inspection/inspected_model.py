@@ -33,7 +33,7 @@ from partitioner.specialize.sharded_model import ShardedModel
 from partitioner.specialize.trace import Trace
 from partitioner.specialize.traces import Traces
 from passes.graph.lazy_graph_module import gc_paused
-from passes.ir.checked_arguments import checked_arguments
+from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 from passes.ir.program import Program

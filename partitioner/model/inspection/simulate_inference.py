@@ -23,7 +23,7 @@ from partitioner.model.inspection.simulate import machine_of
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.runtime.executor import ProgramSet
 from partitioner.specialize.trace import Trace
-from passes.ir.checked_arguments import Rule, at_least, each_of
+from passes.ir.arguments.checked import Rule, at_least, each_of
 from passes.ir.errors import ConfigError
 
 __all__ = ["INFERENCE_EXAMPLES", "INFERENCE_VALUES", "InferenceTable", "SimulatedBatch", "simulate_inference"]

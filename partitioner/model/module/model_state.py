@@ -19,7 +19,7 @@ from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_t
 from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, attach_hooks
 from partitioner.specialize.trace import Trace
-from passes.ir.checked_arguments import at_least, checked_arguments, more_than
+from passes.ir.arguments.checked import at_least, checked_arguments, more_than
 from passes.ir.errors import ConfigError
 
 __all__ = ["ModelState"]

@@ -29,7 +29,7 @@ from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import plain
 from partitioner.specialize.make_trace import modes_after_train, modes_of
 from partitioner.tracing.restore import Structure
-from passes.ir.checked_arguments import checked_arguments
+from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import ConfigError, Place
 
 __all__ = ["ModuleInPlan", "Source", "container_methods", "new_part"]

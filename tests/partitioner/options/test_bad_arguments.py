@@ -35,7 +35,8 @@ from partitioner.api import partition as implemented
 from partitioner.experiments import sweep
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.schedules.catalog import make_schedule
-from passes.ir.checked_arguments import conform, described, expected
+from passes.ir.arguments.conform import conform
+from passes.ir.arguments.describe import described, expected
 
 X = torch.randn(8, 4)
 DEVICE = Device("d", {"float32": 1e12}, 2**30, 1e11)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
-from passes.ir.checked_arguments import described
+from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError
 
 __all__ = ["as_bytes", "check_sendable", "from_bytes", "groups_of_all", "named_groups", "options_of", "parameter_names"]

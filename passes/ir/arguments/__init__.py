@@ -1,0 +1,1 @@
+"""Arguments of public calls, and fields of public dataclasses, checked against their annotations."""

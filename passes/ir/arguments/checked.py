@@ -1,0 +1,172 @@
+"""Check the arguments of public calls, and the fields of public dataclasses.
+
+@checked_arguments({"n_microbatches": at_least(1), "memory_limit": read_by(parse_bytes)})
+def partition(model: nn.Module, ..., n_microbatches: int | None = None, memory_limit: int | str | None = None): ...
+
+The annotation determines the types that are accepted, a rule the values. Both are checked before the function runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
+
+from passes.ir.arguments.conform import conform, hints_of
+from passes.ir.arguments.describe import described
+from passes.ir.errors import ConfigError
+
+__all__ = ["Rule", "at_least", "check_fields", "checked_arguments", "each_of", "more_than", "one_of", "read_by"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+Rule = Callable[[str, Any], object]
+"""Raises ConfigError if the value of an argument is invalid; called with the argument's name and value, but not for None."""
+
+
+def checked_arguments(
+    values: Mapping[str, Rule] = _EMPTY, examples: Mapping[str, str] = _EMPTY
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Check each argument of a call against its annotation, then against its rule.
+
+    Numbers of other libraries (``numpy.int64``) reach the function as Python's. A call that does not fit the signature, such as an
+    unknown keyword, raises a ConfigError too.
+
+    Args:
+        values: parameter -> rule; may also name parameters that the function does not have.
+        examples: parameter -> a valid value as source text, for the remedy of a wrong type.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            bound = _bind(function.__qualname__, signature, args, kwargs)
+            try:
+                _check(function, signature, bound, values, examples)
+            except ConfigError as error:
+                raise ConfigError(f"{function.__qualname__}(): {error.problem}", place=error.place, remedy=error.remedy) from error
+            return function(*bound.args, **bound.kwargs)
+
+        return checked
+
+    return decorate
+
+
+def check_fields(instance: Any, values: Mapping[str, Rule] = _EMPTY, examples: Mapping[str, str] = _EMPTY) -> None:
+    """Check and convert the fields of a dataclass as ``checked_arguments`` does arguments; call it in ``__post_init__``."""
+    kind: Any = type(instance)
+    hints = hints_of(kind)
+    for field in dataclasses.fields(kind):
+        value = getattr(instance, field.name)
+        try:
+            checked = conform(value, hints[field.name], field.name, example=examples.get(field.name, ""))
+            if checked is not None and field.name in values:
+                values[field.name](field.name, checked)
+        except ConfigError as error:
+            raise ConfigError(f"{kind.__name__}: {error.problem}", place=error.place, remedy=error.remedy) from error
+        if checked is not value:
+            object.__setattr__(instance, field.name, checked)
+
+
+def _bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """Bind arguments to a signature; a misfit raises ConfigError, which suggests a parameter with a similar name."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        known = [parameter for parameter in signature.parameters if parameter != "self"]
+        unknown = next((keyword for keyword in kwargs if keyword not in known), None)
+        near = get_close_matches(unknown, known, n=1) if unknown is not None else []
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{name}(): {error}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
+
+
+def _check(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    bound: inspect.BoundArguments,
+    values: Mapping[str, Rule],
+    examples: Mapping[str, str],
+) -> None:
+    """Check bound arguments against annotations and rules, and replace them with converted values."""
+    hints = hints_of(function)
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if name == "self" or name not in hints:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue  # arguments of a model are compared with its example inputs
+        checked = conform(value, hints[name], name, example=examples.get(name, ""))
+        if checked is not None and name in values:
+            values[name](name, checked)
+        bound.arguments[name] = checked
+
+
+def one_of(choices: Collection[str]) -> Rule:
+    """Return a rule: the value is one of these strings."""
+
+    def rule(name: str, value: Any) -> None:
+        if value not in choices:
+            near = get_close_matches(value, choices, n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            listed = ", ".join(f'"{choice}"' for choice in choices)
+            raise ConfigError(f"there is no {name}={value!r}", remedy=f"{meant}choose one of {listed}")
+
+    return rule
+
+
+def at_least(least: float) -> Rule:
+    """Return a rule: the value is ``least`` or more."""
+
+    def rule(name: str, value: Any) -> None:
+        if value < least:
+            raise ConfigError(f"{name} must be {least} or more, not {described(value)}", remedy=f"pass {name}={least} or more")
+
+    return rule
+
+
+def more_than(least: float) -> Rule:
+    """Return a rule: the value is greater than ``least``."""
+
+    def rule(name: str, value: Any) -> None:
+        if value <= least:
+            raise ConfigError(f"{name} must be more than {least}, not {described(value)}", remedy=f"pass a number above {least}")
+
+    return rule
+
+
+def each_of(rule: Rule) -> Rule:
+    """Return a rule: ``rule`` holds for the value, or for each item of a sequence or mapping that is not None."""
+
+    def rule_for_items(name: str, value: Any) -> None:
+        items: Iterable[tuple[Any, Any]] = ((None, value),)
+        if isinstance(value, Mapping):
+            items = value.items()
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            items = enumerate(value)
+        for key, item in items:
+            if item is not None:
+                rule(name if key is None else f"{name}[{key!r}]", item)
+
+    return rule_for_items
+
+
+def read_by(reader: Callable[[Any], object]) -> Rule:
+    """Return a rule: ``reader(value)`` raises no ConfigError."""
+
+    def rule(name: str, value: Any) -> None:
+        try:
+            reader(value)
+        except ConfigError as error:
+            problem = error.problem if name in error.problem else f"{name}: {error.problem}"
+            raise ConfigError(problem, place=error.place, remedy=error.remedy) from error
+
+    return rule
