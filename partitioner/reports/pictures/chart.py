@@ -37,7 +37,7 @@ _MARKS: tuple[Callable[[float, float], str], ...] = (
 """Circle, square, triangle, as paths."""
 
 _WIDTH, _PLOT, _LEFT, _TOP, _RIGHT = 520, 220, 74, 38, 16
-_LEGEND_LINE, _LEGEND_LETTER = 18, 6.6
+_LEGEND_LINE, _LETTER = 18, 6.6
 _TICKS = 5
 """Approximate number of ticks of an axis."""
 
@@ -182,12 +182,23 @@ def _axes(x: Axis, y: Axis, x_scale: _Scale, y_scale: _Scale) -> list[str]:
         height = y_scale(value)
         parts.append(f'<path class="grid" d="M{_LEFT},{height:.1f} H{right}"/>')
         parts.append(f'<text class="tick end" x="{_LEFT - 8}" y="{height + 3.5:.1f}">{escape(y.written(value))}</text>')
-    marks = [(x_scale(value), x.written(value)) for value in _ticks(x, x_scale)]
+    marks = _without_overlap([(x_scale(value), x.written(value)) for value in _ticks(x, x_scale)])
     parts += [f'<text class="tick middle" x="{place:.1f}" y="{bottom + 16}">{escape(text)}</text>' for place, text in marks]
     parts.append(f'<path class="axis" d="M{_LEFT},{bottom} H{right}"/>')
     parts.append(f'<text class="tick end" x="{right}" y="{bottom + 32}">{escape(x.title)}</text>')
     parts.append(f'<text class="tick" x="{_LEFT}" y="{_TOP - 8}">{escape(y.title)}</text>')
     return parts
+
+
+def _without_overlap(labels: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Return the labels of the x axis, centred at their places, without those that reach into the one before."""
+    kept, end = list[tuple[float, str]](), -math.inf
+    for place, text in labels:
+        half = (len(text) + 1) * _LETTER / 2
+        if place - half >= end:
+            kept.append((place, text))
+            end = place + half
+    return kept
 
 
 def _series_elements(series: Series, x_scale: _Scale, y_scale: _Scale) -> list[str]:
@@ -210,7 +221,7 @@ def _legend(series: Sequence[Series]) -> str:
     lines: list[list[str]] = [[]]
     x, y = float(_LEFT), _TOP + _PLOT + 52
     for one in series:
-        width = 26 + len(one.name) * _LEGEND_LETTER
+        width = 26 + len(one.name) * _LETTER
         if x + width > _WIDTH and lines[-1]:
             lines.append([])
             x, y = float(_LEFT), y + _LEGEND_LINE

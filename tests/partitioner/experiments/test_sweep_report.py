@@ -156,6 +156,15 @@ def test_everything_that_is_drawn_is_inside(values: list[float], logarithmic: bo
     assert len(set(ticks)) == len(ticks)
 
 
+def test_labels_of_the_x_axis_do_not_overlap() -> None:
+    axis = Axis("time", lambda value: f"{value * 1e3:.2f} ms", logarithmic=True)
+    root = parsed(chart_svg("title", axis, axis, [Series("one", [(value, value, "told") for value in (0.8e-3, 1.8e-3)], 0)]))
+    labels = [text for text in root.iter(f"{SVG}text") if "middle" in text.attrib["class"]]
+    places = [float(text.attrib["x"]) for text in labels]
+    assert len(labels) > 2
+    assert min(later - place for place, later in itertools.pairwise(places)) > 6.6 * len("0.80 ms")
+
+
 def test_a_chart_of_nothing_is_nothing() -> None:
     assert chart_svg("title", Axis("x", str), Axis("y", str), []) == ""
 
