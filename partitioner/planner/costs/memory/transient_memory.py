@@ -267,7 +267,8 @@ def _values_of(
         phases = [*(2 * call for call in needs[allocation]), *(2 * call + 1 for call in again if call >= 0)]
         return max(min(phases, default=-1), 2 * first_of(selection.savers.get(allocation, ())))
 
-    is_weight = _flags(cost.maker[each] in parameters or each in cost.gathered for each in all_allocations)
+    weights = {each for each in all_allocations if cost.maker[each] in parameters or each in cost.gathered}
+    is_weight = _flags(each in weights for each in all_allocations)
     is_kept = _flags(each in selection.savers for each in all_allocations)
     is_needed = _flags(each in selection.needed for each in all_allocations)
     is_gathered = is_weight & ~is_kept
@@ -295,7 +296,9 @@ def _values_of(
         is_returned=_flags(each in cost.returned for each in all_allocations),
         in_loss=np.array([cost.returned.get(each, 0) for each in all_allocations], np.int64),
     )
-    return _with_internal_buffers(values, _buffers_of(cost, position, selection, last_need))
+    activations = {each: call for each, call in first.items() if each not in weights}
+    sums = _sums_of_gradients(cost, position, activations, callers)
+    return _with_more(values, [*_buffers_of(cost, position, selection, last_need), *sums])
 
 
 def _touches(cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]]) -> tuple[dict[int, int], dict[int, int], dict[int, set[str]]]:
@@ -313,16 +316,59 @@ def _touches(cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]]) -> tup
     return first, last, callers
 
 
-def _buffers_of(
-    cost: GraphCost, position: Mapping[str, int], selection: CheckpointSelection, last_need: Mapping[str, int]
-) -> list[tuple[int, int, Size]]:
-    """Return the internal buffers of calls, as ``_with_internal_buffers`` takes them."""
-    found: list[tuple[int, int, Size]] = []
+class _Inner(NamedTuple):
+    """An allocation that no other call touches.
+
+    Attributes:
+        call: the number of the call.
+        size: bytes.
+        last_use: the last call whose backward needs it, if the backward makes it; else -1.
+        phases: the smallest and the largest phase of a backward in which it exists, if it is a gradient.
+    """
+
+    call: int
+    size: Size
+    last_use: int = -1
+    phases: tuple[int, int] | None = None
+
+
+def _buffers_of(cost: GraphCost, position: Mapping[str, int], selection: CheckpointSelection, last_need: Mapping[str, int]) -> list[_Inner]:
+    """Return the internal buffers of calls."""
+    found: list[_Inner] = []
     for name, call in position.items():
         if name in cost.nodes:
             last_use = max(call, last_need[name]) if name in selection.recomputed else -1
-            found += [(call, last_use, cost.nodes[name].keeps), (call, call, cost.nodes[name].working)]
-    return [each for each in found if each[2] != 0]
+            found += [_Inner(call, cost.nodes[name].keeps, last_use), _Inner(call, cost.nodes[name].working, call)]
+    return [each for each in found if each.size != 0]
+
+
+def _sums_of_gradients(
+    cost: GraphCost, position: Mapping[str, int], activations: Mapping[int, int], callers: Mapping[int, Collection[str]]
+) -> list[_Inner]:
+    """Return the gradients that are added to those of later readers, and the sums, beside the gradients of ``_gradient_lifetimes``.
+
+    q, k, v = x Wq, x Wk, x Wv        first phase     second phase
+    backward of v                     v'
+    of k                              v', k'          v', k', v' + k'
+    of q                              v' + k', q'     v' + k', q', the sum of all
+
+    Args:
+        activations: allocation -> the first call that touches it.
+    """
+    found: list[_Inner] = []
+    for each, start in activations.items():
+        maker, size = cost.maker[each], cost.allocation_bytes[each]
+        readers = [name for name in callers[each] if name != maker and name in cost.nodes and cost.nodes[name].backward_input.launches]
+        if maker not in cost.gradients or each in cost.returned or len(readers) < 2:
+            continue
+        *others, last = sorted(readers, key=position.__getitem__)
+        is_added = size not in cost.nodes[last].passed
+        for name in reversed(others):
+            call = position[name]
+            if size not in cost.nodes[name].passed:
+                found += [_Inner(start, size, phases=(2 * call, 2 * call + is_added)), _Inner(start, size, phases=(2 * call, 2 * call))]
+            is_added = True
+    return found
 
 
 def _gradient_lifetimes(
@@ -370,32 +416,34 @@ def _gradients_after_the_first(cost: GraphCost, name: str) -> list[int]:
     return [each for each in cost.touched[name][-1] if cost.maker[each] != name and cost.maker[each] in cost.gradients][1:]
 
 
-def _with_internal_buffers(values: _Values, buffers: Sequence[tuple[int, int, Size]]) -> _Values:
-    """Append internal buffers of calls: the call, the last whose backward needs them if they are made in the backward, else -1; bytes."""
-    calls, last = np.array([each[:2] for each in buffers], np.int64).reshape(-1, 2).T
-    sizes, is_recomputed = tuple(size for _, _, size in buffers), last >= 0
-    no = np.zeros(len(buffers), np.bool_)
+def _with_more(values: _Values, more: Sequence[_Inner]) -> _Values:
+    """Append allocations that one call makes for itself."""
+    calls, last = (np.array(each, np.int64) for each in ([each.call for each in more], [each.last_use for each in more]))
+    phases = np.array([each.phases or (2 * each.call + 1, 2 * each.call + 1) for each in more], np.int64).reshape(-1, 2)
+    is_gradient = _flags(each.phases is not None for each in more)
+    sizes, is_recomputed = tuple(each.size for each in more), last >= 0
+    no = np.zeros(len(more), np.bool_)
     return _Values(
         size=(*values.size, *sizes),
         shard_size=(*values.shard_size, *sizes),
         sum_size=(*values.sum_size, *(0 for _ in sizes)),
         first=np.append(values.first, calls),
         last=np.append(values.last, calls),
-        saved_first=np.append(values.saved_first, np.where(is_recomputed, -1, calls)),
-        freed_in=np.append(values.freed_in, np.where(is_recomputed, -1, 2 * calls)),
+        saved_first=np.append(values.saved_first, np.where(is_recomputed | is_gradient, -1, calls)),
+        freed_in=np.append(values.freed_in, np.where(is_recomputed | is_gradient, -1, 2 * calls)),
         needed_first=np.append(values.needed_first, calls),
         needed_last=np.append(values.needed_last, np.maximum(calls, last)),
         is_passing=np.append(values.is_passing, no),
         is_recomputed=np.append(values.is_recomputed, is_recomputed),
         is_gathered=np.append(values.is_gathered, no),
         is_gathered_back=np.append(values.is_gathered_back, no),
-        has_gradient=np.append(values.has_gradient, no),
-        gradient_first=np.append(values.gradient_first, 2 * calls + 1),
-        gradient_last=np.append(values.gradient_last, 2 * calls + 1),
+        has_gradient=np.append(values.has_gradient, is_gradient),
+        gradient_first=np.append(values.gradient_first, phases[:, 0]),
+        gradient_last=np.append(values.gradient_last, phases[:, 1]),
         is_weight=np.append(values.is_weight, no),
         is_once=np.append(values.is_once, no),
         is_returned=np.append(values.is_returned, no),
-        in_loss=np.append(values.in_loss, np.zeros(len(buffers), np.int64)),
+        in_loss=np.append(values.in_loss, np.zeros(len(more), np.int64)),
     )
 
 
