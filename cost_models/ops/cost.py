@@ -53,6 +53,7 @@ class OperationCost:
         parameters: bytes of the parameters among its arguments.
         passed: bytes of each tensor among its arguments whose gradient is that of the result, or a view of it.
         known: whether the operator is in the table; if not, it is priced by its bytes alone, and assumed to keep all it touches.
+        repeated: of a backward that recomputes the forward, but for what it has communicated, which is saved; None: as the forward.
     """
 
     dtype: torch.dtype
@@ -65,6 +66,7 @@ class OperationCost:
     parameters: Size
     passed: tuple[Size, ...]
     known: bool
+    repeated: Work | None = None
 
 
 def tensor_shapes(value: Any) -> tuple[TensorSpec, ...]:

@@ -70,7 +70,9 @@ class UnitPricing:
         self.unit_of = points.unit_of
         self.distinct = tuple(dict.fromkeys(cost.nodes.values()))
         self.calls = self._count_calls(frozenset(cost.nodes))
-        self.recomputed_calls = self._count_calls(self.memory.recomputed) if self.memory.recomputed else None
+        self.repeated_calls, self.recomputed_calls = (
+            self._count_calls(each) if each else None for each in (self.memory.selected, self.memory.recomputed - self.memory.selected)
+        )
         self.numbers, self._known_seconds = cache(Numbers), known_seconds
         self._known_operations: dict[tuple[int, float], Floats] = {}
         self._known_kept: dict[tuple[int, float, bool], tuple[Shared, ...]] = {}
@@ -136,6 +138,11 @@ class UnitPricing:
             self._known_operations[rows, share] = np.array(seconds)
         return self._known_operations[rows, share]
 
+    def repeated(self, rows: int, share: float) -> Floats:
+        """Return (C, K) seconds of each distinct operation in a backward that recomputes it, but for what it has communicated."""
+        costs = [cost if cost.repeated is None else replace(cost, forward=cost.repeated) for cost in self.distinct]
+        return np.array([[self._seconds(cost, kind, rows, share)[0] for kind in self.kinds] for cost in costs])
+
     def _seconds(self, cost: OperationCost, device: Device, rows: int, share: float) -> Triple:
         key = (cost, device, rows, share)
         if key not in self._known_seconds:
@@ -179,9 +186,14 @@ class UnitPricing:
         return [column[self.cost.nodes[name]] for name in self.place_of]
 
     @cached_property
+    def is_selected(self) -> Floats:
+        """(P,) 1 for each call that ``"selective"`` computes again, else 0."""
+        return np.array([float(name in self.memory.selected) for name in self.place_of])
+
+    @cached_property
     def is_recomputed(self) -> Floats:
-        """(P,) 1 for each call that the backward computes again, else 0."""
-        return np.array([float(name in self.memory.recomputed) for name in self.place_of])
+        """(P,) 1 for each call that the backward computes again, with its messages, else 0."""
+        return np.array([float(name in self.memory.recomputed - self.memory.selected) for name in self.place_of])
 
     def _count_calls(self, nodes: frozenset[str]) -> Floats:
         """Return (N, C) how many of the nodes are in each unit and have each distinct cost."""
@@ -218,6 +230,10 @@ class _Microbatch:
     def _operations(self) -> Floats:
         return self.pricing.operations(self.rows, self._share)
 
+    @cached_property
+    def _repeated(self) -> Floats:
+        return self.pricing.repeated(self.rows, self._share)
+
     @property
     def _is_alone(self) -> bool:
         """Whether the batch is one microbatch."""
@@ -230,6 +246,8 @@ class _Microbatch:
         halves: Floats = np.einsum("nc,ckh->hnk", pricing.calls, self._operations)
         if pricing.recomputed_calls is not None:
             halves[1] += pricing.recomputed_calls @ self._operations[:, :, 0]
+        if pricing.repeated_calls is not None:
+            halves[1] += pricing.repeated_calls @ self._repeated
         waiting = waiting[:, :, None] + waiting_for_gathers(messages, pricing.unit_of_calls, self._seconds_of_calls, halves.shape[1])
         halves = halves + waiting
         if self.adding:
@@ -262,6 +280,7 @@ class _Microbatch:
         pricing = self.pricing
         each = self._operations[pricing.cost_of_calls]
         backward = each[:, :, 1:].sum(axis=2) + each[:, :, 0] * pricing.is_recomputed[:, None]
+        backward += self._repeated[pricing.cost_of_calls] * pricing.is_selected[:, None]
         return np.stack([each[:, :, 0], backward])
 
     def _waiting(self) -> tuple[Floats, Floats, dict[int, Message]]:
@@ -270,7 +289,7 @@ class _Microbatch:
         The third are the collectives of stored parameters, which run while the ranks compute: place of the call that reads them -> seconds.
         Small parameters, which share a message, are waited for.
 
-        A recomputed forward repeats the collectives that it needs.
+        A recomputed forward repeats the collectives that it needs: ``"selective"``, gathers alone.
         """
         pricing, numbers, share = self.pricing, self._numbers, self._share
         seconds, once = np.zeros((3, len(pricing.points.units))), np.zeros((2, len(pricing.points.units)))
@@ -284,7 +303,10 @@ class _Microbatch:
             forward, backward = known[key]
             is_lost = exchange.forward == "all_gather" and pricing.memory.loses_gathers(exchange.reader)
             is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
-            is_needed = not is_once and (is_lost or exchange.reader in pricing.memory.recomputed)
+            is_repeated = exchange.reader in pricing.memory.recomputed
+            if exchange.forward != "all_gather" and exchange.reader in pricing.memory.selected:
+                is_repeated = False
+            is_needed = not is_once and (is_lost or is_repeated)
             repeated = forward if is_needed and exchange.regather is None else 0.0
             is_scattered_once = is_once and exchange.dimension in SCATTERED_ONCE and exchange.forward == "all_gather"
             unit = pricing.unit_of[exchange.reader]

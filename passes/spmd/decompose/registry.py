@@ -33,12 +33,14 @@ class Kernels:
         activation: those of the gradients of activations.
         weight: those of the gradients of parameters.
         keeps: number of tensors like the result that are saved for the backward, in addition to those of the undecomposed op.
+        repeated: those of a recomputation for which the statistics are saved; None: those of the call.
     """
 
     forward: tuple[int, int] = (0, 0)
     activation: tuple[int, int] = (0, 0)
     weight: tuple[int, int] = (0, 0)
     keeps: int = 0
+    repeated: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,21 +110,25 @@ _WEIGHTS = ("weight", "bias")
 _OPERANDS = ("input", "self", *_WEIGHTS)
 """Those of other decompositions. Stored statistics are written, and keep their dtype."""
 
-_NORMALIZED = Kernels((10, 4), (8, 8))
+_NORMALIZED = Kernels((10, 4), (8, 8), repeated=(1, 2))
 """Sum, variance, ``normalize`` and small kernels; backward: two kernels over the shard, their sum, and small ones."""
 
-_OF_A_COPY = Kernels((1, 5))
+_OF_A_COPY = Kernels((1, 5), repeated=(0, 0))
 """A copy in float32 is written, and read twice instead of the input."""
 
-_OF_CHANNELS = {"": _NORMALIZED, "weight": Kernels(activation=(1, 0)), "running_mean": Kernels((14, 0))}
+_OF_CHANNELS = {"": _NORMALIZED, "weight": Kernels(activation=(1, 0)), "running_mean": Kernels((14, 0), repeated=(0, 0))}
 """Running statistics are updated by many small kernels."""
 
-_OF_GROUPS = {"": Kernels((10, 4), (13, 8)), "weight": Kernels(activation=(2, 0), weight=(1, 0)), "bias": Kernels(weight=(1, 0))}
+_OF_GROUPS = {
+    "": Kernels((10, 4), (13, 8), repeated=(1, 2)),
+    "weight": Kernels(activation=(2, 0), weight=(1, 0)),
+    "bias": Kernels(weight=(1, 0)),
+}
 _OF_IMAGES = {**_OF_GROUPS, "": _NORMALIZED}
 
 _AFFINE = {"weight": Kernels((1, 2), (1, 2), (2, 4), keeps=1), "bias": Kernels((1, 2), weight=(1, 1))}
 _OF_ROWS = {"": _NORMALIZED, **_AFFINE}
-_SCALED = {"": Kernels((5, 6), (8, 8)), **_AFFINE}
+_SCALED = {"": Kernels((5, 6), (8, 8), repeated=(1, 2)), **_AFFINE}
 
 _OF_LOOKUP = {"": Kernels((6, 2), weight=(1, 2)), "padding_idx": Kernels((2, 3), weight=(2, 2))}
 """Rows of other ranks, and gradients of the padding, are replaced by zeros."""
