@@ -10,19 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from partitioner.tracing.carried.program_state import is_library
+from partitioner.tracing.carried.program_state import CLOCKS, is_library
 from passes.ir.errors import Place
 
 __all__ = ["line_that_changes", "observed_calls"]
-
-_CLOCKS = {
-    "time": {"time", "perf_counter", "monotonic", "process_time", "thread_time", "localtime", "gmtime", "ctime", "strftime", "asctime"},
-    "posix": {"urandom", "getrandom"},
-    "nt": {"urandom"},
-}
-"""Module of C functions that give another result each time -> their names, without ``_ns``."""
-
-_DATES = frozenset({"now", "utcnow", "today"})
 
 
 @contextlib.contextmanager
@@ -48,9 +39,9 @@ def observed_calls(model: nn.Module) -> Iterator[dict[str, Place]]:
 def _clock(function: Any) -> str | None:
     """Return the text of a C function that gives another result each time; None for others."""
     owner, name = getattr(function, "__self__", None), function.__name__
-    if isinstance(owner, types.ModuleType) and name.removesuffix("_ns") in _CLOCKS.get(owner.__name__, ()):
+    if isinstance(owner, types.ModuleType) and name.removesuffix("_ns") in CLOCKS.get(owner.__name__, ()):
         return f"{'os' if owner.__name__ in ('posix', 'nt') else owner.__name__}.{name}()"
-    if isinstance(owner, type) and owner.__module__ == "datetime" and name in _DATES:
+    if isinstance(owner, type) and owner.__module__ == "datetime" and name in CLOCKS["datetime"]:
         return f"datetime.{owner.__name__}.{name}()"
     return None
 

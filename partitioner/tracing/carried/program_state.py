@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 import os
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ClosureCells", "Reach", "Reading", "is_library", "preserve_program", "reach_of"]
+__all__ = ["CLOCKS", "ClosureCells", "Reach", "Reading", "is_library", "preserve_program", "reach_of"]
 
 _PLAIN = (bool, int, float, str, type(None))
 _CALLED = (Tensor, nn.Module, types.BuiltinFunctionType)
@@ -38,15 +39,21 @@ _LIBRARIES = tuple(
     str(path) for path in (Path(torch.__file__).parent, *(Path(__file__).parents[3] / name for name in ("partitioner", "passes")))
 )
 _STANDARD = sysconfig.get_path("stdlib")
-_SOURCES = frozenset({"time", "datetime", "uuid", "secrets", "posix", "nt", "os"})
-"""Modules of Python that give another result each time."""
+CLOCKS: Mapping[str, Sequence[str]] = {
+    "time": ("time", "perf_counter", "monotonic", "process_time", "thread_time", "localtime", "gmtime", "ctime", "strftime", "asctime"),
+    "posix": ("urandom", "getrandom"),
+    "nt": ("urandom",),
+    "datetime": ("now", "utcnow", "today"),
+}
+"""Module of C functions that give another result each time -> their names, without ``_ns``."""
+_SOURCES = frozenset({*CLOCKS, "uuid", "secrets", "os"})
 _ASKS = frozenset(
     {
-        *("time", "perf_counter", "monotonic", "process_time", "thread_time", "localtime", "gmtime", "ctime", "strftime", "asctime"),
-        *("time_ns", "perf_counter_ns", "monotonic_ns", "process_time_ns", "now", "utcnow", "today"),
-        *("urandom", "getrandom", "uuid1", "uuid4", "token_bytes", "token_hex", "token_urlsafe", "randbelow", "randbits", "SystemRandom"),
+        *itertools.chain(*CLOCKS.values(), (f"{name}_ns" for name in CLOCKS["time"])),
+        *("uuid1", "uuid4", "token_bytes", "token_hex", "token_urlsafe", "randbelow", "randbits", "SystemRandom"),
     }
 )
+"""Functions of these modules that ask a clock, or the system for random bytes."""
 
 
 class Reading:
