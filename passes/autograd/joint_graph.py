@@ -46,9 +46,8 @@ class JointNodes:
         bound: parameters, buffers and constants.
         forward: computing nodes of the forward.
         backward: computing nodes of the backward.
-        bound_views: views of what is bound, and what is gathered from ranks that hold parts of it: whole for as long as it is read.
-            So is the cast of a part that is gathered. What is gathered of a buffer that is written later is none: gathered again, it would
-            have the new value.
+        bound_views: views of bound tensors, and bound tensors that are gathered from the ranks with their parts, also casts of such parts.
+            A gathered buffer that is written later is not among them: gathered again, it would have the new value.
         has_uneven_parts: whether ranks send each other parts of different sizes of a value.
     """
 

@@ -95,11 +95,11 @@ def _calls(joint: Joint) -> dict[fx.Node, str]:
 
 
 def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> frozenset[fx.Node]:
-    """Return the values that ``"selective"`` saves: of calls that are not recomputed, the results, and what is no larger than its sources.
+    """Return the values that ``"selective"`` saves: results of calls that are not recomputed, and values no larger than their sources.
 
     A call may become several: attention may become scores, weights and a product, of which the product alone is read by other calls.
     Of ranks with parts of different sizes, all save the same, whatever the sizes: a rank that gathers a value again while another has saved
-    what is made from it would wait for a message that is not sent. Of inner values they save what an operation gives beside its result.
+    values computed from it would wait for a message that is not sent. Of inner values they save the further results of operations.
 
     Args:
         calls: node of the forward -> the call of the model that it is computed for.

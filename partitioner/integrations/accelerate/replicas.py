@@ -200,7 +200,7 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
         return location
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Load what ``save_state`` has saved; every process takes its part."""
+        """Load a checkpoint of ``save_state``; every process takes its part."""
         pm = self._model_in_processes()
         with contextlib.ExitStack() as stack:
             if pm is not None:

@@ -232,7 +232,7 @@ class ModuleInPlan(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load what the state of a module around this one has for it; its parts have nothing left to load."""
+        """Load the entries for this module from the state of a module around it; its parts have nothing left to load."""
         source: Source = self.__dict__["_source"]
         if source.path:
             return

@@ -305,7 +305,7 @@ class PlanSearch:
 
     @property
     def _may_end(self) -> bool:
-        """Return whether there is a plan, of this search or of another."""
+        """Return whether this search has found a plan, or may end without one since another search has."""
         return self.best is not None or self._is_optional
 
     @property

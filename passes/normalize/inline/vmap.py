@@ -8,8 +8,8 @@ Before:                                              After:
     mask = _remove_batch_dim(le, 1, 6, 0)
     _vmap_decrement_nesting()
 
-Between increment and decrement, values belong to a level of ``vmap`` and cannot leave their rank. The region is run once on fake tensors,
-below ``vmap``, and what it dispatches takes its place.
+Between increment and decrement, values belong to a level of ``vmap`` and cannot leave their rank. The region runs once on fake tensors; the
+operations that ``vmap`` dispatches then replace it.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class HaloWriter:
     def _unfolding(self, source: fx.Node, slide: Slide, reader: fx.Node) -> tuple[int, int] | None:
         """Return (outer, inner) such that the dimension is outer x ``slide.own`` x inner elements, and the window slides over the middle.
 
-        A dimension with a factor to slide over has one other (rows and columns of ``fold``), so that outer or inner is 1. None: the
-        window slides over all of the dimension.
+        The dimension is a product of two factors (rows and columns of ``fold``), and the window slides over one of them: the other one is
+        outer or inner, and the third number is 1. None: the window slides over the whole dimension.
         """
         window = slide.window
         if window.part is None:

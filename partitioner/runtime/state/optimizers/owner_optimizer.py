@@ -346,7 +346,7 @@ class OwnerOptimizer(WholeStateOptimizer):
         return self._has_state if self._plan.parameters else bool(self.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` of this optimizer, of any plan, or of the optimizer of the model returned."""
+        """Load a state dict of this class from any plan, or of the optimizer of the model."""
         super().load_state_dict(state_dict)
         assert self._inner is not None
         states: dict[int, Any] = {}
