@@ -93,10 +93,11 @@ def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -
 
 
 def slowest_link(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> Link:
-    """Return the link of a ring's slowest step: the least bandwidth left, the longest latency and start."""
+    """Return the link of a ring's slowest step: the least bandwidth left, the longest latency and start, the busiest processors."""
     links = message_links([pair for each in (group, *at_once) for pair in _ring(each)], cluster)[: len(_ring(group))]
     slowest = min(links, key=lambda link: link.bandwidth)
-    return replace(slowest, latency=max(link.latency for link in links), start=max(link.start for link in links))
+    busiest = max(link.host_share for link in links)  # the kernel of a ring runs on all links for as long as the slowest takes
+    return replace(slowest, latency=max(link.latency for link in links), start=max(link.start for link in links), host_share=busiest)
 
 
 def message_links(messages: Sequence[tuple[int, int]], cluster: Cluster) -> list[Link]:

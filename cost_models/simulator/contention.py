@@ -3,7 +3,8 @@
     rank 0 ──out── level 0 ──in── rank 1        a device has a way out and a way in at each level of links
        └───out─── level 1 ──in──────── rank 8
 
-Transfers that use one way at once share its bandwidth: two take twice as long. Latencies are not shared.
+Transfers that use one way at once share its bandwidth: two that fill it take twice as long. A ring that crosses nodes is as fast as the
+link between them, and takes only a part of the bandwidth inside a node. Latencies are not shared.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class Passage:
     Attributes:
         latency: seconds in which it uses no link.
         seconds: that it uses links, if nothing else does.
-        ports: the ways out of devices and into them that it uses.
+        ports: the ways out of devices and into them that it uses -> the fraction of their bandwidth that it takes while nothing else does.
         traffic: (source, destination) -> bytes that go there.
         host_share: the part of its time that the ranks' own processors are busy with it.
     """
 
     latency: float
     seconds: float
-    ports: tuple[Any, ...]
+    ports: Mapping[Any, float]
     traffic: Mapping[tuple[int, int], float]
     host_share: float = 0.0
 
@@ -50,7 +51,7 @@ class Passages:
 
     def __init__(self, cluster: Cluster, cost_model: CostModel) -> None:
         self._cluster, self._cost_model = cluster, cost_model
-        self._groups: dict[Group, tuple[GroupLinks, tuple[Any, ...]]] = {}
+        self._groups: dict[Group, tuple[GroupLinks, dict[Any, float]]] = {}
         self._known: dict[tuple[str, Group, int], Passage] = {}
 
     def of(self, transfer: Transfer) -> Passage:
@@ -66,9 +67,10 @@ class Passages:
             link = self._cluster.link(*group)
             latency = self._cost_model.transfer_time(0, link)
             seconds = self._cost_model.transfer_time(size, link) - latency
-            return Passage(latency, seconds, tuple(_ports(self._cluster, *group)), dict(_traffic(transfer)), link.host_share)
+            ports = dict.fromkeys(_ports(self._cluster, *group), 1.0)
+            return Passage(latency, seconds, ports, dict(_traffic(transfer)), link.host_share)
         if len(group) == 1:
-            return Passage(0.0, 0.0, (), {})
+            return Passage(0.0, 0.0, {}, {})
         kind = cast(Collective, "halo_exchange" if transfer.kind == "halo_add" else transfer.kind)
         links, ports = self._links_of_group(group)
         seconds = links.seconds(kind, size)
@@ -76,12 +78,14 @@ class Passages:
         share = max(self._cluster.link(*pair).host_share for pair in itertools.pairwise(group))
         return Passage(latency, seconds - latency, ports, dict(_traffic(transfer)), share)
 
-    def _links_of_group(self, group: Group) -> tuple[GroupLinks, tuple[Any, ...]]:
-        """Return the links of a group, and the ports that its ring uses."""
+    def _links_of_group(self, group: Group) -> tuple[GroupLinks, dict[Any, float]]:
+        """Return the links of a group, and the ports that its ring uses, with the fraction of their bandwidth."""
         if group not in self._groups:
-            pairs = zip(group, (*group[1:], group[0]), strict=True)
-            ports = tuple(dict.fromkeys(each for pair in pairs for each in _ports(self._cluster, *pair)))
-            self._groups[group] = group_links(group, self._cluster), ports
+            links, ports = group_links(group, self._cluster), dict[Any, float]()
+            for pair in zip(group, (*group[1:], group[0]), strict=True):
+                load = min(1.0, links.ring.bandwidth / self._cluster.link(*pair).bandwidth)
+                ports.update((each, min(1.0, ports.get(each, 0.0) + load)) for each in _ports(self._cluster, *pair))
+            self._groups[group] = links, ports
         return self._groups[group]
 
 

@@ -130,7 +130,7 @@ class _Machine:
         self._number = itertools.count()
         self._underway: defaultdict[Any, _Underway] = defaultdict(_Underway)
         self._channels: defaultdict[Any, deque[_Underway]] = defaultdict(deque)
-        self._using: defaultdict[Any, dict[_Underway, None]] = defaultdict(dict)
+        self._using: defaultdict[Any, dict[_Underway, float]] = defaultdict(dict)
 
     def run(self) -> None:
         """Process events in the order of their times."""
@@ -215,8 +215,8 @@ class _Machine:
             self._finish(underway, time)
             return
         underway.updated = time
-        for port in underway.passage.ports:
-            self._using[port][underway] = None
+        for port, load in underway.passage.ports.items():
+            self._using[port][underway] = load
         self._share(underway, time)
 
     def _share(self, changed: _Underway, time: float) -> None:
@@ -226,7 +226,7 @@ class _Machine:
             assert other.passage is not None
             other.remaining -= (time - other.updated) * other.rate
             other.updated = time
-            other.rate = 1.0 / max(len(self._using[port]) for port in other.passage.ports)
+            other.rate = 1.0 / max(1.0, *(sum(self._using[port].values()) for port in other.passage.ports))
             other.version += 1
             self._at(time + max(other.remaining, 0.0) / other.rate, "finish", other, other.version)
 

@@ -180,6 +180,17 @@ def test_transfers_that_share_a_link_share_its_bandwidth() -> None:
     assert traffic == {(0, 1): {(0, 1): 100}, (0, 2): {(0, 2): 300}}
 
 
+def test_a_ring_over_nodes_leaves_the_rest_of_the_links_inside_to_others() -> None:
+    """A ring of 100 B/s between nodes takes a tenth of the 1000 B/s inside a node: a message there keeps nine tenths."""
+    cluster = Cluster([DEVICE] * 4, [Level(2, Link(0.0, 1000.0)), Level(4, Link(0.0, 100.0))])
+    ring, inside = Transfer("ring", "all_gather", (0, 1, 2, 3), "ring", 400), Transfer("inside", "all_gather", (0, 1), "inside", 2000)
+    steps = [Step(kind, "", "", transfer=transfer) for kind in ("start", "wait") for transfer in (ring, inside)]
+    runs, _ = run_ranks([RankWork(rank, tuple(steps), (), ()) for rank in (0, 1)], Passages(cluster, Roofline()).of)
+    ends = {each.name: each.end for each in runs[0].transferred}
+    assert ends["inside"] == pytest.approx(1.1)
+    assert ends["ring"] == pytest.approx(3.1)
+
+
 @pytest.mark.parametrize(
     ("share", "first", "then", "finish"),
     [
