@@ -18,6 +18,8 @@ under way.
 Sums over all microbatches are sent from the memory in which they were added: the program waits for none of them before the end. They start
 after the gradients that earlier stages wait for are sent. Views of such sums, and sums of them over other ranks, come at the end too.
 
+Views of what arrives are taken where they are read, so that a program does not wait for a scattered gradient in order to view it.
+
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
 activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
 Parameters that all microbatches read are whole for the whole step in any case: their gathers start at once, so that a stage gathers while
@@ -39,18 +41,19 @@ from torch import fx
 
 from passes.emit.coalesce_collectives import is_held
 from passes.graph.dependencies import with_ancestors
-from passes.graph.schemas import written_arguments
+from passes.graph.schemas import views_its_arguments, written_arguments
 from passes.ir.comm.functional import AGAIN, FOR_ALL
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.schedule import Action, ActionKind
+from passes.ir.torch_private import OpOverload
 
-__all__ = ["overlap_communication"]
+__all__ = ["MOST_UNDER_WAY", "overlap_communication"]
 
 aten = torch.ops.aten
 
 _REDUCTIONS = frozenset({all_reduce, reduce_scatter})
 
-_MOST_UNDER_WAY = 2
+MOST_UNDER_WAY = 2
 """Reductions that a rank has started and not waited for."""
 
 
@@ -123,22 +126,33 @@ class _Order:
                 self.place(start)
 
     def _wait_for_earlier(self, started: fx.Node) -> None:
-        """Place the waits of all reductions but the last ones, ``_MOST_UNDER_WAY``; those that read other reductions are counted apart."""
+        """Place the waits of all reductions but the last ones, ``MOST_UNDER_WAY``; those that read other reductions are counted apart."""
         kind = started in self._awaited
         self._under_way[kind] = [node for node in (*self._under_way[kind], started) if any(user not in self.placed for user in node.users)]
-        while len(self._under_way[kind]) > _MOST_UNDER_WAY:
+        while len(self._under_way[kind]) > MOST_UNDER_WAY:
             for user in self._under_way[kind].pop(0).users:
                 self.place(user)
 
 
+def _is_view(node: fx.Node) -> bool:
+    """Return whether a node is a view of its only input."""
+    return (
+        isinstance(node.target, OpOverload)
+        and len(node.all_input_nodes) == 1
+        and views_its_arguments(node.target)
+        and not written_arguments(node)
+    )
+
+
 def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the waits for collectives, the getitems of their results, and the values computed from these once for all microbatches."""
+    """Return the waits for collectives, the items and views of their results, and the values computed from these once for all microbatches."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             continue
-        is_result = (node.target is wait and source.target in COLLECTIVES) or (node.target is operator.getitem and source in late)
+        is_part = source in late and (node.target is operator.getitem or _is_view(node))
+        is_result = (node.target is wait and source.target in COLLECTIVES) or is_part
         if is_result or (node.meta.get(FOR_ALL) and all(each in late for each in node.all_input_nodes)):
             late.add(node)
     return late
@@ -207,6 +221,13 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
     return starts
 
 
+def _wait_of(result: fx.Node) -> fx.Node | None:
+    """Return the wait of which a value is an item, or a view of one; None if it is computed from it."""
+    while result.target is not wait and (result.target is operator.getitem or _is_view(result)):
+        (result,) = result.all_input_nodes
+    return result if result.target is wait else None
+
+
 def _chained_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Map each reduction whose inputs are results of reductions to the nodes after which it can start.
 
@@ -219,7 +240,8 @@ def _chained_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[f
             barrier = node
         if node.target not in _REDUCTIONS or node.meta.get(FOR_ALL) or not all(source in late for source in node.all_input_nodes):
             continue
-        waits = dict.fromkeys(source.all_input_nodes[0] for source in node.all_input_nodes)
-        if all(each.target is wait and each.all_input_nodes[0].target in _REDUCTIONS for each in waits):
-            starts[node] = [*waits, *([barrier] if barrier is not None else [])]
+        waits = [_wait_of(source) for source in node.all_input_nodes]
+        reductions = [each for each in waits if each is not None and each.all_input_nodes[0].target in _REDUCTIONS]
+        if len(reductions) == len(waits):
+            starts[node] = [*dict.fromkeys(reductions), *([barrier] if barrier is not None else [])]
     return starts

@@ -27,6 +27,7 @@ from cost_models.graph_cost import GraphCost
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
 from partitioner.planner.solvers.stage_problem import Floats, Integers, TransientMemory
 from passes.emit.coalesce_collectives import ALONE_BYTES, bytes_of_bundle
+from passes.emit.overlap_collectives import MOST_UNDER_WAY
 from passes.ir.tensor_spec import Size
 
 __all__ = ["Gradient", "WorkingMemory"]
@@ -157,7 +158,8 @@ class WorkingMemory:
         forward = self._alive(sizes, values.is_passing, values.first, values.last, 1)
         forward += self._gathered_alive(sizes, values.is_gathered & ~small, back=False)
         forward[-1:] = np.maximum(forward[-1:], sizes @ (values.in_loss + values.is_returned * values.is_passing))
-        of_inputs, of_weights = self._backward(sizes, sum_sizes, small, sizes > shard_sizes)
+        is_shared = sizes > shard_sizes
+        of_inputs, of_weights = self._backward(sizes, sum_sizes, small, is_shared, is_shared & (alone | ~values.is_once))
         computed, held = self._gradients_alive(gradients, n_units)
         backward = of_inputs + of_weights + computed - self._freed(sizes, share, alone=alone)
         coalesced = np.bincount(self._unit[values.first[small]], sizes[small], n_units) * (1 if alone else _BUNDLES)
@@ -175,10 +177,11 @@ class WorkingMemory:
             np.rint(weights),
         )
 
-    def _backward(self, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags) -> tuple[Floats, Floats]:
+    def _backward(self, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags, is_sent: Flags) -> tuple[Floats, Floats]:
         """Return (2 x calls,) bytes in each phase of a backward: of all but gradients of weights, and of these on their way to a sum.
 
-        The phases of call n are 2 n + 1, which comes first, and 2 n. ``is_shared``: (V,) whether ranks store shards of the value.
+        The phases of call n are 2 n + 1, which comes first, and 2 n. ``is_shared``: (V,) whether ranks store shards of the value,
+        ``is_sent``: whether its gradient is scattered during the backward.
         """
         values = self._values
         first, last = 2 * values.first, 2 * values.last + 1
@@ -188,7 +191,16 @@ class WorkingMemory:
         of_inputs += self._gathered_alive(sizes, values.is_gathered_back & ~small, back=True)
         of_inputs += self._alive(sizes, values.is_recomputed, 2 * values.needed_first + 1, 2 * values.needed_last + 1)
         of_weights = self._alive(sizes, is_summed, first, last) + self._alive(sum_sizes, is_summed, first, first)
-        return of_inputs, of_weights
+        return of_inputs, of_weights + self._sent_alive(np.where(sum_sizes > 0, sum_sizes, sizes), is_summed & is_sent)
+
+    def _sent_alive(self, sizes: Floats, mask: Flags) -> Floats:
+        """Return (2 x calls,) bytes of gradients that are scattered: each until as many others have left as may be under way."""
+        first = 2 * self._values.first
+        sent = np.flatnonzero(mask)
+        sent = sent[np.argsort(-first[sent], kind="stable")]
+        until = first.copy()
+        until[sent[:-MOST_UNDER_WAY]] = first[sent[MOST_UNDER_WAY:]]
+        return self._alive(sizes, mask, until, first - 1)
 
     def _gradients_alive(self, gradients: Sequence[Gradient], n_units: int) -> tuple[Floats, Floats]:
         """Return (2 x calls,) bytes of the gradients that the unit of each phase has computed by then, and (N,) those of each unit."""
