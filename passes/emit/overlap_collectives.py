@@ -145,7 +145,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the waits for collectives, the items and views of their results, and the values computed from these once for all microbatches."""
+    """Return the waits for collectives, items and views of their results, and values computed from these once for all microbatches."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         source = node.args[0] if node.args else None

@@ -98,17 +98,9 @@ class Exchange:
         forward, regather = (self._seconds(kind, size, links, runs) for kind in (self.forward, self.regather))
         return forward, self._seconds(self.backward, size * self.wider, links, runs) + regather
 
-    def regathering(self, size: float, links: GroupLinks, runs: float = 1) -> float:
-        """Return the part of the seconds backward that gathers the value again."""
-        return self._seconds(self.regather, size, links, runs)
-
     def is_coalesced(self, size: float, links: GroupLinks) -> bool:
         """Return whether a value of ``size`` bytes shares a message with others when it is gathered."""
         return fraction_of_message("all_gather", size, links.n_ranks, self.n_coalesced) < 1
-
-    def casting(self, size: float, links: GroupLinks) -> float:
-        """Return the seconds of casting a gradient of ``size`` bytes to the type in which it is summed; 0 if that is its own."""
-        return links.copying(size * (1 + self.wider) / 2) if self.wider != 1.0 else 0.0
 
     def _seconds(self, kind: Collective | None, size: float, links: GroupLinks, runs: float) -> float:
         """Return the seconds of one collective: its messages, minus the latency that coalescing saves, and copies to and from them."""
@@ -190,41 +182,17 @@ class SumSeconds(NamedTuple):
     """The seconds of summing gradients in buckets.
 
     Attributes:
-        sent: of messages, which can overlap the backward.
+        sent: of messages.
         computing: of processors, for copies into buckets and the beginnings of messages.
-        host_share: the fraction of overlapped messages in which processors compute nothing.
     """
 
     sent: float
     computing: float
-    host_share: float
 
     @property
     def alone(self) -> float:
         """Seconds without overlap."""
         return self.sent + self.computing
-
-    def beside(self, sizes: Floats, backward: Floats) -> float:
-        """Return the seconds by which a backward and its sums take longer than the backward alone.
-
-            backward    unit 3 ######  unit 2 ######  unit 1 ######
-            sums                       unit 3 ======  unit 2 ====== unit 1 ======
-                                                                   |-- exposed --|
-
-        A unit's gradients leave with the last ones of their bucket; those that fill no bucket leave after the backward.
-
-        Args:
-            sizes: (U,) bytes of the gradients of each unit, in the order of the backward.
-            backward: (U,) seconds of the backward of each unit.
-        """
-        if sizes.sum() <= FIRST_BUCKET_BYTES:
-            return self.alone
-        seconds = self.sent * sizes / max(float(sizes.sum()), 1.0)
-        ready, last = np.cumsum(backward), np.cumsum(seconds[::-1])[::-1]  # the messages of a unit and of all after it
-        bucket = np.floor(np.maximum(np.cumsum(sizes) - sizes, 0.0) / BUCKET_BYTES).astype(np.int64)
-        leaves = ready[np.searchsorted(bucket, bucket, side="right") - 1]
-        exposed = min(max(float((leaves + last)[sizes > 0].max(initial=0.0) - ready[-1]), 0.0), self.sent)
-        return exposed + self.host_share * (self.sent - exposed) + self.computing
 
 
 def sum_seconds(size: float, buckets: float, largest: float, links: GroupLinks) -> SumSeconds:
@@ -237,8 +205,7 @@ def sum_seconds(size: float, buckets: float, largest: float, links: GroupLinks) 
     """
     more = max(math.ceil(buckets - max(FIRST_BUCKET_BYTES / BUCKET_BYTES, largest) - _ROUNDING), 0)
     beginning = 2 * links.seconds("all_reduce", BUCKET_BYTES) - links.seconds("all_reduce", 2 * BUCKET_BYTES)
-    share = links.ring.host_share
-    return SumSeconds(links.seconds("all_reduce", size), links.copying(size) + more * share * beginning, share)
+    return SumSeconds(links.seconds("all_reduce", size), links.copying(size) + more * links.ring.host_share * beginning)
 
 
 _ROUNDING = 1e-6

@@ -148,6 +148,7 @@ class UnitCosts:
         starting: (N, K) seconds of launching the kernels of each unit, forward and backward.
         times, at: rows of a microbatch -> its times, and all its costs.
         limits: rows -> (3, N, K) seconds of calls by their bottleneck in ``LIMITS``.
+        summing: rows of the only microbatch -> (N, K) seconds by which units wait longer while gradients are summed beside its backward.
     """
 
     kinds: tuple[Device, ...]
@@ -162,6 +163,7 @@ class UnitCosts:
     times: Callable[[int], MicrobatchTimes]
     at: Callable[[int], MicrobatchCosts]
     limits: Callable[[int], Floats]
+    summing: Callable[[int], Floats]
 
     @property
     def fixed_bytes(self) -> float:
@@ -208,6 +210,7 @@ def repeat(costs: UnitCosts, expansion: Expansion) -> UnitCosts:
         times=cache(times),
         at=cache(at),
         limits=lambda rows: costs.limits(rows)[:, source],
+        summing=lambda rows: costs.summing(rows)[source],
     )
 
 

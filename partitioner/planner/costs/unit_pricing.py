@@ -9,6 +9,7 @@ from functools import cache, cached_property
 
 import numpy as np
 import torch
+from torch import fx
 
 from cost_models.collectives.algorithms import GroupLinks
 from cost_models.cost_model import CostModel, call_seconds
@@ -17,10 +18,10 @@ from cost_models.graph_cost import GraphCost
 from cost_models.hardware.clusters import Device
 from cost_models.ops.cost import OperationCost
 from cost_models.ops.work import Work
-from partitioner.planner.costs.collectives import Exchange
-from partitioner.planner.costs.cut_points import CutPoints
-from partitioner.planner.costs.gathers_ahead import Message, waiting_for_gathers
+from partitioner.planner.costs.collectives import Exchange, GradientSum
+from partitioner.planner.costs.cut_points import CutPoints, Expansion
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
+from partitioner.planner.costs.overlap import Activation, GradientOfCall, Repeat, Stored, waiting_for_messages
 from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
 from partitioner.planner.solvers.stage_problem import Floats, Shared, Units, Value
 from passes.autograd.recompute import Recompute
@@ -46,6 +47,7 @@ class UnitPricing:
         known_seconds: cache of operations' seconds by device and microbatch size, shared by all shards with the same cost model.
         summed: the most bytes of gradients that exist twice while they are reduced: at the end of a step, and during the backward.
         is_cut: whether several ranks share a stage, and this is the shard of one.
+        expansion: how the units repeat; None: the graph is not folded.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class UnitPricing:
         known_seconds: dict[Hashable, Triple],
         summed: tuple[float, float],
         is_cut: bool,
+        expansion: Expansion | None = None,
     ) -> None:
         self.graph, self.cost, self.points, self.cost_model = graph, cost, points, cost_model
         self.kinds, self._recompute = tuple(kinds), recompute
@@ -73,7 +76,7 @@ class UnitPricing:
         self.repeated_calls, self.recomputed_calls = (
             self._count_calls(each) if each else None for each in (self.memory.selected, self.memory.recomputed - self.memory.selected)
         )
-        self.numbers, self._known_seconds = cache(Numbers), known_seconds
+        self.numbers, self._known_seconds, self._expansion = cache(Numbers), known_seconds, expansion
         self._known_operations: dict[tuple[int, float], Floats] = {}
         self._known_kept: dict[tuple[int, float, bool], tuple[Shared, ...]] = {}
 
@@ -84,6 +87,7 @@ class UnitPricing:
         users: Mapping[str, tuple[int, ...]],
         held_bytes: Mapping[str, int],
         *,
+        sums: Sequence[tuple[GradientSum, GroupLinks]] = (),
         adding: bool = True,
         n_stages: int = 1,
     ) -> UnitCosts:
@@ -93,6 +97,7 @@ class UnitPricing:
             batch_size: samples of a rank.
             exchanges: the collectives of each microbatch, with the links between the ranks that share a stage.
             users, held_bytes: as in ``UnitCosts``, for one kind.
+            sums: the gradients that are summed once a step, with the links between the ranks that sum them.
             adding: whether microbatches add their gradients to those of earlier ones.
             n_stages: number of stages; if several, each receives the results of a forward.
         """
@@ -101,7 +106,8 @@ class UnitPricing:
         results = (Shared(size, tuple(range(len(self.points.units)))),) if size else ()
         fixed = (*self.memory.fixed, *self.memory.inputs(numbers))
         in_units = tuple(pair for pair in exchanges if pair[0].reader in self.unit_of)
-        at = cache(lambda rows: _Microbatch(self, rows, batch_size, in_units, adding, (*fixed, *results)))
+        once = tuple(sums) if n_stages == 1 else ()
+        at = cache(lambda rows: _Microbatch(self, rows, batch_size, in_units, once, adding, (*fixed, *results), n_stages))
         return UnitCosts(
             kinds=self.kinds,
             recompute=self._recompute,
@@ -115,6 +121,7 @@ class UnitPricing:
             times=lambda rows: at(rows).times,
             at=lambda rows: at(rows).costs,
             limits=lambda rows: at(rows).limits,
+            summing=lambda rows: at(rows).summing,
         )
 
     @cached_property
@@ -175,6 +182,54 @@ class UnitPricing:
         return {name: place for place, name in enumerate(names)}
 
     @cached_property
+    def repeat(self) -> Repeat | None:
+        """The calls of the repeated block; None if the graph is not folded."""
+        if self._expansion is None:
+            return None
+        start, stop = (self.unit_of_calls.index(unit) for unit in (self._expansion.start, self._expansion.stop))
+        return Repeat(start, stop, self._expansion.count)
+
+    @cached_property
+    def regions(self) -> tuple[int, ...]:
+        """The places at which regions of recomputation begin; none if calls are recomputed one by one."""
+        regions = [self.memory.region_of.get(name) for name in self.place_of]
+        if len(set(regions)) < 2:
+            return ()
+        return tuple(place for place, (one, other) in enumerate(itertools.pairwise((None, *regions))) if one != other)
+
+    @cached_property
+    def read_by_backward(self) -> frozenset[str]:
+        """The parameters, and casts of them, that the backward reads and gathers once more."""
+        return frozenset(self.cost.maker[each] for each in self.cost.gathered_again)
+
+    def parameter_of(self, value: str) -> str:
+        """Return the parameter that a value is, or is a cast or view of."""
+        node = self._nodes[value]
+        while len(node.all_input_nodes) == 1:
+            (node,) = node.all_input_nodes
+        return node.name
+
+    @cached_property
+    def _nodes(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.graph.nodes}
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Value -> the type of its elements."""
+        values = ((node.name, node.meta.get("val")) for node in self.graph.graph.nodes)
+        return {name: value.dtype for name, value in values if isinstance(value, torch.Tensor)}
+
+    @cached_property
+    def first_readers(self) -> dict[str, int]:
+        """Parameter -> the place of the first call that reads it."""
+        found = dict[str, int]()
+        for node in self.graph.graph.nodes:
+            places = [self.place_of[user.name] for user in node.users if user.name in self.place_of]
+            if node.name in self.graph.parameters and places:
+                found[node.name] = min(places)
+        return found
+
+    @cached_property
     def unit_of_calls(self) -> list[int]:
         """(P,) the unit of each call."""
         return [self.unit_of[name] for name in self.place_of]
@@ -214,8 +269,10 @@ class _Microbatch:
     rows: int
     batch_size: int
     exchanges: tuple[tuple[Exchange, GroupLinks], ...]
+    sums: tuple[tuple[GradientSum, GroupLinks], ...]
     adding: bool
     fixed: tuple[Shared, ...]
+    n_stages: int
 
     @cached_property
     def _numbers(self) -> Numbers:
@@ -242,14 +299,16 @@ class _Microbatch:
     @cached_property
     def times(self) -> MicrobatchTimes:
         """The seconds of units and their saved activations; recomputation is part of the input half of the backward."""
-        pricing, (waiting, once, messages) = self.pricing, self._waiting()
+        pricing, (waiting, once, _) = self.pricing, self._messages
         halves: Floats = np.einsum("nc,ckh->hnk", pricing.calls, self._operations)
         if pricing.recomputed_calls is not None:
             halves[1] += pricing.recomputed_calls @ self._operations[:, :, 0]
         if pricing.repeated_calls is not None:
             halves[1] += pricing.repeated_calls @ self._repeated
-        waiting = waiting[:, :, None] + waiting_for_gathers(messages, pricing.unit_of_calls, self._seconds_of_calls, halves.shape[1])
+        waiting = waiting[:, :, None] + self._waiting(())
         halves = halves + waiting
+        for place, each in self._casting.items():
+            halves[2, pricing.unit_of_calls[place]] += each
         if self.adding:
             halves[2] += pricing.accumulation * (1 - 1 / -(-self.batch_size // self.rows))  # the first microbatch adds to nothing
         kept = Amounts(tuple(item for item in pricing.kept(self.rows, self._share, alone=self._is_alone) if item.producer < 0))
@@ -275,55 +334,102 @@ class _Microbatch:
         return frozenset() if self._is_alone else self.pricing.casts & once
 
     @cached_property
-    def _seconds_of_calls(self) -> Floats:
-        """(2, P, K) seconds of the forward and the backward of each call of the units, in order; recomputation is part of the latter."""
+    def summing(self) -> Floats:
+        """(N, K) seconds by which units wait longer because gradients are summed while the backward of the only microbatch computes."""
         pricing = self.pricing
+        sums = [
+            GradientOfCall(pricing.first_readers[each.parameter], each.parameter, each.dimension, each.size, each.held, links)
+            for each, links in self.sums
+            if each.parameter in pricing.first_readers
+        ]
+        longer: Floats = (self._waiting(sums) - self._waiting(())).sum(axis=0)
+        return longer
+
+    def _waiting(self, sums: Sequence[GradientOfCall]) -> Floats:
+        """Return (3, N, K) seconds that units wait for collectives which run while ranks compute, in the halves of ``times``."""
+        pricing, (_, _, (stored, activations)) = self.pricing, self._messages
+        waiting = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
         each = self._operations[pricing.cost_of_calls]
-        backward = each[:, :, 1:].sum(axis=2) + each[:, :, 0] * pricing.is_recomputed[:, None]
-        backward += self._repeated[pricing.cost_of_calls] * pricing.is_selected[:, None]
-        return np.stack([each[:, :, 0], backward])
+        recomputed = each[:, :, 0] * pricing.is_recomputed[:, None] + self._repeated[pricing.cost_of_calls] * pricing.is_selected[:, None]
+        seconds = np.stack([each[:, :, 0], each[:, :, 1:].sum(axis=2), recomputed])
+        for place, casting in self._casting.items():
+            seconds[1, place] += casting
+        for kind in range(len(pricing.kinds)) if stored or sums else ():
+            rest = (seconds[:, :, kind], pricing.regions, pricing.repeat)
+            of_calls = waiting_for_messages(stored, activations, sums, *rest, is_alone=self._is_alone)
+            for direction in (0, 1):
+                np.add.at(waiting[direction, :, kind], pricing.unit_of_calls, of_calls[direction])
+        if not (stored or sums):
+            for activation in activations:
+                unit = pricing.unit_of_calls[activation.place]
+                waiting[:2, unit] += np.array([[activation.forward], [activation.backward]])
+        return waiting
 
-    def _waiting(self) -> tuple[Floats, Floats, dict[int, Message]]:
-        """Return (3, N) seconds that units wait for collectives of a microbatch, and (2, N) for those before all, and after all.
+    @cached_property
+    def _casting(self) -> dict[int, Floats]:
+        """Place of a call -> (K,) seconds in which the gradients of its parameters are cast to the type in which ranks sum them."""
+        pricing, found = self.pricing, dict[int, Floats]()
+        for exchange, _ in self.exchanges:
+            if exchange.is_stored and exchange.forward == "all_gather" and exchange.backward is not None and exchange.wider != 1.0:
+                work = Work(0, self._numbers[exchange.size] * self._share * (1 + exchange.wider), 1)
+                seconds = [pricing.cost_model.operation_time(work, kind, torch.float32) for kind in pricing.kinds]
+                place = pricing.place_of[exchange.reader]
+                found[place] = found.get(place, 0.0) + np.array(seconds)
+        return found
 
-        The third are the collectives of stored parameters, which run while the ranks compute: place of the call that reads them -> seconds.
-        Small parameters, which share a message, are waited for.
+    @cached_property
+    def _messages(self) -> tuple[Floats, Floats, tuple[list[Stored], list[Activation]]]:
+        """The collectives of a microbatch: seconds in which nothing else happens, and those that run while ranks compute.
+
+        The first are (3, N) seconds of units; the second (2, N) those before all microbatches, and after all. Of several stages, the small
+        parameters of each share messages, which are waited for.
 
         A recomputed forward repeats the collectives that it needs: ``"selective"``, gathers alone.
         """
         pricing, numbers, share = self.pricing, self._numbers, self._share
         seconds, once = np.zeros((3, len(pricing.points.units))), np.zeros((2, len(pricing.points.units)))
-        ahead: dict[int, Message] = {}
-        known: dict[tuple[object, ...], tuple[float, float]] = {}
+        stored, activations = list[Stored](), list[Activation]()
         for exchange, links in self.exchanges:
-            kinds = exchange.forward, exchange.backward, exchange.regather
-            key = (exchange.size, exchange.dimension, kinds, exchange.runs, exchange.is_stored, exchange.n_coalesced, exchange.wider)
-            if key not in known:
-                known[key] = exchange.seconds(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
-            forward, backward = known[key]
-            is_lost = exchange.forward == "all_gather" and pricing.memory.loses_gathers(exchange.reader)
+            size, runs = numbers[exchange.size] * share, numbers[exchange.runs] * share
+            forward, backward = exchange.seconds(size, links, runs)
+            unit, place = pricing.unit_of[exchange.reader], pricing.place_of[exchange.reader]
             is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
-            is_repeated = exchange.reader in pricing.memory.recomputed
+            is_lost = exchange.forward == "all_gather" and pricing.memory.loses_gathers(exchange.reader)
+            is_recomputed = exchange.reader in pricing.memory.recomputed
             if exchange.forward != "all_gather" and exchange.reader in pricing.memory.selected:
-                is_repeated = False
-            is_needed = not is_once and (is_lost or is_repeated)
-            repeated = forward if is_needed and exchange.regather is None else 0.0
-            is_scattered_once = is_once and exchange.dimension in SCATTERED_ONCE and exchange.forward == "all_gather"
-            unit = pricing.unit_of[exchange.reader]
-            runs_ahead = exchange.is_stored and not exchange.is_coalesced(numbers[exchange.size] * share, links)
-            if runs_ahead and (self._is_alone or not is_once):
-                regather = exchange.regathering(numbers[exchange.size] * share, links, numbers[exchange.runs] * share)
-                message = Message(forward, regather + repeated, backward - regather, links.ring.host_share)
-                place = pricing.place_of[exchange.reader]
-                ahead[place] = ahead[place] + message if place in ahead else message
-                continue
-            (once if is_once and not self._is_alone else seconds)[0, unit] += forward
-            if is_scattered_once and not self._is_alone:
-                once[1, unit] += backward
-                seconds[2, unit] += exchange.casting(numbers[exchange.size] * share, links)  # of each microbatch, to be added to others
+                is_recomputed = False
+            is_repeated = not is_once and (is_lost or is_recomputed)
+            is_of_step = is_once and not self._is_alone
+            is_small = exchange.is_stored and exchange.is_coalesced(size, links)
+            if not exchange.is_stored or exchange.forward != "all_gather":
+                activations.append(Activation(place, exchange.dimension, forward, backward + is_repeated * forward, links))
+            elif is_of_step:
+                once[0, unit] += forward
+                if exchange.dimension in SCATTERED_ONCE:
+                    once[1, unit] += backward
+                else:
+                    seconds[1, unit] += backward
+            elif is_small and self.n_stages > 1:
+                seconds[0, unit] += forward
+                seconds[1, unit] += backward + (is_repeated and exchange.regather is None) * forward
             else:
-                seconds[1, unit] += backward + repeated
-        return seconds, once, ahead
+                sent = size * exchange.wider if exchange.backward is not None else 0.0
+                is_read = exchange.regather is not None and exchange.value in pricing.read_by_backward
+                kind = pricing.dtypes.get(exchange.value)
+                stored.append(
+                    Stored(
+                        place,
+                        pricing.parameter_of(exchange.value),
+                        exchange.dimension,
+                        size,
+                        sent,
+                        links,
+                        int(runs > 1),
+                        is_read or is_repeated,
+                        kind,
+                    )
+                )
+        return seconds, once, (stored, activations)
 
     @cached_property
     def costs(self) -> MicrobatchCosts:

@@ -201,15 +201,6 @@ class StageSums:
         for dimension, gradients in once.items():
             self._read_once[dimension] = [unit for unit, _ in gradients], _bytes_and_buckets([each for _, each in gradients])
 
-    def of_units(self, n_units: int) -> dict[str, Floats]:
-        """Return mesh dimension -> (N,) bytes summed over it after the backward of each unit: the first reader's, which comes last."""
-        by_dimension = {name: np.zeros(n_units) for name in self._read_once}
-        for name, (units, amounts) in self._read_once.items():
-            np.add.at(by_dimension[name], units, amounts[:, 0])
-        for dimension, readers, amount in self._read_often:
-            by_dimension.setdefault(dimension, np.zeros(n_units))[readers[0]] += amount[0]
-        return by_dimension
-
     def of_ranks(self, starts: Sequence[int], stage_ranks: Sequence[tuple[int, ...]]) -> dict[str, Floats]:
         """Return mesh dimension -> (R, 2) the bytes that each rank of the pipeline sums over it, and the number of buckets they fill.
 

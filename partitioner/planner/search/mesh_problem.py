@@ -336,10 +336,8 @@ class MeshProblem:
         # For each rank, (bytes, buckets) by mesh dimension; ranks with equal ones are priced once.
         of_ranks = set(zip(*(map(tuple, sizes.tolist()) for sizes in by_dimension.values()), strict=True))
         priced = [self.part.sum_seconds(dict(zip(by_dimension, sizes, strict=True)), self.links) for sizes in of_ranks]
-        if self.n_places == 1:
-            halves = problems.prices.times(problems.rows(staged.candidate)).halves[:, :, 0]
-            backward, sizes_of = (halves[1] + halves[2])[::-1], self._stage_sums.of_units(halves.shape[1])
-            return sum(seconds.beside(sizes_of[name][::-1], backward) for name, seconds in priced[0].items())
+        if self.n_places == 1 and staged.candidate.n_microbatches == 1:
+            return float(problems.prices.summing(problems.rows(staged.candidate))[:, 0].sum())
         return of_replicas + max(sum(each.alone for each in seconds.values()) for seconds in priced)
 
     @cached_property

@@ -115,9 +115,13 @@ class ModelPart:
         if key not in self.known_prices:
             regions = self.source.regions(policy, patterns)
             known = (self.source.graph, self.cost, self.source.points, kinds, cost_model, optimizer, policy, regions)
-            self.known_prices[key] = UnitPricing(*known, self.source.known_seconds, self._bucket_bytes, is_cut=self.layouts is not None)
+            self.known_prices[key] = UnitPricing(
+                *known, self.source.known_seconds, self._bucket_bytes, self.layouts is not None, self.source.unfolding
+            )
         parameters = (self.source.users, self.held_bytes)
-        costs = self.known_prices[key].on(self.batch_size, exchanges, *parameters, adding=adding, n_stages=n_stages)
+        folded = self.source.graph.parameters
+        sums = [(each, links[each.dimension]) for each in self.sums if each.parameter in folded and each.dimension in links]
+        costs = self.known_prices[key].on(self.batch_size, exchanges, *parameters, sums=sums, adding=adding, n_stages=n_stages)
         if self.source.unfolding is None:
             return costs
         recomputed = frozenset(copy for name in costs.recomputed[0] for copy in self.source.copies(name))

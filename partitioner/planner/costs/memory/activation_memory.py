@@ -45,6 +45,7 @@ class UnitMemory:
     Attributes:
         recomputed: the nodes that the backward recomputes.
         selected: those of them whose policy is ``"selective"``.
+        region_of: node -> the number of its region.
         fixed: permanent memory that does not depend on the batch: parameters, buffers, optimizer state.
         gradients: parameter gradients, held from the first backward on.
         added: the same in a step of several microbatches: those that are scattered once are whole until then.
@@ -73,6 +74,7 @@ class UnitMemory:
         of_inputs = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
         self._selection = selection = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy, regions)
         self.recomputed = selection.recomputed
+        self.region_of = selection.region_of
         self.selected = frozenset(name for name in selection.recomputed if selection.policy_of[name] == "selective")
         self._touching: dict[int, list[str]] = {}
         for name, steps in cost.touched.items():

