@@ -13,7 +13,7 @@ ahead of their use; a scatter or a sum starts when its last gradient is there, a
 over one mesh dimension is summed over another one after that; small parameters share messages. Messages of one mesh dimension follow each
 other, those of several share links.
 
-A folded model has a repeated block once: it is run up to three times, so that the waits of its copies are those of a long model.
+A folded model has a repeated block once: it is run three times or more, so that the waits of its copies are those of a long model.
 """
 
 from __future__ import annotations
@@ -152,10 +152,14 @@ class _Message:
         self.n_values += 1
 
     @property
+    def copying(self) -> float:
+        """Seconds of the rank's own processor for copies of the message."""
+        return (1 if self.n_values > 1 else self.copies) * self.links.copying(self.size)
+
+    @property
     def passage(self) -> Passage:
         """How it goes over the links."""
-        copies = 1 if self.n_values > 1 else self.copies
-        seconds = self.links.seconds(self.kind, self.size) + copies * self.links.copying(self.size)
+        seconds = self.links.seconds(self.kind, self.size)
         return _passage(seconds, min(self.links.seconds(self.kind, 0.0), seconds), self.links)
 
 
@@ -217,20 +221,25 @@ def waiting_for_messages(
 
 
 def _order(n_calls: int, repeat: Repeat | None) -> Iterator[tuple[int, float]]:
-    """Yield (place of a call, fraction of its waits that this copy of it stands for), with the repeated block up to three times."""
+    """Yield (place of a call, fraction of its waits that this copy of it stands for), with some copies of the repeated block."""
     if repeat is None:
         yield from ((place, 1.0) for place in range(n_calls))
         return
     yield from ((place, 1.0) for place in range(repeat.start))
-    n_run = min(repeat.n_copies, _MOST_COPIES)
+    block = range(repeat.start, repeat.stop)
+    n_run = min(repeat.n_copies, max(_LEAST_COPIES, _CALLS_OF_COPIES // len(block)))
+    n_alike = (repeat.n_copies - 2) / (n_run - 2) if n_run > 2 else 1.0  # all but the first and the last
     for copy in range(n_run):
-        n_alike = repeat.n_copies - n_run + 1 if copy == n_run // 2 else 1
-        yield from ((place, n_alike / repeat.n_copies) for place in range(repeat.start, repeat.stop))
+        share = (n_alike if 0 < copy < n_run - 1 else 1.0) / repeat.n_copies
+        yield from ((place, share) for place in block)
     yield from ((place, 1.0) for place in range(repeat.stop, n_calls))
 
 
-_MOST_COPIES = 3
-"""Copies of a repeated block that are run: a first, a last, and one whose waits are those of all others."""
+_LEAST_COPIES = 3
+"""Copies of a repeated block that are run if there are as many: a first, a last, and one whose waits are those of all others."""
+
+_CALLS_OF_COPIES = 240
+"""Of small blocks, of which several share a message, as many copies as have so many calls are run."""
 
 
 def _backward_order(
@@ -344,6 +353,7 @@ class _Program:
         self._passages: list[Passage] = []
         self._owners: list[tuple[int, int, float]] = []
         self._under_way: dict[bool, list[_Message]] = {False: [], True: []}
+        self._copies: list[tuple[int, int, float, float]] = []
         self._chained: list[_Message] = []
         self._dimensions: dict[str, int] = {}
 
@@ -393,6 +403,8 @@ class _Program:
         """Return (2, P) seconds that calls wait on the clock of the simulator."""
         run = run_ranks([RankWork(0, tuple(self._steps), (), ())], lambda transfer: self._passages[transfer.key])[0][0]
         waiting, end = np.zeros((2, n_calls)), 0.0
+        for place, direction, weight, seconds in self._copies:
+            waiting[direction, place] += weight * seconds
         for each in run.computed:
             place, direction, weight = self._owners[int(each.name)]
             waiting[direction, place] += weight * (each.start - end)
@@ -411,6 +423,9 @@ class _Program:
 
     def _start(self, message: _Message) -> None:
         if message.transfer is None:
+            place, direction, weight = self._owners[-1] if self._owners else (0, 0, 1.0)
+            self.compute(place, direction, message.copying, weight)
+            self._copies.append((place, direction, weight, message.copying))
             message.transfer = self._transfer(message.passage, message.dimension)
             self._steps.append(Step("start", "", "", transfer=message.transfer))
 

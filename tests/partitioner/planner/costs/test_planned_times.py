@@ -153,7 +153,7 @@ def test_every_message_of_gradients_begins_anew() -> None:
     """Four of them, where processors that move messages compute nothing meanwhile; a plan counts no overlap of two beginnings."""
     pm = over_a_slow_link(768, 4, "data", 1.0)
     simulated = pm.simulate().step_time
-    assert simulated <= pm.plan.step_time <= 1.09 * simulated
+    assert 0.99 * simulated <= pm.plan.step_time <= 1.09 * simulated
 
 
 def test_gradients_that_are_larger_than_a_message_go_alone_and_whole() -> None:
