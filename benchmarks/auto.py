@@ -19,7 +19,7 @@ from benchmarks.published import SEQUENCE, Gpt, Row, predict, rows, simulated, u
 from cost_models.hardware.clusters import Cluster
 from partitioner.experiments.models.subject import trace_subject
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.describe import words_of
 from partitioner.specialize.simulate_plan import timed_programs
 from passes.ir.plan import Plan
@@ -39,7 +39,7 @@ def chosen(row: Row) -> tuple[Plan, float]:
     subject = trace_subject(row.name, (model, (tokens, tokens)), training=True)
     request = PlanRequest(mode="auto", devices=("meta",) * sizes["devices"], modules=subject.modules)
     started = time.process_time()
-    plan = plan_auto(subject.graph, cluster, request)
+    plan = plans_auto(subject.graph, cluster, request)[0]
     print(f"# {row.name}: planned in {time.process_time() - started:.1f} s, gap {plan.gap:.2f}", flush=True)
     simulation = simulated(timed_programs(subject.traced, plan), cluster, plan.batch_size)
     return plan, simulation.step_time + update_seconds(simulation, cluster)

@@ -36,7 +36,7 @@ from cost_models.profiling.op_times import MeasuredCosts
 from partitioner import partition
 from partitioner.experiments.models.subject import trace_subject
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.describe import words_of
 from passes.ir.plan import Plan
 
@@ -131,7 +131,7 @@ def automatic(problem: Problem) -> Plan:
 
     def plan() -> Plan:
         links.append(swap_link())
-        return plan_auto(subject.graph, Cluster([machine()] * len(request.devices), _median(links)), request, costs)
+        return plans_auto(subject.graph, Cluster([machine()] * len(request.devices), _median(links)), request, costs)[0]
 
     for _ in range(_ROUNDS_OF_TIMES - 1):
         plan()  # asks for the times of what plans are made of

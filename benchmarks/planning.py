@@ -24,7 +24,7 @@ from cost_models.hardware.clusters import Cluster
 from cost_models.hardware.units import format_seconds
 from partitioner import partition
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.describe import words_of
 from partitioner.tracing.trace import trace
 
@@ -95,7 +95,7 @@ def planned(layers: int, devices: int) -> Planned:
     start = time.process_time()
     graph = trace(model, (tokens,), {}, training=True)
     traced = time.process_time()
-    plan = plan_auto(graph, cluster, PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(devices))))
+    plan = plans_auto(graph, cluster, PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(devices))))[0]
     done = time.process_time()
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     assert plan.gap is not None

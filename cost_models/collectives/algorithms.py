@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 from cost_models.collectives import alpha_beta as communication
 from cost_models.hardware.clusters import Cluster, Level, Link
 
-__all__ = ["Collective", "Group", "GroupLinks", "collective_time", "group_links", "message_links", "port", "slowest_link"]
+__all__ = ["Collective", "Group", "GroupLinks", "group_links", "message_links", "port", "slowest_link"]
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "halo_exchange"]
 """Kind of collective."""
@@ -29,22 +29,6 @@ Group: TypeAlias = tuple[int, ...]
 """Ranks, in the order in which they pass parts on."""
 
 _Port: TypeAlias = tuple[int, int]
-
-
-def collective_time(kind: Collective, size: float, group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> float:
-    """Return the seconds of a collective, by its fastest algorithm.
-
-    Args:
-        kind: what is done.
-        size: bytes of the whole tensor; see ``cost_models.collectives.alpha_beta``.
-        group: its ranks.
-        cluster: where they are.
-        at_once: groups that do the same at the same time; ``group`` may be one of them.
-
-    Raises:
-        ConfigError: no link joins two neighbours of the group.
-    """
-    return group_links(group, cluster, at_once).seconds(kind, size)
 
 
 @dataclass(frozen=True)
@@ -68,7 +52,11 @@ class GroupLinks:
         return 2 * size / self.memory if self.ring.copies else 0.0
 
     def seconds(self, kind: Collective, size: float) -> float:
-        """Return the seconds of a collective by its fastest algorithm; ``size`` as in ``collective_time``."""
+        """Return the seconds of a collective by its fastest algorithm.
+
+        Args:
+            size: bytes of the whole tensor; see ``cost_models.collectives.alpha_beta``.
+        """
         if self.n_ranks < 2:
             return 0.0
         if kind == "all_reduce" and self.ring.gathered_bytes and size * self.n_ranks <= self.ring.gathered_bytes:
@@ -83,7 +71,14 @@ class GroupLinks:
 
 
 def group_links(group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> GroupLinks:
-    """Return the links of a group while other groups use theirs; arguments and errors as in ``collective_time``."""
+    """Return the links of a group, from which its collectives are priced.
+
+    Args:
+        at_once: groups that communicate at the same time; ``group`` may be one of them.
+
+    Raises:
+        ConfigError: no link joins two neighbours of the group.
+    """
     if len(group) < 2:
         return GroupLinks(len(group), cluster.link(0, 0))
     group = _by_place(group, cluster)

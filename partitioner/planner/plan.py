@@ -94,7 +94,7 @@ class PlanProblem:
         elif self.mesh is not None:
             plan = plan_mesh(*problem, self.mesh, self.models, deadline)
         elif simulated is None or len(request.devices) == 1:
-            plan = plans_auto(*problem, tell, self.models, deadline, most=1)[0]
+            plan = plans_auto(*problem, tell, self.models, deadline)[0]
         else:
             deadline = replace(deadline, reserve=_FOR_SIMULATIONS)
             plans = plans_auto(*problem, tell, self.models, deadline, most=MOST_SIMULATED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -55,28 +54,25 @@ def join_group(device: torch.device) -> None:
     Args:
         device: of this process; a GPU uses NCCL.
     """
-    connect(arrive(), device, None)
+    connect(arrive(), device)
 
 
 class TorchrunRuntime:
     """Runs the program of one rank; the other ranks run theirs in their own processes.
 
     Takes the default process group of ``torch.distributed``, or makes it (and then destroys it when Python exits). All processes of a model
-    make their runtimes in the same order.
+    make their runtimes in the same order. No wait is longer than the timeout of the default process group, 300 s if the script makes none.
 
     Args:
         devices: for each rank, where it runs; ``cuda`` without a number is the one that torchrun chose for the process.
-        timeout: how long any wait may last. None: that of the default process group when there is one, else 300 s.
         processes: for each rank, the number of its process in the default process group; None: all processes in order.
 
     Raises:
         ConfigError: torch has no such backend, or the default process group has other processes than torchrun started.
     """
 
-    def __init__(
-        self, devices: Sequence[torch.device], timeout: timedelta | None = None, *, processes: Sequence[int] | None = None
-    ) -> None:
-        session = arrive(processes, timeout)
+    def __init__(self, devices: Sequence[torch.device], *, processes: Sequence[int] | None = None) -> None:
+        session = arrive(processes)
         self.members = session.members
         rank = self.members.rank
         self.n_ranks = len(devices)
@@ -87,7 +83,7 @@ class TorchrunRuntime:
             *devices[rank + 1 :],
         )
         self._rank = rank
-        self._connection = connect(session, self.devices[rank], timeout)
+        self._connection = connect(session, self.devices[rank])
         self._number = self._connection.number_model()
         self._prepared: WeakKeyDictionary[ProgramSet, PreparedTraffic] = WeakKeyDictionary()
 

@@ -54,19 +54,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, SEQUENCE, STORED, TILES, Mesh
 from passes.ir.plan import ATTENTION, Plan
 
-__all__ = ["plan_auto", "plans_auto"]
-
-
-def plan_auto(
-    graph: ModelGraph,
-    cluster: Cluster,
-    request: PlanRequest,
-    cost_model: CostModel | None = None,
-    tell: Callable[[str], None] | None = None,
-    models: SharedModels | None = None,
-) -> Plan:
-    """Return the fastest plan by the prices of the search; arguments and errors are those of ``plans_auto``."""
-    return plans_auto(graph, cluster, request, cost_model, tell, models, most=1)[0]
+__all__ = ["plans_auto"]
 
 
 @gc_paused()
@@ -79,7 +67,7 @@ def plans_auto(
     models: SharedModels | None = None,
     deadline: Deadline | None = None,
     *,
-    most: int,
+    most: int = 1,
 ) -> list[Plan]:
     """Decide everything that the user left open; return the fastest plan, and nearly as fast ones of other mesh dimensions.
 

@@ -108,7 +108,7 @@ def members_of(processes: Sequence[int] | None = None) -> Members:
     return Members(tuple(range(size)) if processes is None else tuple(processes), own, size)
 
 
-def arrive(processes: Sequence[int] | None = None, timeout: timedelta | None = None) -> Session:
+def arrive(processes: Sequence[int] | None = None) -> Session:
     """Announce this process to the others and watch them all: from here on they learn if it dies. Returns the session of the members.
 
     Raises:
@@ -127,13 +127,13 @@ def arrive(processes: Sequence[int] | None = None, timeout: timedelta | None = N
                 remedy="partition before destroy_process_group(), or make another mesh",
             )
         _forget_sessions_of_other_groups(world)
-        _sessions[members.processes] = _new_session(members, world, timeout)
+        _sessions[members.processes] = _new_session(members, world)
         _end_sessions_at_exit()
     return _sessions[members.processes]
 
 
-def _new_session(members: Members, world: dist.ProcessGroup | None, timeout: timedelta | None) -> Session:
-    limit = timeout or TIMEOUT
+def _new_session(members: Members, world: dist.ProcessGroup | None) -> Session:
+    limit = TIMEOUT
     # A store that exists before the processes shows which have come; where rank 0 makes it, local marks do until then.
     has_store = world is not None or launcher.held_by_torchrun()
     marks = LocalMarks(None if has_store else _address(), members.rank, members.size)
@@ -142,7 +142,7 @@ def _new_session(members: Members, world: dist.ProcessGroup | None, timeout: tim
         shared = SharedStore(_own_store(members.own, limit, marks), "")
     else:
         shared = SharedStore(weakref.ref(world), "")
-        limit = timeout or shared.torch_store().timeout  # type: ignore[attr-defined]
+        limit = shared.torch_store().timeout  # type: ignore[attr-defined]
     # An agent's store outlives its workers: keys of an earlier attempt must not be read.
     number = _session_numbers[members.processes]
     _session_numbers[members.processes] += 1
@@ -184,22 +184,22 @@ def _own_store(rank: int, timeout: timedelta, marks: LocalMarks) -> Store:
     )
 
 
-def connect(session: Session, device: torch.device, timeout: timedelta | None) -> Connection:
+def connect(session: Session, device: torch.device) -> Connection:
     """Return the connection of this process with the other members, shared by all runtimes of the session."""
     try:
-        return _connect(session, device, timeout)
+        return _connect(session, device)
     except PartitionError as error:
         session.members.explain(error)
         raise
 
 
-def _connect(session: Session, device: torch.device, timeout: timedelta | None) -> Connection:
+def _connect(session: Session, device: torch.device) -> Connection:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _await_all_and_init(device, timeout, session)
+    _await_all_and_init(device, session)
     world = dist.group.WORLD
     assert world is not None
-    key = device, timeout or world.get_group_store().timeout  # type: ignore[attr-defined]  # its stub lacks what it has
+    key = device, world.get_group_store().timeout  # type: ignore[attr-defined]  # its stub lacks what it has
     known = session.connections.get(key)
     if known is None or known.failure is not None or known.record.first() is not None or known.world is not world:
         number = session.next_connection()
@@ -207,26 +207,26 @@ def _connect(session: Session, device: torch.device, timeout: timedelta | None) 
     return session.connections[key]
 
 
-def _await_all_and_init(device: torch.device, timeout: timedelta | None, session: Session) -> None:
+def _await_all_and_init(device: torch.device, session: Session) -> None:
     """Wait until all members have come, then make the default process group unless there is one."""
     backend = default_backend(device.type)
     check_backend(backend, device.type, "send_receive")
     if not (dist.is_available() and dist.is_backend_available(backend)):
         raise ConfigError(f"this build of torch has no {backend}, which {device.type} needs", remedy="install another build of torch")
-    limit = timeout or TIMEOUT
     watch, members = session.watch, session.members
     blocking = Interruptible(watch.rank, lambda: watch.first(NO_CONNECTION), lambda: watch.await_first(NO_CONNECTION))
-    session.watch.await_all(InterruptibleStore(session.store, blocking, limit.total_seconds(), session.holder), limit, session.marks.dead)
+    store = InterruptibleStore(session.store, blocking, TIMEOUT.total_seconds(), session.holder)
+    watch.await_all(store, TIMEOUT, session.marks.dead)
     session.marks.remove()
     if dist.is_initialized():
         return
     session.n_groups += 1
-    store = session.store.under(f"group {session.n_groups}").torch_store()  # a group that was destroyed has left its keys
+    of_group = session.store.under(f"group {session.n_groups}").torch_store()  # a group that was destroyed has left its keys
 
     def initialize() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a thread has a current device of its own
-        dist.init_process_group(backend, store=store, rank=members.own, world_size=members.world_size, timeout=limit)
+        dist.init_process_group(backend, store=of_group, rank=members.own, world_size=members.world_size, timeout=TIMEOUT)
 
     blocking.run("connect with the other ranks", initialize)
     assert dist.group.WORLD is not None

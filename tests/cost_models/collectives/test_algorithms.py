@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_models.collectives.algorithms import collective_time, message_links, slowest_link
+from cost_models.collectives.algorithms import Collective, Group, group_links, message_links, slowest_link
 from cost_models.collectives.alpha_beta import (
     all_gather,
     all_reduce,
@@ -37,6 +37,10 @@ DEVICE = Device("d", {"float32": 1e12}, 2**30, 1e11)
 def nodes(count: int, width: int, *, shared: bool = False) -> Cluster:
     """Return a cluster of ``count`` nodes of ``width`` devices."""
     return Cluster([DEVICE] * (count * width), [Level(width, NEAR), Level(count * width, FAR, shared)])
+
+
+def collective_time(kind: Collective, size: float, group: Group, cluster: Cluster, at_once: Sequence[Group] = ()) -> float:
+    return group_links(group, cluster, at_once).seconds(kind, size)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3, 8])

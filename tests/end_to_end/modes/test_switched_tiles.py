@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cost_models.hardware.clusters import Cluster
 from partitioner import ConfigError, Constraints, Plan, partition
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.reports.communication.collectives import collectives_of_classes, sent_by_kind
 from partitioner.tracing.trace import trace
@@ -285,7 +285,7 @@ def test_what_is_too_short_for_tiles_is_cut_otherwise() -> None:
 
 def auto(graph: ModelGraph, memory: str | None = None) -> Plan:
     request = PlanRequest("auto", ("cuda:0", "cuda:1"), recompute="none", memory_limit=memory)
-    return plan_auto(graph, Cluster.parse("l4:1x2"), request)
+    return plans_auto(graph, Cluster.parse("l4:1x2"), request)[0]
 
 
 def test_auto_cuts_a_single_image_in_space() -> None:

@@ -16,7 +16,7 @@ from cost_models.simulator.result import Simulation
 from partitioner import ConfigError, Plan, partition
 from partitioner.planner.bounds.mesh_bounds import MeshBounds
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto, plans_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.best_first import ClosedMesh, PlanSearch
 from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.simulated_ranking import fastest_simulated
@@ -65,7 +65,7 @@ def test_the_plan_has_its_simulated_step() -> None:
 
 
 def test_plans_of_a_search_are_of_unlike_meshes(plans: list[Plan]) -> None:
-    assert plans[0] == plan_auto(graph(), CLUSTER, REQUEST)
+    assert plans[0] == plans_auto(graph(), CLUSTER, REQUEST)[0]
     assert 1 < len(plans) <= 3
     assert len({plan.grid.names for plan in plans}) == len(plans)
     for plan in plans:  # each is described as the chosen one

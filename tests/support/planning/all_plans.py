@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from cost_models.collectives.algorithms import GroupLinks, collective_time
+from cost_models.collectives.algorithms import GroupLinks, group_links
 from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from cost_models.memory.optimizer_state import optimizer_states
@@ -315,7 +315,7 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
     for ranks, run, kind in zip(stage_ranks, runs, kinds, strict=True):
         if len(ranks) > 1:
             size = sum(item.of_kind(kind) for item in prices.units.gradients if set(item.units) & run)
-            taking_turns.append(collective_time("all_reduce", size, ranks, problem.places) + copying(size, problem, ranks))
+            taking_turns.append(group_links(ranks, problem.places).seconds("all_reduce", size) + copying(size, problem, ranks))
     makespan = simulate_step(staged.schedule, staged.times).makespan
     return makespan + max(sums) + max(taking_turns) + seconds_once(problems, staged)
 

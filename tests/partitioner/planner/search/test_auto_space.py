@@ -17,7 +17,7 @@ from partitioner.planner.bounds.mesh_bounds import MeshBounds
 from partitioner.planner.costs.links import LinkTable, clock_rate_of
 from partitioner.planner.pipeline.candidate import stage_model
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto, plans_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.planner.search.space import allowed_shapes, mesh_shapes, usual_meshes, without_equal_nestings
@@ -79,9 +79,9 @@ def test_the_plan_is_the_best_of_all_plans(seed: int) -> None:
     best = best_by_brute_force(given)
     if best == math.inf:
         with pytest.raises((InfeasiblePlanError, ConfigError)):
-            plan_auto(given.graph, given.cluster, given.request)
+            plans_auto(given.graph, given.cluster, given.request)
         return
-    plan = plan_auto(given.graph, given.cluster, given.request)
+    plan = plans_auto(given.graph, given.cluster, given.request)[0]
     assert plan.gap is not None
     assert plan.step_time * (1 - plan.gap) <= best * (1 + 1e-9)
     assert plan.step_time == pytest.approx(best, rel=1e-9)

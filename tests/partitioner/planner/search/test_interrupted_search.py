@@ -16,7 +16,7 @@ from cost_models.hardware.devices import Device
 from cost_models.ops.work import Work
 from partitioner import Plan, partition
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.best_first import ClosedMesh, PlanSearch
 from partitioner.tracing.trace import trace
 from passes.ir.graph import ModelGraph
@@ -49,7 +49,7 @@ def gpt() -> ModelGraph:
 
 
 def planned(prices: Roofline, tell: Callable[[str], None] | None) -> Plan:
-    return plan_auto(gpt(), CLUSTER, PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4))), prices, tell)
+    return plans_auto(gpt(), CLUSTER, PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4))), prices, tell)[0]
 
 
 @cache
@@ -64,12 +64,12 @@ def finished() -> tuple[Plan, int]:
 def test_whenever_it_is_interrupted_what_is_proved_is_true(seed: int) -> None:
     """The best of all plans, by brute force, is never below the bound; before there is a plan nothing can be taken."""
     given, every = instance(seed), Interrupts(0)
-    plan_auto(given.graph, given.cluster, given.request, every)
+    plans_auto(given.graph, given.cluster, given.request, every)
     count, best = -every.left, best_by_brute_force(given)
     ended, taken = 0, list[Plan]()
     for after in range(count // 30, count, count // 30):
         try:
-            taken.append(plan_auto(given.graph, given.cluster, given.request, Interrupts(after), lambda _: None))
+            taken.append(plans_auto(given.graph, given.cluster, given.request, Interrupts(after), lambda _: None)[0])
         except KeyboardInterrupt:
             ended += 1
     assert ended

@@ -13,7 +13,7 @@ from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, partition
 from partitioner.planner.costs.links import ClockRate
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.sharding.axis_costs import axis_terms, contractions_of
 from partitioner.planner.sharding.axis_problem import AxisProblem, axis_groups
 from partitioner.planner.sharding.rank_shard import part_graph
@@ -145,7 +145,7 @@ def test_what_is_written_in_a_block_counts_for_all_its_copies() -> None:
 def test_dropout_in_repeated_blocks_is_planned() -> None:
     """Masks that are drawn apart are nodes that the model has not: stages are named all the same."""
     graph = dropping_blocks()
-    plan = plan_auto(graph, Cluster.preset("v100", 1, 4), PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4))))
+    plan = plans_auto(graph, Cluster.preset("v100", 1, 4), PlanRequest("auto", tuple(f"cuda:{rank}" for rank in range(4))))[0]
     assert math.prod(size for _, size in plan.mesh) == 4
 
 

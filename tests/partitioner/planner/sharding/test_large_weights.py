@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cost_models.hardware.clusters import Cluster
 from partitioner import Plan, partition
 from partitioner.planner.request import PlanRequest
-from partitioner.planner.search.auto import plan_auto
+from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.plan_mesh import plan_mesh
 from partitioner.tracing.trace import trace
 from passes.analysis.axis_names import axis_names
@@ -100,7 +100,7 @@ def test_the_planner_finds_it_by_itself() -> None:
     with torch.device("meta"):
         model, x = Net(64, (4096, 4096), size=32), torch.zeros(256, 3, 32, 32)
     graph, cluster = trace(model, (x,), {}, training=True), Cluster.preset("v100", 1, 4)
-    plan = plan_auto(graph, cluster, request("auto", 4))
+    plan = plans_auto(graph, cluster, request("auto", 4))[0]
     assert plan.mesh == (("data", 4),)
     assert plan.gap == 0.0
     assert ("batch", "data") in plan.axes
@@ -123,5 +123,5 @@ def test_the_planner_finds_it_by_itself() -> None:
 def test_small_weights_stay_whole() -> None:
     with torch.device("meta"):
         model, x = Net(64, (64, 64)), torch.zeros(65536, 3, 8, 8)
-    plan = plan_auto(trace(model, (x,), {}, training=True), Cluster.preset("v100", 1, 4), request("auto", 4))
+    plan = plans_auto(trace(model, (x,), {}, training=True), Cluster.preset("v100", 1, 4), request("auto", 4))[0]
     assert (plan.mesh, plan.axes) == ((("data", 4),), (("batch", "data"),))
