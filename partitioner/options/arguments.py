@@ -16,7 +16,7 @@ from cost_models.hardware.units import parse_bytes
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.precision import read_reduce_dtype, true_dtype
 from partitioner.schedules.registered import read_schedule
-from passes.ir.arguments.checked import Rule, at_least, each_of, more_than, one_of, read_by
+from passes.ir.arguments.checked import Rule, at_least, each_of, one_of, positive, read_by
 from passes.ir.plan import BATCHNORM, OBJECTIVES, RECOMPUTE
 
 __all__ = ["EXAMPLES", "VALUES", "positional", "read_cluster"]
@@ -41,7 +41,7 @@ VALUES: Mapping[str, Rule] = MappingProxyType(
         "batchnorm": one_of(BATCHNORM),
         "inputs": one_of(("global", "local")),
         "objective": one_of(OBJECTIVES),
-        "time_limit": more_than(0),
+        "time_limit": positive,
     }
 )
 """Option -> check of its value."""

@@ -32,7 +32,7 @@ from partitioner.experiments.run.workers import InProcess, WorkerProcesses, can_
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.devices import hardware_of, resolve_devices
 from partitioner.options.progress import ProgressBar
-from passes.ir.arguments.checked import at_least, checked_arguments, each_of, more_than
+from passes.ir.arguments.checked import at_least, checked_arguments, each_of, positive
 from passes.ir.errors import ConfigError
 
 __all__ = ["Clusters", "Modes", "sweep"]
@@ -54,7 +54,7 @@ _VALUES = {
     "recompute": each_of(VALUES["recompute"]),
     "n_samples": at_least(1),
     "workers": at_least(0),
-    "timeout": more_than(0),
+    "timeout": positive,
 }
 
 _EXAMPLES = {

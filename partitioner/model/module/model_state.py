@@ -19,7 +19,7 @@ from partitioner.runtime.state.meta_init import InitFunction, initialize, seed_t
 from partitioner.runtime.state.optimizers.state import full_optimizer_state_dict, load_optimizer_state_dict, sharded_optimizer_state_dict
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, attach_hooks
 from partitioner.specialize.trace import Trace
-from passes.ir.arguments.checked import at_least, checked_arguments, more_than
+from passes.ir.arguments.checked import at_least, checked_arguments, positive
 from passes.ir.errors import ConfigError
 
 __all__ = ["ModelState"]
@@ -205,7 +205,7 @@ class ModelState(ModuleInPlan):
         """
         return self._accumulation.no_sync()
 
-    @checked_arguments({"max_norm": at_least(0), "norm_type": more_than(0)})
+    @checked_arguments({"max_norm": at_least(0), "norm_type": positive})
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over the model, each parameter counted once, is at most ``max_norm``; return the old norm."""
         self._accumulation.check("clip_grad_norm_()")

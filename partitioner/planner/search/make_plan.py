@@ -38,7 +38,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
 from passes.ir.plan import Contender, Plan, Prediction
 
-__all__ = ["PlanRequest", "Sharding", "describe", "describe_best", "make_plan", "plan_shardings"]
+__all__ = ["PlanRequest", "Sharding", "describe", "make_plan", "plan_shardings"]
 
 
 def make_plan(
@@ -123,7 +123,7 @@ def plan_shardings(
         extra_axes, attention = (False, "") if option.cut is None else (option.cut.extra_axes, option.cut.attention)
         return bool(option.axes), extra_axes, attention, option.candidate.schedule
 
-    plan = describe_best(taken, group)
+    plan = describe(taken, group)
     bound = min(search.bound, solution.step_time, bound_left_out)
     gap = max(0.0, 1 - bound / plan.step_time) if plan.step_time else 0.0
     axes_gap = max(0.0, 1 - solution.step_time / plan.step_time) if plan.step_time else 0.0
@@ -178,13 +178,13 @@ def _nothing_fits(problem: MeshProblem) -> PartitionError:
     return why_infeasible([problem.problems(policy) for policy in problem.policies], candidate)
 
 
-def describe_best(search: PlanSearch, group: Callable[[Option], Hashable]) -> Plan:
-    """Return the best plan of a search; its report compares it with the best solution of each other group (``group``: their key)."""
-    return describe(search, group, 0)
+def describe(search: PlanSearch, group: Callable[[Option], Hashable], place: int = 0) -> Plan:
+    """Return the best plan of a group of solutions; its report compares it with the best solution of each other group.
 
-
-def describe(search: PlanSearch, group: Callable[[Option], Hashable], place: int) -> Plan:
-    """Return the plan of the group that comes at a place, the fastest at 0; its report compares it with those of the other groups."""
+    Args:
+        group: the key of the group of an option.
+        place: of the group among all, the fastest at 0.
+    """
     others = search.fastest(group)
     option, solution = others.pop(place)
     contenders = [contender(other.words, found) for other, found in ((option, solution), *others)]

@@ -20,7 +20,7 @@ from passes.ir.arguments.conform import conform, hints_of
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError
 
-__all__ = ["Rule", "at_least", "check_fields", "checked_arguments", "each_of", "more_than", "one_of", "read_by"]
+__all__ = ["Rule", "at_least", "check_fields", "checked_arguments", "each_of", "one_of", "positive", "read_by"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -133,14 +133,10 @@ def at_least(least: float) -> Rule:
     return rule
 
 
-def more_than(least: float) -> Rule:
-    """Return a rule: the value is greater than ``least``."""
-
-    def rule(name: str, value: Any) -> None:
-        if value <= least:
-            raise ConfigError(f"{name} must be more than {least}, not {described(value)}", remedy=f"pass a number above {least}")
-
-    return rule
+def positive(name: str, value: Any) -> None:
+    """Raise ConfigError unless the value is greater than 0: a rule."""
+    if value <= 0:
+        raise ConfigError(f"{name} must be more than 0, not {described(value)}", remedy="pass a number above 0")
 
 
 def each_of(rule: Rule) -> Rule:
