@@ -192,3 +192,18 @@ def test_norms_over_what_is_cut_are_priced_as_they_run(name: str) -> None:
         model, x, mode, constraints = WRITTEN_OUT[name]()
     pm = partition(model, 2, mode, example_inputs=(x,), cluster="l4:1x2", constraints=constraints, training=True, progress=False)
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_a_recomputed_norm_repeats_its_last_kernel(precision: str | None) -> None:
+    """The sums over ranks are saved: neither they nor the messages of them are repeated."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(each for _ in range(4) for each in (nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.ReLU())))
+        x = torch.zeros(8, 16, 256, 256)
+    saving, repeating = (
+        partition(model, 2, "data", example_inputs=(x,), cluster="l4:1x2", precision=precision, recompute=recompute, progress=False)
+        for recompute in ("none", "selective")
+    )
+    assert any(name.startswith("batch_norm") for name in repeating.plan.recomputed)
+    longer = repeating.simulate().step_time - saving.simulate().step_time
+    assert repeating.plan.step_time - saving.plan.step_time == pytest.approx(longer, rel=0.1)
