@@ -296,16 +296,19 @@ class CheckpointSelection:
         return self._cost.copies.get(allocation, bool(self._numbers[sizes[allocation]] < self._numbers[sizes[part]]))
 
     def _saved_for(self, allocation: int) -> set[int]:
-        """Return the saved allocations that an allocation is recomputed from; itself if it is saved."""
+        """Return the saved allocations that an allocation is recomputed from; itself if it is saved.
+
+        Regions keep what they read of replicable values, such as a mask of attention.
+        """
         if self._cost.maker[allocation] not in self.recomputed or self._is_saved_as_received(allocation):
             return {allocation}
         saved, seen, stack = set[int](), set[str](), [self._cost.maker[allocation]]
         while stack:
             name = stack.pop()
-            if name in seen or name not in self._within:
+            if name in seen or name not in self._cost.nodes:
                 continue
             seen.add(name)
-            if name in self.recomputed:
+            if name in self.recomputed or (name not in self._within and not self._cost.nodes[name].forward.launches):
                 stack += [source.name for source in self._nodes[name].all_input_nodes]
             elif name in self._own:
                 saved.add(self._received.get(self._own[name], self._own[name]))
