@@ -7,9 +7,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import sympy
-
-from cost_models.graph_cost import graph_cost
 from cost_models.hardware.units import format_bytes, format_flops
 from partitioner.options.batch_statistics import microbatch_effects
 from partitioner.reports.communication.collectives import collectives_of_classes, sent_by_kind
@@ -18,21 +15,18 @@ from partitioner.reports.module_names import module_range
 from partitioner.reports.sources import MANY_RANKS, Blocks, Explained
 from partitioner.reports.tables.table import align, html_table
 from partitioner.schedules.catalog import interleaves
-from passes.autograd.staged_model import SplitModel
-from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import send
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import mesh_words, owning_pipelines, pipelines
+from passes.ir.mesh import mesh_words, pipelines
 from passes.ir.plan import Plan
-from passes.ir.tensor_spec import total
-from passes.spmd.shard_stages import StagedCut
 
 __all__ = ["DeviceTable", "device_table", "headline"]
 
 _HEADING = ("device", "stage", "modules", "parameters", "size", "work forward", "peak memory")
 _COLUMNS = "<<<>>>>"
-_FOOTNOTE = "parameters: held by the rank; work: of all forwards of a step; memory: predicted; last columns: bytes that it sends in a step"
-_PLANNED = "parameters: held by the rank; work: of all forwards of a step; last columns: bytes that it sends in a step; all is predicted"
+_SENT = "last columns: bytes that it sends in a step"
+_FOOTNOTE = f"parameters: held by the rank; work: of all forwards of a step; work and memory: predicted; {_SENT}"
+_PLANNED = f"parameters: held by the rank; work: of all forwards of a step; {_SENT}; all is predicted"
 _TEXT_WIDTH = 132
 _MODULES_WIDTH, _MODULES_WIDTH_BESIDE_PLACE = 52, 32
 """Characters of the column of modules, for the stages of a rank together."""
@@ -75,11 +69,8 @@ def device_table(explained: Explained) -> DeviceTable:
     plan, mesh = explained.plan, explained.mesh
     parameters = _parameters_of_ranks(explained.graph, explained.blocks, mesh.size)  # (count, bytes)
     places = {rank: place for ranks in pipelines(mesh) for place, rank in enumerate(ranks)}
-    if explained.is_long:
-        work = [_planned_work(plan, places[rank]) for rank in range(mesh.size)]
-        sent = _sent_by_plan(explained, places)
-    else:
-        work, sent = _work_of_ranks(plan, explained.pipelines, explained.staged), _sent_by_programs(explained)
+    work = [_work_at(plan, places[rank]) for rank in range(mesh.size)]
+    sent = _sent_by_plan(explained, places) if explained.is_long else _sent_by_programs(explained)
     kinds = tuple(dict.fromkeys(kind for sizes in sent for kind, size in sizes.items() if size))
     alike: dict[tuple[object, ...], list[int]] = {}  # place, memory, ... -> ranks; of few ranks, each alone
     for rank in range(mesh.size):
@@ -140,8 +131,8 @@ def headline(name: str, plan: Plan, *, training: bool) -> str:
     return f"{name}: {mesh}{tiles}{schedule}, {cut}, {'training' if training else 'evaluation'}"
 
 
-def _planned_work(plan: Plan, place: int) -> float:
-    """Return the FLOPs of the forwards of a rank at a pipeline position in a step, by the plan."""
+def _work_at(plan: Plan, place: int) -> float:
+    """Return the FLOPs of the forwards of a rank at a pipeline position in a step, by the plan: of the largest shard."""
     stages = [stage for stage in plan.stages if place in stage.ranks]
     return sum(stage.flops * len(range(stage.ranks.index(place), plan.n_microbatches, len(stage.ranks))) for stage in stages)
 
@@ -204,33 +195,3 @@ def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> lis
             counts[rank] += count
             sizes[rank] += count * dtype.itemsize
     return list(zip(counts, sizes, strict=True))
-
-
-def _work_of_ranks(plan: Plan, lowered: Sequence[SplitModel], staged: StagedCut) -> list[float]:
-    """Return the FLOPs of each rank's forwards in a step; they differ where shards have different sizes.
-
-    ``lowered`` has the stages of every pipeline of the mesh, ``staged.parts`` the graphs of its ranks; a rank counts in its home pipeline.
-    """
-    work = [0.0] * plan.n_ranks
-    flops: dict[int, Mapping[str, sympy.Expr]] = {}  # id of a graph -> node -> FLOPs
-    found: dict[tuple[int, int], dict[int, float]] = {}  # (id of a graph, stage) -> rows of a microbatch -> FLOPs
-    home = owning_pipelines(plan.grid)
-    for number, (stages, ranks, graphs) in enumerate(zip(lowered, pipelines(plan.grid), staged.parts, strict=True)):
-        for stage in stages.stages:
-            graph = graphs[stages.stage_ranks[stage.index][0]]
-            batches = microbatch_sizes(graph.batch_size, plan.n_microbatches) if graph.batch is not None else [1] * plan.n_microbatches
-            if id(graph) not in flops:
-                flops[id(graph)] = {name: cost.forward.flops for name, cost in graph_cost(graph, differentiate=False).nodes.items()}
-            if (id(graph), stage.index) not in found:
-                of_stage = sympy.sympify(total(flops[id(graph)].get(node.name, 0) for node in stage.module.graph.nodes))
-                found[id(graph), stage.index] = {rows: _with_rows(of_stage, graph, rows) for rows in set(batches)}
-            for microbatch, rows in enumerate(batches):
-                rank = ranks[stages.rank_of(stage.index, microbatch)]
-                if home[rank] == number:
-                    work[rank] += found[id(graph), stage.index][rows]
-    return work
-
-
-def _with_rows(flops: sympy.Expr, graph: ModelGraph, rows: int) -> float:
-    """Return FLOPs for a number of rows, the only symbol in those of a graph with a symbolic batch."""
-    return float(flops.subs(graph.batch, rows) if graph.batch is not None else flops)
