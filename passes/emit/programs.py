@@ -58,12 +58,14 @@ class LossForm:
         dtype: of its value.
         is_weighted: whether programs are given what each microbatch counts; else it follows from its rows.
         draws: whether it draws random numbers.
+        changes: whether it changes results of the model in place.
     """
 
     reduction: LossReduction = "mean"
     dtype: torch.dtype = torch.float32
     is_weighted: bool = False
     draws: bool = False
+    changes: bool = False
 
 
 def emit_train_step(lowered: SplitModel, schedule: Schedule, loss: LossForm, devices: Sequence[torch.device]) -> tuple[Program, ...]:
@@ -247,7 +249,8 @@ def _loss_call(lowered: SplitModel, form: LossForm) -> LossCall:
     tracked = [index for index, name in enumerate(returned) if name in lowered.requiring]
     differentiated = [returned.index(name) for name in differentiated_outputs(lowered)]
     constants = [output.constant for output in outputs]
-    return LossCall(leaves, constants, lowered.graph.loss_tree, tracked, differentiated, lowered.graph.autocast, draws=form.draws)
+    kind = {"draws": form.draws, "changes": form.changes}
+    return LossCall(leaves, constants, lowered.graph.loss_tree, tracked, differentiated, lowered.graph.autocast, **kind)
 
 
 def _loss_of_all_rows(emitter: StageEmitter, form: LossForm, values: Sequence[fx.Node]) -> None:

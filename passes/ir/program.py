@@ -137,6 +137,7 @@ class LossCall(nn.Module):
         differentiated: indices of the values whose gradients are arguments of stages.
         autocast: the mixed precision that it is computed in.
         draws: whether it draws random numbers.
+        changes: whether it changes values in place: it is given copies, since a leaf of autograd cannot be changed.
     """
 
     def __init__(
@@ -149,9 +150,11 @@ class LossCall(nn.Module):
         autocast: Autocast | None = None,
         *,
         draws: bool = False,
+        changes: bool = False,
     ) -> None:
         super().__init__()
         self.draws = draws
+        self.changes = changes
         self.leaves = tuple(leaves)
         self.constants = tuple(constants)
         self.tree = tree
@@ -168,8 +171,9 @@ class LossCall(nn.Module):
         """
         with torch.enable_grad():
             inputs = [value.detach().requires_grad_() if index in self.tracked else value for index, value in enumerate(values)]
+            given = [value.clone() for value in inputs] if self.changes else inputs
             pairs = zip(self.leaves, self.constants, strict=True)
-            leaves = [at_batch(constant, rows) if index is None else inputs[index] for index, constant in pairs]
+            leaves = [at_batch(constant, rows) if index is None else given[index] for index, constant in pairs]
             result = pytree.tree_unflatten(leaves, self.tree)
             loss = self._loss(result, target, loss_fn).reshape(())
             weighted = loss * weight if weight else torch.zeros_like(loss)

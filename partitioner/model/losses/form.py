@@ -21,7 +21,7 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch, call_loss
-from passes.ir.torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from passes.ir.torch_private import FakeTensorMode, TorchDispatchMode, pytree, version_of
 
 __all__ = ["LossDependence", "LossFunction", "ResultSizes", "fake_tensors", "loss_dependence", "silence_fake_tensor_log"]
 
@@ -38,12 +38,14 @@ class LossDependence:
         dtype: of the loss.
         own: the node of the model's results that is the loss itself, when one is.
         draws: whether it draws random numbers.
+        changes: whether it changes results in place, which it is then given as copies.
     """
 
     outputs: frozenset[str]
     dtype: torch.dtype
     own: str | None
     draws: bool = False
+    changes: bool = False
 
 
 class _DrawWatch(TorchDispatchMode):
@@ -128,6 +130,7 @@ def _dependence(
     nodes = {node.name: node for node in graph.graph.nodes}
     leaves: list[Any] = []
     results: dict[str, Tensor] = {}
+    given: dict[str, Tensor] = {}
     for output in graph.loss_results:
         if output.node is None:
             leaves.append(at_batch(output.constant, sizes.rows))
@@ -138,17 +141,19 @@ def _dependence(
             if output.combine == "concatenate" and output.batch_dim is not None:
                 shape[output.batch_dim] *= sizes.repeats
             results[output.node] = allocate(shape, dtype=value.dtype, device=device, requires_grad=output.node in requiring)
-        leaves.append(results[output.node])
+            given[output.node] = results[output.node].clone()  # like a result of the model: no leaf, which cannot be changed in place
+        leaves.append(given[output.node])
     with torch.enable_grad(), _DrawWatch() as watch:  # type: ignore[no-untyped-call]  # torch's
         loss = call_loss(pytree.tree_unflatten(leaves, graph.loss_tree), target, loss_fn, graph.autocast)
-    own = next((name for name, result in results.items() if result is loss), None)
+    own = next((name for name, result in given.items() if result is loss), None)
+    changes = any(version_of(result) for result in given.values())
     tracked = {name: result for name, result in results.items() if result.requires_grad}
     _check_gradients(loss, list(tracked.values()))
     if not tracked:
-        return LossDependence(frozenset(), loss.dtype, own, watch.draws)
+        return LossDependence(frozenset(), loss.dtype, own, watch.draws, changes)
     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, list(tracked.values()), allow_unused=True)
     reached = frozenset(name for name, gradient in zip(tracked, gradients, strict=True) if gradient is not None)
-    return LossDependence(reached, loss.dtype, own, watch.draws)
+    return LossDependence(reached, loss.dtype, own, watch.draws, changes)
 
 
 def _check_gradients(loss: Tensor, results: Sequence[Tensor]) -> None:

@@ -249,7 +249,9 @@ class Losses:
         dependence = self._agreed_dependence(step, sharded, targets[self._here], None if takes_all_rows else request.n_microbatches)
         extra = {rank: {"target": targets[rank], "loss_fn": step.loss_fn} for rank in self._runtime.local_ranks}
         if dependence.own is None:
-            form = LossForm("batch" if takes_all_rows else step.reduction, dependence.dtype, draws=dependence.draws)
+            form = LossForm(
+                "batch" if takes_all_rows else step.reduction, dependence.dtype, draws=dependence.draws, changes=dependence.changes
+            )
             return PreparedLoss(request, sharded, options, False, dependence.outputs, form, extra, results == "whole")
         index = sharded.graph.returned.index(dependence.own)
         request = programs.request(batch, **own)
@@ -437,13 +439,17 @@ def _kind_of_leaf(leaf: object, rows: int) -> Any:
 
 
 def _encode_dependence(dependence: LossDependence) -> str:
-    """Encode a dependence as one line for ranks that compute no loss: ``"float32: out_1 out_2 = out_1"``; ``*``: it draws numbers."""
-    dtype = str(dependence.dtype).removeprefix("torch.")
+    """Encode a dependence as one line for ranks that compute no loss: ``"float32: out_1 out_2 = out_1"``.
+
+    After the dtype, ``*``: it draws numbers; ``!``: it changes results in place.
+    """
+    dtype = str(dependence.dtype).removeprefix("torch.") + "*" * dependence.draws + "!" * dependence.changes
     own = [f"= {dependence.own}"] if dependence.own is not None else []
-    return " ".join([f"{dtype}{'*' if dependence.draws else ''}:", *sorted(dependence.outputs), *own])
+    return " ".join([f"{dtype}:", *sorted(dependence.outputs), *own])
 
 
 def _decode_dependence(text: str) -> LossDependence:
     dtype, _, rest = text.partition(":")
     outputs, _, own = rest.partition("=")
-    return LossDependence(frozenset(outputs.split()), getattr(torch, dtype.rstrip("*")), own.strip() or None, dtype.endswith("*"))
+    name = dtype.rstrip("*!")
+    return LossDependence(frozenset(outputs.split()), getattr(torch, name), own.strip() or None, "*" in dtype, "!" in dtype)

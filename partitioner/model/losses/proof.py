@@ -221,7 +221,8 @@ class _Loss(nn.Module):
     def forward(self, results: Sequence[Tensor], target: Any) -> Tensor:
         (graph,) = self._graph
         outputs = {output.node: output for output in graph.loss_results}
-        values = {name: _result_of_rows(graph, outputs[name], rows) for name, rows in zip(_results_in_order(graph), results, strict=True)}
+        pairs = zip(_results_in_order(graph), results, strict=True)
+        values = {name: _result_of_rows(graph, outputs[name], rows.clone()) for name, rows in pairs}  # a loss may change them in place
         target = pytree.tree_map_only(Tensor, torch.detach, target)  # it has no gradient, so that it may weigh rows
         leaves = [
             _constant_result(output.constant, results) if output.node is None else values[output.node] for output in graph.loss_results

@@ -193,6 +193,33 @@ def test_a_model_that_returns_its_loss(name: str) -> None:
         torch.testing.assert_close(gradients[parameter_name], parameter.grad)
 
 
+def subtracts(out: Tensor, target: Tensor) -> Tensor:
+    out -= target
+    return out.pow(2).mean()
+
+
+def scales_a_column(out: Tensor, target: Tensor) -> Tensor:
+    out[:, 0].mul_(2.0)
+    return (out - target).pow(2).mean()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "batch"])
+@pytest.mark.parametrize("mode", ["pipeline", "data", "tensor"])
+@pytest.mark.parametrize("loss_fn", [subtracts, scales_a_column])
+def test_a_loss_may_change_results_in_place(loss_fn: Callable[..., Tensor], mode: str, reduction: Any) -> None:
+    """As it may those of the model, which are no leaves of autograd."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, target = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
+    pm = partition(model, devices=2, mode=mode, n_microbatches=2, example_inputs=(x,))
+    loss = pm.train_step(x, target=target, loss_fn=loss_fn, loss_reduction=reduction)
+    expected = loss_fn(model(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)
+
+
 def test_a_loss_of_logits_beside_the_loss_that_the_model_returns() -> None:
     """The mean over the targets that count is not read, so that nothing of it need be proved."""
     x, target = labelled()
