@@ -52,6 +52,9 @@ _SIZES = {
 _FILLED = frozenset({aten.ones, aten.zeros, aten.full, aten.new_ones, aten.new_zeros, aten.new_full, aten.expand})
 """Operations whose results have equal rows, if their operands have none."""
 
+_IN_BLOCKS = frozenset({aten.expand, aten.__and__, aten.__or__})
+"""Operations that compute a block of a value from blocks of their operands, beside those that torch names pointwise."""
+
 _MOVED = frozenset({aten.view, aten.reshape, aten.unsqueeze, aten.expand, aten.to})
 """Operations whose results have the numbers of their operand."""
 
@@ -106,13 +109,14 @@ def _meanings_of_block(value: Tensor, start: int, keys: int) -> set[str]:
     """Return the possible kinds of the rows of a mask from query ``start`` on: both, if they are those of the last query alone."""
     if not value.numel():
         return set()
-    if value.dtype == torch.bool:
-        shown, hidden = value, ~value
-    else:
-        shown, hidden = value == 0, value <= torch.finfo(value.dtype).min
+    is_boolean = value.dtype == torch.bool
+    shown = value if is_boolean else value == 0
     found = {"none"} if bool(shown.all()) else set()
     triangle = torch.ones(value.shape[-2], keys, dtype=torch.bool, device=value.device).tril(start)
-    return found | ({"causal"} if bool((shown == triangle).all()) and bool((hidden != triangle).all()) else set())
+    is_causal = bool((shown == triangle).all())
+    if is_causal and not is_boolean:
+        is_causal = bool(((value <= torch.finfo(value.dtype).min) != triangle).all())
+    return found | ({"causal"} if is_causal else set())
 
 
 def _is_of_sizes(node: fx.Node, batch: fx.Node | None) -> bool:
@@ -123,7 +127,8 @@ def _is_of_sizes(node: fx.Node, batch: fx.Node | None) -> bool:
         return True
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or draws(node) or written_arguments(node):
         return False
-    return not _is_large(node, batch) or packet(node.target) is aten.expand or torch.Tag.pointwise in node.target.tags
+    in_blocks = torch.Tag.pointwise in node.target.tags or packet(node.target) in _IN_BLOCKS
+    return in_blocks or not _is_large(node, batch)
 
 
 def _is_large(node: fx.Node, batch: fx.Node | None) -> bool:

@@ -227,6 +227,7 @@ def test_a_large_mask_is_computed_in_blocks_of_queries(monkeypatch: pytest.Monke
     """A row of six queries is 6 bytes of a boolean mask: blocks of some of them."""
     monkeypatch.setattr(causal_masks, "LARGEST", 8 * LENGTH)
     assert bound_arguments(attention_of(traced(Masked(CAUSAL["boolean"]))))["is_causal"]
+    assert bound_arguments(attention_of(traced(Masked(lambda rows, columns: (columns <= rows) & (rows >= 0)))))["is_causal"]
     window = Masked(lambda rows, columns: (columns <= rows) & (columns > rows - LENGTH + 1))  # but for one element, of the last query
     assert isinstance(bound_arguments(attention_of(traced(window)))["attn_mask"], fx.Node)
     everything = bound_arguments(attention_of(traced(Masked(lambda rows, columns: columns >= 0 * rows))))
