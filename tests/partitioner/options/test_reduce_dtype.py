@@ -120,7 +120,18 @@ def test_messages_are_as_many_and_half_as_large(devices: int, mode: Mode, option
         assert (same, found, sent) == (name, torch.bfloat16 if halved else dtype, size // 2 if halved else size)
     assert torch.bfloat16 in {dtype for name, dtype, _ in after if name != "all_gather"}
     narrow.verify()
+
+
+@pytest.mark.parametrize("mode", ["data", "fsdp"])
+def test_steps_with_large_messages_are_shorter(mode: Mode) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))), torch.zeros(4, 4096)
+    wide, narrow = (
+        partition(model, 2, mode, example_inputs=(x,), cluster="l4:1x2", precision="bf16-mixed", reduce_dtype=dtype, progress=False)
+        for dtype in (None, "bfloat16")
+    )
     assert narrow.plan.step_time < wide.plan.step_time
+    assert narrow.simulate().step_time < wide.simulate().step_time
 
 
 def test_a_wider_type_than_the_parameters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from collections import defaultdict
@@ -92,7 +93,7 @@ def test_groups_of_every_collective(function: Callable[..., Any]) -> None:
     names = set()
     for group in ((1, 2), (0, 3), (2,)):
         graph = fx.Graph()
-        more = ((0,),) * (function.__code__.co_varnames.index("group") - 1)
+        more = ((0,),) * ([*inspect.signature(function).parameters].index("group") - 1)
         halo: dict[str, Any] = (
             {"owned": ((2,) * len(group),), "wanted": ("|".join(["0:2"] * len(group)),)} if function in (halo_exchange, halo_add) else {}
         )
