@@ -21,6 +21,7 @@ from passes.emit.communication_plan import Message, gradient_sources
 from passes.emit.gradient_buckets import gradient_buckets
 from passes.emit.program_builder import Emitter
 from passes.graph.buffer_writes import returning_writes, writing_module
+from passes.ir.comm.functional import FOR_ALL
 from passes.ir.comm.microbatch import add_gradients, add_gradients_in_place, concatenate, microbatch_weights, total, weighted_total
 from passes.ir.comm.primitives import all_reduce, wait
 from passes.ir.program import StageCall, StoreGradients
@@ -234,6 +235,8 @@ class StageEmitter(Emitter):
         pending = self.call(all_reduce, (list(gradients.values()),), f"all_reduce_{kind}_{label}", group=group)
         pending.meta["reduces"] = names
         pending.meta["bytes"] = sum(self.bytes_over_batch(name, None) for name in names)
+        if kind == "tied":  # earlier stages take part after the gradients that this one sends: waited for before, they would never come
+            pending.meta[FOR_ALL] = True
         sums = self.call(wait, (pending,), f"{kind}_gradients_{label}")
         target = f"store_{kind}_gradients_{label}"
         self.call_module(target, lambda: StoreGradients(names), (sums,), target).meta["is_summed"] = True

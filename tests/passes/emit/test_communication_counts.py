@@ -333,3 +333,33 @@ def test_each_stage_gathers_a_tied_weight_for_itself(mesh: dict[str, int]) -> No
         sent = [node.meta["bytes"] for node in pm.graph(rank).graph.nodes if node.target is send and "loss" not in node.name]
         assert len(sent) == 2
         assert max(sent) <= rows * 40 * ELEMENT < first.weight.numel() * ELEMENT
+
+
+class TwoRecurrent(nn.Module):
+    """Two layers that read the input; the result of the first is flattened in the stage of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.RNN(4, 3, batch_first=True).double(), nn.GRU(4, 3, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.first(x)[0], self.second(x)[0]
+        return first.flatten(1), second
+
+
+def test_gradients_are_sent_before_tied_weights_are_summed() -> None:
+    """The first stage sums tied weights after its backward, for which it waits for these gradients."""
+    model, x = TwoRecurrent(), torch.randn(8, 7, 4, dtype=torch.float64)
+    pm = partition(model, devices=4, mode={"pipeline": 2, "zero2": 2}, example_inputs=(x,), n_microbatches=1, progress=False)
+
+    def loss_fn(output: tuple[Tensor, Tensor], _: object) -> Tensor:
+        return output[0].pow(2).mean() + output[1].pow(2).mean()
+
+    expected = loss_fn(model(x), None)
+    expected.backward()
+    loss = loss_fn(pm(x), None)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
