@@ -147,6 +147,11 @@ def _dependence(
         loss = call_loss(pytree.tree_unflatten(leaves, graph.loss_tree), target, loss_fn, graph.autocast)
     own = next((name for name, result in given.items() if result is loss), None)
     changes = any(version_of(result) for result in given.values())
+    if changes and len(results) > 1:
+        raise ConfigError(
+            "loss_fn changes a result of the model in place, and the model returns several: they may share memory",
+            remedy="change a copy: out = out.clone(), or out = out - target",
+        )
     tracked = {name: result for name, result in results.items() if result.requires_grad}
     _check_gradients(loss, list(tracked.values()))
     if not tracked:

@@ -220,6 +220,28 @@ def test_a_loss_may_change_results_in_place(loss_fn: Callable[..., Tensor], mode
         torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)
 
 
+class Views(nn.Module):
+    """Returns a tensor, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y.unsqueeze(1)
+
+
+def test_results_that_may_share_memory_are_not_changed() -> None:
+    pm = partition(Views(), devices=2, mode="data", example_inputs=(torch.randn(4, 6, dtype=torch.float64),))
+
+    def loss_fn(out: tuple[Tensor, Tensor], _: object) -> Tensor:
+        return out[0].clamp_(min=-1.0).mean() + out[1].pow(2).mean()
+
+    with pytest.raises(ConfigError, match="they may share memory"):
+        pm.train_step(torch.randn(4, 6, dtype=torch.float64), loss_fn=loss_fn)
+
+
 def test_a_loss_of_logits_beside_the_loss_that_the_model_returns() -> None:
     """The mean over the targets that count is not read, so that nothing of it need be proved."""
     x, target = labelled()
