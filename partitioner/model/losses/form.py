@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from partitioner.model.losses.reachable_state import preserve_state
+from passes.graph.aliasing import aliasing
 from passes.graph.schemas import draws_random_numbers
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError
@@ -23,7 +24,15 @@ from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch, call_loss
 from passes.ir.torch_private import FakeTensorMode, TorchDispatchMode, pytree, version_of
 
-__all__ = ["LossDependence", "LossFunction", "ResultSizes", "fake_tensors", "loss_dependence", "silence_fake_tensor_log"]
+__all__ = [
+    "LossDependence",
+    "LossFunction",
+    "ResultSizes",
+    "fake_tensors",
+    "loss_dependence",
+    "refuse_shared_memory",
+    "silence_fake_tensor_log",
+]
 
 LossFunction = Callable[..., Tensor]
 """``loss_fn(output, target)``, a tensor of one number."""
@@ -147,11 +156,6 @@ def _dependence(
         loss = call_loss(pytree.tree_unflatten(leaves, graph.loss_tree), target, loss_fn, graph.autocast)
     own = next((name for name, result in given.items() if result is loss), None)
     changes = any(version_of(result) for result in given.values())
-    if changes and len(results) > 1:
-        raise ConfigError(
-            "loss_fn changes a result of the model in place, and the model returns several: they may share memory",
-            remedy="change a copy: out = out.clone(), or out = out - target",
-        )
     tracked = {name: result for name, result in results.items() if result.requires_grad}
     _check_gradients(loss, list(tracked.values()))
     if not tracked:
@@ -159,6 +163,23 @@ def _dependence(
     gradients: Sequence[Tensor | None] = torch.autograd.grad(loss, list(tracked.values()), allow_unused=True)
     reached = frozenset(name for name, gradient in zip(tracked, gradients, strict=True) if gradient is not None)
     return LossDependence(reached, loss.dtype, own, watch.draws, changes)
+
+
+def refuse_shared_memory(model: ModelGraph) -> None:
+    """Raise ConfigError if results of a model share memory, with each other or with inputs and parameters.
+
+    A loss that changes one in place changes the others in eager PyTorch, where programs give it copies.
+    """
+    storages = aliasing(model.graph).storages
+    seen = {each for node in model.graph.nodes if node.op == "placeholder" for each in storages[node.name]}
+    for output in model.loss_results:
+        own = storages[output.node] if output.node is not None else frozenset[int]()
+        if own & seen:
+            raise ConfigError(
+                "loss_fn changes a result of the model in place, whose memory another result, an input or a parameter has",
+                remedy="change a copy: out = out.clone(), or out = out - target",
+            )
+        seen |= own
 
 
 def _check_gradients(loss: Tensor, results: Sequence[Tensor]) -> None:

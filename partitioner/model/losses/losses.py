@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from partitioner.model.effects.left_attributes import LeftAttributes, attribute_results, loss_with_attributes
-from partitioner.model.losses.form import LossDependence, LossFunction, ResultSizes, loss_dependence
+from partitioner.model.losses.form import LossDependence, LossFunction, ResultSizes, loss_dependence, refuse_shared_memory
 from partitioner.model.losses.proof import Counter, Proof, has_rows, prove
 from partitioner.model.losses.reachable_state import loss_key, reads_tensors
 from partitioner.model.losses.target_rows import rows_first
@@ -286,6 +286,8 @@ class Losses:
         if key not in self._dependences:
             part, sizes = _inspected_part(sharded, target, step.inputs.batch, n_microbatches)
             self._dependences[key] = self._inspect(sharded.graph, requiring, step.loss_fn, part, sizes, step.inputs.batch)
+            if self._dependences[key].changes:
+                refuse_shared_memory(self._traced(step.inputs.batch, lambda: sharded))
         return self._dependences[key]
 
     def _inspect(

@@ -100,6 +100,7 @@ def _casts(
     asked = [argument for argument in operation._schema.arguments if "Tensor" in str(argument.type) or not argument.has_default_value()]
     given = {argument.name: _argument(str(argument.type), dtypes[min(place, 1)], device) for place, argument in enumerate(asked)}
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    # Casts come before the kernel, which may refuse the arguments made up here.
     with torch.no_grad(), _Casts() as seen, contextlib.suppress(_StoppedError, RuntimeError, NotImplementedError, IndexError):
         operation(**given)
     return [seen.casts.get(id(tensor)) for tensor in tensors], seen.named

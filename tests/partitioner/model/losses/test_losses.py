@@ -220,26 +220,49 @@ def test_a_loss_may_change_results_in_place(loss_fn: Callable[..., Tensor], mode
         torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)
 
 
-class Views(nn.Module):
-    """Returns a tensor, and a view of it."""
+class Pair(nn.Module):
+    """Returns a pair that ``returns`` makes of the input and of a layer's result."""
 
-    def __init__(self) -> None:
+    def __init__(self, returns: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 3).double()
+        torch.manual_seed(0)
+        self.linear, self.returns = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).double(), returns
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.linear(x)
-        return y, y.unsqueeze(1)
+        return self.returns(x, self.linear(x))
 
 
-def test_results_that_may_share_memory_are_not_changed() -> None:
-    pm = partition(Views(), devices=2, mode="data", example_inputs=(torch.randn(4, 6, dtype=torch.float64),))
+def clamps_the_first(out: tuple[Tensor, Tensor], _: object) -> Tensor:
+    return out[0].clamp_(min=-0.1).mean() + out[1].pow(2).mean()
 
-    def loss_fn(out: tuple[Tensor, Tensor], _: object) -> Tensor:
-        return out[0].clamp_(min=-1.0).mean() + out[1].pow(2).mean()
 
-    with pytest.raises(ConfigError, match="they may share memory"):
-        pm.train_step(torch.randn(4, 6, dtype=torch.float64), loss_fn=loss_fn)
+SHARED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "a view": lambda _, y: (y, y.unsqueeze(1)),
+    "the same": lambda _, y: (y, y),
+    "an input": lambda x, y: (x.unsqueeze(1), y),
+}
+
+
+@pytest.mark.parametrize("mode", ["pipeline", "data"])
+@pytest.mark.parametrize("name", SHARED)
+def test_results_that_share_memory_are_not_changed(name: str, mode: str) -> None:
+    """In eager PyTorch the loss would change both, and copies are apart."""
+    x = torch.randn(4, 6, dtype=torch.float64)
+    pm = partition(Pair(SHARED[name]), devices=2, mode=mode, example_inputs=(x,))
+    with pytest.raises(ConfigError, match="whose memory another result, an input or a parameter has"):
+        pm.train_step(x, loss_fn=clamps_the_first)
+
+
+@pytest.mark.parametrize("mode", ["pipeline", "data"])
+def test_of_several_results_with_memory_of_their_own_one_may_be_changed(mode: str) -> None:
+    x, model = torch.randn(4, 6, dtype=torch.float64), Pair(lambda _, y: (y, y.exp()))
+    pm = partition(model, devices=2, mode=mode, example_inputs=(x,))
+    loss = pm.train_step(x, loss_fn=clamps_the_first)
+    expected = clamps_the_first(model(x), None)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_gradients()[parameter_name], parameter.grad)
 
 
 def test_a_loss_of_logits_beside_the_loss_that_the_model_returns() -> None:
