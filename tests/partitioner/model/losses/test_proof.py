@@ -17,7 +17,7 @@ from tests.support.running.slow_values import slow
 
 
 def test_ignored_targets_count_by_what_is_left(pm: PartitionedModel) -> None:
-    """Whichever are ignored: none at first, then unequally many, all of one microbatch, all of them (no number, as in one piece)."""
+    """Whichever are ignored: none at first, then unequally many, all of one microbatch, all of them (no number, as unpartitioned)."""
     x, target = labelled()
     for ignored in ((), (0,), (0, 1, 2), (5, 6, 7), tuple(range(8))):
         labels = target.clone()
