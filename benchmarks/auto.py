@@ -41,7 +41,7 @@ def chosen(row: Row) -> tuple[Plan, float]:
     started = time.process_time()
     plan = plans_auto(subject.graph, cluster, request)[0]
     print(f"# {row.name}: planned in {time.process_time() - started:.1f} s, gap {plan.gap:.2f}", flush=True)
-    simulation = simulated(timed_programs(subject.traced, plan), cluster, plan.batch_size)
+    simulation = simulated(timed_programs(subject.traced, plan, fused_attention=True), cluster, plan.batch_size)
     return plan, simulation.step_time + update_seconds(simulation, cluster)
 
 

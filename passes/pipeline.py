@@ -52,6 +52,7 @@ from passes.ir.program import Program
 from passes.ir.schedule import Schedule
 from passes.normalize.loss_alone import return_only
 from passes.normalize.randomness.functional_rng import split_randomness
+from passes.normalize.randomness.fused_attention import fuse_attention
 from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.shard_stages import StagedCut, StoredLayouts, cut_by_plan, facts_to_cut
 from passes.stages.boundary_layouts import mark_boundaries
@@ -89,6 +90,8 @@ class Target:
         gradients: whether gradients of parameters are summed over ranks.
         inputs: ``"global"`` gathers results that are sharded by rows; ``"local"`` leaves them on the ranks that have the rows.
         inline: which calls of stages that communicate are inlined in programs of a mesh.
+        fused_attention: whether attention with dropout that no mesh dimension shards is a fused kernel, as on accelerators: the programs
+            are timed, and cannot run.
     """
 
     kept: tuple[int, ...] | None = None
@@ -108,6 +111,7 @@ class Target:
     gradients: Gradients = "sum"
     inputs: Literal["global", "local"] = "global"
     inline: Inline = "all"
+    fused_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,9 +177,11 @@ def tile(lowered: Lowered, _: Target) -> Lowered:
     return replace(lowered, graph=tiled_graph(lowered.graph, plan.tiles, plan.tile_budget)) if plan.tiles else lowered
 
 
-def functional_rng(lowered: Lowered, _: Target) -> Lowered:
-    """Make random draws values of the graph, of which each rank takes its part."""
-    return replace(lowered, graph=split_randomness(lowered.graph)) if lowered.plan.grid.cutting.size > 1 else lowered
+def functional_rng(lowered: Lowered, target: Target) -> Lowered:
+    """Make random draws values of the graph, of which each rank takes its part; keep unsharded attention fused if asked for."""
+    if lowered.plan.grid.cutting.size > 1:
+        return replace(lowered, graph=split_randomness(lowered.graph))
+    return replace(lowered, graph=fuse_attention(lowered.graph)) if target.fused_attention else lowered
 
 
 def boundary_layouts(lowered: Lowered, _: Target) -> Lowered:
@@ -335,7 +341,7 @@ PHASES: tuple[Phase[Lowered, Target], ...] = (
     Phase("return_loss", return_loss, ("kept",)),
     Phase("mean_to_sum", mean_to_sum, ("in_parts",)),
     Phase("tile", tile),
-    Phase("functional_rng", functional_rng),
+    Phase("functional_rng", functional_rng, ("fused_attention",)),
     Phase("boundary_layouts", boundary_layouts),
     Phase("shard", shard, ("results", "rows", "stored")),
     Phase("split", split, ("devices", "pipelines")),

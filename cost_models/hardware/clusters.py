@@ -99,6 +99,11 @@ class Cluster:
         links = self.links.values() if isinstance(self.links, Mapping) else (level.link for level in self.links)
         return any(link.copies for link in links)
 
+    @property
+    def has_accelerators(self) -> bool:
+        """Whether any device is an accelerator, which the host starts operations ahead of."""
+        return any(device.asynchronous for device in self.devices)
+
     @checked_arguments()
     def first(self, n_devices: int) -> Cluster:
         """Return the cluster of the first so many devices; raise ConfigError when there are fewer."""

@@ -22,6 +22,7 @@ from cost_models.ops import contractions as recurrent
 from cost_models.ops.contractions import Products, as_attention, attention, attention_gradients, contraction, operand_gradients
 from cost_models.ops.work import Family
 from passes.ir.tensor_spec import Size, TensorSpec, numel
+from passes.normalize.randomness.fused_attention import fused_attention
 from passes.rules.call import Call
 from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
@@ -189,6 +190,7 @@ CONTRACTIONS: Mapping[Any, Operation] = {
         keeps=_attention_rows,
         family="attention",
     ),
+    fused_attention: Operation(lambda call: attention(as_attention(call)), family="attention"),
     attention_block: Operation(lambda call: attention(as_attention(call)), family="attention"),
     attention_block_backward: Operation(lambda call: attention_gradients(as_attention(call)), family="attention"),
     **_lines(_recurrent(("input",), vectors=7), aten.lstm, aten.gru),

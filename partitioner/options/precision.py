@@ -86,8 +86,7 @@ def autocast_of(precision: str | None, model: nn.Module, hardware: Cluster) -> A
         return None
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {"cpu"}
     if "meta" in devices:
-        has_gpu = any(device.asynchronous for device in hardware.devices)
-        return Autocast("cpu", MIXED[precision], planned_for="cuda" if has_gpu else "cpu")
+        return Autocast("cpu", MIXED[precision], planned_for="cuda" if hardware.has_accelerators else "cpu")
     return Autocast(min(devices), MIXED[precision])
 
 

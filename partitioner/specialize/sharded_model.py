@@ -119,16 +119,19 @@ class ShardedModel:
             return target
         return replace(target, schedule=schedule_of_step(self.plan, request.n_microbatches, request.loss), loss=request.loss)
 
-    def representatives(self, request: Request, inline: Inline = "none") -> tuple[tuple[Program, ...], dict[int, int]]:
+    def representatives(
+        self, request: Request, inline: Inline = "none", *, fused_attention: bool = False
+    ) -> tuple[tuple[Program, ...], dict[int, int]]:
         """Return programs to inspect, not to run: those of a request, of one pipeline for each kind of pipeline.
 
         Args:
             inline: which calls of stages that communicate are inlined; a program with none is no longer than its schedule.
+            fused_attention: lower attention with dropout as on accelerators (``Target.fused_attention``).
 
         Returns:
             The programs, and rank -> the rank whose program represents it.
         """
-        target = replace(self.target(request), pipelines="kinds", share=inline == "none", inline=inline)
+        target = replace(self.target(request), pipelines="kinds", share=inline == "none", inline=inline, fused_attention=fused_attention)
         return representatives_of(self.lowerer, target)
 
 

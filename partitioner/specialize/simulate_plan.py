@@ -89,7 +89,9 @@ def simulate_plan(traced: Traced, plan: Plan, cluster: Cluster, cost_model: Cost
     Raises:
         PartitionError: the plan cannot be lowered.
     """
-    return simulate_timed(timed_programs(traced, plan, each_rank=not is_uniform(plan.grid, cluster)), plan, cluster, cost_model, optimizer)
+    each_rank, fused_attention = not is_uniform(plan.grid, cluster), cluster.has_accelerators
+    timed = timed_programs(traced, plan, each_rank=each_rank, fused_attention=fused_attention)
+    return simulate_timed(timed, plan, cluster, cost_model, optimizer)
 
 
 def simulate_timed(timed: Timed, plan: Plan, cluster: Cluster, cost_model: CostModel, optimizer: str) -> Simulation:
@@ -106,11 +108,12 @@ def simulate_timed(timed: Timed, plan: Plan, cluster: Cluster, cost_model: CostM
 
 
 @gc_paused()
-def timed_programs(traced: Traced, plan: Plan, *, each_rank: bool = False) -> Timed:
+def timed_programs(traced: Traced, plan: Plan, *, each_rank: bool = False, fused_attention: bool = False) -> Timed:
     """Return the programs of a training step, or of a forward in evaluation, without a runtime; they equal ``pm.graphs``.
 
     Args:
         each_rank: lower the programs of all ranks, also if some are of one kind.
+        fused_attention: lower attention with dropout as on accelerators (``Target.fused_attention``).
 
     Raises:
         PartitionError: the plan cannot be lowered.
@@ -130,6 +133,7 @@ def timed_programs(traced: Traced, plan: Plan, *, each_rank: bool = False) -> Ti
         devices=(device,) * plan.n_ranks,
         pipelines="all" if each_rank else "kinds",
         n_microbatches=count,
+        fused_attention=fused_attention and device.type == "cpu",
     )
     split = lowerer.after("split", target)
     stages = split.stages[0, 0]

@@ -278,7 +278,7 @@ def process_group(backend: str, store: Store, rank: int, size: int, timeout: tim
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor] | None:
     """Return the result of fused attention, and the logarithm of the sum of exponentials of each row; None: no kernel takes the call.
 
@@ -287,15 +287,16 @@ def flash_attention(
     Args:
         mask: added to scores.
         is_causal: of as many queries as keys.
+        dropout_p: the kernel for CPUs can be traced with dropout, and refuses to run.
     """
     if not _has_flash_attention(query, key, value, mask):
         return None
     operands = [_with_four_dimensions(x) for x in (query, key, value)]
     if query.is_cuda:
-        result, log_total = aten._scaled_dot_product_flash_attention(*operands, 0.0, is_causal, scale=scale)[:2]
+        result, log_total = aten._scaled_dot_product_flash_attention(*operands, dropout_p, is_causal, scale=scale)[:2]
     else:
         added = _mask_of_kernel(mask, query, key)
-        result, log_total = aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, is_causal, attn_mask=added, scale=scale)
+        result, log_total = aten._scaled_dot_product_flash_attention_for_cpu(*operands, dropout_p, is_causal, attn_mask=added, scale=scale)
     return result.reshape(*query.shape[:-1], value.shape[-1]), log_total.reshape(query.shape[:-1])
 
 

@@ -81,8 +81,7 @@ class Bench:
 def trace_key(placement: Placement, clusters: Mapping[str, Cluster]) -> TraceKey:
     """Return the key of the trace of a placement."""
     options = {name: value for name, value in json.loads(placement.options or "{}").items() if name in OF_TRACE}
-    has_gpu = any(device.asynchronous for device in clusters[placement.cluster].devices)
-    planned_for = ("cuda" if has_gpu else "cpu") if options.get("precision") in MIXED else ""
+    planned_for = ("cuda" if clusters[placement.cluster].has_accelerators else "cpu") if options.get("precision") in MIXED else ""
     return TraceKey(placement.model, json.dumps(options, sort_keys=True), planned_for)
 
 
@@ -176,11 +175,13 @@ class Evaluator:
     def _lower(self, trace: TraceKey, plan: Plan, cluster: Cluster) -> Timed:
         """Return the programs of a plan, from the cache if a plan with the same decisions was lowered before."""
         uniform = is_uniform(plan.grid, cluster)
-        key = (trace, uniform, plan.hash)
+        key = (trace, uniform, cluster.has_accelerators, plan.hash)
         if key not in self._lowered:
             while len(self._lowered) >= _CACHE_SIZE:
                 del self._lowered[next(iter(self._lowered))]
-            self._lowered[key] = timed_programs(self.bench.subjects[trace].traced, plan, each_rank=not uniform)
+            self._lowered[key] = timed_programs(
+                self.bench.subjects[trace].traced, plan, each_rank=not uniform, fused_attention=cluster.has_accelerators
+            )
         return self._lowered[key]
 
 

@@ -14,6 +14,7 @@ from partitioner.specialize.simulate_plan import is_inlined
 from partitioner.specialize.trace import Trace
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
+from passes.normalize.randomness.fused_attention import attention_with_dropout
 
 __all__ = ["Step", "machine_of", "simulate"]
 
@@ -42,7 +43,10 @@ def simulate(trace: Trace, inspected: InspectedPrograms, cluster: Cluster | str 
 
     def run() -> Simulation:
         n_nodes = sum(len(stage.module.graph.nodes) for stage in sharded.stages.stages)
-        if is_inlined(plan, n_nodes, request.n_microbatches):
+        is_lowered_on_cpu = all(device.type == "cpu" for device in sharded.devices)
+        if machine.has_accelerators and is_lowered_on_cpu and mesh.cutting.size == 1 and attention_with_dropout(trace.graph):
+            programs, representative_of = sharded.representatives(request, fused_attention=True)
+        elif is_inlined(plan, n_nodes, request.n_microbatches):
             programs, representative_of = inspected.programs, {rank: rank for rank in range(mesh.size)}
         else:
             programs, representative_of = sharded.representatives(request)
