@@ -18,6 +18,7 @@ from cost_models.ops.cost import operation_cost
 from cost_models.ops.table import OPERATIONS
 from passes.graph.schemas import bound_arguments, packet
 from passes.ir.tensor_spec import TensorSpec
+from passes.normalize.randomness.fused_attention import fused_attention
 from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 from passes.spmd.decompose.attention_block import attention_block, attention_block_backward
@@ -31,7 +32,7 @@ NOT_DIFFERENTIABLE = frozenset(
         *(aten.full_like, aten.arange, aten.linspace, aten.new_zeros, aten.new_ones, aten.new_full, aten.eye, aten.one_hot),
         *(aten.scalar_tensor, aten.empty, aten.empty_like, aten.new_empty, aten.rand, aten.randn, aten.rand_like, aten.randn_like),
         *(aten.nonzero, aten.bincount, aten.searchsorted, aten.bucketize, aten.item, aten.fill, aten.zero, aten.detach, aten.alias),
-        *(packet(attention_block), packet(attention_block_backward), packet(channel_statistics)),
+        *map(packet, (fused_attention, attention_block, attention_block_backward, channel_statistics)),
     }
 )
 """Operators that nothing flows back through: their lines say that they move bytes, or what a block of attention multiplies."""
