@@ -39,7 +39,8 @@ class Roofline:
         On an asynchronous device, a start costs ``kernel_latency``, and only operations shorter than ``launch_overhead``
         wait for the host; on any other each start takes the host's time too.
         """
-        busy = max(self.arithmetic_time(work, device, dtype), work.bytes / device.bandwidth) + work.launches * device.kernel_latency
+        moving, beside = work.bytes / device.bandwidth, work.beside / device.bandwidth
+        busy = max(self.arithmetic_time(work, device, dtype), moving) + beside + work.launches * device.kernel_latency
         launching = work.launches * device.launch_overhead
         return float(max(busy, launching) if device.asynchronous else busy + launching)
 

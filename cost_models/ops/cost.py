@@ -162,7 +162,8 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     """Return the half of the backward that computes the gradients of one kind of arguments.
 
     A pointwise operation has a kernel for each gradient, which reads that of the result. The gradient of an argument that is broadcast is
-    computed for all elements of the result, and then summed.
+    computed for all elements of the result, and then summed; that of an argument of a narrower type is computed in the type of the result,
+    and then cast. The gradient of a bias is a sum over the rows of a product's gradient.
     """
     tensors = _tensors_of(call)
     wanted = [name for name, gradient in gradients.items() if gradient == kind]
@@ -172,14 +173,17 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     known = line.gradients(call) if line.gradients else {}
     products = tuple(product for name in wanted for product in known.get(name, ()))
     besides = line.copies[1] * _first_bytes(call)
+    narrow: list[str] = []
     if line.family == "pointwise":
-        broadcast = [name for name in wanted if saves and _elements(tensors[name]) != _elements(call.outputs)]
-        besides += (len(wanted) - 1 + 2 * len(broadcast)) * _bytes(call.outputs)
+        broadcast = [name for name in wanted if saves and _is_broadcast(call, tensors[name])]
+        narrow = [name for name in wanted if saves and _itemsize(tensors[name]) < _itemsize(call.outputs)]
+        besides += (len(wanted) - 1 + 2 * len(broadcast) + 2 * len(narrow)) * _bytes(call.outputs)
     kept = sum((_bytes(call.outputs if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
     made = sum((_bytes(tensors[name]) for name in wanted), start=0)
     half: Half = "backward_input" if kind == "activation" else "backward_weight"
-    work = _work(products, kept + _bytes(call.outputs) + made + besides, len(wanted), line.family, call, half)
-    return replace(work, gradients=tuple(gradients.items()))
+    work = _work(products, kept + _bytes(call.outputs) + made + besides, len(wanted) + len(narrow), line.family, call, half)
+    summed = [name for name in wanted if line.family == "matrix product" and not known.get(name) and _is_broadcast(call, tensors[name])]
+    return replace(work, gradients=tuple(gradients.items()), beside=len(summed) * _bytes(call.outputs))
 
 
 def _is_passed(call: Call, line: Operation, name: str) -> bool:
@@ -206,6 +210,14 @@ def _bytes(tensors: tuple[TensorSpec, ...]) -> Size:
 
 def _elements(tensors: tuple[TensorSpec, ...]) -> Size:
     return sum((tensor.numel for tensor in tensors), start=0)
+
+
+def _is_broadcast(call: Call, tensors: tuple[TensorSpec, ...]) -> bool:
+    return bool(_elements(tensors) != _elements(call.outputs))
+
+
+def _itemsize(tensors: tuple[TensorSpec, ...]) -> int:
+    return max(tensor.itemsize for tensor in tensors)
 
 
 def _first_bytes(call: Call) -> Size:

@@ -75,6 +75,7 @@ class Work:
         call: what is called, for models that measure; None for work of several calls.
         half: which part of the call's work it is.
         gradients: that the backward of the call computes, where it is one of a model that trains: each half becomes several calls then.
+        beside: memory traffic of kernels beside those of products, which arithmetic does not overlap: gradients of biases are sums.
     """
 
     flops: Size
@@ -85,11 +86,17 @@ class Work:
     call: Call | None = field(default=None, repr=False)
     half: Half = "forward"
     gradients: Gradients = ()
+    beside: Size = 0
 
     def __add__(self, other: Work) -> Work:
         family = self.family if other.launches == 0 or self.flops else other.family
         return Work(
-            self.flops + other.flops, self.bytes + other.bytes, self.launches + other.launches, family, self.products + other.products
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.launches + other.launches,
+            family,
+            self.products + other.products,
+            beside=self.beside + other.beside,
         )
 
     def at(self, values: Values, share: float = 1.0) -> Work:
@@ -104,7 +111,8 @@ class Work:
             for each in self.products
         )
         call = at_numbers(self.call, values) if self.call is not None and share == 1 else None
-        return replace(self, flops=values[self.flops] * share, bytes=values[self.bytes] * share, products=products, call=call)
+        flops, moved, beside = (values[each] * share for each in (self.flops, self.bytes, self.beside))
+        return replace(self, flops=flops, bytes=moved, products=products, call=call, beside=beside)
 
 
 NO_WORK = Work(0, 0, 0)

@@ -159,7 +159,8 @@ class Calibrated:
         rates = self.rates.get((work.family, dtype))
         if rates is None:
             return Roofline().operation_time(work, device, dtype)
-        return float(work.flops * rates.per_flop + work.bytes * rates.per_byte + work.launches * rates.per_launch)
+        moved = work.bytes + work.beside
+        return float(work.flops * rates.per_flop + moved * rates.per_byte + work.launches * rates.per_launch)
 
     def transfer_time(self, size: float, link: Link) -> float:
         """Return ``latency + bytes / bandwidth``."""
@@ -175,7 +176,7 @@ def fitted(samples: Iterable[Sample]) -> Calibrated:
 
 
 def _fit(samples: list[Sample]) -> Rates:
-    rows = np.array([[each.work.flops, each.work.bytes, each.work.launches] for each in samples], dtype=np.float64)
+    rows = np.array([[each.work.flops, each.work.bytes + each.work.beside, each.work.launches] for each in samples], dtype=np.float64)
     seconds = np.array([each.seconds for each in samples])
     scale = np.maximum(rows.max(axis=0), 1e-30)
     found = _nonnegative_least_squares(rows / scale / seconds[:, None], np.ones(len(samples))) / scale

@@ -289,7 +289,7 @@ def _reshards(
         if forward is not None or backward is not None:
             size = sizes.whole_along(operand, need if isinstance(target, Shard) else have, index)
             shard = next((placement for placement in (target, source) if isinstance(placement, Shard)), None)
-            runs = 1 if shard is None else sizes.runs(operand, need if shard is target else have, index, shard.dimension)
+            runs = 1 if shard is None else sizes.runs(operand, need if shard is target else have, index, shard)
             value = layouts.equal_casts.get(operand.name, operand.name)
             key = (value, index, "sum" if isinstance(source, Partial) else target)
             is_stored = (operand.name in layouts.stored or operand.name in layouts.casts) and isinstance(source, Shard)

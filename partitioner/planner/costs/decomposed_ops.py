@@ -5,6 +5,8 @@ sharded in space            sum | all_reduce | variance | all_reduce | normalize
 
 ``passes.spmd.decompose`` lists the kernels of each decomposition, forward and backward.
 
+Random numbers are drawn whole on every rank, which copies its part of them.
+
 Attention on a ring does the work of one block at each of its steps, and joins the result with what it has: fused kernels, which keep no
 scores. Each step of a causal ring takes as long as on the rank for which its block counts whole. In zigzag order a block has four products
 of pieces, and a rank computes those alone that a causal mask does not hide.
@@ -24,7 +26,7 @@ from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import reduced_in_parts
 from partitioner.planner.costs.part_sizes import PartSizes
 from passes.analysis.axes import Axes
-from passes.graph.schemas import bound_arguments
+from passes.graph.schemas import bound_arguments, draws
 from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.spmd.decompose.registry import SINGLE_BYTES, Decomposition, Kernels, decomposition_of
@@ -43,6 +45,10 @@ def with_decompositions(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts:
         cost = _with_ring(cost, node, layouts.mesh[ring.dimension][1], *blocks, is_zigzag=ring.is_zigzag)
     decomposed: dict[str, OperationCost] = {}
     for node in graph.computing_nodes():
+        if draws(node) and (part := _copied_part(node, sizes)):
+            work = cost.nodes[node.name].forward
+            more = dataclasses.replace(work, bytes=work.bytes + 2 * part.bytes, launches=work.launches + 1, call=None)
+            decomposed[node.name] = dataclasses.replace(cost.nodes[node.name], forward=more)
         loops = [axes.loops[node.name].factors[factor].name for _, factor in reduced_in_parts(node.name, axes, layouts)]
         decomposition = decomposition_of(node, loops[0]) if loops else None
         if decomposition is not None and decomposition.kernels:
@@ -52,6 +58,13 @@ def with_decompositions(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts:
             size = sizes.operands(node)[bound_arguments(node)[passed]][0].bytes if passed else cost.bytes[node.name]
             decomposed[node.name] = _with_more(cost.nodes[node.name], node, decomposition, size)
     return dataclasses.replace(cost, nodes={**cost.nodes, **decomposed}) if decomposed else cost
+
+
+def _copied_part(node: fx.Node, sizes: PartSizes) -> TensorSpec | None:
+    """Return the part that a rank copies of a value that every rank draws whole; None: none, or one of rows, which is a view."""
+    whole = sizes.results(node)[0].shape
+    parts = (sizes.operands(reader).get(node, ()) for reader in node.users)
+    return next((part for (part,) in filter(None, parts) if part.shape[1:] != whole[1:]), None)
 
 
 def _with_ring(

@@ -154,10 +154,12 @@ class PartSizes:
         """Return the bytes of a value in a layout, replicated along mesh dimension number ``index`` instead."""
         return self._whole_along(node, layout, index).bytes
 
-    def runs(self, node: fx.Node, layout: Layout, index: int, dimension: int) -> Size:
-        """Return the number of contiguous runs of memory in a shard of such a value along one of its dimensions."""
-        runs: Size = 1
-        for size in self._whole_along(node, layout, index).shape[:dimension]:
+    def runs(self, node: fx.Node, layout: Layout, index: int, shard: Shard) -> Size:
+        """Return the number of contiguous runs of memory in a shard of such a value: one for each index of the axes outside of it."""
+        whole, axes = (*layout[:index], Replicate(), *layout[index + 1 :]), self._axes.of(node.name)
+        own = axes[shard.dimension]
+        runs = self._dimension(own[: own.index(shard.axis)] if shard.axis in own else (), shard.dimension, whole)
+        for size in self._whole_along(node, layout, index).shape[: shard.dimension]:
             runs = runs * size
         return runs
 

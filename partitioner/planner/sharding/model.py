@@ -331,10 +331,10 @@ class CuttableModel:
         return problems[fitting]
 
     def _part(self, source: PartGraph, batch_size: int, axes: Axes, cut: AxisCut) -> ModelPart:
-        """Return one rank's shard: that of two replicas serves all numbers of them, unless their exchanges depend on the batch size."""
+        """Return one rank's shard: that of two replicas serves all numbers of them, unless exchanges or draws depend on the batch size."""
         batch = batch_axes(source.graph, axes)
         only_batch = all(set(cut.assigned[name]) <= batch and name not in cut.stored for name in cut.rows)
-        if not cut.rows or not only_batch or source.graph.batch is None:
+        if not cut.rows or not only_batch or source.graph.batch is None or source.draws:
             return cut_part(source, batch_size, axes, cut)
         two_replicas = Mesh(tuple((name, 2 if name in cut.rows else size) for name, size in cut.mesh.dimensions))
         part = cut_part(source, batch_size, axes, dataclasses.replace(cut, mesh=two_replicas))

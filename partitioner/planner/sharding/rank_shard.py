@@ -43,6 +43,7 @@ from passes.autograd.recompute import Recompute
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.graph.provenance import source_name
 from passes.graph.repeated_subgraphs import Folded
+from passes.graph.schemas import draws
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.halo_strategy import HaloSegment, ends_of
 from passes.ir.graph import ModelGraph
@@ -289,6 +290,11 @@ class PartGraph:
         following = {region.first_node: names[names.index(region.first_node) :] for region in regions}
         firsts = {first: next(name for name in later if name in self.named) for first, later in following.items()}
         return tuple(dataclasses.replace(region, first_node=firsts[region.first_node]) for region in regions)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether calls draw random numbers: each rank draws those of all ranks."""
+        return any(node.op == "call_function" and draws(node) for node in self.graph.graph.nodes)
 
     @cached_property
     def _checkpoint_regions(self) -> tuple[Region, ...]:

@@ -67,3 +67,9 @@ def test_real_tensors_are_simulated_as_meta_tensors_are() -> None:
 def test_cpus_compute_scores() -> None:
     pm = planned("pipeline")
     assert has_scores(pm.simulate("cpu:1x2"), ROWS // pm.plan.n_microbatches)
+
+
+@pytest.mark.parametrize("mode", ["data", "fsdp", "tensor"])
+def test_sharded_attention_is_planned_as_it_is_simulated(mode: Any) -> None:
+    pm = planned(mode)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.04)

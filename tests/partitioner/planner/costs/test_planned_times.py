@@ -96,6 +96,30 @@ def test_backwards_of_pointwise_operations_are_priced_as_they_run(precision: str
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.02)
 
 
+class GeluLayer(nn.Module):
+    """A layer with biases and dropout, whose GELU multiplies values of 16 bits with values of 32 bits under autocast, as GPT-2's does."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        hidden = 0.5 * hidden * (1.0 + torch.tanh(hidden + 0.04 * hidden.pow(3)))
+        return x + nn.functional.dropout(self.down(hidden), self.dropout)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(("mode", "devices"), [("model", 1), ("data", 4), ("tensor", 4)])
+def test_biases_masks_and_narrow_arguments_are_priced_as_they_run(mode: str, devices: int, dropout: float) -> None:
+    """The gradient of a bias is a kernel; that of an argument of 16 bits is cast; ranks draw masks whole, and copy their parts."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(GeluLayer(1024, dropout) for _ in range(3))), torch.zeros(64, 1024, 1024)
+    pm = partition(model, devices, mode, example_inputs=(x,), cluster="h100:1x4", precision="bf16-mixed", progress=False)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.03)
+
+
 @pytest.mark.parametrize("flops", [2e10, 2e13], ids=["computing is longer", "messages are longer"])
 @pytest.mark.parametrize("mode", ["fsdp", "zero1"])
 def test_large_parameters_are_sent_while_ranks_compute(mode: Mode, flops: float) -> None:
