@@ -14,7 +14,7 @@ from partitioner.planner.costs.collectives import GradientSum, shares_of_bucket
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, stage_runs, stages_of
+from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, counted_again, stage_runs, stages_of
 from partitioner.schedules.clocks.clock import Timing, run_on_clock
 from partitioner.schedules.clocks.step_clock import StepClock
 from partitioner.schedules.forwards_first import in_sweeps
@@ -76,15 +76,16 @@ class StagedModel:
         """Return the peak bytes of each rank in a step by the schedule of a clock, which tells halves of backwards apart."""
         units = self.problems.units(self.candidate, in_sweeps=True)
         schedule, stage_of, kinds = self.schedule, self._stage_of, self._kinds
+        of_stages, gradients = (uses.per_stage(stage_of, schedule.n_stages, kinds) for uses in (units.fixed_uses, units.gradient_uses))
+        of_stages -= counted_again(units.fixed, stage_of, schedule.stage_ranks, kinds)
         fixed = np.zeros(schedule.n_ranks)
-        for ranks, size in zip(schedule.stage_ranks, units.fixed_uses.per_stage(stage_of, schedule.n_stages, kinds), strict=True):
+        for ranks, size in zip(schedule.stage_ranks, of_stages, strict=True):
             fixed[list(ranks)] += size
-        gradients = units.gradient_uses.per_stage(stage_of, schedule.n_stages, kinds).tolist()
         starts = [run.start for run in self.runs]
         transient = units.transient_of_stages(starts, kinds).tolist()
         between = units.between_of_stages(starts, kinds)
         entering, leaving = units.entering.per_stage(stage_of, schedule.n_stages), units.leaving.sent_per_stage(stage_of, schedule.n_stages)
-        sizes = (self._kept(units).tolist(), gradients, transient, units.summed, entering.tolist(), leaving.tolist())
+        sizes = (self._kept(units).tolist(), gradients.tolist(), transient, units.summed, entering.tolist(), leaving.tolist())
         peaks = clock.peak_memory(*sizes, between.tolist())
         return tuple(int(permanent + peak) for permanent, peak in zip(fixed.tolist(), peaks, strict=True))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from partitioner.planner.solvers.run_tables import RunCosts, Runs
 from partitioner.planner.solvers.stage_memory import DynamicMemory
-from partitioner.planner.solvers.stage_problem import Floats, Integers, StageProblem, stages_of
+from partitioner.planner.solvers.stage_problem import Floats, Integers, StageProblem, counted_again, stages_of
 from partitioner.planner.solvers.stage_tables import NOTHING, PriceTable
 
 __all__ = ["Search", "fits_together", "split_limits"]
@@ -177,6 +177,7 @@ def _memory(problem: StageProblem, starts: Sequence[int]) -> tuple[Floats, Dynam
     fixed, kept, gradients = (
         uses.per_stage(stage_of, n_stages, kinds) for uses in (units.fixed_uses, units.kept_uses, units.gradient_uses)
     )
+    fixed -= counted_again(units.fixed, stage_of, problem.rank, kinds)
     working = units.working_of_stages(starts, kinds)
     in_flight, later = np.array(problem.in_flight, dtype=float), np.array(problem.later, dtype=float)
     entering, leaving = units.entering.per_stage(stage_of, n_stages), units.leaving.sent_per_stage(stage_of, n_stages)

@@ -184,7 +184,7 @@ class WorkingMemory:
         ``is_sent``: whether its gradient is scattered during the backward.
         """
         values = self._values
-        first, last = 2 * values.first, 2 * values.last + 1
+        first, last = 2 * values.first, np.maximum(values.gradient_last, 2 * values.first)
         is_value = values.has_gradient & ~values.is_returned & ~values.is_weight & (values.gradient_first <= values.gradient_last)
         is_summed = values.has_gradient & values.is_weight & (is_shared | (sum_sizes > 0))
         of_inputs = self._alive(sizes, is_value, values.gradient_first, values.gradient_last)
