@@ -90,6 +90,8 @@ class GraphCost:
         copies: those of them that calls make for themselves, and whether they hold elements that neighbours sent.
         touched: computing node, and the output -> step by step the allocations that it reads or makes, as it reads them, but for those
             that are there all the time.
+        differentiated: computing node with a kernel for the gradient of each operand -> the allocations of each as it reads them, in
+            the order of the kernels (``cost_models.ops.gradient_order``).
         returned: the allocations of what the model returns, as it does, each with the copies of it that a loss function holds.
         gathered: whole parameters, and casts of them, that are not kept whole.
         gathered_again: those that the backward reads, and gathers once more instead of keeping them.
@@ -109,6 +111,7 @@ class GraphCost:
     part_of: Mapping[int, int]
     copies: Mapping[int, bool]
     touched: Mapping[str, tuple[tuple[int, ...], ...]]
+    differentiated: Mapping[str, tuple[tuple[int, ...], ...]]
     returned: Mapping[int, int]
     gathered: frozenset[int]
     gathered_again: frozenset[int]
@@ -250,6 +253,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     nodes: dict[str, OperationCost] = {}
     saved: dict[str, tuple[int, ...]] = {}
     touched: dict[str, tuple[tuple[int, ...], ...]] = {}
+    differentiated: dict[str, tuple[tuple[int, ...], ...]] = {}
     again: set[int] = set()
     for call in reading.calls:
         node, bound = call.node, call.bound
@@ -267,6 +271,8 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         if parts is not None and parts.gathered_again:
             again.update(kept.needed(node, leaves, read).difference(saved[node.name]))
         touched[node.name] = kept.touched(node, call.inputs, read)
+        if len(cost.gradient_order) > 1:
+            differentiated[node.name] = tuple(kept.read(node, node_leaves(bound[name]), read) for name in cost.gradient_order)
     calls = (call.node for call in reading.calls if not nodes[call.node.name].known)
     unknown = {str(node.target) for node in calls if node.target not in COLLECTIVES}
     output = graph.graph.output_node()
@@ -288,6 +294,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         part_of=kept.part_of,
         copies=kept.copies,
         touched=touched,
+        differentiated=differentiated,
         returned=returned,
         gathered=kept.made_by(frozenset() if parts is None else parts.gathered_again),
         gathered_again=frozenset(again),
@@ -327,9 +334,13 @@ class _Kept:
         again: Collection[str] = () if self._parts is None else self._parts.gathered_again
         return tuple(self._as_read(call, leaves, read, without=again))
 
+    def read(self, call: fx.Node, leaves: Sequence[fx.Node], read: Shapes) -> tuple[int, ...]:
+        """Return the allocations of values as a call reads them."""
+        return tuple(self._as_read(call, leaves, read))
+
     def needed(self, call: fx.Node, leaves: Sequence[fx.Node], read: Shapes) -> set[int]:
         """Return the allocations that the backward reads of a call's values, with those that it gathers again."""
-        return set(self._as_read(call, leaves, read))
+        return set(self.read(call, leaves, read))
 
     def touched(self, call: fx.Node, inputs: Sequence[fx.Node], read: Shapes) -> tuple[tuple[int, ...], ...]:
         """Return the allocations in use step by step: for each fetched copy its source and itself, then what the call reads or makes."""

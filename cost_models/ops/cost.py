@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from cost_models.ops.contractions import Products, as_attention, attention, attention_gradients, operand_gradients
+from cost_models.ops.gradient_order import gradient_order
 from cost_models.ops.table import OPERATIONS, Operation
 from cost_models.ops.work import NO_WORK, Family, Half, Work, flops_of
 from passes.graph.aliasing import shares_memory
@@ -53,6 +54,7 @@ class OperationCost:
         parameters: bytes of the parameters among its arguments.
         passed: bytes of each tensor among its arguments whose gradient is that of the result, or a view of it.
         known: whether the operator is in the table; if not, it is priced by its bytes alone, and assumed to keep all it touches.
+        gradient_order: arguments in the order in which the backward computes their gradients; empty if one kernel computes all.
         repeated: of a backward that recomputes the forward, but for what it has communicated, which is saved; None: as the forward.
     """
 
@@ -66,6 +68,7 @@ class OperationCost:
     parameters: Size
     passed: tuple[Size, ...]
     known: bool
+    gradient_order: tuple[str, ...] = ()
     repeated: Work | None = None
 
 
@@ -122,6 +125,7 @@ def operation_cost(
         parameters=parameters,
         passed=tuple(tensor.bytes for name in gradients if _is_passed(call, line, name) for tensor in tensors_in(call.arguments[name])),
         known=known and (line.products is None or _is_counted(call, line)),
+        gradient_order=gradient_order(call, line.family, gradients),
     )
 
 

@@ -440,7 +440,7 @@ class _Microbatch:
         replicated = ((tuple(forward[pricing.cost.nodes[name]]), units) for name, units in pricing.points.replicated.items() if units)
         alone = self._is_alone
         kept = pricing.kept(self.rows, share, alone=alone)
-        working = pricing.memory.working(numbers, share, kept, alone=alone)
+        working = pricing.memory.working(numbers, share, kept, alone=alone, n_stages=self.n_stages)
         summed_at_end, summed_in_backward = pricing.summed
         units = Units(
             time=self.times.halves.sum(axis=0),

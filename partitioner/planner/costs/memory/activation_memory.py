@@ -131,13 +131,14 @@ class UnitMemory:
                 kept += [Shared(round(numbers[cost.bytes[value.node]] * share), readers, value.producer)] if readers else []
         return (*kept, *(Shared(round(amount), (unit,)) for unit, amount in sorted(of_units.items()) if amount))
 
-    def working(self, numbers: Numbers, share: float, kept: Iterable[Shared], *, alone: bool) -> TransientMemory:
+    def working(self, numbers: Numbers, share: float, kept: Iterable[Shared], *, alone: bool, n_stages: int = 1) -> TransientMemory:
         """Return the transient memory of units.
 
         Args:
             numbers, share: as in ``kept``.
             kept: the saved activations.
             alone: whether there is one microbatch.
+            n_stages: number of stages.
         """
         saved = np.zeros(len(self._points.units))
         for item in kept:
@@ -145,7 +146,7 @@ class UnitMemory:
                 saved[item.units[0]] += item.most
         items = zip(self._trained, self.gradients if alone else self.added, strict=True)
         gradients = [Gradient(item.units[-1], tuple(user.name for user in self._nodes[name].users), item.most) for name, item in items]
-        return self._working.at(numbers, share, saved, gradients, self._for_weights(numbers, share), alone=alone)
+        return self._working.at(numbers, share, saved, gradients, self._for_weights(numbers, share), alone=alone, n_stages=n_stages)
 
     def _for_weights(self, numbers: Numbers, share: float) -> Floats:
         """Return (N,) bytes that the gradients of each unit's weights are computed from: operands, and gradients of results."""

@@ -8,16 +8,18 @@
                 first recomputation that reads it
 
 Lifetimes follow from the order of the calls; the result is the peak within each unit (``stage_problem.TransientMemory``). The backward of a
-call has two phases, half steps of the order of calls:
+call has two phases, half steps of the order of calls. The first computes all gradients, or that of the first operand if each has a kernel
+of its own (``GraphCost.differentiated``); the second the others:
 
-    mm(dy', x), mm(dy, w)    reads the gradient of its result, saved values and the gathered weight; makes the gradients of its operands
-    cast of dw to float32    of these alone, for the sum over ranks
+    y = linear(x, w)    dw = mm(dy', x) and its cast to float32    frees x
+                        dx = mm(dy, w)                             frees dy, and w if it was gathered
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +52,10 @@ class _Values(NamedTuple):
         sum_size: bytes of the copy of its gradient in the type in which ranks sum it; 0 if that is its own type.
         first, last: (V,) the first and last call that touches it.
         saved_first: (V,) the first call whose backward needs it, or a value that is made from it; -1: it is not saved.
-        freed_in: (V,) the highest phase of a backward, by number, in which it is freed: the second of the call that reads it last; the
-            first, if it is read to recompute a value.
-        needed_first, needed_last: (V,) the first and last call whose backward needs it; as above if none does.
+        freed_in: (V,) the highest phase of a backward, by number, in which it is freed: that after the last that reads it; the first of a
+            call, if it is read to recompute a value.
+        needed_first: (V,) the smallest phase of a backward that needs it, the last in time.
+        needed_last: (V,) the last call whose backward needs it; as above if none does.
         is_passing: (V,) whether it is neither saved nor a weight.
         is_recomputed: (V,) whether a backward recomputes it.
         is_gathered, is_gathered_back: (V,) whether it is a weight that is gathered for calls, and for backwards.
@@ -134,12 +137,21 @@ class WorkingMemory:
         self._n_steps = sum(lengths)
         self._starts = np.cumsum([0, *lengths])[:-1]  # (units,) the first step of each
         self._unit = np.repeat(np.arange(len(units)), lengths)  # (steps,) the unit of each
-        order = [step for steps in by_unit for step in steps]
-        self._values = _values_of(cost, order, selection, frozenset(parameters), casts)
-        self._last_step = {name: number for number, (name, _) in enumerate(order)}
+        self._order = [step for steps in by_unit for step in steps]
+        self._selection, self._parameters, self._casts = selection, frozenset(parameters), casts
+        self._last_step = {name: number for number, (name, _) in enumerate(self._order)}
+        self._of_stages: dict[int, _Values] = {}
 
     def at(
-        self, numbers: Numbers, share: float, saved: Floats, gradients: Sequence[Gradient], weights: Floats, *, alone: bool
+        self,
+        numbers: Numbers,
+        share: float,
+        saved: Floats,
+        gradients: Sequence[Gradient],
+        weights: Floats,
+        *,
+        alone: bool,
+        n_stages: int = 1,
     ) -> TransientMemory:
         """Return the transient memory of all units for one size of microbatches.
 
@@ -149,19 +161,20 @@ class WorkingMemory:
             gradients: of the parameters.
             weights: (N,) bytes that each unit holds between the two halves of a backward.
             alone: whether there is one microbatch; else weights for the next one are gathered while those of this one are used.
+            n_stages: number of stages; each gathers a weight that it shares with others, and scatters its gradient, for itself.
         """
-        values, n_units = self._values, len(self._starts)
+        values, n_units = self._values(n_stages), len(self._starts)
         of_values = (values.size, values.shard_size, values.sum_size)
         sizes, shard_sizes, sum_sizes = (np.array([float(numbers[size]) for size in each]) for each in of_values)
         sizes = np.where(values.is_gathered, sizes, sizes * share)
         small = values.is_gathered & (shard_sizes < ALONE_BYTES)
         forward = self._alive(sizes, values.is_passing, values.first, values.last, 1)
-        forward += self._gathered_alive(sizes, values.is_gathered & ~small, back=False)
+        forward += self._gathered_alive(values, sizes, values.is_gathered & ~small, back=False)
         forward[-1:] = np.maximum(forward[-1:], sizes @ (values.in_loss + values.is_returned * values.is_passing))
         is_shared = sizes > shard_sizes
-        of_inputs, of_weights = self._backward(sizes, sum_sizes, small, is_shared, is_shared & (alone | ~values.is_once))
+        of_inputs, of_weights = self._backward(values, sizes, sum_sizes, small, is_shared, is_shared & (alone | ~values.is_once))
         computed, held = self._gradients_alive(gradients, n_units)
-        backward = of_inputs + of_weights + computed - self._freed(sizes, share, alone=alone)
+        backward = of_inputs + of_weights + computed - self._freed(values, sizes, alone=alone)
         coalesced = np.bincount(self._unit[values.first[small]], sizes[small], n_units) * (1 if alone else _BUNDLES)
         n_ranks = round(float((sizes[small] / shard_sizes[small]).max(initial=0.0)))
         at_once = float(_BUNDLES * n_ranks * bytes_of_bundle(n_ranks)) if n_ranks else 0.0
@@ -177,25 +190,34 @@ class WorkingMemory:
             np.rint(weights),
         )
 
-    def _backward(self, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags, is_sent: Flags) -> tuple[Floats, Floats]:
+    def _values(self, n_stages: int) -> _Values:
+        """Return the lifetimes of all allocations, with weights that units of different stages use taken apart."""
+        if n_stages not in self._of_stages:
+            longest = len(self._starts) / n_stages
+            taken = _uses_apart(self._cost, self._order, self._selection, self._unit, longest) if n_stages > 1 else None
+            cost, order, saving = taken or (self._cost, self._order, _Saving(self._selection.needed, self._selection.savers))
+            self._of_stages[n_stages] = _values_of(cost, order, self._selection, saving, self._parameters, self._casts)
+        return self._of_stages[n_stages]
+
+    def _backward(
+        self, values: _Values, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags, is_sent: Flags
+    ) -> tuple[Floats, Floats]:
         """Return (2 x calls,) bytes in each phase of a backward: of all but gradients of weights, and of these on their way to a sum.
 
         The phases of call n are 2 n + 1, which comes first, and 2 n. ``is_shared``: (V,) whether ranks store shards of the value,
         ``is_sent``: whether its gradient is scattered during the backward.
         """
-        values = self._values
-        first, last = 2 * values.first, np.maximum(values.gradient_last, 2 * values.first)
         is_value = values.has_gradient & ~values.is_returned & ~values.is_weight & (values.gradient_first <= values.gradient_last)
         is_summed = values.has_gradient & values.is_weight & (is_shared | (sum_sizes > 0))
         of_inputs = self._alive(sizes, is_value, values.gradient_first, values.gradient_last)
-        of_inputs += self._gathered_alive(sizes, values.is_gathered_back & ~small, back=True)
-        of_inputs += self._alive(sizes, values.is_recomputed, 2 * values.needed_first + 1, 2 * values.needed_last + 1)
-        of_weights = self._alive(sizes, is_summed, first, last) + self._alive(sum_sizes, is_summed, first, first)
-        return of_inputs, of_weights + self._sent_alive(np.where(sum_sizes > 0, sum_sizes, sizes), is_summed & is_sent)
+        of_inputs += self._gathered_alive(values, sizes, values.is_gathered_back & ~small, back=True)
+        of_inputs += self._alive(sizes, values.is_recomputed, values.needed_first, 2 * values.needed_last + 1)
+        made, last = values.gradient_first, np.maximum(values.gradient_last, values.gradient_first)
+        of_weights = self._alive(sizes, is_summed, made, last) + self._alive(sum_sizes, is_summed, made, made)
+        return of_inputs, of_weights + self._sent_alive(made, np.where(sum_sizes > 0, sum_sizes, sizes), is_summed & is_sent)
 
-    def _sent_alive(self, sizes: Floats, mask: Flags) -> Floats:
-        """Return (2 x calls,) bytes of gradients that are scattered: each until as many others have left as may be under way."""
-        first = 2 * self._values.first
+    def _sent_alive(self, first: Integers, sizes: Floats, mask: Flags) -> Floats:
+        """Return (2 x calls,) bytes of gradients, made in phases ``first``, on their way: until as many others left as may be under way."""
         sent = np.flatnonzero(mask)
         sent = sent[np.argsort(-first[sent], kind="stable")]
         until = first.copy()
@@ -212,9 +234,8 @@ class WorkingMemory:
         np.add.at(held, unit, size)
         return self._alive(size, np.ones(len(size), np.bool_), 2 * self._starts[unit], last), held
 
-    def _freed(self, sizes: Floats, share: float, *, alone: bool) -> Floats:
+    def _freed(self, values: _Values, sizes: Floats, *, alone: bool) -> Floats:
         """Return (2 x calls,) bytes of the saved values that a backward has freed by each phase, but whose unit it has not left yet."""
-        values = self._values
         mask = (values.saved_first >= 0) & (alone | ~values.is_once)
         start = 2 * self._starts[self._unit[values.saved_first]]
         return self._alive(sizes, mask, start, values.freed_in)
@@ -227,27 +248,94 @@ class WorkingMemory:
         alive: Floats = np.cumsum(allocated - freed, dtype=float)[:-1]  # counts of no allocations are integers
         return alive
 
-    def _gathered_alive(self, sizes: Floats, mask: Flags, *, back: bool) -> Floats:
+    def _gathered_alive(self, values: _Values, sizes: Floats, mask: Flags, *, back: bool) -> Floats:
         """Return (calls,) bytes of gathered weights at each call: each is alive from the use of the weight before it (prefetch).
 
         In the backward (``back``), (2 x calls,) for its phases, calls run in reverse, so that a weight is alive until the use of the one
         after it.
         """
         weights = np.flatnonzero(mask)
-        first, last = self._values.first.copy(), (self._values.needed_last if back else self._values.last).copy()
+        first, last = values.first.copy(), (values.needed_last if back else values.last).copy()
         if back:
             weights = weights[np.argsort(-last[weights], kind="stable")]
             last[weights[1:]] = last[weights[:-1]]
-            return self._alive(sizes, mask, 2 * first + 1, 2 * last + 1)
+            return self._alive(sizes, mask, values.needed_first, 2 * last + 1)
         weights = weights[np.argsort(first[weights], kind="stable")]
         first[weights[1:]] = first[weights[:-1]]
         return self._alive(sizes, mask, first, last, 1)
 
 
+class _Saving(NamedTuple):
+    """``CheckpointSelection.needed`` and ``savers``: allocation -> calls."""
+
+    needed: Mapping[int, Collection[str]]
+    savers: Mapping[int, Collection[str]]
+
+
+_Order = Sequence[tuple[str, Sequence[int]]]
+"""Calls in order, each with the allocations that it touches."""
+
+
+def _uses_apart(
+    cost: GraphCost, order: _Order, selection: CheckpointSelection, unit: Integers, longest: float
+) -> tuple[GraphCost, _Order, _Saving] | None:
+    """Return the costs, order and saved values with an allocation for each stage of a gathered weight's uses; None if no weight has two.
+
+    Uses with more than ``longest`` units between them, the length of a stage, are in different stages:
+
+        embedding(ids, w) ... linear(x, w)    ->    embedding(ids, w) ... linear(x, w2)
+
+    Args:
+        unit: (steps,) the unit of each step of the order.
+    """
+    weights = {each for each in cost.part_of if each in cost.gathered or each in cost.gathered_once}
+    last, number, sources = dict[int, int](), dict[int, int](), dict[int, int]()
+    renamed, calls = list[tuple[str, Sequence[int]]](), dict[int, set[str]]()
+    following = max(cost.allocation_bytes, default=0) + 1
+    for step, (name, touched) in enumerate(order):
+        for each in weights.intersection(touched):
+            if unit[step] - unit[last.get(each, step)] > longest:
+                number[each] = following + len(sources)
+                sources[number[each]] = each
+            last[each] = step
+            calls.setdefault(number.get(each, each), set()).add(name)
+        renamed.append((name, [number.get(each, each) for each in touched]))
+    if not sources:
+        return None
+
+    def with_copies(of: Mapping[int, Any]) -> dict[int, Any]:
+        return {**of, **{copy: of[each] for copy, each in sources.items() if each in of}}
+
+    def of_calls(of: Mapping[int, Collection[str]]) -> dict[int, Collection[str]]:
+        split = {*sources, *sources.values()}
+        return {each: calls[each].intersection(names) if each in split else names for each, names in with_copies(of).items()}
+
+    def also(of: frozenset[int]) -> frozenset[int]:
+        return of | {copy for copy, each in sources.items() if each in of}
+
+    own = {(sources[copy], name): copy for copy, names in calls.items() if copy in sources for name in names}
+    differentiated = {
+        name: tuple(tuple(own.get((each, name), each) for each in operand) for operand in operands)
+        for name, operands in cost.differentiated.items()
+    }
+    apart = replace(
+        cost,
+        allocation_bytes=with_copies(cost.allocation_bytes),
+        maker=with_copies(cost.maker),
+        part_of=with_copies(cost.part_of),
+        differentiated=differentiated,
+        gathered=also(cost.gathered),
+        gathered_again=also(cost.gathered_again),
+        gathered_once=also(cost.gathered_once),
+    )
+    return apart, renamed, _Saving(of_calls(selection.needed), of_calls(selection.savers))
+
+
 def _values_of(
     cost: GraphCost,
-    order: Sequence[tuple[str, Sequence[int]]],
+    order: _Order,
     selection: CheckpointSelection,
+    saving: _Saving,
     parameters: Collection[str],
     casts: Mapping[str, float],
 ) -> _Values:
@@ -256,6 +344,7 @@ def _values_of(
     Args:
         order: the calls in order, each with the allocations that it touches.
         selection: the activations saved for the backward.
+        saving: of it.
         casts: as ``WorkingMemory`` has it.
         parameters: placeholders of parameters; one that is computed from them and not saved is a gathered weight.
     """
@@ -266,25 +355,27 @@ def _values_of(
         return min((position[name] for name in names if name in position), default=-1)
 
     all_allocations, last_need, needed_last = tuple(first), selection.last_need(position), list[int]()
-    needs: dict[int, list[int]] = {}  # allocation -> the calls whose backward needs it
+    read_second = {(each, name) for name, operands in cost.differentiated.items() for each in operands[0]}
+    needs: dict[int, list[int]] = {}  # allocation -> the phases of backwards that need it
     for each in all_allocations:
-        needs[each] = [position[name] for name in selection.needed.get(each, ()) if name in position]
-        recomputing = max(last_need.get(name, -1) for name in callers[each])
-        latest = max(recomputing, *needs[each], last[each] if cost.maker[each] in parameters or each in cost.gathered else -1)
+        needs[each] = [2 * position[name] + ((each, name) not in read_second) for name in saving.needed.get(each, ()) if name in position]
+        is_parameter = cost.maker[each] in parameters or each in cost.gathered
+        recomputing = (last_need.get(name, -1) for name in callers[each])
+        latest = max(*recomputing, *(phase // 2 for phase in needs[each]), last[each] if is_parameter else -1)
         needed_last.append(latest if latest >= 0 else last[each])
 
     def freed_in(allocation: int) -> int:
         """Return the phase in which a saved value is freed."""
         again = (last_need.get(name, -1) for name in callers[allocation] if name != cost.maker[allocation])
-        phases = [*(2 * call for call in needs[allocation]), *(2 * call + 1 for call in again if call >= 0)]
-        return max(min(phases, default=-1), 2 * first_of(selection.savers.get(allocation, ())))
+        phases = [*(phase - 1 for phase in needs[allocation]), *(2 * call + 1 for call in again if call >= 0)]
+        return max(min(phases, default=-1), 2 * first_of(saving.savers.get(allocation, ())) - 1)
 
     weights = {each for each in all_allocations if cost.maker[each] in parameters or each in cost.gathered}
     is_weight = _flags(each in weights for each in all_allocations)
-    is_kept = _flags(each in selection.savers for each in all_allocations)
-    is_needed = _flags(each in selection.needed for each in all_allocations)
+    is_kept = _flags(bool(saving.savers.get(each)) for each in all_allocations)
+    is_needed = _flags(bool(saving.needed.get(each)) for each in all_allocations)
     is_gathered = is_weight & ~is_kept
-    gradient_first, gradient_last = _gradient_lifetimes(cost, position, first, last, callers)
+    gradient_first, gradient_last = _gradient_lifetimes(cost, position, first, last, callers, weights)
     widths = {each: casts[cost.maker[each]] for each in all_allocations if each in cost.part_of and cost.maker[each] in casts}
     values = _Values(
         size=tuple(cost.allocation_bytes[each] for each in all_allocations),
@@ -292,9 +383,9 @@ def _values_of(
         sum_size=tuple(cost.allocation_bytes[each] * widths.get(each, 0) for each in all_allocations),
         first=np.array([first[each] for each in all_allocations], np.int64),
         last=np.array([last[each] for each in all_allocations], np.int64),
-        saved_first=np.array([first_of(selection.savers.get(each, ())) for each in all_allocations], np.int64),
+        saved_first=np.array([first_of(saving.savers.get(each, ())) for each in all_allocations], np.int64),
         freed_in=np.array([freed_in(each) for each in all_allocations], np.int64),
-        needed_first=np.array([min(needs[each], default=first[each]) for each in all_allocations], np.int64),
+        needed_first=np.array([min(needs[each], default=2 * first[each] + 1) for each in all_allocations], np.int64),
         needed_last=np.array(needed_last, np.int64),
         is_passing=~is_kept & ~is_weight,
         is_recomputed=is_needed & ~is_kept & ~is_weight,
@@ -313,7 +404,7 @@ def _values_of(
     return _with_more(values, [*_buffers_of(cost, position, selection, last_need), *sums])
 
 
-def _touches(cost: GraphCost, order: Sequence[tuple[str, Sequence[int]]]) -> tuple[dict[int, int], dict[int, int], dict[int, set[str]]]:
+def _touches(cost: GraphCost, order: _Order) -> tuple[dict[int, int], dict[int, int], dict[int, set[str]]]:
     """Return allocation -> the first call that touches it, the last, which of results is the end of the model, and the names of all."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -384,7 +475,12 @@ def _sums_of_gradients(
 
 
 def _gradient_lifetimes(
-    cost: GraphCost, position: Mapping[str, int], first: Mapping[int, int], last: Mapping[int, int], callers: Mapping[int, Collection[str]]
+    cost: GraphCost,
+    position: Mapping[str, int],
+    first: Mapping[int, int],
+    last: Mapping[int, int],
+    callers: Mapping[int, Collection[str]],
+    weights: Collection[int],
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return allocation -> the smallest and the largest phase of a backward, which has them in falling order, in which its gradient exists.
 
@@ -394,20 +490,26 @@ def _gradient_lifetimes(
         s = x + f(x)        gradients, last call first:   of s   s, f      (of f(x): that of s)
         y = g(s)                                          of x   x, f      (from f's backward on, where both are added)
 
-    A call with a kernel for each gradient computes those after the first in its second phase.
+    A call with a kernel for each gradient computes those after the first in its second phase, and reads that of its result until then. The
+    gradient of a weight, which goes to a sum, is made by the backward of its first reader.
 
     Args:
         position: of the calls.
         first, last: allocation -> the first and last call that touches it.
         callers: allocation -> the calls that touch it.
+        weights: allocations of parameters, or made from them.
     """
     results: dict[str, int] = {}  # call -> the allocation that it makes
     for each, maker in cost.maker.items():
         if each not in cost.part_of:
             results.setdefault(maker, each)
-    after = {(each, name) for name in position if name in cost.nodes for each in _gradients_after_the_first(cost, name)}
-    earliest, latest = ({each: 2 * call + 1 for each, call in calls.items()} for calls in (first, last))
+    after = {(each, name) for name, operands in cost.differentiated.items() for operand in operands[1:] for each in operand}
+    earliest = {each: 2 * call + (cost.maker[each] not in cost.differentiated) for each, call in first.items()}
+    latest = {each: 2 * call + 1 for each, call in last.items()}
     for each in sorted(first, key=first.__getitem__):
+        if each in weights:
+            reader = min((name for name in callers[each] if name != cost.maker[each]), key=position.__getitem__, default="")
+            earliest[each] = 2 * first[each] + ((each, reader) not in after)
         readers = [name for name in callers[each] if name != cost.maker[each] and name in cost.nodes and cost.nodes[name].forward.launches]
         if not readers or each in cost.returned:
             continue
@@ -419,13 +521,6 @@ def _gradient_lifetimes(
         latest[each] = 2 * position[others[-1]] + 1 if others else -1
         earliest[result] = min(earliest[result], latest[each] if others else earliest[each])
     return earliest, latest
-
-
-def _gradients_after_the_first(cost: GraphCost, name: str) -> list[int]:
-    """Return the operands of a call whose gradients its backward computes after that of the first, each by a kernel of its own."""
-    if cost.nodes[name].forward.family not in ("pointwise", "matrix product"):
-        return []
-    return [each for each in cost.touched[name][-1] if cost.maker[each] != name and cost.maker[each] in cost.gradients][1:]
 
 
 def _with_more(values: _Values, more: Sequence[_Inner]) -> _Values:
@@ -443,7 +538,7 @@ def _with_more(values: _Values, more: Sequence[_Inner]) -> _Values:
         last=np.append(values.last, calls),
         saved_first=np.append(values.saved_first, np.where(is_recomputed | is_gradient, -1, calls)),
         freed_in=np.append(values.freed_in, np.where(is_recomputed | is_gradient, -1, 2 * calls)),
-        needed_first=np.append(values.needed_first, calls),
+        needed_first=np.append(values.needed_first, 2 * calls + 1),
         needed_last=np.append(values.needed_last, np.maximum(calls, last)),
         is_passing=np.append(values.is_passing, no),
         is_recomputed=np.append(values.is_recomputed, is_recomputed),

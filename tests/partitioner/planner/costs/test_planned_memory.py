@@ -236,6 +236,8 @@ FIELD = (
     Setting("Llama 3 8B", {"pipeline": 4, "data": 2}, "bf16-mixed", "selective"),
     Setting("Qwen2 7B", {"fsdp": 4, "tensor": 2}, "bf16-mixed", "full"),
     Setting("Llama 3 70B", {"pipeline": 2, "tensor": 4}, "32-true", "full"),
+    Setting("GPT-2 XL", {"pipeline": 4, "data": 2}, "bf16-mixed", "none"),
+    Setting("Mixtral 8x7B", {"fsdp": 8}, "32-true", "none"),
 )
 
 

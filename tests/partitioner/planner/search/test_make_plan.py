@@ -113,10 +113,11 @@ def test_memory_is_parameters_gradients_states_and_activations_in_flight() -> No
     kept = LAYERS // 2 * rows * WIDTH * 4  # every layer keeps its input
     embedding, indices = 10 * WIDTH * 4, rows * 8
     value = rows * WIDTH * 4
-    working = weights + 2 * value  # a microbatch's own gradients are there beside their sums; of a layer, those of result and argument
+    working = weights + value  # a microbatch's own gradients are there beside their sums; that of a layer's argument when its input is free
     working += value  # and what is on its way from the other stage
-    freed = (LAYERS // 2 - 1) * value  # when all of them are there, inputs of all layers but the first are free, and the loss's gradient
-    assert plan.memory == (4 * (weights + embedding + indices) + 2 * kept - freed + working, 4 * weights + kept - freed + working)
+    freed = (LAYERS // 2 - 1) * value  # when all of them are there, inputs of all layers but the first are free
+    loss = 4 * value  # the gradient of the result, which the loss computes with three copies of it
+    assert plan.memory == (4 * (weights + embedding + indices) + 2 * kept - freed + working, 4 * weights + kept + loss)
     frugal = make_plan(stack(), equal_devices(2), request(2, schedule="1F1B", n_microbatches=4, optimizer="sgd", recompute="none"))
     assert [more - less for more, less in zip(plan.memory, frugal.memory, strict=True)] == [2 * (weights + embedding), 2 * weights]
 

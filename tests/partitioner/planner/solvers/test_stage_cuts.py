@@ -13,7 +13,16 @@ import pytest
 
 from partitioner.planner.solvers import min_max_dp
 from partitioner.planner.solvers.min_max_dp import shortfall, solve
-from partitioner.planner.solvers.stage_problem import Gathered, Shared, StageProblem, TransientMemory, Units, Value
+from partitioner.planner.solvers.stage_problem import (
+    Gathered,
+    Shared,
+    StageProblem,
+    TransientMemory,
+    Units,
+    Value,
+    counted_again,
+    stages_of,
+)
 from partitioner.schedules.clocks.order import order_of
 from partitioner.schedules.kind import Awaiting
 from tests.support.running.slow_values import all_but, slow
@@ -383,3 +392,11 @@ def test_a_search_that_is_cut_short_says_so_and_still_fits(monkeypatch: pytest.M
             assert fits(problem, found.starts)
             unproven += not found.proven
     assert unproven > 5
+
+
+def test_stages_of_one_rank_hold_a_shared_weight_once() -> None:
+    """Stages 0 and 3 of a V are on rank 0, and share a weight; so do stages 0 and 1, which are on different ranks."""
+    items = (Shared(100, (0, 7)), Shared(10, (1, 2)), Shared(1, (4,)))
+    stage_of = stages_of((0, 2, 4, 6), 8)
+    assert counted_again(items, stage_of, (0, 1, 1, 0), (0, 0, 0, 0)).tolist() == [100, 0, 0, 0]
+    assert counted_again(items, stage_of, (0, 1, 2, 3), (0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
