@@ -18,19 +18,18 @@ of its own (``GraphCost.differentiated``); the second the others:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
+from partitioner.planner.costs.memory.lifetimes import Flags, Saving, Values, lifetimes
+from partitioner.planner.costs.memory.shared_weights import uses_apart
 from partitioner.planner.solvers.stage_problem import Floats, Integers, TransientMemory
 from passes.emit.coalesce_collectives import ALONE_BYTES, bytes_of_bundle
 from passes.emit.overlap_collectives import MOST_UNDER_WAY
-from passes.ir.tensor_spec import Size
 
 __all__ = ["Gradient", "WorkingMemory"]
 
@@ -39,55 +38,6 @@ _BUNDLES = 2
 
 _PHASES = 2
 """Of the backward of a call."""
-
-Flags = NDArray[np.bool_]
-
-
-class _Values(NamedTuple):
-    """The lifetimes of V allocations that calls touch.
-
-    Attributes:
-        size: bytes of each.
-        shard_size: bytes of the rank's shard of it, if it is gathered; else the same as ``size``.
-        sum_size: bytes of the copy of its gradient in the type in which ranks sum it; 0 if that is its own type.
-        first, last: (V,) the first and last call that touches it.
-        saved_first: (V,) the first call whose backward needs it, or a value that is made from it; -1: it is not saved.
-        freed_in: (V,) the highest phase of a backward, by number, in which it is freed: that after the last that reads it; the first of a
-            call, if it is read to recompute a value.
-        needed_first: (V,) the smallest phase of a backward that needs it, the last in time.
-        needed_last: (V,) the last call whose backward needs it; as above if none does.
-        is_passing: (V,) whether it is neither saved nor a weight.
-        is_recomputed: (V,) whether a backward recomputes it.
-        is_gathered, is_gathered_back: (V,) whether it is a weight that is gathered for calls, and for backwards.
-        has_gradient: (V,) whether the backward computes its gradient.
-        gradient_first, gradient_last: (V,) the last and first phase of a backward that has this, by number; the last is before the first if
-            it is the gradient of another value, or a view of it (``_gradient_lifetimes``).
-        is_weight: (V,) whether it is a parameter, or made from one.
-        is_once: (V,) whether a step of several microbatches gathers it once.
-        is_returned: (V,) whether the model returns it.
-        in_loss: (V,) copies of it that a loss function holds, if so.
-    """
-
-    size: tuple[Size, ...]
-    shard_size: tuple[Size, ...]
-    sum_size: tuple[Size, ...]
-    first: Integers
-    last: Integers
-    saved_first: Integers
-    freed_in: Integers
-    needed_first: Integers
-    needed_last: Integers
-    is_passing: Flags
-    is_recomputed: Flags
-    is_gathered: Flags
-    is_gathered_back: Flags
-    has_gradient: Flags
-    gradient_first: Integers
-    gradient_last: Integers
-    is_weight: Flags
-    is_once: Flags
-    is_returned: Flags
-    in_loss: Integers
 
 
 class Gradient(NamedTuple):
@@ -140,7 +90,7 @@ class WorkingMemory:
         self._order = [step for steps in by_unit for step in steps]
         self._selection, self._parameters, self._casts = selection, frozenset(parameters), casts
         self._last_step = {name: number for number, (name, _) in enumerate(self._order)}
-        self._of_stages: dict[int, _Values] = {}
+        self._of_stages: dict[int, Values] = {}
 
     def at(
         self,
@@ -190,17 +140,17 @@ class WorkingMemory:
             np.rint(weights),
         )
 
-    def _values(self, n_stages: int) -> _Values:
+    def _values(self, n_stages: int) -> Values:
         """Return the lifetimes of all allocations, with weights that units of different stages use taken apart."""
         if n_stages not in self._of_stages:
             longest = len(self._starts) / n_stages
-            taken = _uses_apart(self._cost, self._order, self._selection, self._unit, longest) if n_stages > 1 else None
-            cost, order, saving = taken or (self._cost, self._order, _Saving(self._selection.needed, self._selection.savers))
-            self._of_stages[n_stages] = _values_of(cost, order, self._selection, saving, self._parameters, self._casts)
+            taken = uses_apart(self._cost, self._order, self._selection, self._unit, longest) if n_stages > 1 else None
+            cost, order, saving = taken or (self._cost, self._order, Saving(self._selection.needed, self._selection.savers))
+            self._of_stages[n_stages] = lifetimes(cost, order, self._selection, saving, self._parameters, self._casts)
         return self._of_stages[n_stages]
 
     def _backward(
-        self, values: _Values, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags, is_sent: Flags
+        self, values: Values, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags, is_sent: Flags
     ) -> tuple[Floats, Floats]:
         """Return (2 x calls,) bytes in each phase of a backward: of all but gradients of weights, and of these on their way to a sum.
 
@@ -234,7 +184,7 @@ class WorkingMemory:
         np.add.at(held, unit, size)
         return self._alive(size, np.ones(len(size), np.bool_), 2 * self._starts[unit], last), held
 
-    def _freed(self, values: _Values, sizes: Floats, *, alone: bool) -> Floats:
+    def _freed(self, values: Values, sizes: Floats, *, alone: bool) -> Floats:
         """Return (2 x calls,) bytes of the saved values that a backward has freed by each phase, but whose unit it has not left yet."""
         mask = (values.saved_first >= 0) & (alone | ~values.is_once)
         start = 2 * self._starts[self._unit[values.saved_first]]
@@ -248,7 +198,7 @@ class WorkingMemory:
         alive: Floats = np.cumsum(allocated - freed, dtype=float)[:-1]  # counts of no allocations are integers
         return alive
 
-    def _gathered_alive(self, values: _Values, sizes: Floats, mask: Flags, *, back: bool) -> Floats:
+    def _gathered_alive(self, values: Values, sizes: Floats, mask: Flags, *, back: bool) -> Floats:
         """Return (calls,) bytes of gathered weights at each call: each is alive from the use of the weight before it (prefetch).
 
         In the backward (``back``), (2 x calls,) for its phases, calls run in reverse, so that a weight is alive until the use of the one
@@ -263,296 +213,3 @@ class WorkingMemory:
         weights = weights[np.argsort(first[weights], kind="stable")]
         first[weights[1:]] = first[weights[:-1]]
         return self._alive(sizes, mask, first, last, 1)
-
-
-class _Saving(NamedTuple):
-    """``CheckpointSelection.needed`` and ``savers``: allocation -> calls."""
-
-    needed: Mapping[int, Collection[str]]
-    savers: Mapping[int, Collection[str]]
-
-
-_Order = Sequence[tuple[str, Sequence[int]]]
-"""Calls in order, each with the allocations that it touches."""
-
-
-def _uses_apart(
-    cost: GraphCost, order: _Order, selection: CheckpointSelection, unit: Integers, longest: float
-) -> tuple[GraphCost, _Order, _Saving] | None:
-    """Return the costs, order and saved values with an allocation for each stage of a gathered weight's uses; None if no weight has two.
-
-    Uses with more than ``longest`` units between them, the length of a stage, are in different stages:
-
-        embedding(ids, w) ... linear(x, w)    ->    embedding(ids, w) ... linear(x, w2)
-
-    Args:
-        unit: (steps,) the unit of each step of the order.
-    """
-    weights = {each for each in cost.part_of if each in cost.gathered or each in cost.gathered_once}
-    last, number, sources = dict[int, int](), dict[int, int](), dict[int, int]()
-    renamed, calls = list[tuple[str, Sequence[int]]](), dict[int, set[str]]()
-    following = max(cost.allocation_bytes, default=0) + 1
-    for step, (name, touched) in enumerate(order):
-        for each in weights.intersection(touched):
-            if unit[step] - unit[last.get(each, step)] > longest:
-                number[each] = following + len(sources)
-                sources[number[each]] = each
-            last[each] = step
-            calls.setdefault(number.get(each, each), set()).add(name)
-        renamed.append((name, [number.get(each, each) for each in touched]))
-    if not sources:
-        return None
-
-    def with_copies(of: Mapping[int, Any]) -> dict[int, Any]:
-        return {**of, **{copy: of[each] for copy, each in sources.items() if each in of}}
-
-    def of_calls(of: Mapping[int, Collection[str]]) -> dict[int, Collection[str]]:
-        split = {*sources, *sources.values()}
-        return {each: calls[each].intersection(names) if each in split else names for each, names in with_copies(of).items()}
-
-    def also(of: frozenset[int]) -> frozenset[int]:
-        return of | {copy for copy, each in sources.items() if each in of}
-
-    own = {(sources[copy], name): copy for copy, names in calls.items() if copy in sources for name in names}
-    differentiated = {
-        name: tuple(tuple(own.get((each, name), each) for each in operand) for operand in operands)
-        for name, operands in cost.differentiated.items()
-    }
-    apart = replace(
-        cost,
-        allocation_bytes=with_copies(cost.allocation_bytes),
-        maker=with_copies(cost.maker),
-        part_of=with_copies(cost.part_of),
-        differentiated=differentiated,
-        gathered=also(cost.gathered),
-        gathered_again=also(cost.gathered_again),
-        gathered_once=also(cost.gathered_once),
-    )
-    return apart, renamed, _Saving(of_calls(selection.needed), of_calls(selection.savers))
-
-
-def _values_of(
-    cost: GraphCost,
-    order: _Order,
-    selection: CheckpointSelection,
-    saving: _Saving,
-    parameters: Collection[str],
-    casts: Mapping[str, float],
-) -> _Values:
-    """Return the lifetimes of all allocations.
-
-    Args:
-        order: the calls in order, each with the allocations that it touches.
-        selection: the activations saved for the backward.
-        saving: of it.
-        casts: as ``WorkingMemory`` has it.
-        parameters: placeholders of parameters; one that is computed from them and not saved is a gathered weight.
-    """
-    position = {name: number for number, (name, _) in enumerate(order)}
-    first, last, callers = _touches(cost, order)
-
-    def first_of(names: Collection[str]) -> int:
-        return min((position[name] for name in names if name in position), default=-1)
-
-    all_allocations, last_need, needed_last = tuple(first), selection.last_need(position), list[int]()
-    read_second = {(each, name) for name, operands in cost.differentiated.items() for each in operands[0]}
-    needs: dict[int, list[int]] = {}  # allocation -> the phases of backwards that need it
-    for each in all_allocations:
-        needs[each] = [2 * position[name] + ((each, name) not in read_second) for name in saving.needed.get(each, ()) if name in position]
-        is_parameter = cost.maker[each] in parameters or each in cost.gathered
-        recomputing = (last_need.get(name, -1) for name in callers[each])
-        latest = max(*recomputing, *(phase // 2 for phase in needs[each]), last[each] if is_parameter else -1)
-        needed_last.append(latest if latest >= 0 else last[each])
-
-    def freed_in(allocation: int) -> int:
-        """Return the phase in which a saved value is freed."""
-        again = (last_need.get(name, -1) for name in callers[allocation] if name != cost.maker[allocation])
-        phases = [*(phase - 1 for phase in needs[allocation]), *(2 * call + 1 for call in again if call >= 0)]
-        return max(min(phases, default=-1), 2 * first_of(saving.savers.get(allocation, ())) - 1)
-
-    weights = {each for each in all_allocations if cost.maker[each] in parameters or each in cost.gathered}
-    is_weight = _flags(each in weights for each in all_allocations)
-    is_kept = _flags(bool(saving.savers.get(each)) for each in all_allocations)
-    is_needed = _flags(bool(saving.needed.get(each)) for each in all_allocations)
-    is_gathered = is_weight & ~is_kept
-    gradient_first, gradient_last = _gradient_lifetimes(cost, position, first, last, callers, weights)
-    widths = {each: casts[cost.maker[each]] for each in all_allocations if each in cost.part_of and cost.maker[each] in casts}
-    values = _Values(
-        size=tuple(cost.allocation_bytes[each] for each in all_allocations),
-        shard_size=tuple(cost.allocation_bytes[cost.part_of.get(each, each)] for each in all_allocations),
-        sum_size=tuple(cost.allocation_bytes[each] * widths.get(each, 0) for each in all_allocations),
-        first=np.array([first[each] for each in all_allocations], np.int64),
-        last=np.array([last[each] for each in all_allocations], np.int64),
-        saved_first=np.array([first_of(saving.savers.get(each, ())) for each in all_allocations], np.int64),
-        freed_in=np.array([freed_in(each) for each in all_allocations], np.int64),
-        needed_first=np.array([min(needs[each], default=2 * first[each] + 1) for each in all_allocations], np.int64),
-        needed_last=np.array(needed_last, np.int64),
-        is_passing=~is_kept & ~is_weight,
-        is_recomputed=is_needed & ~is_kept & ~is_weight,
-        is_gathered=is_gathered,
-        is_gathered_back=is_gathered & (is_needed | _flags(each in cost.gathered_again for each in all_allocations)),
-        has_gradient=_flags(cost.maker[each] in cost.gradients for each in all_allocations),
-        gradient_first=np.array([gradient_first[each] for each in all_allocations], np.int64),
-        gradient_last=np.array([gradient_last[each] for each in all_allocations], np.int64),
-        is_weight=is_weight,
-        is_once=_flags(each in cost.gathered_once for each in all_allocations),
-        is_returned=_flags(each in cost.returned for each in all_allocations),
-        in_loss=np.array([cost.returned.get(each, 0) for each in all_allocations], np.int64),
-    )
-    activations = {each: call for each, call in first.items() if each not in weights}
-    sums = _sums_of_gradients(cost, position, activations, callers)
-    return _with_more(values, [*_buffers_of(cost, position, selection, last_need), *sums])
-
-
-def _touches(cost: GraphCost, order: _Order) -> tuple[dict[int, int], dict[int, int], dict[int, set[str]]]:
-    """Return allocation -> the first call that touches it, the last, which of results is the end of the model, and the names of all."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    callers: dict[int, set[str]] = {}
-    for number, (name, touched) in enumerate(order):
-        for allocation in touched:
-            first.setdefault(allocation, number)
-            last[allocation] = number
-            callers.setdefault(allocation, set()).add(name)
-    for allocation in cost.returned.keys() & first.keys():
-        last[allocation] = len(order) - 1
-    return first, last, callers
-
-
-class _Inner(NamedTuple):
-    """An allocation that no other call touches.
-
-    Attributes:
-        call: the number of the call.
-        size: bytes.
-        last_use: the last call whose backward needs it, if the backward makes it; else -1.
-        phases: the smallest and the largest phase of a backward in which it exists, if it is a gradient.
-    """
-
-    call: int
-    size: Size
-    last_use: int = -1
-    phases: tuple[int, int] | None = None
-
-
-def _buffers_of(cost: GraphCost, position: Mapping[str, int], selection: CheckpointSelection, last_need: Mapping[str, int]) -> list[_Inner]:
-    """Return the internal buffers of calls."""
-    found: list[_Inner] = []
-    for name, call in position.items():
-        if name in cost.nodes:
-            last_use = max(call, last_need[name]) if name in selection.recomputed else -1
-            found += [_Inner(call, cost.nodes[name].keeps, last_use), _Inner(call, cost.nodes[name].working, call)]
-    return [each for each in found if each.size != 0]
-
-
-def _sums_of_gradients(
-    cost: GraphCost, position: Mapping[str, int], activations: Mapping[int, int], callers: Mapping[int, Collection[str]]
-) -> list[_Inner]:
-    """Return the gradients that are added to those of later readers, and the sums, beside the gradients of ``_gradient_lifetimes``.
-
-    q, k, v = x Wq, x Wk, x Wv        first phase     second phase
-    backward of v                     v'
-    of k                              v', k'          v', k', v' + k'
-    of q                              v' + k', q'     v' + k', q', the sum of all
-
-    Args:
-        activations: allocation -> the first call that touches it.
-    """
-    found: list[_Inner] = []
-    for each, start in activations.items():
-        maker, size = cost.maker[each], cost.allocation_bytes[each]
-        readers = [name for name in callers[each] if name != maker and name in cost.nodes and cost.nodes[name].backward_input.launches]
-        if maker not in cost.gradients or each in cost.returned or len(readers) < 2:
-            continue
-        *others, last = sorted(readers, key=position.__getitem__)
-        is_added = size not in cost.nodes[last].passed
-        for name in reversed(others):
-            call = position[name]
-            if size not in cost.nodes[name].passed:
-                found += [_Inner(start, size, phases=(2 * call, 2 * call + is_added)), _Inner(start, size, phases=(2 * call, 2 * call))]
-            is_added = True
-    return found
-
-
-def _gradient_lifetimes(
-    cost: GraphCost,
-    position: Mapping[str, int],
-    first: Mapping[int, int],
-    last: Mapping[int, int],
-    callers: Mapping[int, Collection[str]],
-    weights: Collection[int],
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Return allocation -> the smallest and the largest phase of a backward, which has them in falling order, in which its gradient exists.
-
-    A sum passes its gradient on to its operands, and a concatenation views of it (``OperationCost.passed``). If such a call is the last
-    that reads a value, the gradient of its result stays until another reader's is added to it, or until the value is computed:
-
-        s = x + f(x)        gradients, last call first:   of s   s, f      (of f(x): that of s)
-        y = g(s)                                          of x   x, f      (from f's backward on, where both are added)
-
-    A call with a kernel for each gradient computes those after the first in its second phase, and reads that of its result until then. The
-    gradient of a weight, which goes to a sum, is made by the backward of its first reader.
-
-    Args:
-        position: of the calls.
-        first, last: allocation -> the first and last call that touches it.
-        callers: allocation -> the calls that touch it.
-        weights: allocations of parameters, or made from them.
-    """
-    results: dict[str, int] = {}  # call -> the allocation that it makes
-    for each, maker in cost.maker.items():
-        if each not in cost.part_of:
-            results.setdefault(maker, each)
-    after = {(each, name) for name, operands in cost.differentiated.items() for operand in operands[1:] for each in operand}
-    earliest = {each: 2 * call + (cost.maker[each] not in cost.differentiated) for each, call in first.items()}
-    latest = {each: 2 * call + 1 for each, call in last.items()}
-    for each in sorted(first, key=first.__getitem__):
-        if each in weights:
-            reader = min((name for name in callers[each] if name != cost.maker[each]), key=position.__getitem__, default="")
-            earliest[each] = 2 * first[each] + ((each, reader) not in after)
-        readers = [name for name in callers[each] if name != cost.maker[each] and name in cost.nodes and cost.nodes[name].forward.launches]
-        if not readers or each in cost.returned:
-            continue
-        *others, reader = sorted(readers, key=position.__getitem__)
-        result = results.get(reader, -1)
-        if cost.allocation_bytes[each] not in cost.nodes[reader].passed or result not in first:
-            latest[each] -= (each, reader) in after
-            continue
-        latest[each] = 2 * position[others[-1]] + 1 if others else -1
-        earliest[result] = min(earliest[result], latest[each] if others else earliest[each])
-    return earliest, latest
-
-
-def _with_more(values: _Values, more: Sequence[_Inner]) -> _Values:
-    """Append allocations that one call makes for itself."""
-    calls, last = (np.array(each, np.int64) for each in ([each.call for each in more], [each.last_use for each in more]))
-    phases = np.array([each.phases or (2 * each.call + 1, 2 * each.call + 1) for each in more], np.int64).reshape(-1, 2)
-    is_gradient = _flags(each.phases is not None for each in more)
-    sizes, is_recomputed = tuple(each.size for each in more), last >= 0
-    no = np.zeros(len(more), np.bool_)
-    return _Values(
-        size=(*values.size, *sizes),
-        shard_size=(*values.shard_size, *sizes),
-        sum_size=(*values.sum_size, *(0 for _ in sizes)),
-        first=np.append(values.first, calls),
-        last=np.append(values.last, calls),
-        saved_first=np.append(values.saved_first, np.where(is_recomputed | is_gradient, -1, calls)),
-        freed_in=np.append(values.freed_in, np.where(is_recomputed | is_gradient, -1, 2 * calls)),
-        needed_first=np.append(values.needed_first, 2 * calls + 1),
-        needed_last=np.append(values.needed_last, np.maximum(calls, last)),
-        is_passing=np.append(values.is_passing, no),
-        is_recomputed=np.append(values.is_recomputed, is_recomputed),
-        is_gathered=np.append(values.is_gathered, no),
-        is_gathered_back=np.append(values.is_gathered_back, no),
-        has_gradient=np.append(values.has_gradient, is_gradient),
-        gradient_first=np.append(values.gradient_first, phases[:, 0]),
-        gradient_last=np.append(values.gradient_last, phases[:, 1]),
-        is_weight=np.append(values.is_weight, no),
-        is_once=np.append(values.is_once, no),
-        is_returned=np.append(values.is_returned, no),
-        in_loss=np.append(values.in_loss, np.zeros(len(more), np.int64)),
-    )
-
-
-def _flags(flags: Iterable[bool]) -> Flags:
-    return np.array(list(flags), dtype=np.bool_)
