@@ -14,7 +14,9 @@
 Each change is emitted once, for all readers that need it; a partial sum is reduced once, for readers in any layout.
 
 If several mesh dimensions cut one axis, the inner ones divide the shards of the outer ones: an axis is sharded over the outermost first,
-and gathered over the innermost first.
+and gathered over the innermost first. Different axes are gathered over the outermost mesh dimension first, whose links are the slowest:
+
+    weight [13, 200] of 512 x 8 ranks       all_gather over fsdp: [6400, 200]       replicate over tensor: [6400, 1600]
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from passes.rules.loops import Size
 from passes.spmd.local_shapes import Extents, product
 from passes.stages.boundary_layouts import stage_within
 
-__all__ = ["CHANGE", "Change", "Resharder"]
+__all__ = ["CHANGE", "Change", "Resharder", "gather_order"]
 
 aten = torch.ops.aten
 
@@ -114,8 +116,11 @@ class Resharder:
         """Return this rank's part of a value in the layout that a reader needs: reduce, exchange, gather and shard, in this order."""
         value = self._value_for(node, reader)
         value.layout = self._reduce(value, need, node)  # for all readers; the other changes are this reader's
-        layout = self._exchange_shards(value, need, node)
-        layout = self._gather(value, layout, need, node)
+        layout = self._exchange_shards(value, value.layout, need, node)
+        while to_gather := gather_order(layout, need):  # an axis may be exchanged once the outer shards of the other are gathered
+            to = need[to_gather[0]]
+            layout = self._change(value, layout, to_gather[0], to if isinstance(to, Varying) else Replicate(), node)
+            layout = self._exchange_shards(value, layout, need, node)
         layout = self._shard(value, layout, need, node)
         return value.copies[layout]
 
@@ -145,16 +150,6 @@ class Resharder:
                 layout = self._change(value, layout, index, wanted if can_scatter else Replicate(), like)
         return layout
 
-    def _gather(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
-        """Gather shards that are not needed, the innermost first, and shards within an outer shard that changes (``_is_recut``)."""
-        for index in reversed(range(len(need))):
-            have, wanted = layout[index], need[index]
-            if isinstance(have, Shard) and have != wanted:
-                layout = self._change(value, layout, index, wanted if isinstance(wanted, Varying) else Replicate(), like)
-            elif isinstance(have, Shard) and _is_recut(have, layout[:index], need[:index]):
-                layout = self._change(value, layout, index, Replicate(), like)
-        return layout
-
     def _shard(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
         """Shard what is replicated, or mark it as varying, over the outermost mesh dimension first."""
         for index, wanted in enumerate(need):
@@ -162,13 +157,12 @@ class Resharder:
                 layout = self._change(value, layout, index, wanted, like)
         return layout
 
-    def _exchange_shards(self, value: _Value, need: Layout, like: fx.Node) -> Layout:
+    def _exchange_shards(self, value: _Value, layout: Layout, need: Layout, like: fx.Node) -> Layout:
         """Exchange shards of one axis for shards of another, in an order in which inner shards always divide outer ones.
 
         height/tile0, width/tile1   ->   batch/tile0, width/tile1   ->   batch/tile0/tile1     outermost first
         batch/tile0/tile1           ->   batch/tile0, width/tile1   ->   height/tile0, width/tile1
         """
-        layout = value.layout
         while exchangeable := [index for index in range(len(need)) if _can_exchange(layout, index, need)]:
             layout = self._change(value, layout, exchangeable[0], need[exchangeable[0]], like)
         return layout
@@ -328,6 +322,24 @@ def _can_exchange(layout: Layout, index: int, need: Layout) -> bool:
 
 def _cuts_axis(placement: Placement, *axes: int) -> bool:
     return isinstance(placement, Shard) and placement.axis in axes
+
+
+def gather_order(layout: Layout, need: Layout) -> list[int]:
+    """Return the mesh dimensions over which a value is gathered, those that will shard it again last.
+
+    The outermost is the first, but of several that shard one axis the innermost.
+    """
+    gathered = [
+        index
+        for index, (have, wanted) in enumerate(zip(layout, need, strict=True))
+        if isinstance(have, Shard) and (have != wanted or _is_recut(have, layout[:index], need[:index]))
+    ]
+    order: list[int] = []
+    while gathered:
+        free = [index for index in gathered if all(layout[inner] != layout[index] for inner in gathered if inner > index)]
+        order.append(min(free, key=lambda index: isinstance(need[index], Shard)))
+        gathered.remove(order[-1])
+    return order
 
 
 def _is_recut(shard: Shard, layout: Layout, need: Layout) -> bool:

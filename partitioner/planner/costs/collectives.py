@@ -41,6 +41,7 @@ from passes.rules.loops import Size
 from passes.spmd.decompose.registry import SINGLE_BYTES, decomposition_of
 from passes.spmd.halo.regions import operand_form, shared_halo_slides, slides_of
 from passes.spmd.propagate.layouts import Layouts
+from passes.spmd.reshard import gather_order
 
 __all__ = [
     "Exchange",
@@ -281,8 +282,11 @@ def _reshards(
     widths: Mapping[str, float],
 ) -> Iterator[tuple[object, Exchange]]:
     """Yield the collectives that reshard one operand to the layout that a call needs, by a key that equal ones share."""
-    have = layouts.results[operand.name][0]
-    for index, ((name, _), source, target) in enumerate(zip(layouts.mesh, have, need, strict=True)):
+    whole = layouts.results[operand.name][0]
+    order = gather_order(whole, need)
+    for index, ((name, _), source, target) in enumerate(zip(layouts.mesh, whole, need, strict=True)):
+        gathered = order[: order.index(index)] if index in order else ()
+        have = tuple(Replicate() if each in gathered else placement for each, placement in enumerate(whole))
         forward, backward = collectives_between(source, target)
         backward = backward if operand.name in flowing else None
         regather: Collective | None = "all_gather" if backward is not None and operand.name in sizes.gathered_again else None
