@@ -125,8 +125,10 @@ class Campaign:
             told = worker.connection.recv()
         except (EOFError, ConnectionError):
             worker.process.join()
-            ended = f"the process ended with {worker.process.exitcode}"
-            self._end(workers, place, *(("raw", ended) if worker.has_reference else ("invalid", f"{ended}{BY_TORCH}")))
+            code = worker.process.exitcode
+            ended = f"the process ended with {code}"
+            is_signal = code is not None and code < 0
+            self._end(workers, place, *(("invalid", f"{ended}{BY_TORCH}") if is_signal and not worker.has_reference else ("raw", ended)))
             return
         if told == "reference":
             worker.has_reference = True
