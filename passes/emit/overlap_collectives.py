@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -64,10 +64,10 @@ def overlap_communication(graphs: Sequence[fx.Graph]) -> None:
         graphs: of ranks that start the same collectives, in the same written order.
     """
     written = [[node for node in graph.nodes if node.target in COLLECTIVES] for graph in graphs]
-    orders = [_reordered(graph, _Order(graph)) for graph in graphs]
+    orders = [_reordered(graph, _Order(graph, _next_gathers(graph))) for graph in graphs]
     started = [sorted(range(len(nodes)), key=lambda number: order[nodes[number]]) for order, nodes in zip(orders, written, strict=True)]
     if any(each != started[0] for each in started):  # ranks would start them in different orders, and deadlock
-        orders = [_reordered(graph, _Order(graph, early=False)) for graph in graphs]
+        orders = [_reordered(graph, _Order(graph, {}, early=False)) for graph in graphs]
     for graph, order in zip(graphs, orders, strict=True):
         output = graph.output_node()
         for node in order:
@@ -90,17 +90,18 @@ class _Order:
     """The new order, as far as it has been decided.
 
     Args:
+        ahead: wait for a gather -> the gather that starts before it.
         early: start collectives as soon as their operands are computed; else where they are written.
 
     Attributes:
         late: nodes that move down to their first readers.
     """
 
-    def __init__(self, graph: fx.Graph, *, early: bool = True) -> None:
+    def __init__(self, graph: fx.Graph, ahead: Mapping[fx.Node, fx.Node], *, early: bool = True) -> None:
         self.placed: dict[fx.Node, None] = {}
         self.late = _late_nodes(graph)
         self._under_way: dict[bool, list[fx.Node]] = {False: [], True: []}
-        self._ahead = _next_gathers(graph) if early else {}
+        self._ahead = ahead
         self._starts = _early_starts(graph, self.late) if early else {}
         self._awaited = _chained_starts(graph, self.late) if early else {}
         self._chained: dict[fx.Node, list[fx.Node]] = {}
@@ -167,7 +168,9 @@ def _is_gather(node: fx.Node) -> bool:
 
 def _gathers_saved(node: fx.Node) -> bool:
     """Return whether a backward gathers a shard that its forward saved: a repeated gather whose operand is of another section."""
-    source = node.args[0][0] if node.meta.get(AGAIN) else None  # type: ignore[index]
+    if not node.meta.get(AGAIN) or all(is_held(part) for part in node.all_input_nodes):
+        return False
+    source = node.args[0][0]  # type: ignore[index]
     while isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
     while isinstance(source, fx.Node) and source.target is aten._to_copy.default:  # noqa: SLF001  cast again where it is gathered
@@ -184,15 +187,21 @@ def _is_saved(operand: fx.Node, start: fx.Node) -> bool:
 def _next_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Map the wait of each gather of ``_is_gather`` to the next gather, which then runs while the result of this one is used.
 
-    The next gather of a saved shard is one of the same backward. Over two mesh dimensions there are two gathers, and the second
-    reads the first: it cannot start before it.
+    Gathers follow each other as the program waits for them. A backward starts the first of its own, in its own section. Over two mesh
+    dimensions there are two gathers, and the second reads the first: it cannot start before it.
     """
     gathers = [node for node in graph.nodes if _is_gather(node)]
-    of_parameters = [node for node in gathers if not _gathers_saved(node)]
-    of_saved = itertools.pairwise(node for node in gathers if _gathers_saved(node))
-    in_one_backward = [pair for pair in of_saved if pair[0].meta.get("section") == pair[1].meta.get("section")]
-    pairs = [*itertools.pairwise(of_parameters), *in_one_backward]
-    return {next(iter(node.users)): following for node, following in pairs if node.users and not _reads(following, node)}
+    if not gathers:
+        return {}
+    place = _reordered(graph, _Order(graph, {}))
+    gathers.sort(key=lambda node: min((place[user] for user in node.users), default=0))
+    of_parameters, of_saved = ([node for node in gathers if _gathers_saved(node) is is_saved] for is_saved in (False, True))
+    return {
+        next(iter(node.users)): following
+        for node, following in (*itertools.pairwise(of_parameters), *itertools.pairwise(of_saved))
+        if node.users and not _reads(following, node)
+        if not following.meta.get(AGAIN) or node.meta.get("section") == following.meta.get("section")
+    }
 
 
 def _reads(gather: fx.Node, other: fx.Node) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 from torch import fx, nn
 
+from benchmarks.transformer import gpt
 from partitioner import PartitionedModel, partition
-from passes.ir.comm.primitives import all_reduce, reduce_scatter
+from passes.ir.comm.primitives import all_gather, all_reduce, reduce_scatter
 from tests.support.running.transparency import assert_step_equals
 
 WIDTH = 512
@@ -42,3 +43,22 @@ def test_scattered_gradients_are_summed_while_the_backward_computes(scattered: s
     assert reduce_scatter in targets
     assert targets.index(all_reduce) < products[-1]
     assert_step_equals(pm, perceptron(), x, target=torch.randn(8, WIDTH, dtype=torch.float64))
+
+
+def _operands(collective: fx.Node) -> Sequence[fx.Node]:
+    operands = collective.args[0]
+    assert isinstance(operands, list | tuple)
+    return [each for each in operands if isinstance(each, fx.Node)]
+
+
+def test_weights_are_gathered_one_ahead_of_their_use() -> None:
+    """While the program waits for one gather, one more is under way, also in backwards that gather views of weights again."""
+    with torch.device("meta"):
+        model, tokens = gpt(4, 1024), torch.zeros(8, 256, dtype=torch.int64)
+    (graph, *_) = partition(model, 2, "fsdp", example_inputs=(tokens,), recompute="full", cluster="h100:1x2", progress=False).graphs
+    place = {node: number for number, node in enumerate(graph.graph.nodes)}
+    gathers = [node for node in place if node.target is all_gather and len(_operands(node)) == 1]  # small weights share a message
+    spans = [(place[node], min(place[user] for user in node.users)) for node in gathers]
+    assert len(spans) > 8
+    for start, wait in spans:
+        assert sum(start < other < wait for _, other in spans) <= 1
