@@ -71,6 +71,7 @@ def call_seconds(
         if not work.launches:
             return 0.0
         local = work.at(sizes, share)
-        return cost_model.operation_time(local if measured else replace(local, call=None), device, cost.dtype)
+        own = cost_model.operation_time(local if measured else replace(local, call=None), device, cost.dtype)
+        return own + sum(map(seconds, work.then))
 
     return seconds(cost.forward), seconds(cost.backward_input), seconds(cost.backward_weight)

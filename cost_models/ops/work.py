@@ -76,6 +76,7 @@ class Work:
         half: which part of the call's work it is.
         gradients: that the backward of the call computes, where it is one of a model that trains: each half becomes several calls then.
         beside: memory traffic of kernels beside those of products, which arithmetic does not overlap: gradients of biases are sums.
+        then: work of kernels that run after these and have another limit: small ones take as long as their starts.
     """
 
     flops: Size
@@ -87,6 +88,7 @@ class Work:
     half: Half = "forward"
     gradients: Gradients = ()
     beside: Size = 0
+    then: tuple[Work, ...] = ()
 
     def __add__(self, other: Work) -> Work:
         family = self.family if other.launches == 0 or self.flops else other.family
@@ -97,7 +99,15 @@ class Work:
             family,
             self.products + other.products,
             beside=self.beside + other.beside,
+            then=self.then + other.then,
         )
+
+    @staticmethod
+    def of_kernels(size: Size, passes: int, launches: int) -> Work:
+        """Return the work of pointwise kernels: some pass over ``size`` bytes, about twice each, and the others are small."""
+        n_large = min(launches, -(-passes // 2))
+        small = (Work(0, 0, launches - n_large, "pointwise"),) if 0 < n_large < launches else ()
+        return Work(0, size * passes, n_large or launches, "pointwise", then=small)
 
     def at(self, values: Values, share: float = 1.0) -> Work:
         """Return the work in numbers.

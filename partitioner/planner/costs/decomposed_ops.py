@@ -150,8 +150,8 @@ def _with_more(cost: OperationCost, node: fx.Node, decomposition: Decomposition,
 
     def with_kernels(work: Work, each: Sequence[tuple[int, int]]) -> Work:
         launches, passes = (sum(numbers) for numbers in zip(*each, strict=True))
-        more = {"bytes": work.bytes + one_pass * passes, "launches": work.launches + launches, "call": None}
-        return dataclasses.replace(work, **more) if work.launches else work
+        more = (Work.of_kernels(one_pass, passes, launches),) if launches else ()
+        return dataclasses.replace(work, call=None, then=more) if work.launches else work
 
     return dataclasses.replace(
         cost,
@@ -172,4 +172,4 @@ def _work(whole: Work, kernels: Iterable[tuple[int, int]], size: Size) -> Work:
     if not whole.launches:
         return whole
     launches, passes = (sum(each) for each in zip(*kernels, strict=True))
-    return Work(0, size * passes, launches, "pointwise")
+    return Work.of_kernels(size, passes, launches)

@@ -467,7 +467,8 @@ class _Microbatch:
         pricing, numbers, share = self.pricing, self._numbers, self._share
         seconds = np.zeros((len(pricing.distinct), len(pricing.kinds), len(LIMITS)))
         for (index, cost), (kind, device) in itertools.product(enumerate(pricing.distinct), enumerate(pricing.kinds)):
-            for work in (cost.forward, cost.backward_input, cost.backward_weight):
+            halves = (cost.forward, cost.backward_input, cost.backward_weight)
+            for work in (work for half in halves for work in (half, *half.then)):
                 arithmetic, traffic = numbers[work.flops] * share / device.flops(cost.dtype), numbers[work.bytes] * share / device.bandwidth
                 by_limit = (arithmetic, traffic, work.launches * device.launch_overhead)
                 seconds[index, kind, by_limit.index(max(by_limit))] += max(by_limit)

@@ -218,6 +218,15 @@ def test_norms_over_what_is_cut_are_priced_as_they_run(name: str) -> None:
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
+def test_small_kernels_beside_large_ones_take_as_long_as_their_starts() -> None:
+    """Of a normalization over ranks on a fast device, three kernels move the images, and twenty the statistics of channels."""
+    with torch.device("meta"):
+        layers = [layer for _ in range(4) for layer in (nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64))]
+        model, x = nn.Sequential(*layers, nn.Conv2d(64, 4, 1)), torch.zeros(32, 64, 112, 112)
+    pm = partition(model, 2, "data", example_inputs=(x,), cluster="h100:1x2", training=True, progress=False)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("precision", [None, "bf16-mixed"])
 def test_a_recomputed_norm_repeats_its_last_kernel(precision: str | None) -> None:
     """The sums over ranks are saved: neither they nor the messages of them are repeated."""
