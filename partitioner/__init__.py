@@ -206,7 +206,7 @@ def partition(  # type: ignore[empty-body]
             target from the model's results.
         reduce_dtype: type in which gradients of parameters are summed over ranks, ``"bfloat16"``, ``"float16"`` or ``"float32"``, as in
             FSDP2's ``MixedPrecisionPolicy``; None: that of the parameters, which is float32 in mixed precision.
-        progress: show progress; None: on a terminal. While it is shown, Ctrl-C stops the search and keeps the best plan.
+        progress: show progress, also of lowering later on; None: on a terminal. Ctrl-C then stops the search and keeps the best plan.
 
     Returns:
         The partitioned model; see ``PartitionedModel``.

@@ -116,7 +116,7 @@ def partition(
     plan = _agree_on_plan(_make_plan(problem, source, runtime, steps) if problem is not None else target.plan, graph, runtime, precision)
     with steps.step("lowering"):
         tracing = _tracing(source, modes, graph, target)
-        assumed = Assumptions(target.hardware, cost_model, optimizer, problem)
+        assumed = Assumptions(target.hardware, cost_model, optimizer, problem, progress)
         warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else (), source.model)
         return PartitionedModel(first_trace(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
 

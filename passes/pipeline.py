@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, cast
@@ -355,10 +355,13 @@ PHASES: tuple[Phase[Lowered, Target], ...] = (
 
 
 class Lowerer:
-    """Runs the phases on ``start``, a model and a plan. A phase runs once for all targets that agree in the fields that it reads."""
+    """Runs the phases on ``start``, a model and a plan. A phase runs once for all targets that agree in the fields that it reads.
 
-    def __init__(self, start: Lowered) -> None:
-        self._runner = PhaseRunner(PHASES, start, check_lowered)
+    ``tell``: called with the number and name of a phase before it runs (``PhaseRunner``).
+    """
+
+    def __init__(self, start: Lowered, tell: Callable[[int, str], None] | None = None) -> None:
+        self._runner = PhaseRunner(PHASES, start, check_lowered, tell)
 
     @gc_paused()
     def after(self, phase: str, target: Target) -> Lowered:

@@ -57,6 +57,14 @@ class Progress(_Line):
             self._done += 1
             self._write("")
 
+    def reach(self, done: int, name: str) -> None:
+        """Show a step after so many that are done; clear the line if there is no name."""
+        self._done, self._name = done, name
+        if name:
+            self.tell("")
+        else:
+            self._write("")
+
     def tell(self, news: str) -> None:
         """Rewrite the line, with news of the current step after its name."""
         bar = "#" * self._done + "-" * (self._total - self._done)

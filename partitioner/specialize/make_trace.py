@@ -131,7 +131,7 @@ def first_trace(
 ) -> Trace:
     """Materialize the parameters of this process's ranks; programs are lowered from the plan when they are first read or run."""
     graph = fixed_for(graph, plan)
-    cuts = _cuts(model, graph, plan, tracing)
+    cuts = _cuts(model, graph, plan, tracing, assumed.progress)
     blocks = cuts.holdings(first_variant(graph, plan, tracing.inputs), runtime.devices)
     # With local statistics, and where ranks share microbatches, each rank's buffers are those of its own rows.
     equal_buffers = plan.batchnorm == "sync" and not plan.replicas
@@ -168,7 +168,7 @@ def trace_of_graph(first: Trace, graph: ModelGraph, plan: Plan, tracing: Tracing
     runtime = first.runtime
     apart = [name for placeholder, name in first.graph.parameters.items() if not first.state.is_whole_here(placeholder)]
     stored = stored_as_in(first.cuts.plan_cut, first.graph, graph, positions_of(first, apart))
-    cuts = _cuts(first.original, graph, plan, tracing, stored)
+    cuts = _cuts(first.original, graph, plan, tracing, first.assumed.progress, stored)
     blocks = cuts.holdings(first_variant(graph, plan, tracing.inputs), runtime.devices)
     state = state_of_trace(first.state, graph, blocks)
     return _trace(first.original, graph, plan, runtime, state, cuts, first.assumed, tracing)
@@ -186,7 +186,7 @@ def trace_of_sizes(planned: Trace, sizes: Mapping[str, int]) -> Trace:
         graph = fixed_for(planned.graph.for_sizes.at(sizes), planned.plan)
     args, kwargs = planned.graph.for_sizes.call_of(sizes)
     tracing = dataclasses.replace(planned.tracing, args=args, kwargs=kwargs)
-    cuts = _cuts(planned.original, graph, planned.plan, tracing, planned=planned.cuts)
+    cuts = _cuts(planned.original, graph, planned.plan, tracing, planned.assumed.progress, planned=planned.cuts)
     return _trace(planned.original, graph, planned.plan, planned.runtime, planned.state, cuts, planned.assumed, tracing)
 
 
@@ -195,6 +195,7 @@ def _cuts(
     graph: ModelGraph,
     plan: Plan,
     tracing: Tracing,
+    progress: bool | None,
     stored: StoredLayouts | None = None,
     planned: PlanCuts | None = None,
 ) -> PlanCuts:
@@ -204,7 +205,7 @@ def _cuts(
         graph = traced(model, tracing, rows)
         return fixed_for(graph, plan) if rows is None else graph
 
-    return PlanCuts(graph, plan, trace_again, stored, planned)
+    return PlanCuts(graph, plan, trace_again, stored, planned, progress)
 
 
 def _trace(

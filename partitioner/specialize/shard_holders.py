@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from partitioner.options.progress import Progress
 from partitioner.specialize.request import Variant
 from partitioner.tracing.inputs.batch_dims import accidental_batch
 from passes.analysis.replicable import read_by_replicable
@@ -20,7 +21,7 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 from passes.normalize.loss_alone import results_of_step
-from passes.pipeline import Lowered, Lowerer, Target
+from passes.pipeline import PHASES, Lowered, Lowerer, Target
 from passes.spmd.shard_stages import StagedCut, StoredLayouts
 from passes.spmd.shards import Block
 from passes.stages.split import read_by_one_stage
@@ -37,6 +38,7 @@ class PlanCuts:
         traced_for: traces the model for a number of rows, used if its graph is fixed to one batch size; for None, as it was traced.
         stored: layouts of tensors that ranks store already; None: choose them.
         planned: the cuts of the planned graph, where this graph is for other sizes of the inputs; None: this is the planned one.
+        progress: whether a line shows the phase of lowering that runs; None: on a terminal.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class PlanCuts:
         traced_for: Callable[[int | None], ModelGraph],
         stored: StoredLayouts | None = None,
         planned: PlanCuts | None = None,
+        progress: bool | None = None,
     ) -> None:
         self._graph, self.plan = graph, plan
         self.traced_for = functools.cache(traced_for)
-        lowerer = Lowerer(Lowered(plan, graph))
+        self._tell = Progress("lowering", len(PHASES), progress).reach
+        lowerer = Lowerer(Lowered(plan, graph), self._tell)
         target = Target(kept=results_of_step(graph) if graph.training else None, stored=stored)
         self.plan_cut: StagedCut = self._cut(lowerer, target) if planned is None else planned.plan_cut
         self._given = stored if planned is None else planned.stored
@@ -66,7 +70,7 @@ class PlanCuts:
         """Return the lowerer and the target of one variant of the model."""
         size = variant.batch_size
         if size not in self._lowerers:
-            self._lowerers[size] = Lowerer(Lowered(self.plan, self._graph_for(size)))
+            self._lowerers[size] = Lowerer(Lowered(self.plan, self._graph_for(size)), self._tell)
         if size is not None and variant.whole_batch not in (None, size):
             self._check_microbatches(size, variant.whole_batch)
         return self._lowerers[size], Target(variant.kept, variant.in_parts, variant.results, variant.rows, self.stored)

@@ -40,12 +40,14 @@ class Assumptions:
         cost_model: prices; None: an analytic roofline.
         optimizer: the memory model counts its state.
         problem: the planning problem that the plan solves; None: the caller passed the plan.
+        progress: whether a line shows what runs; None: on a terminal.
     """
 
     cluster: Cluster
     cost_model: CostModel | None
     optimizer: str
     problem: PlanProblem | None = None
+    progress: bool | None = None
 
     @property
     def limits(self) -> tuple[float, ...]:

@@ -48,14 +48,31 @@ class PhaseRunner(Generic[State, Request]):
         phases: in their order.
         start: the state before the first phase.
         check: called with the state after a phase and the phase's name; raises if the state is invalid.
+        tell: called with the number of a phase before it runs, and its name; with the number of all phases and no name when the last of
+            those asked for has run. None: nothing is called.
     """
 
-    def __init__(self, phases: Sequence[Phase[State, Request]], start: State, check: Callable[[State, str], None]) -> None:
-        self._phases, self._start, self._check = tuple(phases), start, check
+    def __init__(
+        self,
+        phases: Sequence[Phase[State, Request]],
+        start: State,
+        check: Callable[[State, str], None],
+        tell: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self._phases, self._start, self._check, self._tell = tuple(phases), start, check, tell
         self._cache: dict[Hashable, State] = {}
+        self._has_told = False
 
     def after(self, name: str, request: Request) -> State:
         """Return the state after a phase; run only phases whose result is not cached."""
+        try:
+            return self._after(name, request)
+        finally:
+            if self._tell is not None and self._has_told:
+                self._tell(len(self._phases), "")
+            self._has_told = False
+
+    def _after(self, name: str, request: Request) -> State:
         state: State = self._start
         key: tuple[Hashable, ...] | None = ()  # phases so far, with the fields that they read; None: do not cache
         for phase in self._phases:
@@ -72,6 +89,9 @@ class PhaseRunner(Generic[State, Request]):
 
     def _run(self, phase: Phase[State, Request], state: State, request: Request) -> State:
         """Apply a phase, check the new state, and report it to the observer."""
+        if self._tell is not None:
+            self._tell(self._phases.index(phase), phase.name)
+            self._has_told = True
         start = time.perf_counter()
         result = phase.apply(state, request)
         seconds = time.perf_counter() - start

@@ -204,7 +204,7 @@ class Decoder:
         first = trace.programs.sharded(trace.programs.request(trace.plan.batch_size))
         plan = plan_with_weights(graph, first, trace.plan)
         stored = stored_as_in(trace.cuts.plan_cut, trace.graph, graph) if self._stored is None else self._stored
-        table = lower_with_weights(graph, plan, stored, trace.state, traced_for, inputs, trace.runtime)
+        table = lower_with_weights(graph, plan, stored, trace, traced_for, inputs)
         if self._stored is None:  # all programs then keep the cache in the layout of the first
             self._stored = table.sharded(table.request(batch)).cut.stored
         arguments, left = TracedArguments(trace.original, graph, trace.dtype), LeftAttributes(trace.original)

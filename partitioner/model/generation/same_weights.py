@@ -12,12 +12,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from partitioner.options.batch_rows import Inputs
-from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.materialize import state_of_trace
-from partitioner.runtime.state.parameters import State
 from partitioner.specialize.programs import Programs, Tensors, first_variant
 from partitioner.specialize.shard_holders import PlanCuts
 from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.trace import Trace
 from partitioner.specialize.transfer import stages_where_held
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import axes_named, axis_names, batch_axes
@@ -103,24 +102,23 @@ def lower_with_weights(
     graph: ModelGraph,
     plan: Plan,
     stored: StoredLayouts,
-    state: State,
+    first: Trace,
     trace: Callable[[int | None], ModelGraph],
     inputs: Inputs,
-    runtime: Runtime,
 ) -> Programs:
-    """Return the table of programs of a graph, which read the tensors of ``state``.
+    """Return the table of programs of a graph, which read the tensors of another trace, and run where that one does.
 
     Args:
         graph: evaluated, never trained.
         plan: of ``plan_with_weights``.
         stored: how tensors are stored.
+        first: the other trace.
         trace: traces the graph for a number of rows.
         inputs: what each process passes.
-        runtime: whose ranks are in this process.
 
     Raises:
         ConfigError: a rank computes with a parameter, or with a part of one, that it does not hold.
     """
-    cuts = PlanCuts(graph, plan, trace, stored)
-    own = state_of_trace(state, graph, cuts.holdings(first_variant(graph, plan, inputs), state.devices))
-    return Programs(graph, plan, cuts, runtime, Tensors(own.by_rank, own.slots), inputs)
+    cuts = PlanCuts(graph, plan, trace, stored, progress=first.assumed.progress)
+    own = state_of_trace(first.state, graph, cuts.holdings(first_variant(graph, plan, inputs), first.state.devices))
+    return Programs(graph, plan, cuts, first.runtime, Tensors(own.by_rank, own.slots), inputs)
