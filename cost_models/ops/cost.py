@@ -167,12 +167,13 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
 
     A pointwise operation has a kernel for each gradient, which reads that of the result. The gradient of an argument that is broadcast is
     computed for all elements of the result, and then summed; that of an argument of a narrower type is computed in the type of the result,
-    and then cast. The gradient of a bias is a sum over the rows of a product's gradient.
+    and then cast. The gradient of a bias is a sum over the rows of a product's gradient. A normalization has one kernel for all gradients.
     """
     tensors = _tensors_of(call)
     wanted = [name for name, gradient in gradients.items() if gradient == kind]
     wanted = [name for name in wanted if not _is_passed(call, line, name)]
-    if not wanted:
+    is_computed_before = kind == "weight" and line.family == "normalisation" and "activation" in gradients.values()
+    if not wanted or is_computed_before:
         return NO_WORK
     known = line.gradients(call) if line.gradients else {}
     products = tuple(product for name in wanted for product in known.get(name, ()))

@@ -218,6 +218,13 @@ def test_norms_over_what_is_cut_are_priced_as_they_run(name: str) -> None:
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
+def test_a_norm_has_one_kernel_for_all_gradients() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.LayerNorm(1024) for _ in range(4)), nn.Linear(1024, 1)), torch.zeros(65536, 1024)
+    pm = partition(model, 1, "model", example_inputs=(x,), cluster="h100:1x1", training=True, progress=False)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
+
+
 def test_small_kernels_beside_large_ones_take_as_long_as_their_starts() -> None:
     """Of a normalization over ranks on a fast device, three kernels move the images, and twenty the statistics of channels."""
     with torch.device("meta"):
