@@ -106,6 +106,7 @@ def simulate_programs(
             tuple(each for run in runs.values() for each in _merge_slices_of_actions(run.computed)),
             tuple(each for run in runs.values() for each in sorted(run.transferred, key=lambda one: one.start)),
             tuple(curve for _, curve in memory.values()),
+            step_time,
         ),
         rows=batch,
         latency=_latency(runs),

@@ -41,6 +41,7 @@ class Timeline:
         computed: slices of computing: one for each action, as ``actions`` gathers nodes.
         communicated: slices of communication.
         memory: for each device bytes over time; empty where it was not recorded.
+        step_time: seconds of the step, which ends a little after the last slice; 0: not known.
     """
 
     title: str
@@ -48,11 +49,12 @@ class Timeline:
     computed: tuple[Slice, ...]
     communicated: tuple[Slice, ...]
     memory: tuple[MemoryCurve, ...] = ()
+    step_time: float = 0.0
 
     @property
     def end(self) -> float:
-        """When the last slice ends, in seconds."""
-        return max((each.end for each in (*self.computed, *self.communicated)), default=0.0)
+        """When the step ends, or if that is not known the last slice, in seconds."""
+        return self.step_time or max((each.end for each in (*self.computed, *self.communicated)), default=0.0)
 
     def to_json(self, *others: Timeline) -> str:
         """Return Chrome's trace format for https://ui.perfetto.dev: a process for each device, threads for streams, memory as a counter.

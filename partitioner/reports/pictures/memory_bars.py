@@ -22,4 +22,4 @@ def bars_html(memory: Sequence[Mapping[str, int]], labels: Sequence[str]) -> str
             if size
         )
         rows.append(f'<span>{label}</span><span class="bar">{parts}</span><span>{format_bytes(sum(sizes.values()))}</span>')
-    return f'<p>{keys} at the moment of each device\'s peak</p><div class="bars">{"".join(rows)}</div>'
+    return f'<p>{keys}<span class="key">at the moment of each device\'s peak</span></p><div class="bars">{"".join(rows)}</div>'
