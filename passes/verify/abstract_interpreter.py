@@ -210,12 +210,12 @@ class AbstractInterpreter(ABC):
         return self.new((*first.shape[:dim], sum(value.shape[dim] for value in values), *first.shape[dim + 1 :]), first.dtype)
 
     def take_part(self, value: Any, dim: int, sizes: Sequence[Size] | int, index: int) -> Any:
-        """Return one part of a tensor: a view if it is cut along its first dimension, else a new tensor."""
+        """Return one part of a tensor, a new tensor."""
         if value is UNKNOWN:
             return UNKNOWN
         size = apply_to_sizes(operator.floordiv, value.shape[dim], sizes) if isinstance(sizes, int) else sizes[index]
         shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
-        return self.view(value, shape) if dim == 0 else self.new(shape, value.dtype)
+        return self.new(shape, value.dtype)
 
     def require_equal(self, values: Sequence[Any]) -> Any:
         """Return the first of tensors that are added, and check that all have its shape and dtype."""

@@ -61,10 +61,10 @@ def with_decompositions(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts:
 
 
 def _copied_part(node: fx.Node, sizes: PartSizes) -> TensorSpec | None:
-    """Return the part that a rank copies of a value that every rank draws whole; None: none, or one of rows, which is a view."""
+    """Return the part that a rank copies of a value that every rank draws whole; None: it reads the whole."""
     whole = sizes.results(node)[0].shape
     parts = (sizes.operands(reader).get(node, ()) for reader in node.users)
-    return next((part for (part,) in filter(None, parts) if part.shape[1:] != whole[1:]), None)
+    return next((part for (part,) in filter(None, parts) if part.shape != whole), None)
 
 
 def _with_ring(

@@ -74,11 +74,14 @@ def split_target(target: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def take_part(value: Tensor, dim: int, sizes: Sequence[int] | int, index: int) -> Tensor:
-    """Return one part of a tensor along a dimension; ``sizes`` are those of all parts, or the number of equal parts."""
-    if isinstance(sizes, int):
-        size = value.shape[dim] // sizes
-        return value.narrow(dim, index * size, size).contiguous()
-    return value.narrow(dim, sum(sizes[:index]), sizes[index]).contiguous()
+    """Return one part of a tensor along a dimension, in memory of its own: a view that is saved would keep the whole tensor alive.
+
+    Args:
+        sizes: of all parts, or the number of equal parts.
+    """
+    size = value.shape[dim] // sizes if isinstance(sizes, int) else sizes[index]
+    start = index * size if isinstance(sizes, int) else sum(sizes[:index])
+    return value.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
 
 
 def concatenate(values: Sequence[Tensor], dim: int, parts: int = 1) -> Tensor:
