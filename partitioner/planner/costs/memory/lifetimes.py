@@ -35,7 +35,7 @@ class Values(NamedTuple):
         freed_in: (V,) the highest phase of a backward, by number, in which it is freed: that after the last that reads it; the first of a
             call, if it is read to recompute a value.
         needed_first: (V,) the smallest phase of a backward that needs it, the last in time.
-        needed_last: (V,) the last call whose backward needs it; as above if none does.
+        needed_last: (V,) the largest such phase, the first in time; as above if none does.
         is_passing: (V,) whether it is neither saved nor a weight.
         is_recomputed: (V,) whether a backward recomputes it.
         is_gathered, is_gathered_back: (V,) whether it is a weight that is gathered for calls, and for backwards.
@@ -101,16 +101,15 @@ def lifetimes(
     position = {name: number for number, (name, _) in enumerate(order)}
     first, last, callers = _touches(cost, order)
     all_allocations, last_need = tuple(first), selection.last_need(position)
-    needs = _needs(cost, position, saving, all_allocations)
+    needs = _needs(cost, position, saving, callers)
     savers = {each: [position[name] for name in saving.savers.get(each, ()) if name in position] for each in all_allocations}
     saved_first = {each: min(calls, default=-1) for each, calls in savers.items()}
 
     def needed_last(allocation: int) -> int:
-        """Return the last call whose backward needs a value, itself or to recompute another."""
-        is_parameter = cost.maker[allocation] in parameters or allocation in cost.gathered
+        """Return the first phase in time of a backward that needs a value, itself or to recompute another."""
         recomputing = (last_need.get(name, -1) for name in callers[allocation])
-        latest = max(*recomputing, *(phase // 2 for phase in needs[allocation]), last[allocation] if is_parameter else -1)
-        return latest if latest >= 0 else last[allocation]
+        latest = max(*(2 * call + 1 for call in recomputing), *needs[allocation], -1)
+        return latest if latest >= 0 else 2 * last[allocation] + 1
 
     def freed_in(allocation: int) -> int:
         """Return the phase in which a saved value is freed."""
@@ -152,10 +151,11 @@ def lifetimes(
     return _with_more(values, [*_buffers_of(cost, position, selection, last_need), *sums])
 
 
-def _needs(cost: GraphCost, position: Mapping[str, int], saving: Saving, all_allocations: Iterable[int]) -> dict[int, list[int]]:
-    """Return allocation -> the phases of backwards that read it."""
+def _needs(cost: GraphCost, position: Mapping[str, int], saving: Saving, callers: Mapping[int, Collection[str]]) -> dict[int, list[int]]:
+    """Return allocation -> the phases of backwards that read it; of a weight that is gathered again, those of all its readers."""
     read_second = {(each, name) for name, operands in cost.differentiated.items() for each in operands[0]}
-    calls = {each: [name for name in saving.needed.get(each, ()) if name in position] for each in all_allocations}
+    again = {each: [name for name in callers[each] if name != cost.maker[each]] for each in cost.gathered_again.intersection(callers)}
+    calls = {each: [name for name in saving.needed.get(each, ()) or again.get(each, ()) if name in position] for each in callers}
     return {each: [2 * position[name] + ((each, name) not in read_second) for name in names] for each, names in calls.items()}
 
 
@@ -294,7 +294,7 @@ def _with_more(values: Values, more: Sequence[_Inner]) -> Values:
         saved_first=np.append(values.saved_first, np.where(is_recomputed | is_gradient, -1, calls)),
         freed_in=np.append(values.freed_in, np.where(is_recomputed | is_gradient, -1, 2 * calls)),
         needed_first=np.append(values.needed_first, 2 * calls + 1),
-        needed_last=np.append(values.needed_last, np.maximum(calls, last)),
+        needed_last=np.append(values.needed_last, 2 * np.maximum(calls, last) + 1),
         is_passing=np.append(values.is_passing, no),
         is_recomputed=np.append(values.is_recomputed, is_recomputed),
         is_gathered=np.append(values.is_gathered, no),

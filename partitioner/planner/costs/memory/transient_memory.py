@@ -161,7 +161,7 @@ class WorkingMemory:
         is_summed = values.has_gradient & values.is_weight & (is_shared | (sum_sizes > 0))
         of_inputs = self._alive(sizes, is_value, values.gradient_first, values.gradient_last)
         of_inputs += self._gathered_alive(values, sizes, values.is_gathered_back & ~small, back=True)
-        of_inputs += self._alive(sizes, values.is_recomputed, values.needed_first, 2 * values.needed_last + 1)
+        of_inputs += self._alive(sizes, values.is_recomputed, values.needed_first, values.needed_last | 1)
         made, last = values.gradient_first, np.maximum(values.gradient_last, values.gradient_first)
         of_weights = self._alive(sizes, is_summed, made, last) + self._alive(sum_sizes, is_summed, made, made)
         return of_inputs, of_weights + self._sent_alive(made, np.where(sum_sizes > 0, sum_sizes, sizes), is_summed & is_sent)
@@ -209,7 +209,7 @@ class WorkingMemory:
         if back:
             weights = weights[np.argsort(-last[weights], kind="stable")]
             last[weights[1:]] = last[weights[:-1]]
-            return self._alive(sizes, mask, values.needed_first, 2 * last + 1)
+            return self._alive(sizes, mask, values.needed_first, last)
         weights = weights[np.argsort(first[weights], kind="stable")]
         first[weights[1:]] = first[weights[:-1]]
         return self._alive(sizes, mask, first, last, 1)
