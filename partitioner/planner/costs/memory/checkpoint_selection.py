@@ -286,11 +286,13 @@ class CheckpointSelection:
     def _is_saved_as_received(self, allocation: int) -> bool:
         """Return whether a copy from other ranks is saved instead of communicated again: under "selective", unless it was gathered.
 
-        A parameter that is gathered once is always saved whole.
+        A parameter that is gathered once is always saved whole. Random numbers are drawn whole on every rank, which takes its part.
         """
         if allocation in self._cost.gathered_once:
             return True
         if allocation not in self._cost.part_of or self.policy_of[self._cost.maker[allocation]] != "selective":
+            return False
+        if draws(self._nodes[self._cost.maker[allocation]]):
             return False
         sizes, part = self._cost.allocation_bytes, self._cost.part_of[allocation]
         return self._cost.copies.get(allocation, bool(self._numbers[sizes[allocation]] < self._numbers[sizes[part]]))

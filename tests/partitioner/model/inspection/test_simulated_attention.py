@@ -73,3 +73,9 @@ def test_cpus_compute_scores() -> None:
 def test_sharded_attention_is_planned_as_it_is_simulated(mode: Any) -> None:
     pm = planned(mode)
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.04)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_ranks_keep_their_rows_of_masks_or_draw_them_again(recompute: str) -> None:
+    pm = planned("data", recompute)
+    assert max(pm.plan.memory) == pytest.approx(max(pm.simulate().peak_memory), rel=0.04)
