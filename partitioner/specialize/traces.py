@@ -159,7 +159,8 @@ class Traces(Generic[S]):
             self._first.runtime.agree("the arguments", text, in_step=True)
         inputs = base.bind(call.args, call.kwargs)
         planned = self._for_gradients(base, inputs.requiring_gradient, tracked=call.tracked)
-        served = self.at(planned, inputs.sizes)
+        sizes = inputs.sizes if planned is base else planned.bind(call.args, call.kwargs).sizes  # other traces name them otherwise
+        served = self.at(planned, sizes)
         if served is not planned:
             check_shapes(served.trace.graph, inputs.tensors)
         places = _places(base.trace, call, inputs)

@@ -31,7 +31,7 @@ from tests.support.running.slow_values import all_but, slow
 pytestmark = pytest.mark.filterwarnings("ignore")
 """Random programs are warned of; the comparison decides."""
 
-SLICE = (0, 2, 5, 6, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 23, 24, 26, 27)
+SLICE = (0, 2, 5, 6, 8, 10, 11, 12, 13, 14, 16, 17, 18, 19, 20, 21, 23, 24, 26, 27, 3001515)
 """Seeds of the full matrices, of which every tenth is quick; ``make fuzz SEEDS=0:5000`` runs more."""
 
 REFUSED: dict[int, str] = {19: "ConfigError: the batch cannot be cut into "}
