@@ -167,7 +167,15 @@ MODELS = (
     decoder("Llama 3 405B", "Llama", Sizes(16384, 8, 128, 53248, 128256), 128),
     decoder("Qwen2 7B", "Qwen2", Sizes(3584, 4, 128, 18944, 152064), 28),
     decoder("Qwen3 8B", "Qwen3", Sizes(4096, 8, 128, 12288, 151936), 32),
-    decoder("Gemma 2 9B", "Gemma2", Sizes(3584, 8, 256, 14336, 256000), 16, query_pre_attn_scalar=256, sliding_window=4096),
+    decoder(
+        "Gemma 2 9B",
+        "Gemma2",
+        Sizes(3584, 8, 256, 14336, 256000),
+        16,
+        attn_implementation="eager",  # scores are capped, which transformers refuses in fused attention
+        query_pre_attn_scalar=256,
+        sliding_window=4096,
+    ),
     _bert(),
     decoder("Phi-3 mini", "Phi3", Sizes(3072, 32, 96, 8192, 32064), 32, pad_token_id=0),
     decoder("Phi-4 mini", "Phi3", Sizes(3072, 8, 128, 8192, 200064), 24, pad_token_id=0, tie_word_embeddings=True),
