@@ -14,7 +14,8 @@ from partitioner.planner.costs.collectives import GradientSum, shares_of_bucket
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, counted_again, stage_runs, stages_of
+from partitioner.planner.solvers.shared_rank_memory import counted_again
+from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, stage_runs, stages_of
 from partitioner.schedules.clocks.clock import Timing, run_on_clock
 from partitioner.schedules.clocks.step_clock import StepClock
 from partitioner.schedules.forwards_first import in_sweeps

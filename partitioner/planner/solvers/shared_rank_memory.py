@@ -7,17 +7,17 @@ one. The search fixes the cuts from the first stage on and tracks the memory lef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from partitioner.planner.solvers.run_tables import RunCosts, Runs
 from partitioner.planner.solvers.stage_memory import DynamicMemory
-from partitioner.planner.solvers.stage_problem import Floats, Integers, StageProblem, counted_again, stages_of
+from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, StageProblem, stages_of
 from partitioner.planner.solvers.stage_tables import NOTHING, PriceTable
 
-__all__ = ["Search", "fits_together", "split_limits"]
+__all__ = ["Search", "counted_again", "fits_together", "split_limits"]
 
 _LARGEST_TABLE = 2_000_000
 """Runs that the search holds in memory; a problem with more is not searched."""
@@ -36,6 +36,28 @@ def fits_together(problem: StageProblem, starts: Sequence[int]) -> bool:
     np.add.at(idle, list(problem.rank), fixed + dynamic.idle_peak)
     np.maximum.at(computing, list(problem.rank), dynamic.computing)
     return bool((idle + computing <= np.array(problem.limit)).all())
+
+
+def counted_again(items: Iterable[Shared], stage_of: Integers, ranks: Sequence[Hashable], kinds: Sequence[int]) -> Floats:
+    """Return (S,) bytes of items that each stage shares with a later stage of its ranks, which hold them once.
+
+    A weight of the first and of the last stage of a V, which one rank computes, counts in the last. Each stage has its own sum of the
+    weight's gradients over microbatches, so that gradients count in both.
+
+    Args:
+        stage_of: (N + 1,) the stage of each unit (``stages_of``).
+        ranks: (S,) the ranks of each stage, or a number of these.
+        kinds: (S,) the kind of each stage.
+    """
+    again = np.zeros(len(ranks))
+    if len(set(ranks)) == len(ranks):
+        return again
+    for item in items:
+        stages = np.unique(stage_of[np.array(item.units) + 1]).tolist() if len(item.units) > 1 else ()
+        for number, stage in enumerate(stages):
+            if any(ranks[later] == ranks[stage] for later in stages[number + 1 :]):
+                again[stage] += item.of_kind(kinds[stage])
+    return again
 
 
 def split_limits(problem: StageProblem, starts: Sequence[int]) -> Iterator[Floats]:

@@ -8,7 +8,7 @@ Units 0..N-1 stand in a row; stage s computes a run of them, ``i..j``; stages ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -29,7 +29,6 @@ __all__ = [
     "Units",
     "Uses",
     "Value",
-    "counted_again",
     "shared_uses",
     "stage_runs",
     "stages_of",
@@ -136,28 +135,6 @@ def shared_uses(items: Collection[Shared], n_kinds: int) -> Uses:
         return uses((item.amount, item.units, item.producer) for item in items)
     by_kind = (tuple(map(item.of_kind, range(n_kinds))) for item in items)
     return uses(((amount, item.units, item.producer) for amount, item in zip(by_kind, items, strict=True)), n_kinds)
-
-
-def counted_again(items: Iterable[Shared], stage_of: Integers, ranks: Sequence[Hashable], kinds: Sequence[int]) -> Floats:
-    """Return (S,) bytes of items that each stage shares with a later stage of its ranks, which hold them once.
-
-    A weight of the first and of the last stage of a V, which one rank computes, counts in the last. Each stage has its own sum of the
-    weight's gradients over microbatches, so that gradients count in both.
-
-    Args:
-        stage_of: (N + 1,) the stage of each unit (``stages_of``).
-        ranks: (S,) the ranks of each stage, or a number of these.
-        kinds: (S,) the kind of each stage.
-    """
-    again = np.zeros(len(ranks))
-    if len(set(ranks)) == len(ranks):
-        return again
-    for item in items:
-        stages = np.unique(stage_of[np.array(item.units) + 1]).tolist() if len(item.units) > 1 else ()
-        for number, stage in enumerate(stages):
-            if any(ranks[later] == ranks[stage] for later in stages[number + 1 :]):
-                again[stage] += item.of_kind(kinds[stage])
-    return again
 
 
 def stages_of(starts: Sequence[int], n_units: int) -> Integers:

@@ -13,6 +13,7 @@ import pytest
 
 from partitioner.planner.solvers import min_max_dp
 from partitioner.planner.solvers.min_max_dp import shortfall, solve
+from partitioner.planner.solvers.shared_rank_memory import counted_again
 from partitioner.planner.solvers.stage_problem import (
     Gathered,
     Shared,
@@ -20,7 +21,6 @@ from partitioner.planner.solvers.stage_problem import (
     TransientMemory,
     Units,
     Value,
-    counted_again,
     stages_of,
 )
 from partitioner.schedules.clocks.order import order_of
