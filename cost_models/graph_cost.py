@@ -94,7 +94,7 @@ class GraphCost:
             the order of the kernels (``cost_models.ops.gradient_order``).
         returned: the allocations of what the model returns, as it does, each with the copies of it that a loss function holds.
         gathered: whole parameters, and casts of them, that are not kept whole.
-        gathered_again: those that the backward reads, and gathers once more instead of keeping them.
+        gathered_again: those that the backward reads, and gathers once more instead of keeping them -> the calls whose backward does.
         gathered_once: whole parameters, and casts of them, that are gathered once a step, and kept whole until its last backward.
         scattered_once: parameter -> bytes of its whole gradient, of those whose gradients are added over microbatches before they are
             scattered.
@@ -114,7 +114,7 @@ class GraphCost:
     differentiated: Mapping[str, tuple[tuple[int, ...], ...]]
     returned: Mapping[int, int]
     gathered: frozenset[int]
-    gathered_again: frozenset[int]
+    gathered_again: Mapping[int, Collection[str]]
     gathered_once: frozenset[int]
     scattered_once: Mapping[str, Size]
     gradients: frozenset[str]
@@ -254,7 +254,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     saved: dict[str, tuple[int, ...]] = {}
     touched: dict[str, tuple[tuple[int, ...], ...]] = {}
     differentiated: dict[str, tuple[tuple[int, ...], ...]] = {}
-    again: set[int] = set()
+    again: dict[int, set[str]] = {}
     for call in reading.calls:
         node, bound = call.node, call.bound
         read = _read_by(node, call.inputs, shapes, parts)
@@ -269,7 +269,8 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         leaves = [leaf for name in cost.saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
         saved[node.name] = kept.allocations(node, leaves, read)
         if parts is not None and parts.gathered_again:
-            again.update(kept.needed(node, leaves, read).difference(saved[node.name]))
+            for each in kept.needed(node, leaves, read).difference(saved[node.name]):
+                again.setdefault(each, set()).add(node.name)
         touched[node.name] = kept.touched(node, call.inputs, read)
         if len(cost.gradient_order) > 1:
             differentiated[node.name] = tuple(kept.read(node, node_leaves(bound[name]), read) for name in cost.gradient_order)
@@ -297,7 +298,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         differentiated=differentiated,
         returned=returned,
         gathered=kept.made_by(frozenset() if parts is None else parts.gathered_again),
-        gathered_again=frozenset(again),
+        gathered_again=again,
         gathered_once=kept.made_by(frozenset() if parts is None else parts.gathered_once),
         scattered_once={} if parts is None else parts.scattered_once,
         gradients=reading.flowing,

@@ -152,10 +152,10 @@ def lifetimes(
 
 
 def _needs(cost: GraphCost, position: Mapping[str, int], saving: Saving, callers: Mapping[int, Collection[str]]) -> dict[int, list[int]]:
-    """Return allocation -> the phases of backwards that read it; of a weight that is gathered again, those of all its readers."""
+    """Return allocation -> the phases of backwards that read it."""
     read_second = {(each, name) for name, operands in cost.differentiated.items() for each in operands[0]}
-    again = {each: [name for name in callers[each] if name != cost.maker[each]] for each in cost.gathered_again.intersection(callers)}
-    calls = {each: [name for name in saving.needed.get(each, ()) or again.get(each, ()) if name in position] for each in callers}
+    needed = {each: saving.needed.get(each, ()) or cost.gathered_again.get(each, ()) for each in callers}
+    calls = {each: [name for name in names if name in position] for each, names in needed.items()}
     return {each: [2 * position[name] + ((each, name) not in read_second) for name in names] for each, names in calls.items()}
 
 

@@ -1,4 +1,7 @@
-"""Gathered weights that several stages of a pipeline share, such as a tied embedding: each stage gathers such a weight for itself."""
+"""Gathered weights that several stages of a pipeline share, such as a tied embedding: each stage gathers such a weight for itself.
+
+Weights that are gathered once a step stay whole: they are saved activations (``activation_memory``).
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,7 @@ def uses_apart(
         part_of=with_copies(cost.part_of),
         differentiated=differentiated,
         gathered=also(cost.gathered),
-        gathered_again=also(cost.gathered_again),
-        gathered_once=also(cost.gathered_once),
+        gathered_again={each: names for each, names in of_calls(cost.gathered_again).items() if names},
     )
     return apart, renamed, Saving(of_calls(selection.needed), of_calls(selection.savers))
 
@@ -62,7 +64,7 @@ def _numbered(
     cost: GraphCost, order: Order, unit: Integers, longest: float
 ) -> tuple[list[tuple[str, Sequence[int]]], dict[int, int], dict[int, set[str]]]:
     """Return the order with new allocations for later stages' uses, new allocation -> the weight's, and weight or copy -> its calls."""
-    weights = {each for each in cost.part_of if each in cost.gathered or each in cost.gathered_once}
+    weights = cost.gathered
     last, number, sources = dict[int, int](), dict[int, int](), dict[int, int]()
     renamed, calls = list[tuple[str, Sequence[int]]](), dict[int, set[str]]()
     following = max(cost.allocation_bytes, default=0) + 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.agreement import Setting, differences
 from partitioner import Constraints, InfeasiblePlanError, PartitionedModel, partition
@@ -22,8 +22,8 @@ BELOW, ABOVE = 0.02, 0.06
 AHEAD = 0.25
 """The same where weights are gathered for each microbatch: this process makes room for them when they are waited for, devices before."""
 
-REDUCED = 0.07
-"""The same where gradients are reduced after the last microbatch: a plan counts what a message holds in every backward."""
+ABOVE_IN_CUT_STATE = 0.065
+"""The same of a pipeline with cut state, whose first stage is planned 34 KiB of 567 above: this is not explained yet."""
 
 WAITING = 0.04
 """How far below a measurement a plan may be where small gradients, cast to float32, wait for those that share their message."""
@@ -76,7 +76,7 @@ def test_a_plan_holds_what_a_run_holds(name: str, monkeypatch: pytest.MonkeyPatc
     found = measured_step(pm, x, target, monkeypatch)
     for rank, there in enumerate(pm.simulate().memory):
         peak = found[rank] + there.parameters + there.optimizer
-        above = {"pipeline and gathered parameters": AHEAD, "pipeline and cut state": REDUCED}.get(name, ABOVE)
+        above = {"pipeline and gathered parameters": AHEAD, "pipeline and cut state": ABOVE_IN_CUT_STATE}.get(name, ABOVE)
         below = WAITING if name == "gathered parameters, bfloat16 and float32" else BELOW
         assert (1 - below) * peak <= pm.plan.memory[rank] <= (1 + above) * peak
 
@@ -252,3 +252,30 @@ def test_plans_of_real_widths_take_and_hold_what_their_simulations_do(setting: S
     seconds, held = pair
     assert abs(seconds) < 0.06
     assert abs(held) < 0.03
+
+
+class Tied(nn.Module):
+    """Small layers between an embedding and a head that share a large table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(40_000, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.head = nn.Linear(64, 40_000, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_the_stages_of_a_tied_weight_gather_it_each() -> None:
+    with torch.device("meta"):
+        model, tokens = Tied(), torch.zeros(8, 4, dtype=torch.int64)
+    options: dict[str, Any] = {"schedule": "1F1B", "n_microbatches": 4, "recompute": "none", "cluster": "h100:1x8", "progress": False}
+    pm = partition(model, 8, {"pipeline": 4, "fsdp": 2}, example_inputs=(tokens,), **options)
+    simulated = pm.simulate().peak_memory
+    for rank in (0, 6):  # of the first and the last stage
+        assert pm.plan.memory[rank] == pytest.approx(simulated[rank], rel=0.02)
