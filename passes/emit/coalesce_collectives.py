@@ -9,7 +9,8 @@
 
 Gathers of parameters are coalesced in the order of their first use, so that a message is about a layer; scattered gradients in the order in
 which they are there. Gathers of a forward and repeated gathers of its backward are separate messages. A message is closed when it holds
-enough bytes, or when something of it is read before the next one is there. Large parts are sent alone, and not copied.
+enough bytes, or when something of it is read before the next one is there; views of it, as of a bias that is stored by heads, move down
+with it. Large parts are sent alone, and not copied.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any
 
 from torch import fx
 
+from passes.graph.schemas import views_its_arguments, written_arguments
 from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bytes_of_bundle", "coalesce_collectives", "is_held"]
+__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bytes_of_bundle", "coalesce_collectives", "is_held", "is_view"]
 
 BUNDLE_BYTES = 4 * 2**20
 """How many bytes a rank gives to coalesced scatters: about where a message stops being dominated by its latency."""
@@ -108,13 +110,23 @@ def is_held(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "get_attr"
 
 
+def is_view(node: fx.Node) -> bool:
+    """Return whether a node is a view of its only input."""
+    return (
+        isinstance(node.target, OpOverload)
+        and len(node.all_input_nodes) == 1
+        and views_its_arguments(node.target)
+        and not written_arguments(node)
+    )
+
+
 def _first_reader(start: fx.Node, position: dict[fx.Node, int]) -> int:
-    """Return the position of the first node that reads a collective's result, after its wait and getitems: it is sent before that."""
+    """Return the position of the first node that reads a collective's result, after its wait, items and views: it is sent before that."""
     to_visit = [start]
     reader_positions = []
     while to_visit:
         for user in to_visit.pop().users:
-            if user.target in (wait, operator.getitem):
+            if user.target in (wait, operator.getitem) or is_view(user):
                 to_visit.append(user)
             else:
                 reader_positions.append(position[user])
@@ -147,8 +159,21 @@ def _merge(graph: fx.Graph, bundle: Sequence[fx.Node], *, at_first: bool) -> Non
             behind = new
             item.replace_all_uses_with(new)
             graph.erase_node(item)
+            behind = behind if at_first else _move_views_down(new)
         graph.erase_node(old)
         graph.erase_node(node)
+
+
+def _move_views_down(item: fx.Node) -> fx.Node:
+    """Move the views of an item of a message, and views of those, to after it; return the last of them."""
+    last, to_visit = item, [item]
+    while to_visit:
+        for user in to_visit.pop().users:
+            if is_view(user):
+                last.append(user)
+                last = user
+                to_visit.append(user)
+    return last
 
 
 def _move_up(node: Any, before: fx.Node) -> None:

@@ -39,13 +39,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from passes.emit.coalesce_collectives import is_held
+from passes.emit.coalesce_collectives import is_held, is_view
 from passes.graph.dependencies import with_ancestors
-from passes.graph.schemas import views_its_arguments, written_arguments
+from passes.graph.schemas import written_arguments
 from passes.ir.comm.functional import AGAIN, FOR_ALL
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.schedule import Action, ActionKind
-from passes.ir.torch_private import OpOverload
 
 __all__ = ["MOST_UNDER_WAY", "overlap_communication"]
 
@@ -135,16 +134,6 @@ class _Order:
                 self.place(user)
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Return whether a node is a view of its only input."""
-    return (
-        isinstance(node.target, OpOverload)
-        and len(node.all_input_nodes) == 1
-        and views_its_arguments(node.target)
-        and not written_arguments(node)
-    )
-
-
 def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the waits for collectives, items and views of their results, and values computed from these once for all microbatches."""
     late: set[fx.Node] = set()
@@ -152,7 +141,7 @@ def _late_nodes(graph: fx.Graph) -> set[fx.Node]:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             continue
-        is_part = source in late and (node.target is operator.getitem or _is_view(node))
+        is_part = source in late and (node.target is operator.getitem or is_view(node))
         is_result = (node.target is wait and source.target in COLLECTIVES) or is_part
         if is_result or (node.meta.get(FOR_ALL) and all(each in late for each in node.all_input_nodes)):
             late.add(node)
@@ -232,7 +221,7 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
 
 def _wait_of(result: fx.Node) -> fx.Node | None:
     """Return the wait of which a value is an item, or a view of one; None if it is computed from it."""
-    while result.target is not wait and (result.target is operator.getitem or _is_view(result)):
+    while result.target is not wait and (result.target is operator.getitem or is_view(result)):
         (result,) = result.all_input_nodes
     return result if result.target is wait else None
 

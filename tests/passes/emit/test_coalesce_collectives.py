@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from passes.emit.coalesce_collectives import ALONE_BYTES, coalesce_collectives
-from passes.ir.comm.primitives import all_gather, wait
+from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
+from passes.ir.torch_private import OpOverload
 
 
 def gathered(graph: fx.Graph, value: fx.Node) -> fx.Node:
@@ -47,3 +48,31 @@ def test_a_bundle_of_gathers_holds_no_more_of_each_rank_than_a_part_that_is_sent
     graph.output(tuple(results))
     coalesce_collectives([graph])
     assert [len(node.args[0]) for node in graph.nodes if node.target is all_gather] == [3, 3, 1]
+
+
+def scatters_of(first_reader: str) -> list[list[str]]:
+    """Return the calls after each scatter of two gradients, of which the first is viewed, or added to, before the second is there."""
+    graph = fx.Graph()
+    results = []
+    for name in ("one", "two"):
+        gradient = graph.create_node("get_attr", name)
+        start = graph.call_function(
+            reduce_scatter, ([graph.call_function(torch.ops.aten.neg.default, (gradient,))], (0,)), {"group": (0, 1)}
+        )
+        start.meta["bytes"] = 8
+        item = graph.call_function(operator.getitem, (graph.call_function(wait, (start,)), 0))
+        read = torch.ops.aten.view.default if first_reader == "view" else torch.ops.aten.add.Tensor
+        results.append(graph.call_function(read, (item, [4] if first_reader == "view" else item)))
+    graph.output(tuple(graph.call_function(torch.ops.aten.mul.Tensor, (each, 2)) for each in results))
+    coalesce_collectives([graph])
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    places = [place for place, node in enumerate(calls) if node.target is reduce_scatter]
+    return [[str(node.target) for node in calls[place + 1 :] if isinstance(node.target, OpOverload)] for place in places]
+
+
+def test_gradients_that_are_viewed_once_they_are_there_are_scattered_together() -> None:
+    assert scatters_of("view") == [["aten.view.default", "aten.view.default", "aten.mul.Tensor", "aten.mul.Tensor"]]
+
+
+def test_a_gradient_that_is_read_before_the_next_one_is_there_is_scattered_alone() -> None:
+    assert len(scatters_of("add")) == 2
