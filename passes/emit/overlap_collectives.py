@@ -18,7 +18,8 @@ under way.
 Sums over all microbatches are sent from the memory in which they were added: the program waits for none of them before the end. They start
 after the gradients that earlier stages wait for are sent. Views of such sums, and sums of them over other ranks, come at the end too.
 
-Views of what arrives are taken where they are read, so that a program does not wait for a scattered gradient in order to view it.
+Views of what arrives are taken where they are read, so that a program does not wait for a scattered gradient in order to view it. Views of
+what is sent are taken at once: the gradient of a linear's input is on its way while that of its weight is computed.
 
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
 activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
@@ -41,10 +42,11 @@ from torch import fx
 
 from passes.emit.coalesce_collectives import is_held, is_view
 from passes.graph.dependencies import with_ancestors
-from passes.graph.schemas import written_arguments
+from passes.graph.schemas import views_its_arguments, written_arguments
 from passes.ir.comm.functional import AGAIN, FOR_ALL
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.schedule import Action, ActionKind
+from passes.ir.torch_private import OpOverload
 
 __all__ = ["MOST_UNDER_WAY", "overlap_communication"]
 
@@ -211,12 +213,24 @@ def _early_starts(graph: fx.Graph, late: set[fx.Node]) -> dict[fx.Node, list[fx.
         is_for_all = node.target in _REDUCTIONS and node.meta.get(FOR_ALL)  # written after the gradients that are sent
         if node.target not in COLLECTIVES or any(source in late for source in node.all_input_nodes) or _is_gather(node) or is_for_all:
             continue
-        candidates = [*node.all_input_nodes, *([barrier] if barrier is not None else [])]
+        candidates = [
+            *(source for each in node.all_input_nodes for source in _without_views(each)),
+            *([barrier] if barrier is not None else []),
+        ]
         if candidates:
             last = max(candidates, key=position.__getitem__)
             if not _is_saved(last, node):
                 starts.setdefault(last, []).append(node)
     return starts
+
+
+def _without_views(value: fx.Node) -> list[fx.Node]:
+    """Return the nodes after which a value is there, if its views, also by sizes, move up with their reader."""
+    sources = [value]
+    while isinstance(sources[0].target, OpOverload) and views_its_arguments(sources[0].target) and not written_arguments(sources[0]):
+        base, *sizes = sources[0].all_input_nodes
+        sources = [base, *sizes, *sources[1:]]
+    return sources
 
 
 def _wait_of(result: fx.Node) -> fx.Node | None:

@@ -62,3 +62,14 @@ def test_weights_are_gathered_one_ahead_of_their_use() -> None:
     assert len(spans) > 8
     for start, wait in spans:
         assert sum(start < other < wait for _, other in spans) <= 1
+
+
+def test_a_viewed_gradient_of_an_input_is_reduced_while_that_of_the_weight_is_computed() -> None:
+    """Products of inputs of three dimensions are views of those of two."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros(4, 8, 64)
+        model = nn.Sequential(nn.LayerNorm(64), model)
+    (graph, *_) = partition(model, 2, "tensor", example_inputs=(x,), cluster="h100:1x2", progress=False).graphs
+    targets = [node.target for node in graph.graph.nodes]
+    product, last_reduction = torch.ops.aten.mm.default, max(place for place, target in enumerate(targets) if target is all_reduce)
+    assert product in targets[last_reduction:]
