@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from cost_models.ops.cost import OperationCost, described, operation_cost, tensor_shapes
 from cost_models.ops.loss_function import copies_in_loss
+from cost_models.ops.work import Work
 from passes.graph.aliasing import Allocations, allocations, mutated_arguments
 from passes.graph.dependencies import may_require_gradient, parameter_values
 from passes.graph.schemas import bound_arguments, node_leaves, packet
@@ -231,10 +232,14 @@ def _with_additions(cost: OperationCost, shapes: tuple[TensorSpec, ...], added: 
         return cost
     count, dtype = added
     elements, own = sum((shape.numel for shape in shapes), start=0), shapes[0].known_dtype.itemsize
-    casting = own + dtype.itemsize if dtype.itemsize > own else 0
+    kernels = [Work(0, 3 * elements * dtype.itemsize, 1, "pointwise")]
+    if dtype.itemsize > own:
+        kernels.append(Work(0, elements * (own + dtype.itemsize), 1, "pointwise"))
+    first, *others = kernels * count
     work = cost.backward_input
-    moved = work.bytes + count * elements * (casting + 3 * dtype.itemsize)
-    return replace(cost, backward_input=replace(work, bytes=moved, launches=work.launches + count * (2 if casting else 1)))
+    return replace(
+        cost, backward_input=replace(work, then=(*work.then, first, *others)) if work.launches else replace(first, then=(*others,))
+    )
 
 
 def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = None, reading: Reading | None = None) -> GraphCost:

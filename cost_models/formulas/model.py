@@ -180,7 +180,8 @@ def _does_anything(cost: OperationCost) -> bool:
 
 def _operation(node: fx.Node, cost: OperationCost, rows: Mapping[sympy.Symbol, sympy.Symbol]) -> OperationFormula:
     backward = cost.backward_input + cost.backward_weight
-    sizes = (cost.forward.flops, backward.flops, cost.forward.bytes, backward.bytes, cost.parameters)
+    moved = (sum((each.bytes for each in work.then), start=work.bytes) for work in (cost.forward, backward))
+    sizes = (cost.forward.flops, backward.flops, *moved, cost.parameters)
     return OperationFormula(node.name, module_path(node), str(node.target), *(sympy.sympify(size).subs(rows) for size in sizes))
 
 

@@ -17,7 +17,7 @@ import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -70,6 +70,15 @@ class OperationCost:
     known: bool
     gradient_order: tuple[str, ...] = ()
     repeated: Work | None = None
+
+    @property
+    def first_half(self) -> Literal["", "activation", "weight"]:
+        """The half of the backward that is computed first; empty: one kernel computes both, or there is one."""
+        gradients = dict(self.forward.gradients)
+        halves = [gradients[each] for each in self.gradient_order]
+        if len(set(halves)) < 2:
+            return ""
+        return "weight" if halves[0] == "weight" else "activation"
 
 
 def tensor_shapes(value: Any) -> tuple[TensorSpec, ...]:

@@ -98,7 +98,7 @@ class MeshBounds:
         if shares_weights or sum(name in ROWS for name in mesh.names) > 1:
             return self.of_any_axes(mesh)
         own_rows = -(-self._whole.batch_size // n_rows)
-        activations = self._activation_collectives(mesh, own_rows, extra_axes, limit, attention)
+        *activations, waited = self._activation_collectives(mesh, own_rows, extra_axes, limit, attention)
         parameters, gradients = self._weight_collectives(mesh, rows_name, n_rows, stages=len(replicas) or places)
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
         request = dataclasses.replace(self._request, devices=self._request.devices[:places], replicas=replicas)
@@ -110,7 +110,7 @@ class MeshBounds:
                 scatters = parameters[1] if count == 1 or rows_name not in SCATTERED_ONCE else 0.0
                 # A rank computes while parameters are sent: for their whole time only if its processors move them.
                 busy = self._links.of(mesh)[rows_name].ring.host_share if gathers or scatters else 0.0
-                waiting = activations[0] / count + busy * gathers, activations[1] / count + busy * scatters
+                waiting = activations[0] / count + busy * gathers, waited / count + busy * scatters
                 size = microbatch_size(own_rows, count)
                 times, starts = self._prices.times(size), self._starts
                 if rows_name in GATHERED_ONCE:
@@ -184,30 +184,31 @@ class MeshBounds:
                 steps.append(least_step(candidate, places, whole / parts, load, slowest, shares, exchanged))
         return max(with_launches, min(steps, default=math.inf))
 
-    def _activation_collectives(self, mesh: Mesh, rows: int, extra_axes: bool, limit: float, attention: str) -> tuple[float, float]:
-        """Return the seconds of the collectives of activations of all stages, forward and backward.
+    def _activation_collectives(self, mesh: Mesh, rows: int, extra_axes: bool, limit: float, attention: str) -> tuple[float, float, float]:
+        """Return the seconds of the collectives of activations of all stages: forward, backward, and those waited for in the latter.
 
         Gathers of sharded parameters are left out: with more ranks their shards may be small enough to be coalesced, which the price for
         two ranks does not show.
         """
         inner = Mesh(tuple(each for each in mesh.cutting.dimensions if each[0] not in (*ROWS, *TILES)))  # halos shrink with a grid
         if not inner.dimensions:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         in_mesh = self._model.axes_cut(mesh.cutting, extra_axes=extra_axes, limit=limit)
         alone = self._model.axes_cut(inner, extra_axes=extra_axes, limit=limit)
         if any(in_mesh[name] != alone[name] for name in inner.names):  # the other dimensions change the choice: no bound
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         part = self._model.part_for_bounds(inner, extra_axes=extra_axes, limit=limit, attention=attention)
         links = self._links.of(mesh)
-        numbers, totals = self._numbers(rows), (0.0, 0.0)
+        numbers, totals = self._numbers(rows), np.zeros(3)
         for exchange, count in part.exchange_counts:
             if exchange.is_stored:
                 continue
             share = rows / self._whole.batch_size if part.source.graph.batch is None else 1.0
             # The time of copies is left out: shards of a microbatch of one sample may be contiguous, and need none.
             forward, backward = exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])
-            totals = totals[0] + forward * count, totals[1] + backward * count
-        return totals
+            totals += np.array([forward, backward, 0.0 if exchange.is_beside else backward]) * count
+        in_forward, in_backward, waited = totals.tolist()
+        return in_forward, in_backward, waited
 
     def _weight_collectives(self, mesh: Mesh, rows_name: str, n_rows: int, stages: int) -> tuple[tuple[float, float], float]:
         """Return the seconds of parameters of all stages in each microbatch, forward and backward, and of gradients once a step."""

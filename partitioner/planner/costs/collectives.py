@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
@@ -76,6 +76,8 @@ class Exchange:
             summed in another type.
         n_coalesced: number of small stored values that can share a message; 0: unknown.
         value: the node whose value is resharded, for reports; empty where a call sends parts of several.
+        n_readers: how many calls read it so: the backward adds their gradients before it sends one.
+        is_beside: whether the backward sends it while the reader's weight half is computed.
     """
 
     reader: str
@@ -89,6 +91,8 @@ class Exchange:
     n_coalesced: int = 0
     wider: float = 1.0
     value: str = field(default="", compare=False)
+    n_readers: int = 1
+    is_beside: bool = False
 
     def in_stages(self, count: int) -> Exchange:
         """Return the collective in a model of ``count`` stages: each stage coalesces only its own, equal share of the small ones."""
@@ -247,6 +251,7 @@ def find_exchanges(
         stages: call -> the stage that computes it, each of which gathers the parameters that it reads; None: one stage computes all.
     """
     exchanges: dict[object, Exchange] = {}
+    readers = defaultdict[object, set[str]](set)
     widths = _widths(graph, layouts, sent)
     for node in graph.graph.nodes:
         if node.name not in layouts.needs:
@@ -261,8 +266,10 @@ def find_exchanges(
         for key, exchange in itertools.chain(*reshards, halos, decomposed, ring, routed):
             stage = stages.get(node.name) if stages is not None and exchange.is_stored else None
             exchanges.setdefault((key, stage), exchange)
+            readers[key, stage].add(node.name)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
-    return [replace(each, reader=last) if each.reader == "output" else each for each in exchanges.values()]
+    found = [replace(each, n_readers=len(readers[key])) for key, each in exchanges.items()]
+    return [replace(each, reader=last) if each.reader == "output" else each for each in found]
 
 
 def _widths(graph: ModelGraph, layouts: Layouts, sent: Mapping[str, float]) -> dict[str, float]:

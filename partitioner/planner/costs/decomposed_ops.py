@@ -88,7 +88,7 @@ def _with_ring(
             return work
         moved = (work.bytes / pieces + passes * result + over_scores * scores) * products
         repeated = tuple(dataclasses.replace(product, batch=product.batch * blocks, computed=computed) for product in work.products)
-        return Work(work.flops * blocks, moved, (work.launches + _JOINING) * products, work.family, repeated)
+        return Work(work.flops * blocks, moved, (work.launches + _JOINING) * products, work.family, repeated, then=work.then)
 
     forward, backward = steps(whole.forward, *_RING_FORWARD), steps(whole.backward_input, *_RING_BACKWARD)
     nodes = {**cost.nodes, node.name: dataclasses.replace(whole, forward=forward, backward_input=backward)}
@@ -129,7 +129,7 @@ def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decompos
         forward=_work(cost.forward, (each.forward for each in of_forward), size),
         repeated=_work(cost.forward, (each.repeated or each.forward for each in of_forward), size),
         backward_input=_work(cost.backward_input, (each.activation for each in kernels), size),
-        backward_weight=_work(of_weights, (each.weight for each in kernels), size),
+        backward_weight=_work(dataclasses.replace(of_weights, then=()), (each.weight for each in kernels), size),
         keeps=cost.keeps + result * sum(each.keeps for each in kernels) if cost.saves else cost.keeps,
     )
 
@@ -152,7 +152,7 @@ def _with_more(cost: OperationCost, node: fx.Node, decomposition: Decomposition,
     def with_kernels(work: Work, each: Sequence[tuple[int, int]]) -> Work:
         launches, passes = (sum(numbers) for numbers in zip(*each, strict=True))
         more = (Work.of_kernels(one_pass, passes, launches),) if launches else ()
-        return dataclasses.replace(work, call=None, then=more) if work.launches else work
+        return dataclasses.replace(work, call=None, then=(*work.then, *more)) if work.launches else work
 
     return dataclasses.replace(
         cost,
@@ -173,4 +173,5 @@ def _work(whole: Work, kernels: Iterable[tuple[int, int]], size: Size) -> Work:
     if not whole.launches:
         return whole
     launches, passes = (sum(each) for each in zip(*kernels, strict=True))
-    return Work.of_kernels(size, passes, launches)
+    work = Work.of_kernels(size, passes, launches)
+    return dataclasses.replace(work, then=(*work.then, *whole.then))

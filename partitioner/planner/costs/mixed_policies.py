@@ -50,7 +50,8 @@ def mixed(tables: Sequence[UnitCosts], choice: Integers) -> UnitCosts:
         halves = by_unit([each.halves for each in found], 1)
         kept = tuple(_of_policies([each.units.kept for each in found], choice))
         working = _mixed_working([each.units.workings[0] for each in found], kept, by_unit)
-        return MicrobatchCosts(halves, found[0].flops, replace(found[0].units, time=halves.sum(axis=0), kept=kept, working=working))
+        units_of_policies = replace(found[0].units, time=halves.sum(axis=0), kept=kept, working=working)
+        return MicrobatchCosts(halves, found[0].flops, units_of_policies, by_unit([each.beside for each in found], 0))
 
     return replace(
         tables[0],

@@ -11,7 +11,10 @@ backward    links        gather w2 ====  scatter dw3 ====  gather w1 ====  scatt
 The order is that of programs (``overlap_collectives`` and ``coalesce_collectives`` in ``passes.emit``): parameters are gathered one message
 ahead of their use; a scatter or a sum starts when its last gradient is there, and at most two are under way; a gradient that is scattered
 over one mesh dimension is summed over another one after that; small parameters share messages. Messages of one mesh dimension follow each
-other, those of several share links.
+other, those of several share links. A matrix product computes each gradient by a kernel of its own, and messages run beside the second:
+
+    y = x w       dw | dx      dw is scattered while dx is computed; w is gathered for dx
+    y = x w + b   dx | dw      dx is reduced while dw is computed
 
 A folded model has a repeated block once: it is run three times or more, so that the waits of its copies are those of a long model.
 """
@@ -20,9 +23,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -36,7 +39,28 @@ from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.emit.overlap_collectives import MOST_UNDER_WAY
 
-__all__ = ["Activation", "GradientOfCall", "Repeat", "Stored", "waiting_for_messages"]
+__all__ = ["Activation", "CallSeconds", "FirstHalf", "GradientOfCall", "Repeat", "Stored", "waiting_for_messages"]
+
+
+FirstHalf: TypeAlias = Literal["", "activation", "weight"]
+"""``OperationCost.first_half``."""
+
+
+class CallSeconds(NamedTuple):
+    """Seconds of P calls, (P,) each.
+
+    Attributes:
+        forward: of the forward.
+        of_input, of_weight: of the halves of the backward.
+        casting: of casts of gradients of parameters to the type in which ranks sum them.
+        again: of the recomputation.
+    """
+
+    forward: Sequence[float]
+    of_input: Sequence[float]
+    of_weight: Sequence[float]
+    casting: Sequence[float]
+    again: Sequence[float]
 
 
 class Repeat(NamedTuple):
@@ -88,6 +112,7 @@ class Activation:
         dimension: mesh dimension whose ranks communicate.
         forward, backward: seconds.
         links: along the dimension.
+        is_beside: whether the backward sends it while the weight half of its call is computed.
     """
 
     place: int
@@ -95,6 +120,7 @@ class Activation:
     forward: float
     backward: float
     links: GroupLinks
+    is_beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,7 +200,8 @@ def waiting_for_messages(
     stored: Sequence[Stored],
     activations: Sequence[Activation],
     sums: Sequence[GradientOfCall],
-    seconds: Floats,
+    seconds: CallSeconds,
+    first: Sequence[FirstHalf],
     regions: Sequence[int],
     repeat: Repeat | None,
     *,
@@ -184,13 +211,13 @@ def waiting_for_messages(
 
     Args:
         sums: gradients that are summed while the backward computes.
-        seconds: (3, P) of the forward, of the backward without recomputation, and of the recomputation of each call.
+        first: the half of each call's backward that is computed first.
         regions: the places at which regions of recomputation begin.
         repeat: the repeated block; None: the model is not folded.
         is_alone: whether there is one microbatch; of several, the waits are those of the second.
     """
-    order, program = list(_order(seconds.shape[1], repeat)), _Program(activations)
-    forward, backward, recomputed = seconds.tolist()
+    n_calls = len(seconds.forward)
+    order, program = list(_order(n_calls, repeat)), _Program(activations)
     chain = list[_Message]()  # the forward of a microbatch starts the first gather of the next one
     of_microbatches = [
         (weight, _gathers(stored, order, range(len(order)), chain, again=False)) for weight in ((1.0,) if is_alone else (0.0, 1.0))
@@ -199,22 +226,56 @@ def waiting_for_messages(
         for number, (place, share) in enumerate(order):
             program.gather(ahead.get(number, ()))
             program.exchange(place, 0)
-            program.compute(place, 0, forward[place], weight * share)
-        backwards = list(_backward_order(order, recomputed, set(regions)))
+            program.compute(place, 0, seconds.forward[place], weight * share)
+        backwards = list(_backward_order(order, seconds.again, set(regions)))
         gathers = _gathers(stored, order, [index for index, _ in backwards], [], again=True)
         reductions = _reductions(stored, sums, order)
         for number, (index, is_recomputation) in enumerate(backwards):
             place, share = order[index]
-            program.gather(gathers.get(number, ()))
             if is_recomputation:
-                program.compute(place, 1, recomputed[place], weight * share)
-                continue
-            program.compute(place, 1, backward[place], weight * share)
-            program.exchange(place, 1)
-            for message in reductions.get(index, ()):
-                program.reduce(message)
+                program.gather(gathers.get(number, ()))
+                program.compute(place, 1, seconds.again[place], weight * share)
+            else:
+                messages = gathers.get(number, ()), reductions.get(index, ())
+                _differentiate(program, place, seconds, first[place], *messages, weight * share)
         program.finish()
-    return program.waiting(seconds.shape[1])
+    return program.waiting(n_calls)
+
+
+def _differentiate(
+    program: _Program,
+    place: int,
+    seconds: CallSeconds,
+    first: FirstHalf,
+    gathers: Sequence[_Message],
+    reductions: Sequence[_Message],
+    weight: float,
+) -> None:
+    """Append the backward of a call: its halves, each after the messages that it waits for, and the messages that it completes."""
+    of_weight, casting = seconds.of_weight[place], seconds.casting[place]
+    if first == "weight" and of_weight:
+        program.compute(place, 1, of_weight, weight)
+        early = () if casting else reductions
+        program.reduce_all(early)
+        program.gather(gathers)
+        program.compute(place, 1, seconds.of_input[place], weight)
+        program.exchange(place, 1)
+        program.compute(place, 1, casting, weight)
+        program.reduce_all(() if early else reductions)
+        return
+
+    def second() -> None:
+        program.compute(place, 1, of_weight + casting, weight)
+        program.reduce_all(reductions)
+
+    program.gather(gathers)
+    program.compute(place, 1, seconds.of_input[place], weight)
+    if first == "activation":
+        program.exchange(place, 1, beside=second)
+    else:
+        program.compute(place, 1, of_weight + casting, weight)
+        program.exchange(place, 1)
+        program.reduce_all(reductions)
 
 
 # -- what is sent when -------------------------------------------------------------------------------------------------------------
@@ -365,13 +426,26 @@ class _Program:
             self._steps.append(Step("compute", str(len(self._owners)), "", seconds))
             self._owners.append((place, direction, weight))
 
-    def exchange(self, place: int, direction: int) -> None:
-        """Append the collectives of values that a call waits for, or that its backward sends."""
+    def exchange(self, place: int, direction: int, beside: Callable[[], None] | None = None) -> None:
+        """Append the collectives of values that a call waits for, or that its backward sends.
+
+        Args:
+            beside: appends what is computed while the first of them runs.
+        """
         for each in self._activations.get(place, ()):
             seconds = (each.forward, each.backward)[direction]
             if seconds:
                 transfer = self._transfer(_passage(seconds, 0.0, each.links), each.dimension)
-                self._steps += [Step("start", "", "", transfer=transfer), Step("wait", "", "", transfer=transfer)]
+                if beside is not None and not each.is_beside:
+                    beside()
+                    beside = None
+                self._steps.append(Step("start", "", "", transfer=transfer))
+                if beside is not None:
+                    beside()
+                    beside = None
+                self._steps.append(Step("wait", "", "", transfer=transfer))
+        if beside is not None:
+            beside()
 
     def gather(self, messages: Iterable[_Message]) -> None:
         """Append the waits for gathers, each after the start of the next one."""
@@ -381,6 +455,11 @@ class _Program:
             if message.following is not None and not message.is_awaited:
                 self._start(message.following)
             self._wait(message)
+
+    def reduce_all(self, messages: Iterable[_Message]) -> None:
+        """Append the starts of scatters and sums."""
+        for message in messages:
+            self.reduce(message)
 
     def reduce(self, message: _Message) -> None:
         """Append the start of a scatter or a sum, and the waits for earlier ones of which too many are under way."""

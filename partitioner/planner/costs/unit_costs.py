@@ -120,11 +120,19 @@ class MicrobatchCosts:
         halves: (3, N, K) seconds (``MicrobatchTimes.halves``).
         flops: (N,) of the forward; (N, K) if kinds differ.
         units: times, memory and messages for the stage cutter.
+        beside: (N, K) seconds of messages that are sent while weight halves are computed, if these follow their input halves directly.
     """
 
     halves: Floats
     flops: Floats
     units: Units
+    beside: Floats
+
+    @cached_property
+    def split(self) -> MicrobatchCosts:
+        """The costs where backwards run in two halves: input halves wait for all of their messages."""
+        halves = self.halves + np.stack([np.zeros_like(self.beside), self.beside, np.zeros_like(self.beside)])
+        return dataclasses.replace(self, halves=halves, units=dataclasses.replace(self.units.split, time=halves.sum(axis=0)))
 
     def flops_of(self, run: range, kind: int) -> float:
         """Return the FLOPs of the forward of a run of units in a stage of one kind."""
@@ -199,7 +207,7 @@ def repeat(costs: UnitCosts, expansion: Expansion) -> UnitCosts:
             summed=folded.summed,
             working=folded.working.repeated(source),
         )
-        return MicrobatchCosts(halves, costs.at(rows).flops[source], units)
+        return MicrobatchCosts(halves, costs.at(rows).flops[source], units, costs.at(rows).beside[source])
 
     return dataclasses.replace(
         costs,
@@ -263,7 +271,8 @@ def stack(
             gathered_values=gathered_values,
             gathered_gradients=gathered_gradients,
         )
-        return MicrobatchCosts(halves, np.stack(flops, axis=1) if is_mixed else flops[0], units)
+        beside = columns([tables[table].at(rows).beside for table in range(len(tables))])
+        return MicrobatchCosts(halves, np.stack(flops, axis=1) if is_mixed else flops[0], units, beside)
 
     return dataclasses.replace(
         tables[0],

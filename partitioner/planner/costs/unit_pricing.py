@@ -21,7 +21,7 @@ from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import Exchange, GradientSum
 from partitioner.planner.costs.cut_points import CutPoints, Expansion
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
-from partitioner.planner.costs.overlap import Activation, GradientOfCall, Repeat, Stored, waiting_for_messages
+from partitioner.planner.costs.overlap import Activation, CallSeconds, FirstHalf, GradientOfCall, Repeat, Stored, waiting_for_messages
 from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
 from partitioner.planner.solvers.stage_problem import Floats, Shared, Units, Value
 from passes.autograd.recompute import Recompute
@@ -76,7 +76,7 @@ class UnitPricing:
         self.repeated_calls, self.recomputed_calls = (
             self._count_calls(each) if each else None for each in (self.memory.selected, self.memory.recomputed - self.memory.selected)
         )
-        self.numbers, self._known_seconds, self._expansion = cache(Numbers), known_seconds, expansion
+        self.numbers, self._known_seconds, self.expansion = cache(Numbers), known_seconds, expansion
         self._known_operations: dict[tuple[int, float], Floats] = {}
         self._known_kept: dict[tuple[int, float, bool], tuple[Shared, ...]] = {}
 
@@ -184,10 +184,10 @@ class UnitPricing:
     @cached_property
     def repeat(self) -> Repeat | None:
         """The calls of the repeated block; None if the graph is not folded."""
-        if self._expansion is None:
+        if self.expansion is None:
             return None
-        start, stop = (self.unit_of_calls.index(unit) for unit in (self._expansion.start, self._expansion.stop))
-        return Repeat(start, stop, self._expansion.count)
+        start, stop = (self.unit_of_calls.index(unit) for unit in (self.expansion.start, self.expansion.stop))
+        return Repeat(start, stop, self.expansion.count)
 
     @cached_property
     def regions(self) -> tuple[int, ...]:
@@ -239,6 +239,11 @@ class UnitPricing:
         """(P,) the number of each call's cost among the distinct ones."""
         column = {cost: index for index, cost in enumerate(self.distinct)}
         return [column[self.cost.nodes[name]] for name in self.place_of]
+
+    @cached_property
+    def first_halves(self) -> list[FirstHalf]:
+        """(P,) the half of each call's backward that is computed first."""
+        return [self.cost.nodes[name].first_half for name in self.place_of]
 
     @cached_property
     def is_selected(self) -> Floats:
@@ -307,6 +312,8 @@ class _Microbatch:
             halves[1] += pricing.repeated_calls @ self._repeated
         waiting = waiting[:, :, None] + self._waiting(())
         halves = halves + waiting
+        expansion = pricing.expansion
+        halves[1, -1] += self._loss / (expansion.count if expansion is not None and expansion.stop == len(pricing.points.units) else 1)
         for place, each in self._casting.items():
             halves[2, pricing.unit_of_calls[place]] += each
         if self.adding:
@@ -318,6 +325,17 @@ class _Microbatch:
         halves[1] -= self._casts(self._gathered_once & pricing.memory.recomputed)
         once[0] += casts_once
         return MicrobatchTimes(halves, waiting, once, casts - casts_once, np.arange(halves.shape[1]), kept)
+
+    @property
+    def _loss(self) -> Floats:
+        """(K,) seconds of a loss function, which reads the results and writes their gradients; none in a forward alone."""
+        pricing, results = self.pricing, [node.name for node in self.pricing.graph.graph.output_node().all_input_nodes]
+        differentiated = [name for name in results if name in pricing.cost.gradients]
+        if not differentiated:
+            return np.zeros(len(pricing.kinds))
+        moved = sum(self._numbers[pricing.cost.bytes[name]] for name in (*results, *differentiated)) * self._share
+        work, dtype = Work(0, moved, 1 + len(differentiated)), pricing.dtypes.get(results[0], torch.float32)
+        return np.array([pricing.cost_model.operation_time(work, kind, dtype) for kind in pricing.kinds])
 
     def _casts(self, names: frozenset[str]) -> Floats:
         """Return (N, K) seconds of the forwards of some calls."""
@@ -349,13 +367,14 @@ class _Microbatch:
         """Return (3, N, K) seconds that units wait for collectives which run while ranks compute, in the halves of ``times``."""
         pricing, (_, _, (stored, activations)) = self.pricing, self._messages
         waiting = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
-        each = self._operations[pricing.cost_of_calls]
-        recomputed = each[:, :, 0] * pricing.is_recomputed[:, None] + self._repeated[pricing.cost_of_calls] * pricing.is_selected[:, None]
-        seconds = np.stack([each[:, :, 0], each[:, :, 1:].sum(axis=2), recomputed])
-        for place, casting in self._casting.items():
-            seconds[1, place] += casting
+        each, casting = self._operations[pricing.cost_of_calls], np.zeros((len(pricing.place_of), len(pricing.kinds)))
+        again = each[:, :, 0] * pricing.is_recomputed[:, None] + self._repeated[pricing.cost_of_calls] * pricing.is_selected[:, None]
+        for place, seconds in self._casting.items():
+            casting[place] = seconds
         for kind in range(len(pricing.kinds)) if stored or sums else ():
-            rest = (seconds[:, :, kind], pricing.regions, pricing.repeat)
+            columns = (*np.moveaxis(each[:, kind], 1, 0), casting[:, kind], again[:, kind])
+            seconds_of_calls = CallSeconds(*(column.tolist() for column in columns))
+            rest = (seconds_of_calls, pricing.first_halves, pricing.regions, pricing.repeat)
             of_calls = waiting_for_messages(stored, activations, sums, *rest, is_alone=self._is_alone)
             for direction in (0, 1):
                 np.add.at(waiting[direction, :, kind], pricing.unit_of_calls, of_calls[direction])
@@ -363,7 +382,20 @@ class _Microbatch:
             for activation in activations:
                 unit = pricing.unit_of_calls[activation.place]
                 waiting[:2, unit] += np.array([[activation.forward], [activation.backward]])
+            waiting[1] -= self._beside
         return waiting
+
+    @cached_property
+    def _beside(self) -> Floats:
+        """(N, K) seconds of messages of activations that are sent while the weight half of the backward of their call is computed."""
+        pricing, (_, _, (_, activations)) = self.pricing, self._messages
+        beside, seen = np.zeros((len(pricing.points.units), len(pricing.kinds))), set[int]()
+        for each in activations:
+            if each.place not in seen and each.is_beside:
+                of_weight = self._operations[pricing.cost_of_calls[each.place], :, 2] + self._casting.get(each.place, 0.0)
+                beside[pricing.unit_of_calls[each.place]] += np.minimum(each.backward, of_weight) * (1 - each.links.ring.host_share)
+            seen.add(each.place)
+        return beside
 
     @cached_property
     def _casting(self) -> dict[int, Floats]:
@@ -394,7 +426,7 @@ class _Microbatch:
             forward, backward = exchange.seconds(size, links, runs)
             unit, place = pricing.unit_of[exchange.reader], pricing.place_of[exchange.reader]
             is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
-            is_lost = exchange.forward == "all_gather" and pricing.memory.loses_gathers(exchange.reader)
+            is_lost = exchange.forward == "all_gather" and not exchange.is_stored and pricing.memory.loses_gathers(exchange.reader)
             is_recomputed = exchange.reader in pricing.memory.recomputed
             if exchange.forward != "all_gather" and exchange.reader in pricing.memory.selected:
                 is_recomputed = False
@@ -402,7 +434,8 @@ class _Microbatch:
             is_of_step = is_once and not self._is_alone
             is_small = exchange.is_stored and exchange.is_coalesced(size, links)
             if not exchange.is_stored or exchange.forward != "all_gather":
-                activations.append(Activation(place, exchange.dimension, forward, backward + is_repeated * forward, links))
+                backward += is_repeated * forward
+                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside))
             elif is_of_step:
                 once[0, unit] += forward
                 if exchange.dimension in SCATTERED_ONCE:
@@ -453,7 +486,7 @@ class _Microbatch:
             summed=summed_at_end,
             working=replace(working, summed=summed_in_backward),
         )
-        return MicrobatchCosts(self.times.halves, pricing.calls @ flops, units)
+        return MicrobatchCosts(self.times.halves, pricing.calls @ flops, units, self._beside)
 
     def _values(self) -> Iterator[Value]:
         """Yield the values that cross between units."""

@@ -161,7 +161,7 @@ def describe_stages(problems: PipelineProblems, staged: StagedModel) -> tuple[St
 
 def _times(problems: PipelineProblems, candidate: Candidate, starts: Sequence[int], stage_of: Integers) -> tuple[list[float], ...]:
     """Return the columns of ``StageTimes``, each with an entry for each stage."""
-    prices, kinds, n_stages = problems.prices.at(problems.rows(candidate)), problems.kinds(candidate), len(starts)
+    prices, kinds, n_stages = problems.costs(candidate), problems.kinds(candidate), len(starts)
     forward, backward_input, backward_weight = np.add.reduceat(prices.halves, starts, axis=1)[:, np.arange(n_stages), kinds]
     units = prices.units
     if len(units.replicated_uses.unit):

@@ -16,7 +16,7 @@ from partitioner.planner.constraints.stages import Restrictions, restrict
 from partitioner.planner.costs.collectives import shares_of_bucket, sum_seconds
 from partitioner.planner.costs.cut_points import CutPoints
 from partitioner.planner.costs.p2p_times import MessageTimes
-from partitioner.planner.costs.unit_costs import UnitCosts
+from partitioner.planner.costs.unit_costs import MicrobatchCosts, UnitCosts
 from partitioner.planner.pipeline.candidates import Candidate, microbatch_size
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.solvers.critical_paths import PathCosts
@@ -93,6 +93,11 @@ class PipelineProblems:
             replicas=candidate.replicas,
         )
 
+    def costs(self, candidate: Candidate) -> MicrobatchCosts:
+        """Return the costs of units in the candidate's schedule."""
+        costs = self.prices.at(self.rows(candidate))
+        return costs.split if self.order(candidate).splits else costs
+
     def units(self, candidate: Candidate, *, in_sweeps: bool = False) -> Units:
         """Return the candidate's units; replicas of stages have a second copy of a bucket of gradients while they sum it.
 
@@ -100,8 +105,7 @@ class PipelineProblems:
             in_sweeps: of a step whose forwards all precede its backwards, which are whole (``schedules.forwards_first.in_sweeps``).
         """
         rows, is_split = self.rows(candidate), self.order(candidate).splits and not in_sweeps
-        units = self.prices.at(rows).units
-        units = units.split if is_split else units
+        units = (self.prices.at(rows).split if is_split else self.prices.at(rows)).units
         if not candidate.replicas:
             return units
         if (rows, is_split) not in self._units_with_replicas:
@@ -163,7 +167,7 @@ class PipelineProblems:
 
     def paths(self, candidate: Candidate) -> PathCosts:
         """Return the lower bounds of a step by its stages; raise ConfigError if constraints do not fit the candidate."""
-        return PathCosts(self.problem(candidate), self.prices.at(self.rows(candidate)).halves, self.order(candidate))
+        return PathCosts(self.problem(candidate), self.costs(candidate).halves, self.order(candidate))
 
     def solve(self, candidate: Candidate) -> StageCuts | None:
         """Return the candidate's cuts with the least bottleneck, within ``_SLACK``; None if none fit the memory.

@@ -139,7 +139,14 @@ class ModelPart:
         if self.layouts is None or self.axes is None or self.sizes is None:
             return ()
         exchanges = find_exchanges(self.source.graph, self.axes, self.layouts, self.sizes, self.cost.gradients, self.source.sent)
-        return tuple(with_coalescing_counts(exchanges, dict(self.layouts.mesh), self.source.copies))
+        found = with_coalescing_counts(exchanges, dict(self.layouts.mesh), self.source.copies)
+        return tuple(dataclasses.replace(each, is_beside=self._is_beside(each)) for each in found)
+
+    def _is_beside(self, exchange: Exchange) -> bool:
+        """Return whether the backward sends the gradient of a value while it computes those of its reader's parameters."""
+        cost = self.cost.nodes.get(exchange.reader)
+        is_alone = bool(exchange.value) and not exchange.is_stored and exchange.n_readers == 1
+        return is_alone and cost is not None and cost.first_half == "activation"
 
     @cached_property
     def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:

@@ -328,8 +328,11 @@ def sum_beside_backward(problem: MeshProblem, problems: PipelineProblems, staged
         if each.dimension == dimension:
             sizes[problems.prices.users[each.parameter][0]] += each.size
     whole = links.seconds("all_reduce", sum(sizes))
-    if sum(sizes) <= FIRST_BUCKET_BYTES:
-        return whole + copying(sum(sizes), problem)  # one message, after the backward
+    if sum(sizes) <= FIRST_BUCKET_BYTES:  # one message, after its last gradient
+        last = next(unit for unit, size in enumerate(sizes) if size)
+        again = float(halves[0, :last].sum()) if problems.prices.recompute == "full" else 0.0  # before the backward of the region
+        late = max(whole - max(float(halves[1:, :last].sum()) - again, 0.0), 0.0)
+        return late + links.ring.host_share * (whole - late) + copying(sum(sizes), problem)
     now = free = 0.0
     for unit in reversed(range(len(sizes))):
         now += float(halves[1, unit] + halves[2, unit])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from cost_models.collectives.algorithms import GroupLinks
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from partitioner import partition
-from partitioner.planner.costs.overlap import Activation, GradientOfCall, Repeat, Stored, waiting_for_messages
+from partitioner.planner.costs.overlap import Activation, CallSeconds, FirstHalf, GradientOfCall, Repeat, Stored, waiting_for_messages
 from tests.support.running.slow_values import all_but
 
 LARGE = 4 * 2**20
@@ -33,12 +32,18 @@ def waits(
     sums: tuple[GradientOfCall, ...] = (),
     activations: tuple[Activation, ...] = (),
     recomputed: tuple[float, ...] = (),
+    of_weight: tuple[float, ...] = (),
+    first: FirstHalf = "",
     regions: tuple[int, ...] = (),
     repeat: Repeat | None = None,
     is_alone: bool = True,
 ) -> list[list[float]]:
-    of_calls = np.array([*seconds, recomputed or (0.0,) * len(seconds[0])])
-    found: list[list[float]] = waiting_for_messages(stored, activations, sums, of_calls, regions, repeat, is_alone=is_alone).tolist()
+    nothing = [0.0] * len(seconds[0])
+    of_calls = CallSeconds(seconds[0], seconds[1], of_weight or nothing, nothing, recomputed or nothing)
+    halves = [first] * len(nothing)
+    found: list[list[float]] = waiting_for_messages(
+        stored, activations, sums, of_calls, halves, regions, repeat, is_alone=is_alone
+    ).tolist()
     return found
 
 
@@ -101,6 +106,19 @@ def test_collectives_of_activations_share_the_links() -> None:
     stored, activations = [parameter(0), parameter(1)], (Activation(0, "tensor", 1.0, 0.0, LINKS),)
     alone, both = (waits(stored, [[1.0, 1.0], [0.0, 0.0]], activations=each)[0] for each in ((), activations))
     assert sum(both) - sum(alone) >= 1.0
+
+
+def test_a_weight_is_gathered_and_its_gradient_scattered_beside_the_halves_of_a_backward() -> None:
+    """Gradients of weights first: call 1 scatters after 3 s and gathers after that, for 2 s in all; its input half waits."""
+    stored = [parameter(0, again=True, sent=LARGE), parameter(1, again=True, sent=LARGE)]
+    backward = waits(stored, [[1.0, 1.0], [1.0, 1.0]], of_weight=(3.0, 3.0), first="weight")[1]
+    assert backward == pytest.approx([0.0, 2.0])
+
+
+@pytest.mark.parametrize(("is_beside", "waited"), [(True, 0.5), (False, 2.0)])
+def test_gradients_of_inputs_are_reduced_beside_those_of_weights(is_beside: bool, waited: float) -> None:
+    activations = (Activation(0, "tensor", 0.0, 2.0, LINKS, is_beside),)
+    assert sum(each for (each,) in waits([], [[1.0], [1.0]], activations=activations, of_weight=(1.5,), first="activation")) == waited
 
 
 @pytest.mark.parametrize(

@@ -247,3 +247,36 @@ def test_a_recomputed_norm_repeats_its_last_kernel(precision: str | None) -> Non
     assert any(name.startswith("batch_norm") for name in repeating.plan.recomputed)
     longer = repeating.simulate().step_time - saving.simulate().step_time
     assert repeating.plan.step_time - saving.plan.step_time == pytest.approx(longer, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [({"tensor": 4}, {}), ({"pipeline": 2, "tensor": 2}, {"schedule": "ZB1P", "n_microbatches": 4})]
+)
+def test_gradients_of_inputs_are_reduced_beside_those_of_weights(mesh: Mapping[str, int], options: Mapping[str, Any]) -> None:
+    """Not in backwards of two halves, whose weight halves are computed later."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(GeluLayer(2048, 0.0) for _ in range(4))), torch.zeros(16, 512, 2048)
+    pm = partition(model, 4, mesh, example_inputs=(x,), cluster="h100:1x4", progress=False, **options)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.02)
+
+
+class Tagger(nn.Module):
+    """A table of embeddings, whose backward does not read it, and layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(65536, width), nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.table(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def test_recomputed_layers_do_not_gather_the_table_before_them_again() -> None:
+    with torch.device("meta"):
+        model, tokens = Tagger(1024), torch.zeros(16, 512, dtype=torch.int64)
+    options: Mapping[str, Any] = {"cluster": "h100:8x2", "recompute": "full", "progress": False}
+    pm = partition(model, 16, {"fsdp": 16}, example_inputs=(tokens,), **options)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.03)
