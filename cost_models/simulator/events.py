@@ -68,7 +68,7 @@ class RankRun:
         computed: slices of computing, in order.
         transferred: slices of communication, in order of their ends.
         changes: of its memory, in order.
-        held: storages (by identity) that transfers read -> until when.
+        held: storages (by identity) that transfers read -> until when: the end of the transfer, or the rank's wait for it.
         busy: seconds of computing.
         finish: when its last step ended.
     """
@@ -79,6 +79,10 @@ class RankRun:
     held: dict[int, float] = field(default_factory=dict)
     busy: float = 0.0
     finish: float = 0.0
+
+    def hold(self, transfer: Transfer, time: float) -> None:
+        """Keep what a transfer reads in memory until a time."""
+        self.held.update({id(storage): max(time, self.held.get(id(storage), 0.0)) for storage in transfer.inputs})
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +187,7 @@ class _Machine:
                 underway.waiting.append(rank)
                 return
             time += _host_delay(self.runs[rank], underway, wanted)
+            self.runs[rank].hold(step.transfer, time)
         else:
             self._post(underway, rank, step.transfer, time)
         _change(self.runs[rank], step, time, time)
@@ -240,7 +245,7 @@ class _Machine:
         for rank, transfer in underway.parts.items():
             run = self.runs[rank]
             run.transferred.append(Slice(rank, transfer.name, "", underway.begun, time, transfer.kind, transfer.bytes))
-            run.held.update({id(storage): time for storage in transfer.inputs})
+            run.hold(transfer, time)
         transfer = next(iter(underway.parts.values()))
         channel = self._channels[transfer.kind == "message", transfer.group]
         channel.popleft()

@@ -23,7 +23,7 @@ class Transfer:
         group: the ranks that take part, for a message source and destination.
         key: what the parts of one transfer have in common, on all its ranks.
         bytes: of a message; of a collective the size of the whole tensor, as ``cost_models.collectives.alpha_beta`` counts.
-        inputs: what is communicated: it stays alive until the transfer is over.
+        inputs: what is communicated: it stays alive until the transfer is over, and the rank has waited for it.
         buffers: where it arrives.
     """
 

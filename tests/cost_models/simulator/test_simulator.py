@@ -18,6 +18,7 @@ from cost_models.ops.work import Work
 from cost_models.simulator import read_stage as stage_template
 from cost_models.simulator.contention import Passages
 from cost_models.simulator.events import run_ranks
+from cost_models.simulator.memory import memory_of
 from cost_models.simulator.message_bytes import copied_bytes
 from cost_models.simulator.read_program import RankWork, _ProgramReader
 from cost_models.simulator.result import Simulation
@@ -213,6 +214,20 @@ def test_processors_that_move_messages_compute_less(share: float, first: float, 
     runs, _ = run_ranks([work(0), work(1)], Passages(cluster, Roofline()).of)
     assert [run.finish for run in runs.values()] == pytest.approx([finish, finish])
     assert [run.busy for run in runs.values()] == [first + then] * 2
+
+
+def test_what_a_collective_reads_is_there_until_the_rank_waits() -> None:
+    """Its handle holds it. 2 s on the way, 3 s of computing beside it."""
+    held = Storage("gradient", 200, "gradients")
+    transfer = Transfer("sum", "message", (0, 1), "sum", 200, inputs=(held,))
+    start = Step("start", "sum", "", made=[held], dropped=[held], transfer=transfer)
+    work = (start, Step("compute", "beside", "", seconds=3.0), Step("wait", "sum", "", transfer=transfer))
+    cluster = Cluster([DEVICE] * 2, Link(0.0, 100.0))
+    runs, _ = run_ranks([RankWork(rank, work, (), ()) for rank in (0, 1)], Passages(cluster, Roofline()).of)
+    memory, curve = memory_of(runs[0], (), 0)
+    assert memory.peak == 200
+    assert curve.times[-1] == pytest.approx(3.0)
+    assert curve.bytes[-1] == 0
 
 
 def test_memory_adds_up_to_the_peak_and_names_what_is_alive() -> None:
