@@ -124,9 +124,10 @@ def _differentiable_results(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 
 def _kernels(graph: fx.Graph) -> Iterator[Call]:
-    """Yield the calls of a graph that take time: operators whose results are no views."""
+    """Yield the calls of a graph that take time: operators whose results are no views, without copies for the border of a stage."""
     for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, OpOverload) and not shares_memory(node):
+        is_for_border = node.target is torch.ops.aten.clone.default and all(user.op == "output" for user in node.users)
+        if node.op == "call_function" and isinstance(node.target, OpOverload) and not shares_memory(node) and not is_for_border:
             call = call_of_node(node)
             if call.outputs:
                 yield call

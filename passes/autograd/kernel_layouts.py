@@ -70,5 +70,5 @@ def _in_format(graph: fx.Graph, source: fx.Node, reader: fx.Node) -> fx.Node:
             formatted = graph.call_function(aten.contiguous.default, (source,))
         else:
             formatted = graph.call_function(aten.clone.default, (source,), {"memory_format": memory_format})
-    formatted.meta = {**reader.meta, "val": source.meta["val"]}
+    formatted.meta = {**reader.meta, "val": source.meta["val"].contiguous(memory_format=memory_format)}
     return formatted

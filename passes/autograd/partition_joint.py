@@ -279,5 +279,5 @@ def _dense(target: fx.Graph, node: fx.Node, copied: fx.Node) -> fx.Node:
     if node.meta["val"].is_contiguous():
         return copied
     dense = target.call_function(aten.clone.default, (copied,), {"memory_format": torch.contiguous_format})
-    dense.meta = dict(node.meta)
+    dense.meta = {**node.meta, "val": node.meta["val"].contiguous()}
     return dense

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -49,6 +49,16 @@ class TwoBiases(nn.Module):
         return x + self.first + self.second
 
 
+class LastColumns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y[:, 4:]
+
+
 class SliceWrites(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +93,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "partly": Partly,
     "slice_writes": SliceWrites,
     "two_biases": TwoBiases,
+    "last_columns": LastColumns,
 }
 
 
@@ -112,7 +123,9 @@ def build(name: str, recompute: Recompute) -> Built:
     model = MODELS[name]().double()
     x = torch.randn(4, 8, dtype=torch.float64)
     graph = trace(model, (x,))
-    lowered = cut_stages([graph], even_plan(graph, "GPipe", 1, 1), [CPU])
+    cheap = (node.name for node in graph.computing_nodes() if node.target is not torch.ops.aten.linear.default)
+    plan = replace(even_plan(graph, "GPipe", 1, 1), recomputed=tuple(cheap) if recompute == "selective" else ())
+    lowered = cut_stages([graph], plan, [CPU])
     wanted = Differentiation(
         frozenset(graph.returned),
         frozenset({"x"} if "x" in lowered.stages[0].model_inputs else lowered.stages[0].model_inputs),
@@ -227,3 +240,10 @@ def test_a_backward_of_one_batch_size_is_refused() -> None:
     model, x = nn.Sequential(nn.Conv2d(3, 3, 1), nn.FractionalMaxPool2d(2, output_size=4)), torch.randn(6, 3, 8, 8)
     with pytest.raises(TraceError, match=r"stage 0 cannot be differentiated: .* for 6 rows alone\n  where: module 0, 1"):
         partition(model, devices=1, mode="model", example_inputs=(x,))(x)
+
+
+def test_a_copy_that_leaves_the_stage_is_recorded_with_its_own_memory() -> None:
+    """Half of the columns, copied: its record once had the strides and the memory of all."""
+    copies = [node for node in build("last_columns", "none").training.forward.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert copies
+    assert all(node.meta["val"].is_contiguous() for node in copies)
