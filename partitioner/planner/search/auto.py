@@ -139,6 +139,9 @@ _NEARLY = 1.15
 _MOST_KINDS = 8
 """How many kinds of usual meshes without stages are solved beside those that the search solved; each takes about a second."""
 
+_MOST_REFINED = 12
+"""Of how many meshes policies are chosen for each region before they are compared; each takes seconds for a large model."""
+
 _DOUBLINGS = 4
 """So often must a device be doubled that a search has all of its limits: more devices have more meshes, and more stages."""
 
@@ -245,9 +248,8 @@ class _Auto:
             raise self._search.out_of_time if self._deadline.is_over else self._failure()
         step_time = self._search.best[1].step_time
         near: dict[tuple[str, ...], tuple[PlanSearch, int]] = {}
-        for place, (option, found) in enumerate(self._search.fastest(_of_mesh)):
-            if not place or found.step_time <= step_time * _NEARLY:
-                near.setdefault(option.problem.mesh.names, (self._search, place))
+        for place, names in self._nearly_best(step_time * _NEARLY):
+            near.setdefault(names, (self._search, place))
         most = 1 if self._deadline.is_over else most
         if most > 1:
             near |= {names: (search, 0) for names, search in self._other_kinds(near, step_time * _NEARLY)}
@@ -261,6 +263,22 @@ class _Auto:
             families[family] += 1
         taken = [every[index] for _, index in sorted(order)[:most]]
         return [self._described(search, place, option.cut) for (option, _), search, place in taken]
+
+    def _nearly_best(self, slowest: float) -> list[tuple[int, tuple[str, ...]]]:
+        """Return the places of the best solutions of meshes, with the mesh dimensions, by seconds with the regions recomputed that must be.
+
+        The search compares one policy for all regions; of a mesh that just needs more memory, few regions may be left to recompute.
+        """
+        found: list[tuple[float, int, tuple[str, ...]]] = []
+        for place, (option, solution) in enumerate(self._search.fastest(_of_mesh)):
+            if place and solution.step_time > slowest:
+                continue
+            seconds = solution.step_time
+            if not place or (place < _MOST_REFINED and not self._deadline.is_over and not self._search.interrupted):
+                refined = self._search.with_regions(option, solution)
+                seconds = refined.solution.step_time if refined is not None else seconds
+            found.append((seconds, place, option.problem.mesh.names))
+        return [(place, names) for _, place, names in sorted(found)]
 
     def _other_kinds(self, known: Collection[tuple[str, ...]], slowest: float) -> Iterator[tuple[tuple[str, ...], PlanSearch]]:
         """Yield searches of usual meshes of other dimensions, without stages, whose step is at most ``slowest``, the least bounds first.

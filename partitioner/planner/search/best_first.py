@@ -29,6 +29,7 @@ from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import plan_words
 from partitioner.planner.search.mesh_problem import LowerBounds, MeshProblem, Solution
+from partitioner.planner.search.recomputed_regions import ChosenRegions, keep_what_fits
 from partitioner.planner.sharding.mesh_cut import MeshCut
 from partitioner.schedules.catalog import find_schedule
 from passes.autograd.recompute import Recompute
@@ -185,6 +186,7 @@ class PlanSearch:
         self._queue: list[tuple[float, int, float, ClosedMesh | Option]] = []  # (expected time, number, lower bound, item)
         self._n_added = self._n_solved = self._n_actions = self._n_units = self._n_runs = 0
         self._unproved: list[float] = []
+        self._with_regions: dict[int, ChosenRegions | None] = {}
 
     def add(self, bound: float, item: ClosedMesh | Option) -> None:
         """Queue a closed mesh or a candidate by its expected time: its lower bound, increased by the expected idle fraction."""
@@ -264,6 +266,12 @@ class PlanSearch:
             if known is None or solution.step_time < known[1].step_time * (1 - _TIE):
                 fastest[group(option)] = (option, solution)
         return sorted(fastest.values(), key=lambda pair: (pair is not self.best, pair[1].step_time))
+
+    def with_regions(self, option: Option, solution: Solution) -> ChosenRegions | None:
+        """Return ``keep_what_fits`` of a solution, cached."""
+        if id(solution) not in self._with_regions:
+            self._with_regions[id(solution)] = keep_what_fits(option.problem, solution)
+        return self._with_regions[id(solution)]
 
     @property
     def _least_unproved(self) -> float:

@@ -28,7 +28,6 @@ from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.describe import bound_by, compared, contender, searched_words
 from partitioner.planner.search.infeasible import nothing_fits, nothing_of_trial, too_many_stages, why_infeasible
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
-from partitioner.planner.search.recomputed_regions import keep_what_fits
 from partitioner.planner.search.space import candidates_of
 from partitioner.planner.sharding.mesh_cut import MeshCut
 from partitioner.planner.sharding.shared_models import SharedModels
@@ -191,7 +190,7 @@ def describe(search: PlanSearch, group: Callable[[Option], Hashable], place: int
     alternatives = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
     nearest = [contender(other.words, found) for other, found in alternatives[:1]]
     runner_up = "".join(compared(each.words, each.step_time, solution.step_time, each.spent_on) for each in nearest)
-    chosen = keep_what_fits(option.problem, solution)
+    chosen = search.with_regions(option, solution)
     if chosen is None:
         return _plan_of(option.problem, solution, runner_up, contenders).predicted(gap=search.gap)
     plan = dataclasses.replace(_plan_of(option.problem, chosen.solution, runner_up, contenders), regions=chosen.regions)
