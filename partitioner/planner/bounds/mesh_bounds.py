@@ -27,7 +27,7 @@ from partitioner.planner.pipeline.candidates import Candidate, microbatch_choice
 from partitioner.planner.pipeline.problem import memory_limits
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.sharding.model import CuttableModel
-from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.stage_memory import Floats
 from passes.analysis.axes import Axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import GATHERED_ONCE, ROWS, SCATTERED_ONCE, TILES, Mesh

@@ -32,7 +32,7 @@ import numpy as np
 from partitioner.planner.bounds.v_schedules import least_on_v
 from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.pipeline.candidates import Candidate
-from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.schedules.catalog import find_schedule
 
 __all__ = ["least_load", "least_shared_step", "least_step", "shared_load"]

@@ -25,7 +25,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.schedules.pattern import Rank, numbered
 from passes.ir.schedule import ActionKind

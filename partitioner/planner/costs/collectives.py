@@ -29,7 +29,7 @@ from torch import Tensor, fx
 
 from cost_models.collectives.algorithms import Collective, GroupLinks
 from partitioner.planner.costs.part_sizes import PartSizes
-from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.stage_memory import Floats
 from passes.analysis.axes import Axes, returned_values
 from passes.analysis.routed_rows import has_rows_of
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle

@@ -30,7 +30,8 @@ import sympy
 import torch
 from torch import fx
 
-from partitioner.planner.solvers.stage_problem import Integers, Shared, Value
+from partitioner.planner.solvers.stage_memory import Integers
+from partitioner.planner.solvers.stage_problem import Shared, Value
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.aliasing import aliasing, mutated_arguments
 from passes.graph.dependencies import parameter_values

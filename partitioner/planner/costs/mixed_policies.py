@@ -15,7 +15,8 @@ from typing import TypeAlias
 import numpy as np
 
 from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, TransientMemory
+from partitioner.planner.solvers.stage_memory import Floats, Integers, TransientMemory
+from partitioner.planner.solvers.stage_problem import Shared
 
 __all__ = ["mixed"]
 

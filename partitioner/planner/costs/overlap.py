@@ -34,7 +34,7 @@ from cost_models.simulator.contention import Passage
 from cost_models.simulator.events import run_ranks
 from cost_models.simulator.read_program import RankWork
 from cost_models.simulator.tasks import Step, Transfer
-from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.stage_memory import Floats
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.emit.overlap_collectives import MOST_UNDER_WAY

@@ -12,7 +12,8 @@ import numpy as np
 
 from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Link
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Units
+from partitioner.planner.solvers.stage_memory import Floats, Integers
+from partitioner.planner.solvers.stage_problem import Units
 
 __all__ = ["MessageTimes"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partitioner.planner.solvers.stage_problem import Floats, Integers
+from partitioner.planner.solvers.stage_memory import Floats, Integers
 
 __all__ = ["TimeFractions"]
 

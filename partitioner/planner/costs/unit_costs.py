@@ -22,7 +22,8 @@ import numpy as np
 from cost_models.hardware.clusters import Device
 from partitioner.planner.costs.cut_points import Expansion
 from partitioner.planner.costs.time_fractions import TimeFractions
-from partitioner.planner.solvers.stage_problem import Floats, Gathered, Integers, Shared, TransientMemory, Units
+from partitioner.planner.solvers.stage_memory import Floats, Integers, TransientMemory
+from partitioner.planner.solvers.stage_problem import Gathered, Shared, Units
 from passes.autograd.recompute import Recompute
 
 __all__ = ["LIMITS", "Amounts", "MicrobatchCosts", "MicrobatchTimes", "UnitCosts", "repeat", "stack"]

@@ -23,7 +23,8 @@ from partitioner.planner.costs.cut_points import CutPoints, Expansion
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
 from partitioner.planner.costs.overlap import Activation, CallSeconds, FirstHalf, GradientOfCall, Repeat, Stored, waiting_for_messages
 from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
-from partitioner.planner.solvers.stage_problem import Floats, Shared, Units, Value
+from partitioner.planner.solvers.stage_memory import Floats
+from partitioner.planner.solvers.stage_problem import Shared, Units, Value
 from passes.autograd.recompute import Recompute
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import GATHERED_ONCE, SCATTERED_ONCE

@@ -15,7 +15,8 @@ from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.solvers.shared_rank_memory import counted_again
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Units, stage_runs, stages_of
+from partitioner.planner.solvers.stage_memory import Floats, Integers
+from partitioner.planner.solvers.stage_problem import Units, stage_runs, stages_of
 from partitioner.schedules.clocks.clock import Timing, run_on_clock
 from partitioner.schedules.clocks.step_clock import StepClock
 from partitioner.schedules.forwards_first import in_sweeps
@@ -85,9 +86,10 @@ class StagedModel:
         starts = [run.start for run in self.runs]
         transient = units.transient_of_stages(starts, kinds).tolist()
         between = units.between_of_stages(starts, kinds)
-        entering, leaving = units.entering.per_stage(stage_of, schedule.n_stages), units.leaving.sent_per_stage(stage_of, schedule.n_stages)
-        sizes = (self._kept(units).tolist(), gradients.tolist(), transient, units.summed, entering.tolist(), leaving.tolist())
-        peaks = clock.peak_memory(*sizes, between.tolist())
+        crossing = units.crossing(stage_of, schedule.stage_ranks)
+        kept = self._kept(units) - counted_again(units.kept, stage_of, schedule.stage_ranks, kinds)
+        sizes = (kept.tolist(), gradients.tolist(), transient, units.summed, crossing.forward, crossing.backward)
+        peaks = clock.peak_memory(*sizes, between.tolist(), crossing.waiting, *units.messages_of_stages(starts, kinds).tolist())
         return tuple(int(permanent + peak) for permanent, peak in zip(fixed.tolist(), peaks, strict=True))
 
     @property

@@ -21,7 +21,8 @@ from partitioner.planner.costs.mixed_policies import mixed
 from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.solvers.region_policies import RegionCosts, cheapest_policies
-from partitioner.planner.solvers.stage_problem import Floats, Integers, stages_of
+from partitioner.planner.solvers.stage_memory import Floats, Integers
+from partitioner.planner.solvers.stage_problem import stages_of
 from passes.autograd.recompute import Recompute
 from passes.ir.plan import Region
 

@@ -26,7 +26,8 @@ from functools import reduce
 import numpy as np
 
 from partitioner.planner.solvers.run_tables import RunCosts, Runs
-from partitioner.planner.solvers.stage_problem import Floats, Integers, StageProblem
+from partitioner.planner.solvers.stage_memory import Floats, Integers
+from partitioner.planner.solvers.stage_problem import StageProblem
 from partitioner.schedules.clocks.order import Order
 
 __all__ = ["PathCosts"]

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.planner.solvers.stage_memory import DynamicMemory
-from partitioner.planner.solvers.stage_problem import Floats, Integers, StageProblem, Units, Uses
+from partitioner.planner.solvers.stage_memory import DynamicMemory, Floats, Integers
+from partitioner.planner.solvers.stage_problem import StageProblem, Units, Uses
 
 __all__ = ["RunCosts", "RunTable", "Runs", "run_table"]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.planner.solvers.stage_problem import Integers
+from partitioner.planner.solvers.stage_memory import Integers
 
 __all__ = ["Crossing", "cut_into_segments"]
 

@@ -7,14 +7,15 @@ one. The search fixes the cuts from the first stage on and tracks the memory lef
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from partitioner.planner.solvers.run_tables import RunCosts, Runs
-from partitioner.planner.solvers.stage_memory import DynamicMemory
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Shared, StageProblem, stages_of
+from partitioner.planner.solvers.stage_memory import DynamicMemory, Floats, Integers
+from partitioner.planner.solvers.stage_problem import Shared, StageProblem, stages_of
 from partitioner.planner.solvers.stage_tables import NOTHING, PriceTable
 
 __all__ = ["Search", "counted_again", "fits_together", "split_limits"]
@@ -39,10 +40,10 @@ def fits_together(problem: StageProblem, starts: Sequence[int]) -> bool:
 
 
 def counted_again(items: Iterable[Shared], stage_of: Integers, ranks: Sequence[Hashable], kinds: Sequence[int]) -> Floats:
-    """Return (S,) bytes of items that each stage shares with a later stage of its ranks, which hold them once.
+    """Return (S,) bytes of items that each stage shares with an earlier stage of its ranks, which hold them once.
 
-    A weight of the first and of the last stage of a V, which one rank computes, counts in the last. Each stage has its own sum of the
-    weight's gradients over microbatches, so that gradients count in both.
+    A weight of the first and of the last stage of a V, which one rank computes, counts in the first, and so does a value of a microbatch
+    that both save: the first holds it longer. Each stage has its own sum of a weight's gradients over microbatches: these count in both.
 
     Args:
         stage_of: (N + 1,) the stage of each unit (``stages_of``).
@@ -52,11 +53,16 @@ def counted_again(items: Iterable[Shared], stage_of: Integers, ranks: Sequence[H
     again = np.zeros(len(ranks))
     if len(set(ranks)) == len(ranks):
         return again
+    stages = stage_of.tolist()
     for item in items:
-        stages = np.unique(stage_of[np.array(item.units) + 1]).tolist() if len(item.units) > 1 else ()
-        for number, stage in enumerate(stages):
-            if any(ranks[later] == ranks[stage] for later in stages[number + 1 :]):
-                again[stage] += item.of_kind(kinds[stage])
+        holders = sorted({stages[unit + 1] for unit in item.units}) if len(item.units) > 1 else []
+        if item.producer >= 0:
+            holders = [stage for stage in holders if stage != stages[item.producer + 1]]
+        held: dict[Hashable, float] = {}
+        for stage in holders:
+            amount, already = item.of_kind(kinds[stage]), held.get(ranks[stage], 0.0)
+            again[stage] += min(amount, already)
+            held[ranks[stage]] = max(amount, already)
     return again
 
 
@@ -81,6 +87,7 @@ class Search:
         self._is_searchable = problem.n_stages <= _MOST_STAGES and int(longest.sum()) <= _LARGEST_TABLE
         self._runs_from = [self._costs.affordable(runs) for runs in self._runs_by_unit(longest)] if self._is_searchable else []
         self._limit = np.array(problem.limit, dtype=float)
+        self._of_several_units = [item for item in problem.units.fixed if len(item.units) > 1]
         self._known: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
         self._visits = 0
 
@@ -156,8 +163,23 @@ class Search:
             return np.empty(0), np.empty(0), np.empty(0)
         cost, idle, computing = self._stages_from(stage, partial.end)
         rank = self._problem.rank[stage]
+        idle = idle - self._held_already(partial, len(idle))
         fits = (idle + np.maximum(computing, partial.computing[rank]) <= partial.left[rank]) & (cost <= bound)
         return np.where(fits, cost, np.inf), idle, computing
+
+    def _held_already(self, partial: _PartialCuts, longest: int) -> Floats:
+        """Return by length the permanent bytes of the next stage that earlier stages of its rank hold (``counted_again``)."""
+        stage, already = len(partial.starts), np.zeros(longest)
+        kinds, rank = self._problem.kind, self._problem.rank[stage]
+        runs = zip(itertools.pairwise((*partial.starts, partial.end)), self._problem.rank, kinds, strict=False)
+        earlier = [(start, end, kind) for (start, end), of, kind in runs if of == rank]
+        for item in self._of_several_units if earlier else ():
+            first = next((unit for unit in item.units if unit >= partial.end), None)
+            if first is not None:
+                holders = (kind for start, end, kind in earlier if any(start <= unit < end for unit in item.units))
+                held = max(map(item.of_kind, holders), default=0.0)
+                already[first - partial.end :] += min(item.of_kind(kinds[stage]), held)
+        return already
 
     def _stages_from(self, stage: int, unit: int) -> tuple[Floats, Floats, Floats]:
         """Return the same of a stage that starts at a unit, whatever the earlier stages are; cached."""

@@ -8,7 +8,7 @@ Units 0..N-1 stand in a row; stage s computes a run of them, ``i..j``; stages ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -17,15 +17,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.planner.solvers.stage_memory import Floats, Integers, TransientMemory
 from partitioner.schedules.kind import Awaiting
 
 __all__ = [
-    "Floats",
+    "Crossing",
     "Gathered",
-    "Integers",
     "Shared",
     "StageProblem",
-    "TransientMemory",
     "Units",
     "Uses",
     "Value",
@@ -34,12 +33,6 @@ __all__ = [
     "stages_of",
     "uses",
 ]
-
-Floats = NDArray[np.float64]
-"""An array of seconds, bytes or counts."""
-
-Integers = NDArray[np.int64]
-"""An array of units, boundaries or prices."""
 
 
 class Shared(NamedTuple):
@@ -159,6 +152,21 @@ class Value(NamedTuple):
     gradient_size: int
 
 
+class Crossing(NamedTuple):
+    """Bytes of the values that cross between S stages, and of their gradients.
+
+    Attributes:
+        forward: (S,) received by a forward from other ranks.
+        backward: (S,) gradients received by a backward from other ranks.
+        waiting: (stage, last stage of its ranks that reads a value of it) -> bytes of the gradients of such values, which the later stage's
+            backward leaves in memory for the stage's own.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    waiting: dict[tuple[int, int], float]
+
+
 class Gathered(NamedTuple):
     """A tensor that is sharded over the ranks of its stage, and gathered before it is sent to another: a value, or a value's gradient.
 
@@ -179,133 +187,6 @@ class Gathered(NamedTuple):
     size: tuple[float, ...]
     producer: int
     readers: tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class TransientMemory:
-    """Memory of a stage while it computes, beside permanent memory and the saved activations of all microbatches in flight.
-
-    A stage of units ``i..j`` needs the maximum over its units u of
-
-        forward    forward(u) - saved(u+1..j)
-        backward   backward(u) + gradients(u+1..j) - saved(u+1..j)
-
-    and ``coalesced(i..j)``, at most ``coalesced_at_once``. Gradients reduced during the backward exist twice: ``gradients(u+1..j)`` is
-    added once more, at most ``summed`` bytes, and at most the gradients of all units after u: an upper bound. Of a backward in two halves,
-    the first has no gradients of parameters, and leaves what these are computed from, which the second frees:
-
-        input half     inputs(u) + weights(u+1..j) - saved(u+1..j)
-        weight half    gradients(u..j) + weights(i..u) - saved(i..j)
-
-    There each microbatch in flight counts as ``saved`` and ``deferred``, which is subtracted here: ``deferred(i..j)``.
-
-    Attributes:
-        forward, backward: (N,) bytes that a unit computes with, beyond the saved activations of it and of the units before it.
-        inputs: (N,) the same of a backward that computes no gradients of weights, and frees nothing.
-        saved: (N,) bytes that each unit adds to the saved activations.
-        gradients: (N,) bytes of the parameter gradients that exist after the unit's backward.
-        coalesced: (N,) bytes of small weights gathered for each unit in coalesced messages.
-        coalesced_at_once: the most bytes of these that exist at once.
-        weights: (N,) bytes that a unit holds between the two halves of a backward: operands and gradients of results, for those of weights.
-        is_split: whether backwards run in two halves.
-        summed: the most bytes of gradients that exist twice during a backward.
-    """
-
-    forward: Floats
-    backward: Floats
-    inputs: Floats
-    saved: Floats
-    gradients: Floats
-    coalesced: Floats
-    coalesced_at_once: float
-    weights: Floats
-    is_split: bool = False
-    summed: float = 0.0
-
-    @staticmethod
-    def nothing(n_units: int) -> TransientMemory:
-        """Return the table of units without transient memory."""
-        nothing = np.zeros(n_units)
-        return TransientMemory(nothing, nothing, nothing, nothing, nothing, nothing, 0.0, nothing)
-
-    def repeated(self, source: Integers) -> TransientMemory:
-        """Return the table of the given units, in any order and with repetition."""
-        names = ("forward", "backward", "inputs", "saved", "gradients", "coalesced", "weights")
-        return replace(self, **{name: getattr(self, name)[source] for name in names})
-
-    def split(self) -> TransientMemory:
-        """Return the table for backwards in two halves."""
-        return replace(self, is_split=True)
-
-    @cached_property
-    def deferred(self) -> Floats:
-        """(N,) bytes beyond ``saved`` that each unit holds between the two halves of a backward, if all saved values are held as long."""
-        total = self.weights.sum()
-        return self.weights * max(1 - self.saved.sum() / total, 0.0) if total else self.weights
-
-    @cached_property
-    def _sums(self) -> Floats:
-        """(5, N + 1) prefix sums of saved, gradients, coalesced, weights and deferred."""
-        columns = self.saved, self.gradients, self.coalesced, self.weights, self.deferred
-        return np.pad(np.cumsum(columns, axis=1), ((0, 0), (1, 0)))
-
-    @cached_property
-    def _peaks(self) -> Floats:
-        """(3, N) the terms in u of forward, backward, and backward with gradients twice; sums over ``u+1..j`` begin as ``-_sums`` at u.
-
-        Of a backward in two halves: of forward, input half and weight half.
-        """
-        saved, gradients, _, weights, _ = self._sums[:, 1:]
-        if self.is_split:
-            return np.stack([self.forward + saved, self.inputs - weights + saved, self.gradients - gradients + weights])
-        backward = self.backward - gradients + saved
-        twice = np.minimum(gradients[-1] - gradients, self.summed)
-        return np.stack([self.forward + saved, backward + twice, backward - gradients])
-
-    def of_block(self, start: int, stop: int, width: int) -> Floats:
-        """Return (stop - start, width) bytes of the runs of 1..width units from each of the units ``start .. stop - 1``."""
-        first = np.arange(start, stop)[:, None]
-        last = np.minimum(first + np.arange(width), len(self.saved) - 1)
-        return self._of_runs(np.maximum.accumulate(self._peaks[:, last], axis=2), first, last + 1)
-
-    def of_stages(self, starts: Sequence[int]) -> Floats:
-        """Return (S,) bytes of the stages with these first units."""
-        ends = np.array([*starts[1:], len(self.saved)])
-        return self._of_runs(np.maximum.reduceat(self._peaks, starts, axis=1), np.array(starts), ends)
-
-    def by_action(self, starts: Sequence[int]) -> Floats:
-        """Return (4, S) bytes of the stages with these first units in a forward, and the input half, weight half and whole of a backward.
-
-        They are beyond the saved activations, and beyond ``weights`` in a weight half.
-
-            input half     inputs(u) + weights(u+1..j) - saved(u+1..j)
-            weight half    gradients(u..j) - weights(u+1..j)
-        """
-        ends = np.array([*starts[1:], len(self.saved)])
-        saved, gradients, coalesced, held, _ = self._sums
-        twice = np.minimum(gradients[-1] - gradients[1:], self.summed)
-        freed = (saved - held)[1:], gradients[1:] - saved[1:], (gradients - held)[1:]
-        terms = np.stack([self.forward + saved[1:], self.inputs + freed[0], self.gradients - freed[2], self.backward + twice - freed[1]])
-        highest = np.maximum.reduceat(terms, starts, axis=1)
-        after = np.stack([-saved[ends], (held - saved)[ends], (gradients - held)[ends], (gradients - saved)[ends]])
-        computing: Floats = np.maximum(highest + after, 0.0) + np.minimum(coalesced[ends] - coalesced[starts], self.coalesced_at_once)
-        return computing
-
-    def _of_runs(self, highest: Floats, start: Integers, end: Integers) -> Floats:
-        """Return the bytes of the runs ``start .. end - 1``: the terms in i and j, added to the maxima of ``_peaks`` over the run."""
-        forward, first, second = highest
-        saved, gradients, coalesced, held, deferred = self._sums
-        if self.is_split:
-            twice = np.minimum(gradients[end] - gradients[start], self.summed)
-            second = second + gradients[end] + twice - held[start] - saved[end] + saved[start]
-            backward = np.maximum(first + held[end] - saved[end], second)
-            deferral = deferred[end] - deferred[start]
-            forward, backward = forward - deferral, backward - deferral
-        else:
-            backward = np.minimum(first + gradients[end], second + 2 * gradients[end]) - saved[end]
-        computing: Floats = np.maximum(np.maximum(forward - saved[end], backward), 0.0)
-        weights: Floats = np.minimum(coalesced[end] - coalesced[start], self.coalesced_at_once)
-        return computing + weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,6 +256,12 @@ class Units:
         computing: Floats = by_kind[list(kinds) if len(by_kind) > 1 else 0, :, np.arange(n_stages)].T
         return computing + self._gathered_of_stages(starts, kinds)
 
+    def messages_of_stages(self, starts: Sequence[int], kinds: Sequence[int]) -> Floats:
+        """Return (2, S) bytes of the gradients that such stages send (``TransientMemory.messages_of_stages``)."""
+        by_kind = np.stack([working.messages_of_stages(starts) for working in self.workings])
+        found: Floats = by_kind[list(kinds) if len(by_kind) > 1 else 0, :, np.arange(len(starts))].T
+        return found
+
     def between_of_stages(self, starts: Sequence[int], kinds: Sequence[int]) -> Floats:
         """Return (S,) bytes that such stages hold of a microbatch between the halves of its backward."""
         by_kind = np.add.reduceat(np.stack([working.weights for working in self.workings]), starts, axis=1)
@@ -431,6 +318,30 @@ class Units:
     def gathered_gradient_bytes(self) -> Uses:
         """The same in bytes."""
         return uses(((item.size, item.readers, item.producer) for item in self.gathered_gradients), self.n_kinds)
+
+    def crossing(self, stage_of: Integers, ranks: Sequence[Hashable]) -> Crossing:
+        """Return the bytes of the values that cross between such stages.
+
+        Args:
+            stage_of: (N + 1,) the stage of each unit (``stages_of``).
+            ranks: (S,) the ranks of each stage, or a number of these.
+        """
+        stages, n_stages = stage_of.tolist(), len(ranks)
+        forward, backward, waiting = [0.0] * n_stages, [0.0] * n_stages, dict[tuple[int, int], float]()
+        for value in self.values:
+            stage = stages[value.producer + 1]
+            if stages[value.readers[-1] + 1] == stage:
+                continue
+            readers = sorted({stages[unit + 1] for unit in value.readers} - {stage})
+            receivers = {ranks[reader]: reader for reader in reversed(readers)}
+            own = receivers.pop(ranks[stage], None)
+            for reader in receivers.values():
+                forward[reader] += value.size
+            backward[stage] += value.gradient_size * sum(ranks[reader] != ranks[stage] for reader in readers)
+            if own is not None:
+                last = max(reader for reader in readers if ranks[reader] == ranks[stage])
+                waiting[stage, last] = waiting.get((stage, last), 0.0) + value.gradient_size
+        return Crossing(tuple(forward), tuple(backward), waiting)
 
     @cached_property
     def leaving(self) -> Uses:

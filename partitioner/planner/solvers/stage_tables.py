@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.planner.solvers.run_tables import RunCosts, Runs
-from partitioner.planner.solvers.stage_problem import Floats, Integers, Uses, shared_uses
+from partitioner.planner.solvers.stage_memory import Floats, Integers
+from partitioner.planner.solvers.stage_problem import Uses, shared_uses
 
 __all__ = ["NOTHING", "PriceTable", "affordable_blocks", "best_bottleneck", "bottleneck_table", "price_table", "shortfall_table"]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.stage_memory import Floats
 
 __all__ = ["ChoiceProblem", "Choices", "Term", "choose"]
 

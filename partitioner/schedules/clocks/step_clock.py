@@ -11,8 +11,9 @@ Rows are in topological order. ``clock.run_on_clock`` returns the start of every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ class StepClock:
         return tuple(rows[stage] for stage in range(self.schedule.n_stages))
 
     @cached_property
-    def _counts_of_ranks(self) -> tuple[tuple[list[int], NDArray[np.int64]], ...]:
+    def _counts_of_ranks(self) -> tuple[_MemoryCounts, ...]:
         return tuple(_memory_counts(actions) for actions in self.schedule.actions)
 
     def peak_memory(
@@ -62,6 +63,9 @@ class StepClock:
         received: Sequence[float] = (),
         sent: Sequence[float] = (),
         between: Sequence[float] = (),
+        waiting: Mapping[tuple[int, int], float] | None = None,
+        under_way: Sequence[float] = (),
+        unsent: Sequence[float] = (),
     ) -> tuple[float, ...]:
         """Return for each rank the peak bytes of all its stages, beside the memory that is allocated all the time.
 
@@ -72,13 +76,27 @@ class StepClock:
             bucket_limit: the most bytes of gradients that are in memory twice, in buckets, at the end.
             received, sent: for each stage, bytes that its forward, and its backward, receives; receives are posted one action ahead.
             between: for each stage, bytes of one microbatch from the end of its input half to its weight half.
+            waiting: for pairs (stage, later stage of its rank), bytes of gradients that the later one's backward leaves for the stage's.
+            under_way: for each stage, bytes of its gradients that are on their way to their sums after its first backward. Later backwards
+                wait for theirs, to add them; the next backward of the rank waits for these before it sends more.
+            unsent: for each stage, bytes during its backward alone, until it sends a gradient.
         """
         zeros = [0.0] * len(saved)
         by_kind = [*transient] or [zeros] * len(_KINDS)
         sizes = np.array([saved, between or zeros, gradients, received or zeros, sent or zeros, *by_kind], dtype=float)
+        after_first, early = np.array([under_way or zeros, unsent or zeros], dtype=float)
         peaks = []
-        for stages, counts in self._counts_of_ranks:
+        for stages, counts, between_stages, sends in self._counts_of_ranks:
             bytes_during_actions = np.einsum("nks,ks->n", counts, sizes[:, stages])
+            for (stage, later), size in (waiting or {}).items():
+                if stage in stages and later in stages:
+                    bytes_during_actions += size * between_stages[:, stages.index(stage), stages.index(later)]
+            if any(under_way):
+                late = counts[:, -2:].sum(axis=1)  # of actions that send gradients
+                computing = np.einsum("nks,ks->n", counts[:, -2:], sizes[-2:, stages])
+                before_sending = bytes_during_actions - computing + counts[:, -1] @ early[stages]
+                before_sending = np.where(late.any(axis=1), before_sending, bytes_during_actions) + sends @ after_first[stages]
+                bytes_during_actions = np.maximum(bytes_during_actions, before_sending)
             gradient_bytes = float(sizes[2, stages].sum())
             bytes_at_end = gradient_bytes + min(gradient_bytes, bucket_limit)
             peaks.append(max(float(bytes_during_actions.max(initial=0.0)), bytes_at_end))
@@ -135,13 +153,26 @@ def step_clock(name: str, n_ranks: int, n_microbatches: int, stages_per_rank: in
     return StepClock(make_schedule(name, n_ranks, n_microbatches, stages_per_rank, replicas))
 
 
-def _memory_counts(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int64]]:
-    """Return the stages of a rank, and (actions, 9, stages) how many of each size of ``StepClock.peak_memory`` are in memory.
+class _MemoryCounts(NamedTuple):
+    """How many of the sizes of ``StepClock.peak_memory`` are in memory during each action of a rank.
 
-    That is, during each action and for each stage: microbatches before the end of their backward or input half; those between halves; 1 if
-    it has gradients; 1 if the next action is its forward, whose message is being received; 1 if that is its backward; and for each kind of
-    action, 1 if it does that.
+    Attributes:
+        stages: of the rank.
+        of_stages: (actions, 9, stages) microbatches before the end of their backward or input half; those between halves; 1 if the stage
+            has gradients; 1 if the next action is its forward, whose message is being received; 1 if that is its backward; and for each
+            kind of action, 1 if it does that.
+        waiting: (actions, stages, stages) microbatches whose backward or input half is done in the second stage, and not in the first.
+        sends: (actions, stages) 1 if gradients that the stage's first backward sent may be under way as the action starts.
     """
+
+    stages: list[int]
+    of_stages: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+    sends: NDArray[np.int64]
+
+
+def _memory_counts(actions: Sequence[Action]) -> _MemoryCounts:
+    """Count what is in memory during the actions of a rank."""
     stages = sorted({action.stage for action in actions})
     kind = np.array([_NUMBER[action.kind] for action in actions], dtype=np.int64)
     acts = np.eye(len(stages), dtype=np.int64)[[stages.index(action.stage) for action in actions]]
@@ -158,7 +189,22 @@ def _memory_counts(actions: Sequence[Action]) -> tuple[list[int], NDArray[np.int
     between = split - np.concatenate([zero, weights.cumsum(axis=0)])[: len(actions)]
     next_forwards, next_backwards = (np.concatenate([current, zero])[1:] for current in (forwards, backwards))
     by_kind = [acts_with(each) for each in _KINDS]
-    return stages, np.stack([in_flight, between, has_gradients, next_forwards, next_backwards, *by_kind], axis=1)
+    of_stages = np.stack([in_flight, between, has_gradients, next_forwards, next_backwards, *by_kind], axis=1)
+    waiting = halved[:, None, :] - (halved + backwards)[:, :, None]
+    return _MemoryCounts(stages, of_stages, waiting, _sends_under_way(whole + weights))
+
+
+def _sends_under_way(sends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return (actions, stages) 1 for the stage of the last action before each that sends gradients, if it was the stage's first.
+
+    Args:
+        sends: (actions, stages) 1 if the action sends gradients of the stage.
+    """
+    is_first = sends * (sends.cumsum(axis=0) == 1)
+    under_way = np.zeros_like(sends)
+    for place in range(1, len(sends)):
+        under_way[place] = is_first[place - 1] if sends[place - 1].any() else under_way[place - 1]
+    return under_way
 
 
 def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:

@@ -24,7 +24,8 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
-from partitioner.planner.solvers.stage_problem import TransientMemory, Units
+from partitioner.planner.solvers.stage_memory import TransientMemory
+from partitioner.planner.solvers.stage_problem import Units
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
 from passes.autograd.recompute import Recompute

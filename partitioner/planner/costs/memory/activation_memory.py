@@ -15,7 +15,8 @@ from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.planner.costs.cut_points import CutPoints
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
 from partitioner.planner.costs.memory.transient_memory import Gradient, WorkingMemory
-from partitioner.planner.solvers.stage_problem import Floats, Shared, TransientMemory
+from partitioner.planner.solvers.stage_memory import Floats, TransientMemory
+from partitioner.planner.solvers.stage_problem import Shared
 from passes.autograd.recompute import Recompute
 from passes.graph.schemas import packet
 from passes.ir.graph import ModelGraph
@@ -80,6 +81,10 @@ class UnitMemory:
         for name, steps in cost.touched.items():
             for key in itertools.chain.from_iterable(steps):
                 self._touching.setdefault(key, []).append(name)
+                source = key
+                while source in cost.part_of:
+                    source = cost.part_of[source]
+                    self._touching.setdefault(source, []).append(name)
         saved = {key: readers for key, readers in selection.savers.items() if key not in of_inputs}
         self._savers = {key: tuple(sorted({self._unit_of[reader] for reader in readers})) for key, readers in saved.items()}
         if policy != "none":
@@ -92,7 +97,10 @@ class UnitMemory:
         self._working = WorkingMemory(graph.parameters, widths, of_inputs, cost, points.units, selection)
 
     def _readers(self, allocation: int) -> tuple[int, ...]:
-        """Return the units that read an allocation. A stage without them recomputes what is made from it from other values."""
+        """Return the units that read an allocation, or a copy of it from other ranks, such as its sum over them.
+
+        A stage without them recomputes what is made from it from other values.
+        """
         maker = self._cost.maker[allocation]
         calls = (name for name in self._touching.get(allocation, ()) if name != maker and name in self._unit_of)
         return tuple(sorted({self._unit_of[name] for name in calls}))

@@ -17,7 +17,7 @@ from torch import fx
 
 from partitioner.planner.costs.cut_points import CutPoints
 from partitioner.planner.solvers.segments import Crossing, cut_into_segments
-from partitioner.planner.solvers.stage_problem import Integers
+from partitioner.planner.solvers.stage_memory import Integers
 from passes.graph.aliasing import allocations
 from passes.graph.repeated_subgraphs import Run, border_depth, longest_run, signatures
 from passes.graph.symbolic_sizes import evaluated

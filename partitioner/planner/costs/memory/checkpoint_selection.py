@@ -294,8 +294,8 @@ class CheckpointSelection:
             return False
         if draws(self._nodes[self._cost.maker[allocation]]):
             return False
-        sizes, part = self._cost.allocation_bytes, self._cost.part_of[allocation]
-        return self._cost.copies.get(allocation, bool(self._numbers[sizes[allocation]] < self._numbers[sizes[part]]))
+        received, part = self._cost.allocation_bytes[allocation], self._cost.bytes[self._cost.maker[allocation]]
+        return self._cost.copies.get(allocation, bool(self._numbers[received] < self._numbers[part]))
 
     def _saved_for(self, allocation: int) -> set[int]:
         """Return the saved allocations that an allocation is recomputed from; itself if it is saved.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cost_models.graph_cost import GraphCost
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
-from partitioner.planner.solvers.stage_problem import Integers
+from partitioner.planner.solvers.stage_memory import Integers
 from passes.ir.tensor_spec import Size
 
 __all__ = ["Flags", "Order", "Saving", "Values", "lifetimes"]

@@ -12,7 +12,7 @@ from typing import Any
 from cost_models.graph_cost import GraphCost
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
 from partitioner.planner.costs.memory.lifetimes import Order, Saving
-from partitioner.planner.solvers.stage_problem import Integers
+from partitioner.planner.solvers.stage_memory import Integers
 
 __all__ = ["uses_apart"]
 

@@ -27,7 +27,7 @@ from cost_models.graph_cost import GraphCost
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
 from partitioner.planner.costs.memory.lifetimes import Flags, Saving, Values, lifetimes
 from partitioner.planner.costs.memory.shared_weights import uses_apart
-from partitioner.planner.solvers.stage_problem import Floats, Integers, TransientMemory
+from partitioner.planner.solvers.stage_memory import Floats, GradientMessages, Integers, TransientMemory
 from passes.emit.coalesce_collectives import ALONE_BYTES, bytes_of_bundle
 from passes.emit.overlap_collectives import MOST_UNDER_WAY
 
@@ -122,9 +122,16 @@ class WorkingMemory:
         forward += self._gathered_alive(values, sizes, values.is_gathered & ~small, back=False)
         forward[-1:] = np.maximum(forward[-1:], sizes @ (values.in_loss + values.is_returned * values.is_passing))
         is_shared = sizes > shard_sizes
-        of_inputs, of_weights = self._backward(values, sizes, sum_sizes, small, is_shared, is_shared & (alone | ~values.is_once))
+        of_inputs, of_weights = self._backward(values, sizes, sum_sizes, small, is_shared)
         computed, held = self._gradients_alive(gradients, n_units)
-        backward = of_inputs + of_weights + computed - self._freed(values, sizes, alone=alone)
+        unsent = of_inputs + of_weights + computed - self._freed(values, sizes, alone=alone)
+        message_sizes = np.where(sum_sizes > 0, sum_sizes, sizes)
+        is_sent = values.has_gradient & values.is_weight & is_shared & (alone | ~values.is_once | (not self._cost.scattered_once))
+        is_large = message_sizes >= ALONE_BYTES
+        backward = unsent.copy()
+        for mask in (is_sent & is_large, is_sent & ~is_large):  # small ones, sent together, do not hold up the others
+            backward += self._sent_alive(values.gradient_first, message_sizes, mask)
+        messages = self._messages(values.gradient_first, message_sizes, is_sent, is_large, unsent)
         coalesced = np.bincount(self._unit[values.first[small]], sizes[small], n_units) * (1 if alone else _BUNDLES)
         n_ranks = round(float((sizes[small] / shard_sizes[small]).max(initial=0.0)))
         at_once = float(_BUNDLES * n_ranks * bytes_of_bundle(n_ranks)) if n_ranks else 0.0
@@ -138,6 +145,7 @@ class WorkingMemory:
             np.rint(coalesced),
             at_once,
             np.rint(weights),
+            messages=messages,
         )
 
     def _values(self, n_stages: int) -> Values:
@@ -149,13 +157,10 @@ class WorkingMemory:
             self._of_stages[n_stages] = lifetimes(cost, order, self._selection, saving, self._parameters, self._casts)
         return self._of_stages[n_stages]
 
-    def _backward(
-        self, values: Values, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags, is_sent: Flags
-    ) -> tuple[Floats, Floats]:
-        """Return (2 x calls,) bytes in each phase of a backward: of all but gradients of weights, and of these on their way to a sum.
+    def _backward(self, values: Values, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags) -> tuple[Floats, Floats]:
+        """Return (2 x calls,) bytes in each phase of a backward: of all but gradients of weights, and of these until they are sent.
 
-        The phases of call n are 2 n + 1, which comes first, and 2 n. ``is_shared``: (V,) whether ranks store shards of the value,
-        ``is_sent``: whether its gradient is scattered during the backward.
+        The phases of call n are 2 n + 1, which comes first, and 2 n. ``is_shared``: (V,) whether ranks store shards of the value.
         """
         is_value = values.has_gradient & ~values.is_returned & ~values.is_weight & (values.gradient_first <= values.gradient_last)
         is_summed = values.has_gradient & values.is_weight & (is_shared | (sum_sizes > 0))
@@ -163,8 +168,23 @@ class WorkingMemory:
         of_inputs += self._gathered_alive(values, sizes, values.is_gathered_back & ~small, back=True)
         of_inputs += self._alive(sizes, values.is_recomputed, values.needed_first, values.needed_last | 1)
         made, last = values.gradient_first, np.maximum(values.gradient_last, values.gradient_first)
-        of_weights = self._alive(sizes, is_summed, made, last) + self._alive(sum_sizes, is_summed, made, made)
-        return of_inputs, of_weights + self._sent_alive(made, np.where(sum_sizes > 0, sum_sizes, sizes), is_summed & is_sent)
+        return of_inputs, self._alive(sizes, is_summed, made, last) + self._alive(sum_sizes, is_summed, made, made)
+
+    def _messages(self, first: Integers, sizes: Floats, is_sent: Flags, is_large: Flags, unsent: Floats) -> GradientMessages:
+        """Return the messages of all units: of gradients that are made in phases ``first``, if they are sent.
+
+        Args:
+            unsent: (2 x calls,) bytes in each phase of a backward, without what is under way.
+        """
+        n_units = len(self._starts)
+        last, begins = np.zeros((n_units, MOST_UNDER_WAY)), 2 * self._starts
+        for value in sorted(np.flatnonzero(is_sent & is_large).tolist(), key=first.__getitem__, reverse=True):
+            unit = self._unit[first[value] // 2]
+            last[unit] = [sizes[value], *last[unit, :-1]]
+            begins[unit] = max(begins[unit], first[value])
+        before = np.where(np.arange(len(unsent)) >= np.repeat(begins, 2 * np.diff([*self._starts, self._n_steps])), unsent, -np.inf)
+        has_small = np.bincount(self._unit[first[is_sent & ~is_large] // 2], minlength=n_units) > 0
+        return GradientMessages(np.rint(np.maximum.reduceat(before, 2 * self._starts)), np.rint(last), has_small)
 
     def _sent_alive(self, first: Integers, sizes: Floats, mask: Flags) -> Floats:
         """Return (2 x calls,) bytes of gradients, made in phases ``first``, on their way: until as many others left as may be under way."""

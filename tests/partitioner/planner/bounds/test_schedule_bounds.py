@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +17,8 @@ from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
 from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.solvers.branch_and_bound import fastest_cuts, promising_cuts
 from partitioner.planner.solvers.critical_paths import PathCosts
-from partitioner.planner.solvers.stage_problem import Floats, Gathered, Shared, StageProblem, Units, Value
+from partitioner.planner.solvers.stage_memory import Floats
+from partitioner.planner.solvers.stage_problem import Gathered, Shared, StageProblem, Units, Value
 from partitioner.planner.solvers.stage_tables import best_bottleneck
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.clocks.order import Order, order_of
@@ -327,7 +329,10 @@ def test_the_clock_of_numbers_and_its_order_are_those_of_the_schedule(name: str,
         working = [[draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in ActionKind]
         nothing = [0] * schedule.n_stages
         assert clock.peak_memory(kept, nothing, between=kept) == peak_activation(schedule, kept)
-        sizes = (kept, gradients, working, 20.0, entering, leaving, between)
+        under_way, unsent = ([draw.randint(1, 9) for _ in schedule.stage_ranks] for _ in range(2))
+        pairs = itertools.combinations(range(schedule.n_stages), 2)
+        waiting = {(one, other): draw.randint(1, 9) for one, other in pairs if schedule.stage_ranks[one] == schedule.stage_ranks[other]}
+        sizes = (kept, gradients, working, 20.0, entering, leaving, between, waiting, under_way, unsent)
         assert clock.peak_memory(*sizes) == peak_memory(schedule, *sizes)
         order = order_of(name, n_ranks, count, each)
         assert (order.stage_ranks, order.in_flight) == (schedule.stage_ranks, peak_in_flight(schedule))
@@ -351,11 +356,18 @@ def peak_memory(
     entering: list[int],
     leaving: list[int],
     between: list[int],
+    waiting: Mapping[tuple[int, int], int],
+    under_way: list[int],
+    unsent: list[int],
 ) -> tuple[float, ...]:
-    """Return peak memory by the definition: at each action, memory held by stages, of the action, and of arriving messages."""
+    """Return peak memory by the definition: at each action, memory held by stages, of the action, and of arriving messages.
+
+    Gradients that a stage's first backward sent are under way until another action has sent some; before it does, it holds ``unsent``.
+    """
     peaks = []
     for actions in schedule.actions:
-        held, made, moments = 0, dict[int, int](), [0.0]
+        held, made, moments, sent = 0, dict[int, int](), [0.0], 0
+        done: set[tuple[int, int]] = set()  # (stage, microbatch) of the backwards so far
         for place, action in enumerate(actions):
             held += kept[action.stage] if action.kind is ActionKind.FORWARD else 0
             comes = 0
@@ -363,7 +375,18 @@ def peak_memory(
                 following = actions[place + 1]
                 comes = (entering if following.kind is ActionKind.FORWARD else leaving)[following.stage]
             kind = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD).index(action.kind)
-            moments.append(held + sum(made.values()) + working[kind][action.stage] + comes)
+            computed = {(action.stage, action.microbatch)} if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) else set()
+            left = sum(
+                size * sum(stage == later and (first, row) not in done | computed for stage, row in done)
+                for (first, later), size in waiting.items()
+            )
+            others = held + sum(made.values()) + comes + left
+            sends = action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+            early = unsent[action.stage] if action.kind is ActionKind.BACKWARD else 0
+            moments += [others + working[kind][action.stage], others + (early if sends else working[kind][action.stage]) + sent]
+            done |= computed
+            if sends:
+                sent = under_way[action.stage] if action.stage not in made else 0
             if action.kind is ActionKind.BACKWARD_INPUT:
                 held += between[action.stage] - kept[action.stage]
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):

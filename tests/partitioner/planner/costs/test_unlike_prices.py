@@ -24,7 +24,8 @@ from partitioner.planner.search.describe import bound_by
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.rank_shard import ModelPart
 from partitioner.planner.solvers.min_max_dp import solve
-from partitioner.planner.solvers.stage_problem import Gathered, Integers, Uses, stages_of
+from partitioner.planner.solvers.stage_memory import Integers
+from partitioner.planner.solvers.stage_problem import Gathered, Uses, stages_of
 from partitioner.tracing.trace import trace
 from passes.ir.mesh import Mesh
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from partitioner.planner.solvers import variable_elimination as choices
-from partitioner.planner.solvers.stage_problem import Floats
+from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.planner.solvers.variable_elimination import ChoiceProblem, Term, choose
 
 

@@ -14,15 +14,8 @@ import pytest
 from partitioner.planner.solvers import min_max_dp
 from partitioner.planner.solvers.min_max_dp import shortfall, solve
 from partitioner.planner.solvers.shared_rank_memory import counted_again
-from partitioner.planner.solvers.stage_problem import (
-    Gathered,
-    Shared,
-    StageProblem,
-    TransientMemory,
-    Units,
-    Value,
-    stages_of,
-)
+from partitioner.planner.solvers.stage_memory import GradientMessages, TransientMemory
+from partitioner.planner.solvers.stage_problem import Gathered, Shared, StageProblem, Units, Value, stages_of
 from partitioner.schedules.clocks.order import order_of
 from partitioner.schedules.kind import Awaiting
 from tests.support.running.slow_values import all_but, slow
@@ -235,9 +228,16 @@ def permitted(problem: StageProblem, starts: Starts) -> bool:
 
 
 def fits(problem: StageProblem, starts: Starts) -> bool:
-    """Return whether stages fit: those of one rank hold their peaks between actions at once, plus the transient memory of one."""
+    """Return whether stages fit: those of one rank hold their peaks between actions at once, plus the transient memory of one.
+
+    An item of permanent memory that several stages of a rank need is held once: the most that one of them needs.
+    """
     alone = stage_memory(problem, starts)
     held, needed = [0.0] * len(problem.limit), [0.0] * len(problem.limit)
+    for item, rank in itertools.product(problem.units.fixed, range(len(problem.limit))):
+        holders = [stage for stage, run in enumerate(runs(problem, starts)) if problem.rank[stage] == rank and set(run) & set(item.units)]
+        amounts = [item.of_kind(problem.kind[stage]) for stage in holders]
+        held[rank] += max(amounts, default=0.0) - sum(amounts)
     for stage, (fixed, kept, gradients, _) in enumerate(parts_of_memory(problem, starts)):
         between, rank = fixed + max(problem.in_flight[stage] * kept, problem.later[stage] * kept + gradients), problem.rank[stage]
         held[rank] += between
@@ -398,5 +398,34 @@ def test_stages_of_one_rank_hold_a_shared_weight_once() -> None:
     """Stages 0 and 3 of a V are on rank 0, and share a weight; so do stages 0 and 1, which are on different ranks."""
     items = (Shared(100, (0, 7)), Shared(10, (1, 2)), Shared(1, (4,)))
     stage_of = stages_of((0, 2, 4, 6), 8)
-    assert counted_again(items, stage_of, (0, 1, 1, 0), (0, 0, 0, 0)).tolist() == [100, 0, 0, 0]
+    assert counted_again(items, stage_of, (0, 1, 1, 0), (0, 0, 0, 0)).tolist() == [0, 0, 0, 100]
     assert counted_again(items, stage_of, (0, 1, 2, 3), (0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
+    received = Shared(7, (1, 6), 0)  # stage 0 makes it, and does not need it; stage 3 receives it
+    assert counted_again((received,), stage_of, (0, 1, 1, 0), (0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
+    unlike = Shared((5, 8), (0, 4, 7))  # rank 0 holds the larger amount, of stage 3
+    assert counted_again((unlike,), stage_of, (0, 1, 1, 0), (0, 0, 0, 1)).tolist() == [0, 0, 0, 5]
+
+
+def test_values_between_stages_of_one_rank_are_no_messages() -> None:
+    """A V of four stages of two units: stage 0 and 3 are on rank 0, and a value of unit 0 is read by all of them."""
+    values = (Value(0, (1, 3, 5, 7), 10, 100), Value(1, (2,), 3, 30), Value(2, (3,), 5, 50))
+    nothing = np.zeros(8, np.int64)
+    units = Units(time=np.ones((8, 1)), values=values, replicated=(), fixed=(), kept=(), depth=nothing)
+    found = units.crossing(stages_of((0, 2, 4, 6), 8), (0, 1, 1, 0))
+    assert found.forward == (0, 10 + 3, 0, 0)  # rank 1 receives the first value once
+    assert found.backward == (2 * 100 + 30, 0, 0, 0)  # its two stages each send a gradient
+    assert found.waiting == {(0, 3): 100}
+
+
+def test_gradients_are_under_way_until_others_leave() -> None:
+    """Units 2 and 3 are a stage: unit 2 sends 4 bytes, then 6; unit 3 sends 8, and has a small one for a coalesced message."""
+    last = np.array([[0, 0], [0, 0], [6, 4], [8, 0]], float)
+    unsent, gradients, saved = np.array([1, 1, 20, 30], float), np.array([0, 1, 1, 1], float), np.array([2, 2, 2, 2], float)
+    sums = [np.append(0.0, np.cumsum(each)) for each in (gradients, saved)]
+    of = GradientMessages(unsent, last, np.array([False, False, False, True]))
+    under_way, early = of.at_borders((0, 2), *sums)
+    assert under_way.tolist() == [0, 6]  # one of two messages is the coalesced one
+    assert early.tolist() == [1, 30]  # unit 3 sends first; nothing of its stage is after it
+    under_way, early = GradientMessages(unsent, last * [[0], [0], [1], [0]], np.zeros(4, np.bool_)).at_borders((0, 2), *sums)
+    assert under_way.tolist() == [0, 6 + 4]
+    assert early.tolist() == [1, max(30, 20 + 1 - 2)]
