@@ -67,12 +67,22 @@ class _Parameter:
 
 @functools.cache
 def _parameters(operator: OpOverload) -> tuple[_Parameter, ...]:
-    """Return the parameters of an operator's schema, in order."""
+    """Return the parameters of an operator's schema, in order.
+
+    Results may alias each parameter with an annotation, but for one that is written and that no result names: running statistics.
+    """
+    returned = [set(each.alias_info.before_set) for each in operator._schema.returns if each.alias_info is not None]  # noqa: SLF001
+
+    def is_aliased(argument: Any) -> bool:
+        if argument.alias_info is None or not (argument.alias_info.is_write and operator._schema.returns):  # noqa: SLF001
+            return argument.alias_info is not None
+        return any(names & argument.alias_info.before_set for names in returned)
+
     return tuple(
         _Parameter(
             argument.name,
             argument.default_value if argument.has_default_value() else None,
-            argument.alias_info is not None,
+            is_aliased(argument),
             argument.alias_info is not None and argument.alias_info.is_write,
             "Tensor" in str(argument.type),
         )

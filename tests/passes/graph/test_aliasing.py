@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from passes.graph.aliasing import aliasing, mutated_arguments, viewed_node
+from passes.graph.schemas import viewed_arguments, written_arguments
 from passes.ir.comm.primitives import draw_alike
 from passes.ir.torch_private import FakeTensorMode, OpOverload, enable_python_dispatcher, tree_map_only
 from tests.support.samples.rule_samples import samples
@@ -114,6 +115,15 @@ def test_writers_are_found_through_views_and_hidden_statistics() -> None:
 def test_batch_norm_in_evaluation_writes_nothing() -> None:
     module = exported(nn.BatchNorm2d(3).eval(), torch.randn(2, 3, 4, 4))
     assert not aliasing(module.graph).writers
+
+
+def test_results_of_a_normalisation_are_no_views_of_the_statistics_that_it_updates() -> None:
+    graph = fx.Graph()
+    x, weight, bias, mean, variance = map(graph.placeholder, ("x", "weight", "bias", "mean", "variance"))
+    norm = graph.call_function(aten._native_batch_norm_legit.default, (x, weight, bias, mean, variance, True, 0.1, 1e-5))
+    added = graph.call_function(aten.add_.Tensor, (mean, variance))
+    assert (written_arguments(norm), viewed_arguments(norm)) == ([mean, variance], [])
+    assert viewed_arguments(added) == [mean]
 
 
 def test_alias_sets_are_numbered_the_same_each_time() -> None:
