@@ -176,13 +176,14 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
 
     A pointwise operation has a kernel for each gradient, which reads that of the result. The gradient of an argument that is broadcast is
     computed for all elements of the result, and then summed; that of an argument of a narrower type is computed in the type of the result,
-    and then cast. The gradient of a bias is a sum over the rows of a product's gradient. A normalization has one kernel for all gradients.
+    and then cast. The gradient of a bias is a sum over the rows of a product's gradient. Normalizations and convolutions have one kernel
+    for all gradients.
     """
     tensors = _tensors_of(call)
-    wanted = [name for name, gradient in gradients.items() if gradient == kind]
+    is_joint = line.family in ("normalisation", "convolution") and "activation" in gradients.values()
+    wanted = [name for name, gradient in gradients.items() if gradient == kind or (is_joint and kind == "activation")]
     wanted = [name for name in wanted if not _is_passed(call, line, name)]
-    is_computed_before = kind == "weight" and line.family == "normalisation" and "activation" in gradients.values()
-    if not wanted or is_computed_before:
+    if not wanted or (is_joint and kind == "weight"):
         return NO_WORK
     known = line.gradients(call) if line.gradients else {}
     products = tuple(product for name in wanted for product in known.get(name, ()))
@@ -195,7 +196,8 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     kept = sum((_bytes(call.outputs if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
     made = sum((_bytes(tensors[name]) for name in wanted), start=0)
     half: Half = "backward_input" if kind == "activation" else "backward_weight"
-    work = _work(products, kept + _bytes(call.outputs) + made + besides, len(wanted) + len(narrow), line.family, call, half)
+    launches = 1 if is_joint else len(wanted) + len(narrow)
+    work = _work(products, kept + _bytes(call.outputs) + made + besides, launches, line.family, call, half)
     summed = [name for name in wanted if line.family == "matrix product" and not known.get(name) and _is_broadcast(call, tensors[name])]
     return replace(work, gradients=tuple(gradients.items()), beside=len(summed) * _bytes(call.outputs))
 

@@ -30,6 +30,7 @@ from torch import fx
 from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import GraphCost
 from passes.autograd.recompute import Recompute
+from passes.graph.aliasing import mutated_arguments, writes_statistics
 from passes.graph.schemas import draws, packet
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import BY_REGION, Region
@@ -211,7 +212,12 @@ class CheckpointSelection:
         return name in self._cost.gradients and self._cost.nodes[name].keeps != 0
 
     def _can_recompute(self, node: fx.Node) -> bool:
-        """Return whether a second run gives the same value: it draws no random numbers, but for masks drawn from a seed."""
+        """Return whether a second run gives the same value, and writes nothing.
+
+        It draws no random numbers, but for masks drawn from a seed, and updates no running statistics, unless it is decomposed.
+        """
+        if writes_statistics(node) and mutated_arguments(node):
+            return self._cost.nodes[node.name].repeated is not None
         return node.target is dropout_mask or not draws(node)
 
     def _is_expensive(self, node: fx.Node) -> bool:
