@@ -125,7 +125,7 @@ def operation_cost(
     saves = _saves(line, gradients)
     return OperationCost(
         dtype=dtype,
-        forward=replace(forward_work(call, line), gradients=tuple(gradients.items())),
+        forward=_forward(call, line, gradients),
         backward_input=_backward("activation", call, line, gradients, saves),
         backward_weight=_backward("weight", call, line, gradients, saves),
         saves=saves,
@@ -138,10 +138,28 @@ def operation_cost(
     )
 
 
+def _forward(call: Call, line: Operation, gradients: Mapping[str, str]) -> Work:
+    """Return the work of a call of a model, which may make values for its backward."""
+    work = replace(forward_work(call, line), gradients=tuple(gradients.items()))
+    if not gradients:
+        return work
+    more = line.decomposed(call)[0] if line.decomposed else ()
+    return replace(work, bytes=work.bytes + _kept_by_kernels(call, line), then=more)
+
+
+def _kept_by_kernels(call: Call, line: Operation) -> Size:
+    """Return the bytes that the forward's kernel writes besides, and the backward's reads."""
+    return line.keeps(call) if line.gives_kept and line.keeps else 0
+
+
 def forward_work(call: Call, line: Operation) -> Work:
     """Return the work of a call: read its arguments, write its results."""
     written = _bytes(call.outputs)
-    read = written if line.sparse_read else sum((_bytes(tensors) for tensors in _tensors_of(call).values()), start=0)
+    read = (
+        (0 if line.writes_alone else written)
+        if line.sparse_read or line.writes_alone
+        else sum((_bytes(tensors) for tensors in _tensors_of(call).values()), start=0)
+    )
     besides = line.copies[0] * _first_bytes(call)
     return _work(line.products(call) if line.products else (), read + written + besides, line.launches, line.family, call, "forward")
 
@@ -197,9 +215,11 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     made = sum((_bytes(tensors[name]) for name in wanted), start=0)
     half: Half = "backward_input" if kind == "activation" else "backward_weight"
     launches = 1 if is_joint else len(wanted) + len(narrow)
+    kept += _kept_by_kernels(call, line)
     work = _work(products, kept + _bytes(call.outputs) + made + besides, launches, line.family, call, half)
     summed = [name for name in wanted if line.family == "matrix product" and not known.get(name) and _is_broadcast(call, tensors[name])]
-    return replace(work, gradients=tuple(gradients.items()), beside=len(summed) * _bytes(call.outputs))
+    more = line.decomposed(call)[1] if line.decomposed else ()
+    return replace(work, gradients=tuple(gradients.items()), beside=len(summed) * _bytes(call.outputs), then=more)
 
 
 def _is_passed(call: Call, line: Operation, name: str) -> bool:

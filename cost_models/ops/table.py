@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from cost_models.ops import contractions as recurrent
 from cost_models.ops.contractions import Products, as_attention, attention, attention_gradients, contraction, operand_gradients
-from cost_models.ops.work import Family
+from cost_models.ops.work import Family, Work
 from passes.ir.tensor_spec import Size, TensorSpec, numel
 from passes.normalize.randomness.fused_attention import fused_attention
-from passes.rules.call import Call
+from passes.rules.call import Call, tensors_in
 from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 from passes.spmd.decompose.attention_block import attention_block, attention_block_backward
@@ -31,6 +31,9 @@ from passes.spmd.decompose.attention_block import attention_block, attention_blo
 __all__ = ["OPERATIONS", "Operation"]
 
 aten = torch.ops.aten
+
+
+Kernels: TypeAlias = tuple[Work, ...]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Operation:
         keeps: bytes that the backward keeps besides arguments and results.
         working: bytes that the backward makes and frees besides: a loss reads a gradient of logarithms of probabilities.
         sparse_read: reads only as much of its first argument as it writes (a table lookup).
+        writes_alone: reads no element of its arguments (zeros like a tensor).
+        gives_kept: the kernel of a forward that trains writes ``keeps``, and that of the backward reads it (indices of maxima).
+        decomposed: further kernels of the forward and of the backward, where autograd decomposes the call.
         launches: kernels of the forward.
         copies: how often further kernels of the forward, and of the backward, move the bytes of the first argument: a loss is computed from
             logarithms of probabilities, which are written and read.
@@ -58,6 +64,9 @@ class Operation:
     keeps: Callable[[Call], Size] | None = None
     working: Callable[[Call], Size] | None = None
     sparse_read: bool = False
+    writes_alone: bool = False
+    gives_kept: bool = False
+    decomposed: Callable[[Call], tuple[Kernels, Kernels]] | None = None
     launches: int = 1
     copies: tuple[int, int] = (0, 0)
     passes_gradient: bool = False
@@ -114,6 +123,12 @@ def _attention_rows(call: Call) -> Size:
 
 def _pool_indices(call: Call) -> Size:
     return call.result.numel * torch.int64.itemsize
+
+
+def _by_indices(call: Call) -> tuple[Kernels, Kernels]:
+    """Return the kernels that compute the indices of nearest elements along each dimension, and zeros to which gradients are added."""
+    (size,) = (tensor.bytes for tensor in tensors_in(call.values[0][1]))
+    return (Work(0, 0, 1, "pointwise"),) * (4 * (len(call.result.shape) - 2)), (Work(0, size, 1, "movement"),)
 
 
 def _dropout_mask(call: Call) -> Size:
@@ -234,10 +249,18 @@ LOSSES: Mapping[Any, Operation] = {
 POOLING: Mapping[Any, Operation] = {
     **_lines(_saving("self"), aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d),
     **_lines(_saving("self"), aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.adaptive_avg_pool3d),
-    **_lines(_saving("self", keeps=_pool_indices), aten.max_pool1d, aten.max_pool2d, aten.max_pool3d),
-    **_lines(_saving("self", keeps=_pool_indices), aten.adaptive_max_pool1d, aten.adaptive_max_pool2d),
-    **_lines(_saving(), aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten.upsample_linear1d),
-    **_lines(_saving(), aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_trilinear3d, aten.pad, aten.constant_pad_nd),
+    **_lines(_saving("self", keeps=_pool_indices, gives_kept=True), aten.max_pool1d, aten.max_pool2d, aten.max_pool3d),
+    **_lines(_saving("self", keeps=_pool_indices, gives_kept=True), aten.adaptive_max_pool1d, aten.adaptive_max_pool2d),
+    **_lines(_saving(decomposed=_by_indices, copies=(0, 1)), aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d),
+    **_lines(
+        _saving(),
+        aten.upsample_linear1d,
+        aten.upsample_bilinear2d,
+        aten.upsample_bicubic2d,
+        aten.upsample_trilinear3d,
+        aten.pad,
+        aten.constant_pad_nd,
+    ),
     aten.grid_sampler: _saving("input grid"),
 }
 
@@ -283,9 +306,11 @@ MOVEMENT: Mapping[Any, Operation] = {
     **_lines(_saving(), aten.clone, aten.contiguous, aten.copy, aten.to, aten.type_as, aten.lift_fresh_copy),
     **_lines(_saving(), aten.repeat, aten.repeat_interleave, aten.tile, aten.roll, aten.flip, aten.tril, aten.triu),
     **_lines(_saving(sparse_read=True), aten.slice, aten.select, aten.narrow, aten.slice_scatter, aten.select_scatter),
-    **_lines(_saving(), aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.full, aten.full_like, aten.arange, aten.linspace),
-    **_lines(_saving(), aten.new_zeros, aten.new_ones, aten.new_full, aten.eye, aten.one_hot, aten.fill, aten.zero, aten.scalar_tensor),
-    **_lines(_saving(), aten.empty, aten.empty_like, aten.new_empty, aten.rand, aten.randn, aten.rand_like, aten.randn_like),
+    **_lines(_saving(writes_alone=True), aten.zeros, aten.zeros_like, aten.ones, aten.ones_like, aten.full, aten.full_like, aten.arange),
+    **_lines(_saving(writes_alone=True), aten.new_zeros, aten.new_ones, aten.new_full, aten.linspace, aten.eye, aten.scalar_tensor),
+    **_lines(_saving(writes_alone=True), aten.empty, aten.empty_like, aten.new_empty, aten.rand, aten.randn, aten.rand_like),
+    **_lines(_saving(writes_alone=True), aten.randn_like, aten.fill, aten.zero),
+    aten.one_hot: _saving(),
     **_lines(_saving(), aten.reshape, aten.flatten, aten.unflatten, aten.unfold, aten.im2col, aten.col2im),
     **_lines(_saving(), aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle),
     **_lines(_saving(), aten.detach, aten.alias),

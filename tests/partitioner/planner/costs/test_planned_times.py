@@ -306,3 +306,12 @@ def test_convolutions_compute_all_gradients_at_once(mesh: Mapping[str, int], opt
     simulated = pm.simulate()
     assert pm.plan.step_time == pytest.approx(simulated.step_time, rel=0.03)
     assert max(pm.plan.memory) == pytest.approx(max(simulated.peak_memory), rel=0.05)
+
+
+def test_resizing_takes_the_kernels_into_which_autograd_decomposes_it() -> None:
+    """Indices of nearest elements forward, and a sum by them backward; a pool writes the indices of its maxima."""
+    with torch.device("meta"):
+        layers = (nn.Conv2d(64, 64, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.Upsample(scale_factor=2))
+        model, x = nn.Sequential(nn.Conv2d(64, 64, 1), *layers), torch.zeros(2, 64, 128, 128)
+    pm = partition(model, 1, "model", example_inputs=(x,), cluster="h100:1x1", progress=False)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.02)
