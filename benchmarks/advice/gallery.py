@@ -74,4 +74,5 @@ def _reason(chosen: Row) -> str:
     if chosen.step_time is None:
         return chosen.reason.splitlines()[0]
     over = f" Its simulated peak exceeds the memory limit by {format_bytes(chosen.over_limit)}." if chosen.over_limit else ""
-    return f"`{chosen.mesh}`: bound by {chosen.bound_by}; next: {chosen.runner_up}.{over}"
+    following = f" Next: {chosen.runner_up}." if chosen.runner_up else ""
+    return f"`{chosen.mesh}`: {chosen.bound_by}.{following}{over}"
