@@ -185,9 +185,15 @@ def words_of(plan: Plan) -> str:
 
 
 def recomputed_regions(plan: Plan) -> str:
-    """Return ``"7 of 12 regions"`` for a plan whose regions have policies of their own; an empty string for one policy."""
-    recomputed = sum(region.recompute != "none" for region in plan.regions)
-    return f"{recomputed} of {len(plan.regions)} regions" if plan.recompute == BY_REGION else ""
+    """Return ``"7 of 12 regions"`` for a plan whose regions have policies of their own; an empty string for one policy.
+
+    With selective regions, ``"5 full and 2 selective of 12 regions"``.
+    """
+    if plan.recompute != BY_REGION:
+        return ""
+    full, selective = (sum(region.recompute == policy for region in plan.regions) for policy in ("full", "selective"))
+    counts = " and ".join(f"{count} {policy}" for count, policy in ((full, "full"), (selective, "selective")) if count)
+    return f"{counts if selective else full} of {len(plan.regions)} regions"
 
 
 def candidate_words(candidate: Candidate) -> str:

@@ -1,8 +1,8 @@
 """Recompute no more regions than a plan must: of a plan that recomputes all, keep those whose activations fit.
 
-    block      0      1      2      3      4      5      6      7         memory
-    full       full   full   full   full   full   full   full   full      31 GiB of 80 GiB
-    chosen     full   full   full   none   none   none   none   none      79 GiB
+    block      0      1      2      3           4      5      6      7      memory
+    full       full   full   full   full        full   full   full   full   31 GiB of 80 GiB
+    chosen     full   full   full   selective   none   none   none   none   79 GiB
 
 The search compares one policy for all regions: ``"none"``, ``"selective"``, ``"full"``. Where the model does not fit without recomputation,
 each rank of the best plan then gets the cheapest policies of the regions of its stages that fit its memory (``solvers.region_policies``),
@@ -12,13 +12,12 @@ with the cuts and the schedule of that plan.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from partitioner.planner.costs.mixed_policies import mixed
-from partitioner.planner.costs.unit_costs import UnitCosts
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.solvers.region_policies import RegionCosts, cheapest_policies
 from partitioner.planner.solvers.stage_memory import Floats, Integers
@@ -28,8 +27,8 @@ from passes.ir.plan import Region
 
 __all__ = ["ChosenRegions", "keep_what_fits"]
 
-_POLICIES: tuple[Recompute, ...] = ("none", "full")
-"""Policies chosen for each region. ``"selective"`` is decided for all values of a stage together."""
+_POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""Policies chosen for each region; of ``"selective"``, the values that a plan with this policy alone recomputes in the region."""
 
 _ATTEMPTS = 6
 """How many choices are tried. The sum over regions counts values that several share once each, so the exact memory may exceed the limit."""
@@ -152,9 +151,15 @@ class _Choice:
         return choice
 
     def _solution(self, choice: Integers) -> Solution | None:
-        prices: UnitCosts = mixed(self._tables, choice)
+        prices = replace(mixed(self._tables, choice), recomputed=tuple(self._selected(choice)))
         starts = tuple(run.start for run in self._staged.runs)
         return self._problem.simulate(self._problem.with_prices(prices), self._staged.candidate, starts)
+
+    def _selected(self, choice: Integers) -> Iterator[frozenset[str]]:
+        """Yield for each kind of stage the nodes that regions with ``"selective"`` recompute."""
+        selective, unit_of = _POLICIES.index("selective"), self._problems.points.unit_of
+        for names in self._tables[selective].recomputed:
+            yield frozenset(name for name in names if choice[unit_of[name]] == selective)
 
     def _regions(self, policies: Sequence[int]) -> Iterator[Region]:
         for start, policy in zip(self.starts, policies, strict=True):
