@@ -90,6 +90,7 @@ class Stored:
         copies: copies of the message that a rank makes.
         again: whether the backward gathers it, too.
         kind: what messages can share: the type of an element.
+        is_there: whether it is gathered before all microbatches, so that only its gradient is sent.
     """
 
     place: int
@@ -101,6 +102,7 @@ class Stored:
     copies: int
     again: bool
     kind: object
+    is_there: bool = False
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,7 @@ def _gathers(
         parameters = () if index in seen else by_place.get(order[index][0], ())
         seen.add(index)
         for each in parameters:
-            if again and not each.again:
+            if each.is_there or (again and not each.again):
                 continue
             given, key = each.size / each.links.n_ranks, (each.dimension, each.kind)
             message, most = bundles.get(key), bytes_of_bundle(each.links.n_ranks)

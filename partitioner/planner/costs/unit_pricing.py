@@ -437,13 +437,11 @@ class _Microbatch:
             if not exchange.is_stored or exchange.forward != "all_gather":
                 backward += is_repeated * forward
                 activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside))
-            elif is_of_step:
-                once[0, unit] += forward
-                if exchange.dimension in SCATTERED_ONCE:
-                    once[1, unit] += backward
-                else:
-                    seconds[1, unit] += backward
-            elif is_small and self.n_stages > 1:
+            elif is_of_step and exchange.dimension in SCATTERED_ONCE:
+                once[:, unit] += forward, backward
+            elif is_of_step and self.n_stages > 1:
+                once[0, unit], seconds[1, unit] = once[0, unit] + forward, seconds[1, unit] + backward
+            elif is_small and not is_of_step and self.n_stages > 1:
                 seconds[0, unit] += forward
                 seconds[1, unit] += backward + (is_repeated and exchange.regather is None) * forward
             else:
@@ -461,8 +459,10 @@ class _Microbatch:
                         int(runs > 1),
                         is_read or is_repeated,
                         kind,
+                        is_of_step,
                     )
                 )
+                once[0, unit] += is_of_step * forward
         return seconds, once, (stored, activations)
 
     @cached_property
