@@ -27,6 +27,7 @@ from passes.autograd.joint_graph import JointNodes, computed_by
 from passes.autograd.trace_joint import Joint
 from passes.graph.aliasing import OWN_MEMORY
 from passes.graph.fake_tensors import fake_mode
+from passes.graph.schemas import draws
 from passes.ir.comm.functional import COLLECTIVES, all_gather, keep_first, local_index, put_runs, replicate, take, take_runs, vary
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 from passes.spmd.decompose.ring_attention import RING_STATE
@@ -138,13 +139,15 @@ def _is_sent_or_drawn(node: fx.Node, nodes: JointNodes) -> bool:
 
 
 def _is_free(node: fx.Node, nodes: JointNodes) -> bool:
-    """Return whether a value is a view, or gathered again, or the own part of one.
+    """Return whether a value is a view, or gathered again, or the own part of one, but for that of a mask: it is saved, not the whole mask.
 
     Of ranks with parts of different sizes, one may have a view of its part where another makes a copy: all save it.
     """
     call = computed_by(node)
     if node in nodes.bound_views or call.target in GATHERS or call.target in LOCAL - OWN_PARTS:
         return True
+    if call.target in OWN_PARTS and any(draws(computed_by(source)) for source in call.all_input_nodes):
+        return False
     return (call.target in OWN_PARTS or nodes.is_view(call)) and not (nodes.has_uneven_parts and not _is_whole(node, nodes))
 
 

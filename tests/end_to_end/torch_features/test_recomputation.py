@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.live_storages import LiveStorages
-from partitioner import partition
+from partitioner import Constraints, partition
+from passes.ir.schedule import ActionKind
+from passes.normalize.randomness.functional_rng import dropout_mask
 from tests.support.running.slow_values import all_but, slow
 
 MODES: dict[str, tuple[int, Any, dict[str, Any]]] = {
@@ -190,3 +192,25 @@ def test_sequential_tiles_of_a_model_with_checkpoints() -> None:
     """Every tile is recomputed: the plan has no other regions."""
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     assert check_step(Convolutions().double(), x, 1, {"tile": 4}) == "full"
+
+
+def test_selective_recomputation_saves_the_own_part_of_a_mask() -> None:
+    """Ranks that share a sequence draw the mask of all of it, and drop values of their positions alone."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv, self.out, self.dropout = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, key, value = self.qkv(self.norm(x)).view(-1, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            attended = nn.functional.scaled_dot_product_attention(query, key, value)
+            result: Tensor = x + self.dropout(self.out(attended.transpose(1, 2).reshape(-1, 8, 16)))
+            return result
+
+    axes = Constraints(axes={"heads": "tensor", "sequence": "tensor"})
+    options: dict[str, Any] = {"recompute": "selective", "constraints": axes, "training": True, "progress": False}
+    pm = partition(nn.Sequential(Layer(), Layer()), 2, "tensor", example_inputs=(torch.randn(2, 8, 16),), **options)
+    masks = [node for node in pm.graphs[0].graph.nodes if dropout_mask in (node.target, *node.args)]
+    assert len(masks) == 2
+    assert all(user.meta["section"].kind is ActionKind.FORWARD for mask in masks for user in mask.users)
