@@ -28,7 +28,7 @@ from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSele
 from partitioner.planner.costs.memory.lifetimes import Flags, Saving, Values, lifetimes
 from partitioner.planner.costs.memory.shared_weights import uses_apart
 from partitioner.planner.solvers.stage_memory import Floats, GradientMessages, Integers, TransientMemory
-from passes.emit.coalesce_collectives import ALONE_BYTES, bytes_of_bundle
+from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle
 from passes.emit.overlap_collectives import MOST_UNDER_WAY
 
 __all__ = ["Gradient", "WorkingMemory"]
@@ -128,9 +128,9 @@ class WorkingMemory:
         message_sizes = np.where(sum_sizes > 0, sum_sizes, sizes)
         is_sent = values.has_gradient & values.is_weight & is_shared & (alone | ~values.is_once | (not self._cost.scattered_once))
         is_large = message_sizes >= ALONE_BYTES
-        backward = unsent.copy()
-        for mask in (is_sent & is_large, is_sent & ~is_large):  # small ones, sent together, do not hold up the others
-            backward += self._sent_alive(values.gradient_first, message_sizes, mask)
+        backward = unsent + self._sent_alive(values.gradient_first, message_sizes, is_sent & is_large)
+        parts = message_sizes * shard_sizes / np.maximum(sizes, 1)
+        backward += self._coalesced_alive(values.gradient_first, message_sizes - parts, is_sent & ~is_large)
         messages = self._messages(values.gradient_first, message_sizes, is_sent, is_large, unsent)
         coalesced = np.bincount(self._unit[values.first[small]], sizes[small], n_units) * (1 if alone else _BUNDLES)
         n_ranks = round(float((sizes[small] / shard_sizes[small]).max(initial=0.0)))
@@ -193,6 +193,16 @@ class WorkingMemory:
         until = first.copy()
         until[sent[:-MOST_UNDER_WAY]] = first[sent[MOST_UNDER_WAY:]]
         return self._alive(sizes, mask, until, first - 1)
+
+    def _coalesced_alive(self, first: Integers, sizes: Floats, mask: Flags) -> Floats:
+        """Return (2 x calls,) bytes of small gradients, made in phases ``first``, that wait for those that share their message.
+
+        Args:
+            sizes: of those, without the rank's part of their sum, which counts from then on.
+        """
+        made = np.bincount(first[mask], sizes[mask], 2 * self._n_steps)
+        waiting: Floats = np.minimum(np.cumsum(made[::-1])[::-1] - made, BUNDLE_BYTES)
+        return waiting
 
     def _gradients_alive(self, gradients: Sequence[Gradient], n_units: int) -> tuple[Floats, Floats]:
         """Return (2 x calls,) bytes of the gradients that the unit of each phase has computed by then, and (N,) those of each unit."""
