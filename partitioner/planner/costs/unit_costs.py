@@ -19,17 +19,29 @@ from functools import cache, cached_property
 
 import numpy as np
 
+from cost_models.formulas.symbols import Numbers
 from cost_models.hardware.clusters import Device
+from cost_models.ops.cost import OperationCost
 from partitioner.planner.costs.cut_points import Expansion
 from partitioner.planner.costs.time_fractions import TimeFractions
 from partitioner.planner.solvers.stage_memory import Floats, Integers, TransientMemory
 from partitioner.planner.solvers.stage_problem import Gathered, Shared, Units
 from passes.autograd.recompute import Recompute
 
-__all__ = ["LIMITS", "Amounts", "MicrobatchCosts", "MicrobatchTimes", "UnitCosts", "repeat", "stack"]
+__all__ = ["LIMITS", "Amounts", "MicrobatchCosts", "MicrobatchTimes", "UnitCosts", "repeat", "seconds_by_limit", "stack"]
 
 LIMITS = ("arithmetic", "memory traffic", "starting kernels")
 """The possible bottlenecks of a call."""
+
+
+def seconds_by_limit(cost: OperationCost, device: Device, numbers: Numbers, share: float) -> Floats:
+    """Return (3,) seconds of a call by the bottleneck of each kernel: that which takes longest alone; ``share``: factor of formulas."""
+    seconds = np.zeros(len(LIMITS))
+    for work in (work for half in (cost.forward, cost.backward_input, cost.backward_weight) for work in (half, *half.then)):
+        arithmetic, traffic = numbers[work.flops] * share / device.flops(cost.dtype), numbers[work.bytes] * share / device.bandwidth
+        by_limit = (arithmetic, traffic, work.launches * device.launch_overhead)
+        seconds[by_limit.index(max(by_limit))] += max(by_limit)
+    return seconds
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,9 @@ from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import Exchange, GradientSum
 from partitioner.planner.costs.cut_points import CutPoints, Expansion
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
-from partitioner.planner.costs.overlap import Activation, CallSeconds, FirstHalf, GradientOfCall, Repeat, Stored, waiting_for_messages
-from partitioner.planner.costs.unit_costs import LIMITS, Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
+from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Repeat, Stored
+from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_for_messages
+from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts, seconds_by_limit
 from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.planner.solvers.stage_problem import Shared, Units, Value
 from passes.autograd.recompute import Recompute
@@ -448,20 +449,11 @@ class _Microbatch:
                 sent = size * exchange.wider if exchange.backward is not None else 0.0
                 is_read = exchange.regather is not None and exchange.value in pricing.read_by_backward
                 kind = pricing.dtypes.get(exchange.value)
-                stored.append(
-                    Stored(
-                        place,
-                        pricing.parameter_of(exchange.value),
-                        exchange.dimension,
-                        size,
-                        sent,
-                        links,
-                        int(runs > 1),
-                        is_read or is_repeated,
-                        kind,
-                        is_of_step,
-                    )
+                parameter = pricing.parameter_of(exchange.value)
+                message = Stored(
+                    place, parameter, exchange.dimension, size, sent, links, int(runs > 1), is_read or is_repeated, kind, is_of_step
                 )
+                stored.append(message)
                 once[0, unit] += is_of_step * forward
         return seconds, once, (stored, activations)
 
@@ -498,13 +490,7 @@ class _Microbatch:
     @cached_property
     def limits(self) -> Floats:
         """(3, N, K) seconds of each unit's calls by their bottleneck, one of ``LIMITS``: that which takes longest alone."""
-        pricing, numbers, share = self.pricing, self._numbers, self._share
-        seconds = np.zeros((len(pricing.distinct), len(pricing.kinds), len(LIMITS)))
-        for (index, cost), (kind, device) in itertools.product(enumerate(pricing.distinct), enumerate(pricing.kinds)):
-            halves = (cost.forward, cost.backward_input, cost.backward_weight)
-            for work in (work for half in halves for work in (half, *half.then)):
-                arithmetic, traffic = numbers[work.flops] * share / device.flops(cost.dtype), numbers[work.bytes] * share / device.bandwidth
-                by_limit = (arithmetic, traffic, work.launches * device.launch_overhead)
-                seconds[index, kind, by_limit.index(max(by_limit))] += max(by_limit)
+        pricing, facts = self.pricing, (self._numbers, self._share)
+        seconds = np.array([[seconds_by_limit(cost, device, *facts) for device in pricing.kinds] for cost in pricing.distinct])
         limits: Floats = np.einsum("nc,ckl->lnk", pricing.calls, seconds)
         return limits

@@ -11,7 +11,8 @@ from torch import nn
 from cost_models.collectives.algorithms import GroupLinks
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from partitioner import partition
-from partitioner.planner.costs.overlap import Activation, CallSeconds, FirstHalf, GradientOfCall, Repeat, Stored, waiting_for_messages
+from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Repeat, Stored
+from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_for_messages
 from tests.support.running.slow_values import all_but
 
 LARGE = 4 * 2**20

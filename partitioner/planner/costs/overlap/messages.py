@@ -1,0 +1,284 @@
+"""Messages of a step of one rank, of parameters, their gradients, and values, in the order of its calls."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from cost_models.collectives.algorithms import Collective, GroupLinks
+from cost_models.simulator.contention import Passage
+from cost_models.simulator.tasks import Transfer
+from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle
+from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+
+__all__ = [
+    "Activation",
+    "GradientOfCall",
+    "Message",
+    "Repeat",
+    "Stored",
+    "backward_order",
+    "by_place",
+    "calls_in_order",
+    "gathers_of",
+    "passage_of",
+    "reductions_of",
+]
+
+
+class Repeat(NamedTuple):
+    """The calls of a folded model's repeated block, and how many blocks follow each other that are all like it.
+
+    Attributes:
+        start, stop: the first place of the block, and the place after its last.
+        n_copies: how many copies it stands for.
+    """
+
+    start: int
+    stop: int
+    n_copies: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The collectives of one parameter that is stored in parts, around the first call that reads it.
+
+    Attributes:
+        place: of the call.
+        parameter: its name.
+        dimension: mesh dimension over which it is stored.
+        size: bytes of the parameter, as it is gathered.
+        sent: bytes of the gradient, as it is scattered; 0: it has none.
+        links: along the dimension.
+        copies: copies of the message that a rank makes.
+        again: whether the backward gathers it, too.
+        kind: what messages can share: the type of an element.
+        is_there: whether it is gathered before all microbatches, so that only its gradient is sent.
+    """
+
+    place: int
+    parameter: str
+    dimension: str
+    size: float
+    sent: float
+    links: GroupLinks
+    copies: int
+    again: bool
+    kind: object
+    is_there: bool = False
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Collectives of values, which are waited for at once.
+
+    Attributes:
+        place: of the call that reads the value.
+        dimension: mesh dimension whose ranks communicate.
+        forward, backward: seconds.
+        links: along the dimension.
+        is_beside: whether the backward sends it while the weight half of its call is computed.
+    """
+
+    place: int
+    dimension: str
+    forward: float
+    backward: float
+    links: GroupLinks
+    is_beside: bool = False
+
+
+@dataclass(frozen=True)
+class GradientOfCall:
+    """The gradient of a parameter that ranks sum once a step.
+
+    Attributes:
+        place: of the first call that reads the parameter.
+        parameter: its name.
+        dimension: mesh dimension over which it is summed.
+        size: bytes, as it is sent.
+        held: bytes, as it is stored.
+        links: along the dimension.
+    """
+
+    place: int
+    parameter: str
+    dimension: str
+    size: float
+    held: float
+    links: GroupLinks
+
+
+@dataclass(eq=False)
+class Message:
+    """A message of a step: of one value or of several small ones.
+
+    Attributes:
+        kind: of collective.
+        copies: copies that a rank makes of a message of one value.
+        size: bytes of all values, as they are sent.
+        n_values: how many values there are.
+        held: bytes of the gradients that it sums, as they are stored.
+        awaits: the scatters whose results it sums.
+        following: the gather that starts when this one is waited for.
+        transfer: the message, once it has started.
+        is_awaited: whether the program has waited for it.
+    """
+
+    kind: Collective
+    dimension: str
+    links: GroupLinks
+    copies: int
+    size: float = 0.0
+    n_values: int = 0
+    held: float = 0.0
+    awaits: list[Message] = field(default_factory=list)
+    following: Message | None = None
+    transfer: Transfer | None = None
+    is_awaited: bool = False
+
+    def add(self, size: float) -> None:
+        """Add a value of ``size`` bytes."""
+        self.size += size
+        self.n_values += 1
+
+    @property
+    def copying(self) -> float:
+        """Seconds of the rank's own processor for copies of the message."""
+        return (1 if self.n_values > 1 else self.copies) * self.links.copying(self.size)
+
+    @property
+    def passage(self) -> Passage:
+        """How it goes over the links."""
+        seconds = self.links.seconds(self.kind, self.size)
+        return passage_of(seconds, min(self.links.seconds(self.kind, 0.0), seconds), self.links)
+
+
+def passage_of(seconds: float, latency: float, links: GroupLinks) -> Passage:
+    """Return how a message of a group goes over links; of a group in several nodes, over those inside with a part of their bandwidth."""
+    ring = links.ring
+    ports = {link.name: min(1.0, ring.bandwidth / link.bandwidth) for _, link in links.levels} or {ring.name: 1.0}
+    return Passage(latency, seconds - latency, ports, {}, ring.host_share)
+
+
+def calls_in_order(n_calls: int, repeat: Repeat | None) -> Iterator[tuple[int, float]]:
+    """Yield (place of a call, fraction of its waits that this copy of it stands for), with some copies of the repeated block."""
+    if repeat is None:
+        yield from ((place, 1.0) for place in range(n_calls))
+        return
+    yield from ((place, 1.0) for place in range(repeat.start))
+    block = range(repeat.start, repeat.stop)
+    n_run = min(repeat.n_copies, max(_LEAST_COPIES, _CALLS_OF_COPIES // len(block)))
+    n_alike = (repeat.n_copies - 2) / (n_run - 2) if n_run > 2 else 1.0  # all but the first and the last
+    for copy in range(n_run):
+        share = (n_alike if 0 < copy < n_run - 1 else 1.0) / repeat.n_copies
+        yield from ((place, share) for place in block)
+    yield from ((place, 1.0) for place in range(repeat.stop, n_calls))
+
+
+_LEAST_COPIES = 3
+"""Copies of a repeated block that are run if there are as many: a first, a last, and one whose waits are those of all others."""
+
+_CALLS_OF_COPIES = 240
+"""Of small blocks, of which several share a message, as many copies as have so many calls are run."""
+
+
+def backward_order(order: Sequence[tuple[int, float]], recomputed: Sequence[float], regions: Collection[int]) -> Iterator[tuple[int, bool]]:
+    """Yield (index in the order of the forward, whether it is computed again) for each call of a backward: a region is recomputed first."""
+    begins = [index for index, (place, _) in enumerate(order) if place in regions] if regions else [*range(len(order))]
+    begins = sorted({0, *begins})
+    for begin, end in reversed([*itertools.pairwise([*begins, len(order)])]):
+        yield from ((index, True) for index in range(begin, end) if recomputed[order[index][0]])
+        yield from ((index, False) for index in reversed(range(begin, end)))
+
+
+def gathers_of(
+    stored: Sequence[Stored], order: Sequence[tuple[int, float]], indices: Sequence[int], chain: list[Message], *, again: bool
+) -> dict[int, list[Message]]:
+    """Return number of a call in a pass -> the gathers of parameters that it is the first to read; small ones share messages.
+
+    Args:
+        indices: of the calls of the pass, as they follow each other, in the order of the forward.
+        chain: the gathers before those of the pass, of which each starts the next one; those of the pass are appended.
+        again: whether the pass is a backward.
+    """
+    found: dict[int, list[Message]] = {}
+    stored_at, bundles, seen = by_place(stored), dict[Hashable, Message](), set[int]()
+    for number, index in enumerate(indices):
+        parameters = () if index in seen else stored_at.get(order[index][0], ())
+        seen.add(index)
+        for each in parameters:
+            if each.is_there or (again and not each.again):
+                continue
+            given, key = each.size / each.links.n_ranks, (each.dimension, each.kind)
+            message, most = bundles.get(key), bytes_of_bundle(each.links.n_ranks)
+            if message is None or given >= ALONE_BYTES or message.size / each.links.n_ranks + given > most:
+                message = Message("all_gather", each.dimension, each.links, each.copies)
+                if chain:
+                    chain[-1].following = message
+                chain.append(message)
+                if given < ALONE_BYTES:
+                    bundles[key] = message
+            message.add(each.size)
+            found.setdefault(number, []).append(message)
+    return found
+
+
+def reductions_of(stored: Sequence[Stored], sums: Sequence[GradientOfCall], order: Sequence[tuple[int, float]]) -> dict[int, list[Message]]:
+    """Return index of a call -> the scatters and sums of gradients that its backward completes; small gradients share messages."""
+    found: dict[int, list[Message]] = {}
+    stored_at, sums_at = by_place(stored), by_place(sums)
+    bundles, buckets = dict[Hashable, tuple[int, Message]](), dict[Hashable, tuple[int, Message]]()
+    n_buckets, scatters, small = Counter[Hashable](), dict[str, list[Message]](), set[str]()
+
+    def close(started: tuple[int, Message]) -> None:
+        found.setdefault(started[0], []).append(started[1])
+
+    for index in reversed(range(len(order))):
+        place = order[index][0]
+        scatters.update((each.parameter, []) for each in stored_at.get(place, ()))
+        for each in stored_at.get(place, ()):
+            if not each.sent:
+                continue
+            key, message = (each.dimension, each.kind), Message("reduce_scatter", each.dimension, each.links, each.copies)
+            if each.sent < ALONE_BYTES:
+                small.add(each.parameter)
+                if key in bundles and bundles[key][1].size < BUNDLE_BYTES:
+                    message = bundles[key][1]
+                elif key in bundles:
+                    close(bundles[key])
+                bundles[key] = index, message
+            else:
+                close((index, message))
+            message.add(each.sent)
+            scatters[each.parameter].append(message)
+        for gradient in sums_at.get(place, ()):
+            key = gradient.dimension, gradient.parameter in small
+            bucket = buckets.get(key)
+            if bucket is not None and bucket[1].held >= (BUCKET_BYTES if n_buckets[key] > 1 else FIRST_BUCKET_BYTES):
+                close(bucket)
+                bucket = None
+            if bucket is None:
+                n_buckets[key] += 1
+                bucket = index, Message("all_reduce", gradient.dimension, gradient.links, 1)
+            bucket[1].add(gradient.size)
+            bucket[1].held += gradient.held
+            bucket[1].awaits += scatters.get(gradient.parameter, ())
+            buckets[key] = index, bucket[1]
+    for started in (*bundles.values(), *buckets.values()):
+        close(started)
+    return found
+
+
+_Place = TypeVar("_Place", Stored, Activation, GradientOfCall)
+
+
+def by_place(items: Sequence[_Place]) -> dict[int, list[_Place]]:
+    """Return place of a call -> the items around it."""
+    found: dict[int, list[_Place]] = {}
+    for each in items:
+        found.setdefault(each.place, []).append(each)
+    return found

@@ -1,0 +1,144 @@
+"""Seconds that calls wait for collectives which run while ranks compute: by the clock of the simulator, one rank's microbatch.
+
+forward     links        gather w1 ====  gather w2 ====     gather w3 =====
+            computing                   call 1 ########     call 2 ###     call 3 #######
+                                                                      |---|  call 3 waits: its gather began with call 2
+
+backward    links        gather w2 ====  scatter dw3 ====  gather w1 ====  scatter dw2 ====
+            computing    call 3 ########  call 2 ##########               call 1 ########
+                                                                 |-------|
+
+The order is that of programs (``overlap_collectives`` and ``coalesce_collectives`` in ``passes.emit``): parameters are gathered one message
+ahead of their use; a scatter or a sum starts when its last gradient is there, and at most two are under way; a gradient that is scattered
+over one mesh dimension is summed over another one after that; small parameters share messages. Messages of one mesh dimension follow each
+other, those of several share links. A matrix product computes each gradient by a kernel of its own, and messages run beside the second:
+
+    y = x w       dw | dx      dw is scattered while dx is computed; w is gathered for dx
+    y = x w + b   dx | dw      dx is reduced while dw is computed
+
+A folded model has a repeated block once: it is run three times or more, so that the waits of its copies are those of a long model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from partitioner.planner.costs.overlap.messages import (
+    Activation,
+    GradientOfCall,
+    Message,
+    Repeat,
+    Stored,
+    backward_order,
+    calls_in_order,
+    gathers_of,
+    reductions_of,
+)
+from partitioner.planner.costs.overlap.program import Program
+from partitioner.planner.solvers.stage_memory import Floats
+
+__all__ = ["CallSeconds", "FirstHalf", "waiting_for_messages"]
+
+
+FirstHalf: TypeAlias = Literal["", "activation", "weight"]
+"""``OperationCost.first_half``."""
+
+
+class CallSeconds(NamedTuple):
+    """Seconds of P calls, (P,) each.
+
+    Attributes:
+        forward: of the forward.
+        of_input, of_weight: of the halves of the backward.
+        casting: of casts of gradients of parameters to the type in which ranks sum them.
+        again: of the recomputation.
+    """
+
+    forward: Sequence[float]
+    of_input: Sequence[float]
+    of_weight: Sequence[float]
+    casting: Sequence[float]
+    again: Sequence[float]
+
+
+def waiting_for_messages(
+    stored: Sequence[Stored],
+    activations: Sequence[Activation],
+    sums: Sequence[GradientOfCall],
+    seconds: CallSeconds,
+    first: Sequence[FirstHalf],
+    regions: Sequence[int],
+    repeat: Repeat | None,
+    *,
+    is_alone: bool,
+) -> Floats:
+    """Return (2, P) seconds that calls wait for collectives, in the forward and in the backward.
+
+    Args:
+        sums: gradients that are summed while the backward computes.
+        first: the half of each call's backward that is computed first.
+        regions: the places at which regions of recomputation begin.
+        repeat: the repeated block; None: the model is not folded.
+        is_alone: whether there is one microbatch; of several, the waits are those of the second.
+    """
+    n_calls = len(seconds.forward)
+    order, program = list(calls_in_order(n_calls, repeat)), Program(activations)
+    chain = list[Message]()  # the forward of a microbatch starts the first gather of the next one
+    of_microbatches = [
+        (weight, gathers_of(stored, order, range(len(order)), chain, again=False)) for weight in ((1.0,) if is_alone else (0.0, 1.0))
+    ]
+    for weight, ahead in of_microbatches:
+        for number, (place, share) in enumerate(order):
+            program.gather(ahead.get(number, ()))
+            program.exchange(place, 0)
+            program.compute(place, 0, seconds.forward[place], weight * share)
+        backwards = list(backward_order(order, seconds.again, set(regions)))
+        gathers = gathers_of(stored, order, [index for index, _ in backwards], [], again=True)
+        reductions = reductions_of(stored, sums, order)
+        for number, (index, is_recomputation) in enumerate(backwards):
+            place, share = order[index]
+            if is_recomputation:
+                program.gather(gathers.get(number, ()))
+                program.compute(place, 1, seconds.again[place], weight * share)
+            else:
+                messages = gathers.get(number, ()), reductions.get(index, ())
+                _differentiate(program, place, seconds, first[place], *messages, weight * share)
+        program.finish()
+    return program.waiting(n_calls)
+
+
+def _differentiate(
+    program: Program,
+    place: int,
+    seconds: CallSeconds,
+    first: FirstHalf,
+    gathers: Sequence[Message],
+    reductions: Sequence[Message],
+    weight: float,
+) -> None:
+    """Append the backward of a call: its halves, each after the messages that it waits for, and the messages that it completes."""
+    of_weight, casting = seconds.of_weight[place], seconds.casting[place]
+    if first == "weight" and of_weight:
+        program.compute(place, 1, of_weight, weight)
+        early = () if casting else reductions
+        program.reduce_all(early)
+        program.gather(gathers)
+        program.compute(place, 1, seconds.of_input[place], weight)
+        program.exchange(place, 1)
+        program.compute(place, 1, casting, weight)
+        program.reduce_all(() if early else reductions)
+        return
+
+    def second() -> None:
+        program.compute(place, 1, of_weight + casting, weight)
+        program.reduce_all(reductions)
+
+    program.gather(gathers)
+    program.compute(place, 1, seconds.of_input[place], weight)
+    if first == "activation":
+        program.exchange(place, 1, beside=second)
+    else:
+        program.compute(place, 1, of_weight + casting, weight)
+        program.exchange(place, 1)
+        program.reduce_all(reductions)
