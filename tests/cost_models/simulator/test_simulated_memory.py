@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,14 +25,17 @@ ROWS, LENGTH, WIDTH = 16, 6, 48
 def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Measure, for each rank, the peak bytes of a step, as if it had a process to itself.
 
-    What one rank sends another is copied, as between devices; it keeps the operands of a collective until it has waited for the result,
-    however long the other ranks take. Of a parameter that ranks share here, each holds the gradient of its
-    block; the one ``.grad`` that adds these up is of no rank.
+    What one rank sends another is copied, as between devices, into memory that the receiver makes when it starts to receive; so is a
+    gathered value. A rank keeps the operands of a collective until it has waited for the result, however long the other ranks take. Of a
+    parameter that ranks share here, each holds the gradient of its block; the one ``.grad`` that adds these up is of no rank.
     """
     counter = LiveStorages()
-    advance, send, add = embedded._advance, embedded._EmbeddedTransport.send, gradient_slots._add
-    start, wait = embedded._EmbeddedTransport.start, embedded._EmbeddedTransport.wait
+    advance, add = embedded._advance, gradient_slots._add
+    transport = embedded._EmbeddedTransport
+    send, receive, start, wait = transport.send, transport.receive, transport.start, transport.wait
     operands: dict[tuple[int, Any], Sequence[Exchange]] = {}
+    received: dict[Any, Tensor] = {}
+    gathered: dict[tuple[int, Any], Sequence[Tensor]] = {}
     gradients_of_blocks: list[Tensor] = []
 
     def counted(rank: int, *rest: Any) -> None:
@@ -39,10 +43,15 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
         advance(rank, *rest)
 
     def copied(self: Any, tensor: Tensor, destination: int, tag: int) -> None:
-        counter.rank = destination
+        counter.rank = -1
         copy = tensor.clone()
         counter.rank = self.rank
         send(self, copy, destination, tag)
+
+    def made(self: Any, shape: Sequence[int], dtype: torch.dtype, source: int, tag: int) -> Any:
+        pending = receive(self, shape, dtype, source, tag)
+        received[pending] = torch.empty(tuple(shape), dtype=dtype)
+        return pending
 
     def started(self: Any, name: Any, group: tuple[int, ...], exchanges: Sequence[Exchange], operation: Any) -> Any:
         counter.rank = -1
@@ -50,12 +59,15 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
         pending = start(self, name, group, sent, operation)
         counter.rank = self.rank
         operands[self.rank, pending] = exchanges
+        if name == "all_gather":
+            gathered[self.rank, pending] = [each.tensor.new_empty(sum(map(math.prod, each.shapes))) for each in exchanges]
         return pending
 
     def waited(self: Any, pending: Any) -> Any:
+        gathered.pop((self.rank, pending), None)
         result = wait(self, pending)
         operands.pop((self.rank, pending), None)
-        return result
+        return received.pop(pending).copy_(result) if pending in received else result
 
     def added(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:
         rank = counter.rank
@@ -69,9 +81,8 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
 
     monkeypatch.setattr(gradient_slots, "_add", added)
     monkeypatch.setattr(embedded, "_advance", counted)
-    monkeypatch.setattr(embedded._EmbeddedTransport, "send", copied)
-    monkeypatch.setattr(embedded._EmbeddedTransport, "start", started)
-    monkeypatch.setattr(embedded._EmbeddedTransport, "wait", waited)
+    for name, function in (("send", copied), ("receive", made), ("start", started), ("wait", waited)):
+        monkeypatch.setattr(transport, name, function)
     with counter:
         step()
     return {rank: peak for rank, peak in counter.peaks.items() if rank >= 0}

@@ -117,7 +117,8 @@ def lifetimes(
         phases = [*(phase - 1 for phase in needs[allocation]), *(2 * call + 1 for call in again if call >= 0)]
         return max(min(phases, default=-1), 2 * saved_first[allocation] - 1)
 
-    weights = {each for each in all_allocations if cost.maker[each] in parameters or each in cost.gathered}
+    gathered = cost.gathered | cost.gathered_once
+    weights = {each for each in all_allocations if cost.maker[each] in parameters or each in gathered}
     is_weight = _flags(each in weights for each in all_allocations)
     is_kept = _flags(bool(saving.savers.get(each)) for each in all_allocations)
     is_needed = _flags(bool(saving.needed.get(each)) for each in all_allocations)

@@ -122,17 +122,22 @@ class WorkingMemory:
         forward += self._gathered_alive(values, sizes, values.is_gathered & ~small, back=False)
         forward[-1:] = np.maximum(forward[-1:], sizes @ (values.in_loss + values.is_returned * values.is_passing))
         is_shared = sizes > shard_sizes
-        of_inputs, of_weights = self._backward(values, sizes, sum_sizes, small, is_shared)
+        is_each = np.ones(len(sizes), np.bool_) if alone or not self._cost.scattered_once else ~values.is_once
+        of_inputs, of_weights = self._backward(values, sizes, sum_sizes, small, is_shared, is_each)
         computed, held = self._gradients_alive(gradients, n_units)
-        unsent = of_inputs + of_weights + computed - self._freed(values, sizes, alone=alone)
+        unsent = of_inputs + of_weights + computed - self._freed(values, sizes, is_shared, alone=alone)
         message_sizes = np.where(sum_sizes > 0, sum_sizes, sizes)
-        is_sent = values.has_gradient & values.is_weight & is_shared & (alone | ~values.is_once | (not self._cost.scattered_once))
+        is_sent = values.has_gradient & values.is_weight & is_shared & is_each
         is_large = message_sizes >= ALONE_BYTES
         backward = unsent + self._sent_alive(values.gradient_first, message_sizes, is_sent & is_large)
         parts = message_sizes * shard_sizes / np.maximum(sizes, 1)
-        backward += self._coalesced_alive(values.gradient_first, message_sizes - parts, is_sent & ~is_large)
+        is_small = is_sent & ~is_large
+        backward += self._coalesced_alive(values.gradient_first, message_sizes, parts, is_small)
         messages = self._messages(values.gradient_first, message_sizes, is_sent, is_large, unsent)
         coalesced = np.bincount(self._unit[values.first[small]], sizes[small], n_units) * (1 if alone else _BUNDLES)
+        if is_small.any():  # the parts of the last message arrive while the rank holds what it sent, but no more gathered weights
+            arriving = min(float(parts[is_small].sum()), BUNDLE_BYTES)
+            backward[values.gradient_first[is_small].min()] += max(arriving - coalesced.sum(), 0)
         n_ranks = round(float((sizes[small] / shard_sizes[small]).max(initial=0.0)))
         at_once = float(_BUNDLES * n_ranks * bytes_of_bundle(n_ranks)) if n_ranks else 0.0
         phases = 2 * self._starts
@@ -157,10 +162,17 @@ class WorkingMemory:
             self._of_stages[n_stages] = lifetimes(cost, order, self._selection, saving, self._parameters, self._casts)
         return self._of_stages[n_stages]
 
-    def _backward(self, values: Values, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags) -> tuple[Floats, Floats]:
+    def _backward(
+        self, values: Values, sizes: Floats, sum_sizes: Floats, small: Flags, is_shared: Flags, is_each: Flags
+    ) -> tuple[Floats, Floats]:
         """Return (2 x calls,) bytes in each phase of a backward: of all but gradients of weights, and of these until they are sent.
 
-        The phases of call n are 2 n + 1, which comes first, and 2 n. ``is_shared``: (V,) whether ranks store shards of the value.
+        The phases of call n are 2 n + 1, which comes first, and 2 n.
+
+        Args:
+            small: (V,) whether it is gathered with others.
+            is_shared: (V,) whether ranks store shards of the value.
+            is_each: (V,) whether each backward sends its gradient; others are added whole, and count as gradients at once.
         """
         is_value = values.has_gradient & ~values.is_returned & ~values.is_weight & (values.gradient_first <= values.gradient_last)
         is_summed = values.has_gradient & values.is_weight & (is_shared | (sum_sizes > 0))
@@ -168,7 +180,8 @@ class WorkingMemory:
         of_inputs += self._gathered_alive(values, sizes, values.is_gathered_back & ~small, back=True)
         of_inputs += self._alive(sizes, values.is_recomputed, values.needed_first, values.needed_last | 1)
         made, last = values.gradient_first, np.maximum(values.gradient_last, values.gradient_first)
-        return of_inputs, self._alive(sizes, is_summed, made, last) + self._alive(sum_sizes, is_summed, made, made)
+        of_weights = self._alive(sizes, is_summed & is_each, made, last) + self._alive(sum_sizes, is_summed & is_each, made, made)
+        return of_inputs, of_weights + self._alive(sizes, is_summed & ~is_each & (sum_sizes > 0), made, made)
 
     def _messages(self, first: Integers, sizes: Floats, is_sent: Flags, is_large: Flags, unsent: Floats) -> GradientMessages:
         """Return the messages of all units: of gradients that are made in phases ``first``, if they are sent.
@@ -194,13 +207,13 @@ class WorkingMemory:
         until[sent[:-MOST_UNDER_WAY]] = first[sent[MOST_UNDER_WAY:]]
         return self._alive(sizes, mask, until, first - 1)
 
-    def _coalesced_alive(self, first: Integers, sizes: Floats, mask: Flags) -> Floats:
+    def _coalesced_alive(self, first: Integers, sizes: Floats, parts: Floats, mask: Flags) -> Floats:
         """Return (2 x calls,) bytes of small gradients, made in phases ``first``, that wait for those that share their message.
 
         Args:
-            sizes: of those, without the rank's part of their sum, which counts from then on.
+            parts: bytes of the rank's part of the sum of each, which counts as a gradient from then on.
         """
-        made = np.bincount(first[mask], sizes[mask], 2 * self._n_steps)
+        made = np.bincount(first[mask], (sizes - parts)[mask], 2 * self._n_steps)
         waiting: Floats = np.minimum(np.cumsum(made[::-1])[::-1] - made, BUNDLE_BYTES)
         return waiting
 
@@ -214,11 +227,16 @@ class WorkingMemory:
         np.add.at(held, unit, size)
         return self._alive(size, np.ones(len(size), np.bool_), 2 * self._starts[unit], last), held
 
-    def _freed(self, values: Values, sizes: Floats, *, alone: bool) -> Floats:
-        """Return (2 x calls,) bytes of the saved values that a backward has freed by each phase, but whose unit it has not left yet."""
+    def _freed(self, values: Values, sizes: Floats, is_shared: Flags, *, alone: bool) -> Floats:
+        """Return (2 x calls,) bytes of the saved values that a backward has freed by each phase, but whose unit it has not left yet.
+
+        So are gradients of results that were gathered: a backward begins with taking the rank's parts of them.
+        """
         mask = (values.saved_first >= 0) & (alone | ~values.is_once)
         start = 2 * self._starts[self._unit[values.saved_first]]
-        return self._alive(sizes, mask, start, values.freed_in)
+        taken = values.is_returned & values.has_gradient & is_shared
+        places = np.full(len(sizes), 2 * self._starts[-1]), np.full(len(sizes), 2 * self._n_steps - 3)
+        return self._alive(sizes, mask, start, values.freed_in) + self._alive(sizes, taken, *places)
 
     def _alive(self, sizes: Floats, mask: Flags, first: Integers, last: Integers, phases: int = _PHASES) -> Floats:
         """Return (``phases`` x calls,) bytes of the masked allocations alive in each: a sweep over lifetimes ``first`` to ``last``."""
