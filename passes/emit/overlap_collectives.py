@@ -162,17 +162,28 @@ def _gathers_saved(node: fx.Node) -> bool:
     if not node.meta.get(AGAIN) or all(is_held(part) for part in node.all_input_nodes):
         return False
     source = node.args[0][0]  # type: ignore[index]
-    while isinstance(source, fx.Node) and source.target is operator.getitem:
+    while isinstance(source, fx.Node) and (source.target is operator.getitem or _is_view_or_cast(source)):
         source = source.args[0]
-    while isinstance(source, fx.Node) and source.target is aten._to_copy.default:  # noqa: SLF001  cast again where it is gathered
-        (source,) = source.all_input_nodes
     return isinstance(source, fx.Node) and source.meta.get("section") != node.meta.get("section")
 
 
+def _is_view_or_cast(node: fx.Node) -> bool:
+    """Return whether a node views a value, also by sizes, or casts it, which a backward does again where it gathers the value."""
+    target = node.target
+    if target is aten._to_copy.default:  # noqa: SLF001  the operator's own name
+        return True
+    return isinstance(target, OpOverload) and views_its_arguments(target) and not written_arguments(node)
+
+
 def _is_saved(operand: fx.Node, start: fx.Node) -> bool:
-    """Return whether a backward sends a value that its forward saved: sent earlier, a received value would stay in memory until then."""
-    kinds = [section.kind for section in (operand.meta.get("section"), start.meta.get("section")) if isinstance(section, Action)]
-    return len(kinds) == 2 and kinds[0] is ActionKind.FORWARD and kinds[1] is not ActionKind.FORWARD
+    """Return whether a backward sends a value that its forward saved: sent earlier, a received value would stay in memory until then.
+
+    A backward alone, without its forward, is given what that saved.
+    """
+    made, sent = (node.meta.get("section") for node in (operand, start))
+    if not isinstance(sent, Action) or sent.kind is ActionKind.FORWARD:
+        return False
+    return operand.op == "placeholder" or (isinstance(made, Action) and made.kind is ActionKind.FORWARD)
 
 
 def _next_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
