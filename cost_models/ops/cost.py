@@ -50,6 +50,7 @@ class OperationCost:
         backward_weight: of the gradients of parameters.
         saves: parameter names of the schema, or ``"result"`` or ``"results"``: the values that the backward keeps.
         keeps: bytes that the backward keeps besides.
+        derived: those of ``keeps`` that selective recomputation makes again from the others, such as normalized values of a sharded norm.
         working: bytes that the backward makes and frees besides.
         parameters: bytes of the parameters among its arguments.
         passed: bytes of each tensor among its arguments whose gradient is that of the result, or a view of it.
@@ -70,6 +71,7 @@ class OperationCost:
     known: bool
     gradient_order: tuple[str, ...] = ()
     repeated: Work | None = None
+    derived: Size = 0
 
     @property
     def first_half(self) -> Literal["", "activation", "weight"]:

@@ -123,6 +123,7 @@ def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decompos
     size = _single_bytes(result, cost.dtype) if converts_input else result
     more = [decomposition.sums_of_half] if not converts_input and cost.dtype.itemsize < SINGLE_BYTES else []
     of_forward = (*kernels, *more)
+    derived = result * sum(each.keeps for each in kernels) if cost.saves else 0
     of_weights = cost.backward_input if "weight" in dict(cost.forward.gradients).values() else cost.backward_weight  # one kernel before
     return dataclasses.replace(
         cost,
@@ -130,7 +131,8 @@ def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decompos
         repeated=_work(cost.forward, (each.repeated or each.forward for each in of_forward), size),
         backward_input=_work(cost.backward_input, (each.activation for each in kernels), size),
         backward_weight=_work(dataclasses.replace(of_weights, then=()), (each.weight for each in kernels), size),
-        keeps=cost.keeps + result * sum(each.keeps for each in kernels) if cost.saves else cost.keeps,
+        keeps=cost.keeps + derived,
+        derived=derived,
     )
 
 

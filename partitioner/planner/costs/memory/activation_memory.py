@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class UnitMemory:
     def __init__(
         self, graph: ModelGraph, cost: GraphCost, points: CutPoints, optimizer: str, policy: Recompute, regions: Sequence[Region] = ()
     ) -> None:
-        self._cost, self._points, self._policy = cost, points, policy
+        self._points, self._policy = points, policy
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
         lasting = dict.fromkeys((*graph.parameters, *graph.buffers, *graph.constants))
@@ -74,6 +75,7 @@ class UnitMemory:
         self._inputs = tuple(name for name, node in self._nodes.items() if node.op == "placeholder" and name not in lasting)
         of_inputs = frozenset(key for key, maker in cost.maker.items() if maker in self._inputs and key not in cost.part_of)
         self._selection = selection = CheckpointSelection(graph, cost, frozenset(self._unit_of), policy, regions)
+        self._cost = cost = _without_derived(cost, selection)
         self.recomputed = selection.recomputed
         self.region_of = selection.region_of
         self.selected = frozenset(name for name in selection.recomputed if selection.policy_of[name] == "selective")
@@ -191,3 +193,11 @@ class UnitMemory:
         for user in self._nodes[placeholder].users:
             units.update([self._unit_of[user.name]] if user.name in self._unit_of else self._points.replicated.get(user.name, ()))
         return tuple(sorted(units))
+
+
+def _without_derived(cost: GraphCost, selection: CheckpointSelection) -> GraphCost:
+    """Return costs whose calls keep no values that selective recomputation derives from others."""
+    selective = (name for name in cost.nodes if selection.policy_of.get(name) == "selective")
+    derived = {name: cost.nodes[name] for name in selective if cost.nodes[name].derived != 0}
+    changed = {name: replace(each, keeps=each.keeps - each.derived, derived=0) for name, each in derived.items()}
+    return replace(cost, nodes={**cost.nodes, **changed}) if changed else cost
