@@ -22,7 +22,8 @@ Views of what arrives are taken where they are read, so that a program does not 
 what is sent are taken at once: the gradient of a linear's input is on its way while that of its weight is computed.
 
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
-activations of which the forward saved only the rank's shard, and which the backward gathers again. A backward starts none in its forward.
+activations of which the forward saved only the rank's shard, and which the backward gathers again: the first of them from its beginning. A
+backward starts none in its forward.
 Parameters that all microbatches read are whole for the whole step in any case: their gathers start at once, so that a stage gathers while
 it waits for earlier stages.
 
@@ -36,6 +37,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -176,14 +178,14 @@ def _is_view_or_cast(node: fx.Node) -> bool:
 
 
 def _is_saved(operand: fx.Node, start: fx.Node) -> bool:
-    """Return whether a backward sends a value that its forward saved: sent earlier, a received value would stay in memory until then.
+    """Return whether a backward sends a value of its forward, or a weight half one of its input half.
 
-    A backward alone, without its forward, is given what that saved.
+    Sent earlier, a received value would stay in memory until then. A backward alone is given what was saved for it.
     """
     made, sent = (node.meta.get("section") for node in (operand, start))
     if not isinstance(sent, Action) or sent.kind is ActionKind.FORWARD:
         return False
-    return operand.op == "placeholder" or (isinstance(made, Action) and made.kind is ActionKind.FORWARD)
+    return operand.op == "placeholder" or (isinstance(made, Action) and made.kind is not sent.kind)
 
 
 def _next_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -198,12 +200,27 @@ def _next_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     place = _reordered(graph, _Order(graph, {}))
     gathers.sort(key=lambda node: min((place[user] for user in node.users), default=0))
     of_parameters, of_saved = ([node for node in gathers if _gathers_saved(node) is is_saved] for is_saved in (False, True))
-    return {
+    following_of = {
         next(iter(node.users)): following
         for node, following in (*itertools.pairwise(of_parameters), *itertools.pairwise(of_saved))
         if node.users and not _reads(following, node)
         if not following.meta.get(AGAIN) or node.meta.get("section") == following.meta.get("section")
     }
+    return _first_of_sections(graph, of_saved) | following_of
+
+
+def _first_of_sections(graph: fx.Graph, gathers: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Map the first node of each section to the first of these gathers in it, which runs from the beginning of the section."""
+    first: dict[Any, fx.Node] = {}
+    for gather in gathers:
+        first.setdefault(gather.meta.get("section"), gather)
+    needed = {section: with_ancestors([gather], lambda node: node.all_input_nodes) for section, gather in first.items()}
+    beginning: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        section = node.meta.get("section")
+        if section in first and node not in needed[section]:
+            beginning.setdefault(section, node)
+    return {node: first[section] for section, node in beginning.items()}
 
 
 def _reads(gather: fx.Node, other: fx.Node) -> bool:

@@ -52,7 +52,7 @@ def mixed(tables: Sequence[UnitCosts], choice: Integers) -> UnitCosts:
         kept = tuple(_of_policies([each.units.kept for each in found], choice))
         working = _mixed_working([each.units.workings[0] for each in found], kept, by_unit)
         units_of_policies = replace(found[0].units, time=halves.sum(axis=0), kept=kept, working=working)
-        return MicrobatchCosts(halves, found[0].flops, units_of_policies, by_unit([each.beside for each in found], 0))
+        return MicrobatchCosts(halves, found[0].flops, units_of_policies, by_unit([each.apart for each in found], 1))
 
     return replace(
         tables[0],

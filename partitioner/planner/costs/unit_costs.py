@@ -133,18 +133,18 @@ class MicrobatchCosts:
         halves: (3, N, K) seconds (``MicrobatchTimes.halves``).
         flops: (N,) of the forward; (N, K) if kinds differ.
         units: times, memory and messages for the stage cutter.
-        beside: (N, K) seconds of messages that are sent while weight halves are computed, if these follow their input halves directly.
+        apart: (2, N, K) seconds by which input halves and weight halves of backwards wait longer if they do not follow each other.
     """
 
     halves: Floats
     flops: Floats
     units: Units
-    beside: Floats
+    apart: Floats
 
     @cached_property
     def split(self) -> MicrobatchCosts:
-        """The costs where backwards run in two halves: input halves wait for all of their messages."""
-        halves = self.halves + np.stack([np.zeros_like(self.beside), self.beside, np.zeros_like(self.beside)])
+        """The costs where backwards run in two halves."""
+        halves = self.halves + np.pad(self.apart, ((1, 0), (0, 0), (0, 0)))
         return dataclasses.replace(self, halves=halves, units=dataclasses.replace(self.units.split, time=halves.sum(axis=0)))
 
     def flops_of(self, run: range, kind: int) -> float:
@@ -220,7 +220,7 @@ def repeat(costs: UnitCosts, expansion: Expansion) -> UnitCosts:
             summed=folded.summed,
             working=folded.working.repeated(source),
         )
-        return MicrobatchCosts(halves, costs.at(rows).flops[source], units, costs.at(rows).beside[source])
+        return MicrobatchCosts(halves, costs.at(rows).flops[source], units, costs.at(rows).apart[:, source])
 
     return dataclasses.replace(
         costs,
@@ -284,8 +284,8 @@ def stack(
             gathered_values=gathered_values,
             gathered_gradients=gathered_gradients,
         )
-        beside = columns([tables[table].at(rows).beside for table in range(len(tables))])
-        return MicrobatchCosts(halves, np.stack(flops, axis=1) if is_mixed else flops[0], units, beside)
+        apart = columns([tables[table].at(rows).apart for table in range(len(tables))])
+        return MicrobatchCosts(halves, np.stack(flops, axis=1) if is_mixed else flops[0], units, apart)
 
     return dataclasses.replace(
         tables[0],

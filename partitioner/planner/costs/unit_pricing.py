@@ -22,7 +22,7 @@ from partitioner.planner.costs.collectives import Exchange, GradientSum
 from partitioner.planner.costs.cut_points import CutPoints, Expansion
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
 from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Repeat, Stored
-from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_for_messages
+from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_apart, waiting_for_messages
 from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts, seconds_by_limit
 from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.planner.solvers.stage_problem import Shared, Units, Value
@@ -368,36 +368,37 @@ class _Microbatch:
     def _waiting(self, sums: Sequence[GradientOfCall]) -> Floats:
         """Return (3, N, K) seconds that units wait for collectives which run while ranks compute, in the halves of ``times``."""
         pricing, (_, _, (stored, activations)) = self.pricing, self._messages
+        is_run = bool(stored or sums or any(each.is_saved for each in activations))
         waiting = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
         each, casting = self._operations[pricing.cost_of_calls], np.zeros((len(pricing.place_of), len(pricing.kinds)))
         again = each[:, :, 0] * pricing.is_recomputed[:, None] + self._repeated[pricing.cost_of_calls] * pricing.is_selected[:, None]
         for place, seconds in self._casting.items():
             casting[place] = seconds
-        for kind in range(len(pricing.kinds)) if stored or sums else ():
+        for kind in range(len(pricing.kinds)) if is_run else ():
             columns = (*np.moveaxis(each[:, kind], 1, 0), casting[:, kind], again[:, kind])
             seconds_of_calls = CallSeconds(*(column.tolist() for column in columns))
             rest = (seconds_of_calls, pricing.first_halves, pricing.regions, pricing.repeat)
             of_calls = waiting_for_messages(stored, activations, sums, *rest, is_alone=self._is_alone)
             for direction in (0, 1):
                 np.add.at(waiting[direction, :, kind], pricing.unit_of_calls, of_calls[direction])
-        if not (stored or sums):
+        if not is_run:
             for activation in activations:
                 unit = pricing.unit_of_calls[activation.place]
                 waiting[:2, unit] += np.array([[activation.forward], [activation.backward]])
-            waiting[1] -= self._beside
+            waiting[1] -= self._apart[0]
         return waiting
 
     @cached_property
-    def _beside(self) -> Floats:
-        """(N, K) seconds of messages of activations that are sent while the weight half of the backward of their call is computed."""
+    def _apart(self) -> Floats:
+        """(3, N, K) seconds of messages whose waits change if the halves of backwards do not follow each other (``waiting_apart``)."""
         pricing, (_, _, (_, activations)) = self.pricing, self._messages
-        beside, seen = np.zeros((len(pricing.points.units), len(pricing.kinds))), set[int]()
-        for each in activations:
-            if each.place not in seen and each.is_beside:
-                of_weight = self._operations[pricing.cost_of_calls[each.place], :, 2] + self._casting.get(each.place, 0.0)
-                beside[pricing.unit_of_calls[each.place]] += np.minimum(each.backward, of_weight) * (1 - each.links.ring.host_share)
-            seen.add(each.place)
-        return beside
+        of_weight: Floats = self._operations[pricing.cost_of_calls, :, 2]
+        for place, seconds in self._casting.items():
+            of_weight[place] += seconds
+        apart = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
+        for place, longer in waiting_apart(activations, of_weight):
+            apart[:, pricing.unit_of_calls[place]] += longer
+        return apart
 
     @cached_property
     def _casting(self) -> dict[int, Floats]:
@@ -436,8 +437,10 @@ class _Microbatch:
             is_of_step = is_once and not self._is_alone
             is_small = exchange.is_stored and exchange.is_coalesced(size, links)
             if not exchange.is_stored or exchange.forward != "all_gather":
-                backward += is_repeated * forward
-                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside))
+                is_saved = is_lost and not is_recomputed and pricing.memory.gathers_saved(exchange.reader)
+                backward += (is_repeated and not is_saved) * forward
+                again = (size * (is_lost and not is_recomputed), int(runs > 1), is_saved)
+                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, *again))
             elif is_of_step and exchange.dimension in SCATTERED_ONCE:
                 once[:, unit] += forward, backward
             elif is_of_step and self.n_stages > 1:
@@ -479,7 +482,8 @@ class _Microbatch:
             summed=summed_at_end,
             working=replace(working, summed=summed_in_backward),
         )
-        return MicrobatchCosts(self.times.halves, pricing.calls @ flops, units, self._beside)
+        beside, waited, in_weight_half = self._apart
+        return MicrobatchCosts(self.times.halves, pricing.calls @ flops, units, np.stack([beside - waited, in_weight_half]))
 
     def _values(self) -> Iterator[Value]:
         """Yield the values that cross between units."""

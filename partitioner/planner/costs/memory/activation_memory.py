@@ -111,6 +111,12 @@ class UnitMemory:
         """Return whether what is gathered for a call is not saved, so that the backward gathers it again."""
         return self._selection.policy_of[reader] != "none"
 
+    def gathers_saved(self, reader: str) -> bool:
+        """Return whether the backward of a call gathers a shard that the forward saved, which it can do ahead of its use."""
+        whole = (key for key in self._cost.saved.get(reader, ()) if key in self._cost.part_of)
+        shards = ((key, self._selection.before_gather(key, reader)) for key in whole)
+        return any(shard != key and shard in self._savers for key, shard in shards)
+
     def inputs(self, numbers: Numbers) -> tuple[Shared, ...]:
         """Return the inputs of a step, permanent memory of the stages that read them; ``numbers``: sizes at the step's whole batch."""
         sizes = ((round(numbers[self._cost.bytes[name]]), self._users(name)) for name in self._inputs)

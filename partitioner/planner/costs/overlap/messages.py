@@ -26,6 +26,7 @@ __all__ = [
     "gathers_of",
     "passage_of",
     "reductions_of",
+    "regathers_of",
 ]
 
 
@@ -81,6 +82,9 @@ class Activation:
         forward, backward: seconds.
         links: along the dimension.
         is_beside: whether the backward sends it while the weight half of its call is computed.
+        size: bytes of the value, if the backward gathers it again; else 0.
+        copies: copies that a rank makes of that message.
+        is_saved: whether the shard is saved, so that it is gathered one message ahead of its use.
     """
 
     place: int
@@ -89,6 +93,9 @@ class Activation:
     backward: float
     links: GroupLinks
     is_beside: bool = False
+    size: float = 0.0
+    copies: int = 0
+    is_saved: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,6 +231,22 @@ def gathers_of(
                     bundles[key] = message
             message.add(each.size)
             found.setdefault(number, []).append(message)
+    return found
+
+
+def regathers_of(activations: Sequence[Activation], order: Sequence[tuple[int, float]]) -> dict[int, list[Message]]:
+    """Return index of a call -> the gathers of saved shards that its backward waits for; each starts the next one."""
+    found: dict[int, list[Message]] = {}
+    values, chain = by_place(activations), list[Message]()
+    for index in reversed(range(len(order))):
+        for each in values.get(order[index][0], ()):
+            if each.is_saved:
+                message = Message("all_gather", each.dimension, each.links, each.copies)
+                message.add(each.size)
+                if chain:
+                    chain[-1].following = message
+                chain.append(message)
+                found.setdefault(index, []).append(message)
     return found
 
 

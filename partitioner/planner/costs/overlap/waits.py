@@ -21,8 +21,10 @@ A folded model has a repeated block once: it is run three times or more, so that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from partitioner.planner.costs.overlap.messages import (
     Activation,
@@ -34,11 +36,12 @@ from partitioner.planner.costs.overlap.messages import (
     calls_in_order,
     gathers_of,
     reductions_of,
+    regathers_of,
 )
 from partitioner.planner.costs.overlap.program import Program
 from partitioner.planner.solvers.stage_memory import Floats
 
-__all__ = ["CallSeconds", "FirstHalf", "waiting_for_messages"]
+__all__ = ["CallSeconds", "FirstHalf", "waiting_apart", "waiting_for_messages"]
 
 
 FirstHalf: TypeAlias = Literal["", "activation", "weight"]
@@ -95,17 +98,36 @@ def waiting_for_messages(
             program.compute(place, 0, seconds.forward[place], weight * share)
         backwards = list(backward_order(order, seconds.again, set(regions)))
         gathers = gathers_of(stored, order, [index for index, _ in backwards], [], again=True)
-        reductions = reductions_of(stored, sums, order)
+        reductions, regathers = reductions_of(stored, sums, order), regathers_of(activations, order)
         for number, (index, is_recomputation) in enumerate(backwards):
             place, share = order[index]
             if is_recomputation:
                 program.gather(gathers.get(number, ()))
                 program.compute(place, 1, seconds.again[place], weight * share)
             else:
-                messages = gathers.get(number, ()), reductions.get(index, ())
+                messages = gathers.get(number, ()), regathers.get(index, ()), reductions.get(index, ())
                 _differentiate(program, place, seconds, first[place], *messages, weight * share)
         program.finish()
     return program.waiting(n_calls)
+
+
+def waiting_apart(activations: Sequence[Activation], of_weight: Floats) -> Iterator[tuple[int, Floats]]:
+    """Yield (place of a call, (3, K) seconds of its messages whose waits change if the halves of its backward do not follow each other).
+
+    These are of messages that the input half sends while the weight half is computed; of gathers that are waited for, and then run in
+    weight halves, one message ahead; and of these what weight halves wait.
+
+    Args:
+        of_weight: (P, K) seconds of weight halves.
+    """
+    seen = set[int]()
+    for each in activations:
+        seconds, sends = of_weight[each.place], each.is_beside and each.place not in seen
+        shared = np.minimum(each.backward, seconds) * (1 - each.links.ring.host_share) if sends else np.zeros_like(seconds)
+        gathering = each.links.seconds("all_gather", each.size) if each.size else 0.0
+        waited = each.forward if each.size and not each.is_saved else 0.0
+        yield each.place, np.stack([shared, np.full_like(shared, waited), np.maximum(gathering - seconds, 0.0)])
+        seen.add(each.place)
 
 
 def _differentiate(
@@ -114,12 +136,14 @@ def _differentiate(
     seconds: CallSeconds,
     first: FirstHalf,
     gathers: Sequence[Message],
+    regathers: Sequence[Message],
     reductions: Sequence[Message],
     weight: float,
 ) -> None:
     """Append the backward of a call: its halves, each after the messages that it waits for, and the messages that it completes."""
     of_weight, casting = seconds.of_weight[place], seconds.casting[place]
     if first == "weight" and of_weight:
+        program.gather(regathers)
         program.compute(place, 1, of_weight, weight)
         early = () if casting else reductions
         program.reduce_all(early)
@@ -131,10 +155,12 @@ def _differentiate(
         return
 
     def second() -> None:
+        program.gather(regathers)
         program.compute(place, 1, of_weight + casting, weight)
         program.reduce_all(reductions)
 
     program.gather(gathers)
+    program.gather(() if first == "activation" else regathers)
     program.compute(place, 1, seconds.of_input[place], weight)
     if first == "activation":
         program.exchange(place, 1, beside=second)
