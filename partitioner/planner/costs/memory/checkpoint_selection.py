@@ -35,14 +35,18 @@ from passes.graph.schemas import draws, packet
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import BY_REGION, Region
 from passes.normalize.randomness.functional_rng import dropout_mask
+from passes.rules.ops.grouped_mm import grouped_mm
 
 __all__ = ["CheckpointSelection"]
 
 aten = torch.ops.aten
 
 CONTRACTIONS = frozenset({aten.linear, aten.addmm, aten.mm, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d})
-CONTRACTIONS |= {aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.gru}
+CONTRACTIONS |= {aten.conv_transpose2d, aten.conv_transpose3d, aten.lstm, aten.gru, packet(grouped_mm)}
 """Contractions with weights, which ``"selective"`` saves."""
+
+PRODUCTS = frozenset({aten.bmm, aten.baddbmm, aten.matmul})
+"""Products that are contractions with weights if they read a parameter, such as the matrices of all experts."""
 
 ENOUGH = 0.5
 """The part of the bytes of ``"none"`` down to which ``"selective"`` recomputes values."""
@@ -76,7 +80,7 @@ class CheckpointSelection:
         regions: Sequence[Region] = (),
         selected: Collection[str] | None = None,
     ) -> None:
-        self._cost, self._within = cost, within
+        self._cost, self._within, self._parameters = cost, within, frozenset(graph.parameters)
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self.region_of, self.policy_of = self._number(regions, recompute)
         self._numbers = Numbers(graph.batch_size)
@@ -222,7 +226,14 @@ class CheckpointSelection:
 
     def _is_expensive(self, node: fx.Node) -> bool:
         reads_more = any(self._gathered.get(operand.name, 0.0) > self._size(node.name) for operand in node.all_input_nodes)
-        return packet(node.target) in CONTRACTIONS or reads_more or not self._can_recompute(node)
+        reads_weights = packet(node.target) in PRODUCTS and any(map(self._is_weight, node.all_input_nodes))
+        return packet(node.target) in CONTRACTIONS or reads_weights or reads_more or not self._can_recompute(node)
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        """Return whether a value is a parameter, or computed from one alone, such as a cast or view of it."""
+        while node.op == "call_function" and len(node.all_input_nodes) == 1:
+            (node,) = node.all_input_nodes
+        return node.name in self._parameters
 
     def _saved_bytes(self) -> float:
         return sum(float(self._numbers[self._cost.allocation_bytes[allocation]]) for allocation in self.savers)
