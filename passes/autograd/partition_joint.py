@@ -27,7 +27,7 @@ from passes.graph.buffer_writes import verify_writes
 from passes.graph.dependencies import with_ancestors
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.schemas import draws
-from passes.ir.comm.functional import AGAIN
+from passes.ir.comm.functional import AGAIN, makes_memory
 
 __all__ = ["DifferentiatedStage", "split_backward"]
 
@@ -204,11 +204,11 @@ class _Cut:
         return gradients.count(gradient) > 1 or any(self.nodes.share_memory(gradient, other) for other in elsewhere)
 
     def is_received(self, gradient: fx.Node) -> bool:
-        """Return whether a gradient is a view of the result of a non-ATen operator, whose memory may be in use elsewhere."""
+        """Return whether a gradient is a view of the result of a collective, or a user's operator: its memory may be in use elsewhere."""
         node = computed_by(gradient)
         while self.nodes.is_view(node):
             node = computed_by(node.all_input_nodes[0])
-        return getattr(node.target, "namespace", "") != "aten"
+        return not makes_memory(node)
 
     def graph(
         self,

@@ -27,7 +27,7 @@ from passes.graph.aliasing import aliasing
 from passes.graph.equivalence import argument_key
 from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.schemas import views_its_arguments
-from passes.ir.comm.functional import FOR_ALL, all_gather, all_reduce, reduce_scatter, replicate
+from passes.ir.comm.functional import FOR_ALL, all_gather, all_reduce, makes_memory, reduce_scatter, replicate
 from passes.ir.mesh import GATHERED_ONCE, SCATTERED_ONCE
 from passes.ir.torch_private import OpOverload
 from passes.stages.split import StageGraph
@@ -178,7 +178,7 @@ def _in_use_elsewhere(module: fx.GraphModule, moved: Mapping[int, _Scattered]) -
     places = set[int]()
     for place, found in moved.items():
         of_whole, value = memory.storages[found.whole.name], found.whole.meta["val"]
-        is_made = all(getattr(nodes[memory.first[storage]].target, "namespace", "") == "aten" for storage in of_whole)
+        is_made = all(makes_memory(nodes[memory.first[storage]]) for storage in of_whole)
         if value.dtype == found.dtype and not (is_made and all(uses[storage] == 1 for storage in of_whole) and 0 not in value.stride()):
             places.add(place)
     return places

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.traceback import annotate, get_current_meta
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "halo_exchange",
     "keep_first",
     "local_index",
+    "makes_memory",
     "put_runs",
     "reduce_scatter",
     "replicate",
@@ -130,6 +131,14 @@ COLLECTIVES = (
     halo_exchange, halo_add, take_runs, put_runs,
 )  # fmt: skip
 """Every operator of this module."""
+
+
+def makes_memory(call: fx.Node) -> bool:
+    """Return whether the result of a call that is no view is in memory that nothing else uses.
+
+    That of a collective may be in use by other ranks; of operators that users define, this is not known.
+    """
+    return call.target not in COLLECTIVES and getattr(call.target, "namespace", "") in ("aten", "partitioner")
 
 
 def _resized(x: Tensor, dim: int, size: Any) -> Tensor:
