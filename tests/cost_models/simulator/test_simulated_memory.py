@@ -67,7 +67,7 @@ def measured(step: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> dic
         gathered.pop((self.rank, pending), None)
         result = wait(self, pending)
         operands.pop((self.rank, pending), None)
-        return received.pop(pending).copy_(result) if pending in received else result
+        return received.pop(pending).copy_(result) if isinstance(result, Tensor) and pending in received else result
 
     def added(total: Tensor | None, gradient: Tensor, block: Block | None, parameter: Tensor) -> Tensor:
         rank = counter.rank
