@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -192,12 +191,10 @@ class UnitPricing:
         return Repeat(start, stop, self.expansion.count)
 
     @cached_property
-    def regions(self) -> tuple[int, ...]:
-        """The places at which regions of recomputation begin; none if calls are recomputed one by one."""
-        regions = [self.memory.region_of.get(name) for name in self.place_of]
-        if len(set(regions)) < 2:
-            return ()
-        return tuple(place for place, (one, other) in enumerate(itertools.pairwise((None, *regions))) if one != other)
+    def needed(self) -> tuple[int, ...]:
+        """For each call, the place of the call before whose backward it is computed again, if it is."""
+        last = self.memory.last_need(self.place_of)
+        return tuple(max(place, last.get(name, place)) for name, place in self.place_of.items())
 
     @cached_property
     def read_by_backward(self) -> frozenset[str]:
@@ -377,7 +374,7 @@ class _Microbatch:
         for kind in range(len(pricing.kinds)) if is_run else ():
             columns = (*np.moveaxis(each[:, kind], 1, 0), casting[:, kind], again[:, kind])
             seconds_of_calls = CallSeconds(*(column.tolist() for column in columns))
-            rest = (seconds_of_calls, pricing.first_halves, pricing.regions, pricing.repeat)
+            rest = (seconds_of_calls, pricing.first_halves, pricing.needed, pricing.repeat)
             of_calls = waiting_for_messages(stored, activations, sums, *rest, is_alone=self._is_alone)
             for direction in (0, 1):
                 np.add.at(waiting[direction, :, kind], pricing.unit_of_calls, of_calls[direction])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -106,6 +106,10 @@ class UnitMemory:
         maker = self._cost.maker[allocation]
         calls = (name for name in self._touching.get(allocation, ()) if name != maker and name in self._unit_of)
         return tuple(sorted({self._unit_of[name] for name in calls}))
+
+    def last_need(self, position: Mapping[str, int]) -> Mapping[str, int]:
+        """Return recomputed node -> the last ``position`` of a call whose backward needs it, itself or to compute another again."""
+        return self._selection.last_need(position)
 
     def loses_gathers(self, reader: str) -> bool:
         """Return whether what is gathered for a call is not saved, so that the backward gathers it again."""

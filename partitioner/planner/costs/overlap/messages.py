@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -193,13 +192,20 @@ _CALLS_OF_COPIES = 240
 """Of small blocks, of which several share a message, as many copies as have so many calls are run."""
 
 
-def backward_order(order: Sequence[tuple[int, float]], recomputed: Sequence[float], regions: Collection[int]) -> Iterator[tuple[int, bool]]:
-    """Yield (index in the order of the forward, whether it is computed again) for each call of a backward: a region is recomputed first."""
-    begins = [index for index, (place, _) in enumerate(order) if place in regions] if regions else [*range(len(order))]
-    begins = sorted({0, *begins})
-    for begin, end in reversed([*itertools.pairwise([*begins, len(order)])]):
-        yield from ((index, True) for index in range(begin, end) if recomputed[order[index][0]])
-        yield from ((index, False) for index in reversed(range(begin, end)))
+def backward_order(order: Sequence[tuple[int, float]], recomputed: Sequence[float], needed: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """Yield (index in the order of the forward, whether it is computed again) for each call of a backward.
+
+    Args:
+        recomputed: seconds in which each call is computed again; 0: it is not.
+        needed: the place of the call before whose backward that happens.
+    """
+    before = dict[int, list[int]]()
+    for index, (place, _) in enumerate(order):
+        if recomputed[place]:
+            before.setdefault(min(index + needed[place] - place, len(order) - 1), []).append(index)
+    for index in reversed(range(len(order))):
+        yield from ((earlier, True) for earlier in before.get(index, ()))
+        yield index, False
 
 
 def gathers_of(

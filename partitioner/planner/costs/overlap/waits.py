@@ -71,7 +71,7 @@ def waiting_for_messages(
     sums: Sequence[GradientOfCall],
     seconds: CallSeconds,
     first: Sequence[FirstHalf],
-    regions: Sequence[int],
+    needed: Sequence[int],
     repeat: Repeat | None,
     *,
     is_alone: bool,
@@ -81,7 +81,7 @@ def waiting_for_messages(
     Args:
         sums: gradients that are summed while the backward computes.
         first: the half of each call's backward that is computed first.
-        regions: the places at which regions of recomputation begin.
+        needed: for each call, the place of the call before whose backward it is computed again.
         repeat: the repeated block; None: the model is not folded.
         is_alone: whether there is one microbatch; of several, the waits are those of the second.
     """
@@ -96,7 +96,7 @@ def waiting_for_messages(
             program.gather(ahead.get(number, ()))
             program.exchange(place, 0)
             program.compute(place, 0, seconds.forward[place], weight * share)
-        backwards = list(backward_order(order, seconds.again, set(regions)))
+        backwards = list(backward_order(order, seconds.again, needed))
         gathers = gathers_of(stored, order, [index for index, _ in backwards], [], again=True)
         reductions, regathers = reductions_of(stored, sums, order), regathers_of(activations, order)
         for number, (index, is_recomputation) in enumerate(backwards):

@@ -35,7 +35,7 @@ def waits(
     recomputed: tuple[float, ...] = (),
     of_weight: tuple[float, ...] = (),
     first: FirstHalf = "",
-    regions: tuple[int, ...] = (),
+    needed: tuple[int, ...] = (),
     repeat: Repeat | None = None,
     is_alone: bool = True,
 ) -> list[list[float]]:
@@ -43,7 +43,7 @@ def waits(
     of_calls = CallSeconds(seconds[0], seconds[1], of_weight or nothing, nothing, recomputed or nothing)
     halves = [first] * len(nothing)
     found: list[list[float]] = waiting_for_messages(
-        stored, activations, sums, of_calls, halves, regions, repeat, is_alone=is_alone
+        stored, activations, sums, of_calls, halves, needed or range(len(nothing)), repeat, is_alone=is_alone
     ).tolist()
     return found
 
@@ -89,11 +89,11 @@ def test_small_parameters_share_a_message() -> None:
     assert sum(waits(other, [[0.0, 0.1], [0.0, 0.0]])[0]) == pytest.approx(2.0)
 
 
-def test_a_region_is_recomputed_before_its_backward() -> None:
-    """The gather for call 1 runs while call 0 is computed again; without regions each call is recomputed by itself."""
+def test_calls_are_recomputed_before_the_backward_that_needs_them() -> None:
+    """The gather for call 1 runs while call 0 is computed again, which the backward of call 1 needs."""
     stored = [parameter(0, again=True), parameter(1, again=True)]
     seconds = [[1.0, 1.0], [1.0, 1.0]]
-    joint = waits(stored, seconds, recomputed=(1.0, 1.0), regions=(0,))[1]
+    joint = waits(stored, seconds, recomputed=(1.0, 1.0), needed=(1, 1))[1]
     assert joint == pytest.approx([1.0, 0.0])
 
 
