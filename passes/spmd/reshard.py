@@ -280,21 +280,43 @@ class Resharder:
         return product(sizes[:position]), product(sizes[position + 1 :])
 
     def _exchange(self, value: _Value, layout: Layout, index: int, have: Shard, to: Shard, name: str, like: fx.Node) -> fx.Node:
-        """Emit an exchange of shards; a gather and a new shard if either axis is not the outermost of its dimension."""
+        """Emit an exchange of shards; a gather and a new shard if a dimension has segments.
+
+        An axis that is not the outermost of its dimension gets one of its own by reshape:
+
+            logits[(rows time), vocab/tensor] -> logits[(rows time/tensor), vocab]: reshape to [rows, time, vocab], exchange, reshape back
+        """
+        if any(value.axes[shard.dimension][-1] in self._extents.segments for shard in (have, to)):
+            changed = self._change(value, layout, index, Replicate(), like)
+            return self._write(value, changed, index, to, like)
         over, count = self._extents.mesh[index]
-        place = self._extents.coordinate[index]
+        place, source = self._extents.coordinate[index], value.copies[layout]
+        around = {shard: self._sizes_around(value, layout, shard) for shard in (have, to)}
+        unfolded = {shard.dimension for shard, (outer, _) in around.items() if outer != 1}
         sizes_of: dict[Shard, list[Size]] = {}  # for each of both shards, its size on every rank
-        for shard in (have, to):
-            outer, inner = self._sizes_around(value, layout, shard)
-            if outer != 1 or value.axes[shard.dimension][-1] in self._extents.segments:
-                changed = self._change(value, layout, index, Replicate(), like)
-                return self._write(value, changed, index, to, like)
+        dimension_of: dict[Shard, int] = {}
+        for shard in sorted(around, key=lambda shard: -shard.dimension):  # the last first: the dimensions before keep their places
+            outer, inner = around[shard]
             parts = self._extents.parts(shard.axis, index, shards_of(layout, shard.dimension))
-            sizes_of[shard] = [product((part, inner)) for part in parts]
-        concat, split = sizes_of[have], sizes_of[to]
+            sizes_of[shard] = list(parts) if outer != 1 else [product((part, inner)) for part in parts]
+            dimension_of[shard] = shard.dimension + sum(1 if each == shard.dimension else 2 for each in unfolded if each <= shard.dimension)
+            if outer != 1:
+                shape = [traced_size(size) for size in source.meta["val"].shape]
+                local = self._extents.axis(shard.axis, shards_of(layout, shard.dimension))
+                steps = (outer, local, inner)
+                source = self.reshape_dimension(source, shape, shard.dimension, steps, f"{name}_unfolded{shard.dimension}", like)
+        split, concat = sizes_of[to], sizes_of[have]
         even = len(set(concat)) == 1 and len(set(split)) == 1
         sizes: tuple[Any, ...] = ([], 0, [], 0) if even else (*self._write_sizes(split, place), *self._write_sizes(concat, place))
-        return self._emit(exchange, (value.copies[layout], to.dimension, have.dimension, over, count, *sizes), {}, name, like)
+        arguments = (source, dimension_of[to], dimension_of[have], over, count, *sizes)
+        moved = self._emit(exchange, arguments, {}, f"{name}_parts" if unfolded else name, like)
+        if not unfolded:
+            return moved
+        shape = [traced_size(size) for size in value.copies[layout].meta["val"].shape]
+        for shard, (outer, inner) in around.items():
+            size = traced_size(moved.meta["val"].shape[dimension_of[shard]])
+            shape[shard.dimension] = product((outer, size, inner)) if outer != 1 else size
+        return self._emit(aten.reshape.default, (moved, [self._write_size(size) for size in shape]), {}, name, like)
 
 
 def _annotate(written: fx.Node, source: fx.Node, change: Change) -> None:

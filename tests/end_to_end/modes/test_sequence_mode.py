@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from partitioner import Constraints, partition
 from passes.ir.comm import primitives as communication
 from passes.ir.errors import ConfigError
-from tests.support.models.attention.gpt import Block
+from tests.support.models.attention.gpt import VOCABULARY, Block, Gpt
 from tests.support.models.zoo import case_named
 from tests.support.running.transparency import first_difference
 
@@ -136,3 +136,36 @@ def test_a_sequence_that_another_dimension_cuts_is_not_cut_twice() -> None:
     constraints = Constraints(axes={"sequence": "tensor"})
     with pytest.raises(ConfigError, match="nothing is left"):
         partition(model, 4, {"sequence": 2, "tensor": 2}, example_inputs=(x,), constraints=constraints, progress=False)
+
+
+class Sorted(nn.Module):
+    """Logits of all positions in one dimension, each sorted: a calculation that needs all words of a position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = Gpt(16, 4, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        ranked = self.gpt(tokens).flatten(0, 1).sort(-1).values
+        return (ranked * torch.arange(VOCABULARY)).square().mean()
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_logits_are_exchanged_for_positions_inside_a_flattened_dimension(devices: int) -> None:
+    """No rank has all words of all positions; 23 words and 6 positions are uneven parts."""
+    torch.manual_seed(0)
+    model, tokens = Sorted().double(), torch.randint(VOCABULARY, (4, 6))
+    original = copy.deepcopy(model)
+    pinned = Constraints(axes=dict.fromkeys(("heads", "ffn", "vocab", "sequence"), "tensor"))
+    pm = partition(model, devices, "tensor", example_inputs=(tokens,), constraints=pinned, progress=False)
+    expected = original(tokens)
+    expected.backward()
+    torch.testing.assert_close(pm.train_step(tokens), expected)
+    for name, gradient in pm.full_gradients().items():
+        torch.testing.assert_close(gradient, original.get_parameter(name).grad, msg=name)
+    for graph in pm.graphs:
+        exchanges = [node for node in graph.graph.nodes if node.target is communication.all_to_all]
+        assert len(exchanges) == 4  # logits, their order, and the gradients of both
+        assert not any(
+            VOCABULARY in (node.meta["val"].shape[-1:] if node.name.startswith("replicate") else ()) for node in graph.graph.nodes
+        )
