@@ -98,14 +98,16 @@ def _calls(joint: Joint) -> dict[fx.Node, str]:
 def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> frozenset[fx.Node]:
     """Return the values that ``"selective"`` saves: results of calls that are not recomputed, and values no larger than their sources.
 
-    A call may become several: attention may become scores, weights and a product, of which the product alone is read by other calls.
-    Of ranks with parts of different sizes, all save the same, whatever the sizes: a rank that gathers a value again while another has saved
-    values computed from it would wait for a message that is not sent. Of inner values they save the further results of operations.
+    A call may become several: attention may become scores, weights and a product, of which the product alone is read by other calls. Inner
+    copies of values that are saved for a recomputed call are copied again. Of ranks with parts of different sizes, all save the same,
+    whatever the sizes: a rank that gathers a value again while another has saved values computed from it would wait for a message that is
+    not sent. Of inner values they save the further results of operations.
 
     Args:
         calls: node of the forward -> the call of the model that it is computed for.
     """
     results = _results_of_calls(joint, nodes, calls)
+    copies, read_again = dict[fx.Node, frozenset[fx.Node]](), set[fx.Node]()
     made_from: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset(() if node in nodes.bound else (node,)) for node in nodes.inputs}
     kept = set[fx.Node]()
     for node in nodes.forward:
@@ -117,8 +119,12 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
         elif not is_free and calls.get(node) not in joint.stage.recomputed:
             is_small = is_item(node) if nodes.has_uneven_parts else nodes.bytes_of(node) <= sum(map(nodes.bytes_of, of_inputs))
             kept.update([node] if node in results or is_small else [])
+            if computed_by(node).target is aten.clone.default and node not in results:
+                copies[node] = of_inputs
+        elif not is_free:
+            read_again |= of_inputs
         made_from[node] = frozenset({node}) if node in kept else of_inputs
-    return frozenset(kept)
+    return frozenset(kept - {copy for copy, sources in copies.items() if sources <= read_again})
 
 
 def _results_of_calls(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> set[fx.Node]:

@@ -295,10 +295,15 @@ class CheckpointSelection:
         return allocation if is_there else self._before_gather(allocation)
 
     def _before_gather(self, allocation: int) -> int:
-        """Return the shard that a gathered copy is made from; other received values stay as they are."""
-        while allocation in self._cost.part_of and not self._is_saved_as_received(allocation):
+        """Return the shard that a gathered copy is made from; other received values, and parts of random numbers, stay as they are."""
+        while allocation in self._cost.part_of and not (self._is_saved_as_received(allocation) or self._is_drawn(allocation)):
             allocation = self._cost.part_of[allocation]
         return allocation
+
+    def _is_drawn(self, allocation: int) -> bool:
+        """Return whether a value consists of random numbers that are not drawn again."""
+        maker = self._cost.maker[allocation]
+        return draws(self._nodes[maker]) and maker not in self.recomputed
 
     def _is_saved_as_received(self, allocation: int) -> bool:
         """Return whether a copy from other ranks is saved instead of communicated again: under "selective", unless it was gathered.
