@@ -98,7 +98,13 @@ class PlanProblem:
         else:
             deadline = replace(deadline, reserve=_FOR_SIMULATIONS)
             plans = plans_auto(*problem, tell, self.models, deadline, most=MOST_SIMULATED)
-            plan = fastest_simulated(plans, simulated, self.limits, deadline, interruptible=tell is not None)
+            least = min(self.limits)
+
+            def smaller(plan: Plan, fraction: float) -> Plan:
+                within = replace(request, most_bytes=fraction * least, time_limit=deadline.left)
+                return plan_mesh(graph, self.cluster, within, self.cost_model, plan.grid, self.models, deadline)
+
+            plan = fastest_simulated(plans, simulated, self.limits, deadline, interruptible=tell is not None, smaller=smaller)
         return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))
 
 

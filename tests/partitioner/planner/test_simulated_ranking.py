@@ -116,6 +116,30 @@ def test_a_plan_whose_simulated_memory_fits_comes_first(plans: list[Plan], step:
     )
 
 
+def test_a_mesh_that_exceeds_its_memory_by_little_is_planned_again(plans: list[Plan], step: Simulation) -> None:
+    """Its simulated peak is 2 % above the limit: the mesh is planned within 1 / 1.02 of it, and is still the fastest."""
+    peak = max(step.peak_memory)
+    again = dataclasses.replace(plans[0], batch_size=plans[0].batch_size + 1)
+    fractions = []
+
+    def simulated(plan: Plan) -> Simulation:
+        more = int(0.02 * peak) if plan == plans[0] else 0
+        memory = tuple(dataclasses.replace(each, activations=each.activations + more) for each in step.memory)
+        return dataclasses.replace(step, step_time=1.0 if plan in (plans[0], again) else 2.0, memory=memory)
+
+    def smaller(plan: Plan, fraction: float) -> Plan:
+        assert plan == plans[0]
+        fractions.append(fraction)
+        return again
+
+    limits = (float(peak),) * 4
+    taken = fastest_simulated(plans, simulated, limits, FREE, smaller=smaller)
+    assert taken == again
+    assert taken.prediction.searched.startswith(plans[0].prediction.searched)
+    assert fractions == [pytest.approx(1 / 1.02, rel=1e-3)]
+    assert fastest_simulated(plans, simulated, limits, FREE) == plans[1]
+
+
 def test_nothing_is_simulated_once_the_time_is_over(plans: list[Plan]) -> None:
     def refuse(_: Plan) -> Simulation:
         raise AssertionError("a simulation began after the end")
