@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+import transformers
 from torch import fx, nn
 
 from benchmarks.transformer import gpt
@@ -73,3 +74,23 @@ def test_a_viewed_gradient_of_an_input_is_reduced_while_that_of_the_weight_is_co
     targets = [node.target for node in graph.graph.nodes]
     product, last_reduction = torch.ops.aten.mm.default, max(place for place, target in enumerate(targets) if target is all_reduce)
     assert product in targets[last_reduction:]
+
+
+def test_views_of_saved_shards_are_gathered_again_one_ahead_of_their_use() -> None:
+    """Layers of GPT-2 view what they read. Gathers that began together would all be in memory at once, also in simulations."""
+    sizes = {"n_layer": 3, "n_embd": 512, "n_head": 8, "n_positions": 512, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    with torch.device("meta"):
+        model, tokens = transformers.GPT2LMHeadModel(config).train(), torch.zeros(8, 512, dtype=torch.int64)
+    options = {"recompute": "selective", "precision": "bf16-mixed", "cluster": "h100:1x4", "progress": False}
+    pm = partition(model, 4, "tensor", example_kwargs={"input_ids": tokens, "labels": tokens}, **options)  # type: ignore[arg-type]
+    place = {node: number for number, node in enumerate(pm.graphs[0].graph.nodes)}
+    again = [node for node in place if node.target is all_gather and node.meta.get("again")]
+    viewed = [node for node in again if all(each.target is torch.ops.aten.reshape.default for each in _operands(node))]
+    spans = [(place[node], min(place[user] for user in node.users)) for node in again]
+    ahead = [sum(start < other < wait for other, _ in spans) for start, wait in spans]
+    assert len(viewed) > 4
+    assert max(ahead) == 1
+    assert ahead.count(1) >= len(viewed) - 1  # the last gathers what is computed again, of the embedding
+    held = sum(part.bytes for part in pm.simulate().memory[0].alive if part.category == "communication")
+    assert held <= 2 * tokens.numel() * config.n_embd * torch.bfloat16.itemsize
