@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts
-from partitioner.planner.solvers.stage_memory import Floats, Integers, TransientMemory
+from partitioner.planner.solvers.stage_memory import Floats, Integers, RecomputedValues, TransientMemory
 from partitioner.planner.solvers.stage_problem import Shared
 
 __all__ = ["mixed"]
@@ -50,7 +50,7 @@ def mixed(tables: Sequence[UnitCosts], choice: Integers) -> UnitCosts:
         found = [table.at(rows) for table in tables]
         halves = by_unit([each.halves for each in found], 1)
         kept = tuple(_of_policies([each.units.kept for each in found], choice))
-        working = _mixed_working([each.units.workings[0] for each in found], kept, by_unit)
+        working = _mixed_working([each.units.workings[0] for each in found], kept, choice, by_unit)
         units_of_policies = replace(found[0].units, time=halves.sum(axis=0), kept=kept, working=working)
         return MicrobatchCosts(halves, found[0].flops, units_of_policies, by_unit([each.apart for each in found], 1))
 
@@ -73,7 +73,7 @@ def _of_policies(items_of_tables: Sequence[Sequence[Shared]], choice: Integers) 
                 yield item._replace(units=users)
 
 
-def _mixed_working(tables: Sequence[TransientMemory], kept: Sequence[Shared], by_unit: _ByUnit) -> TransientMemory:
+def _mixed_working(tables: Sequence[TransientMemory], kept: Sequence[Shared], choice: Integers, by_unit: _ByUnit) -> TransientMemory:
     saved = np.zeros(len(tables[0].saved))
     for item in kept:
         if item.producer < 0:
@@ -81,4 +81,23 @@ def _mixed_working(tables: Sequence[TransientMemory], kept: Sequence[Shared], by
     names = ("forward", "backward", "inputs", "coalesced", "weights")
     forward, backward, inputs, coalesced, weights = (by_unit([getattr(table, name) for table in tables], 0) for name in names)
     at_once = max(table.coalesced_at_once for table in tables)
-    return TransientMemory(forward, backward, inputs, saved, tables[0].gradients, coalesced, at_once, weights, summed=tables[0].summed)
+    return TransientMemory(
+        forward,
+        backward,
+        inputs,
+        saved,
+        tables[0].gradients,
+        coalesced,
+        at_once,
+        weights,
+        summed=tables[0].summed,
+        recomputed=_mixed_recomputed(tables, choice),
+    )
+
+
+def _mixed_recomputed(tables: Sequence[TransientMemory], choice: Integers) -> RecomputedValues:
+    """Return the values of each table that units of its policy make."""
+    found = [(each, choice[each.made] == policy) for policy, each in enumerate(table.recomputed for table in tables) if each is not None]
+    columns = ([column[mask] for column, mask in zip(each, (mask,) * 3, strict=True)] for each, mask in found)
+    made, needed, size = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return RecomputedValues(made, needed, size)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DynamicMemory", "Floats", "GradientMessages", "Integers", "TransientMemory"]
+__all__ = ["DynamicMemory", "Floats", "GradientMessages", "Integers", "RecomputedValues", "TransientMemory"]
 
 Floats: TypeAlias = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
@@ -117,6 +117,35 @@ class GradientMessages(NamedTuple):
         return under_way, unsent
 
 
+class RecomputedValues(NamedTuple):
+    """Values that backwards of later units than their own compute again, and hold until that of their own unit.
+
+    A stage that begins in between receives what it reads of them: it counts among what it saves.
+
+    Attributes:
+        made: (C,) the unit that makes each in the forward.
+        needed: (C,) the last unit whose whole backward holds it.
+        size: (C,) bytes.
+    """
+
+    made: Integers
+    needed: Integers
+    size: Floats
+
+    def repeated(self, source: Integers) -> RecomputedValues:
+        """Return the values of the given units."""
+        copies, values = np.nonzero(source[:, None] == self.made)
+        return RecomputedValues(copies, copies + (self.needed - self.made)[values], self.size[values])
+
+    def of_earlier_stages(self, starts: Sequence[int], n_units: int) -> Floats:
+        """Return (N,) bytes of values of earlier stages, for units from that which makes a value to the last that holds it."""
+        units = np.arange(n_units)
+        first = np.repeat(starts, np.diff([*starts, n_units]))  # (N,) of the stage of each unit
+        is_between = (self.made[:, None] < first) & (units <= self.needed[:, None])
+        made_before: Floats = self.size @ is_between
+        return made_before
+
+
 @dataclass(frozen=True, eq=False)
 class TransientMemory:
     """Memory of a stage while it computes, beside permanent memory and the saved activations of all microbatches in flight.
@@ -146,6 +175,8 @@ class TransientMemory:
         is_split: whether backwards run in two halves.
         summed: the most bytes of gradients that exist twice during a backward.
         messages: the gradients that backwards send; None: none.
+        recomputed: values that count in backwards of all units between; None: none. Of cuts that are known, ``by_action`` leaves those
+            of earlier stages out.
     """
 
     forward: Floats
@@ -159,6 +190,7 @@ class TransientMemory:
     is_split: bool = False
     summed: float = 0.0
     messages: GradientMessages | None = None
+    recomputed: RecomputedValues | None = None
 
     @staticmethod
     def nothing(n_units: int) -> TransientMemory:
@@ -170,7 +202,8 @@ class TransientMemory:
         """Return the table of the given units, in any order and with repetition."""
         names = ("forward", "backward", "inputs", "saved", "gradients", "coalesced", "weights")
         messages = None if self.messages is None else self.messages.repeated(source)
-        return replace(self, messages=messages, **{name: getattr(self, name)[source] for name in names})
+        recomputed = None if self.recomputed is None else self.recomputed.repeated(source)
+        return replace(self, messages=messages, recomputed=recomputed, **{name: getattr(self, name)[source] for name in names})
 
     def split(self) -> TransientMemory:
         """Return the table for backwards in two halves."""
@@ -224,7 +257,9 @@ class TransientMemory:
         saved, gradients, coalesced, held, _ = self._sums
         twice = np.minimum(gradients[-1] - gradients[1:], self.summed)
         freed = (saved - held)[1:], gradients[1:] - saved[1:], (gradients - held)[1:]
-        terms = np.stack([self.forward + saved[1:], self.inputs + freed[0], self.gradients - freed[2], self.backward + twice - freed[1]])
+        earlier = 0.0 if self.recomputed is None else self.recomputed.of_earlier_stages(starts, len(self.saved))
+        inputs, backward = self.inputs - earlier, self.backward - earlier
+        terms = np.stack([self.forward + saved[1:], inputs + freed[0], self.gradients - freed[2], backward + twice - freed[1]])
         highest = np.maximum.reduceat(terms, starts, axis=1)
         after = np.stack([-saved[ends], (held - saved)[ends], (gradients - held)[ends], (gradients - saved)[ends]])
         computing: Floats = np.maximum(highest + after, 0.0) + np.minimum(coalesced[ends] - coalesced[starts], self.coalesced_at_once)

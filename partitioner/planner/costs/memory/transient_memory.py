@@ -27,7 +27,7 @@ from cost_models.graph_cost import GraphCost
 from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSelection
 from partitioner.planner.costs.memory.lifetimes import Flags, Saving, Values, lifetimes
 from partitioner.planner.costs.memory.shared_weights import uses_apart
-from partitioner.planner.solvers.stage_memory import Floats, GradientMessages, Integers, TransientMemory
+from partitioner.planner.solvers.stage_memory import Floats, GradientMessages, Integers, RecomputedValues, TransientMemory
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle
 from passes.emit.overlap_collectives import MOST_UNDER_WAY
 
@@ -151,7 +151,16 @@ class WorkingMemory:
             at_once,
             np.rint(weights),
             messages=messages,
+            recomputed=self._recomputed(values, sizes),
         )
+
+    def _recomputed(self, values: Values, sizes: Floats) -> RecomputedValues:
+        """Return the values that backwards of later units compute again, with the last of which all phases hold them."""
+        made, needed = self._unit[values.first], self._unit[np.minimum(values.needed_last // 2, self._n_steps - 1)]
+        last_phases = 2 * np.append(self._starts[1:], self._n_steps) - 1
+        needed = needed - ((values.needed_last | 1) < last_phases[needed])
+        mask = values.is_recomputed & (needed > made)
+        return RecomputedValues(made[mask], needed[mask], sizes[mask])
 
     def _values(self, n_stages: int) -> Values:
         """Return the lifetimes of all allocations, with weights that units of different stages use taken apart."""
