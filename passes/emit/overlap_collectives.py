@@ -22,8 +22,8 @@ Views of what arrives are taken where they are read, so that a program does not 
 what is sent are taken at once: the gradient of a linear's input is on its way while that of its weight is computed.
 
 Parameters are gathered one message ahead of their use, not all at the start, to keep few of them in memory whole. The same holds for
-activations of which the forward saved only the rank's shard, and which the backward gathers again: the first of them from its beginning. A
-backward starts none in its forward.
+activations of which the forward saved only the rank's shard, and which the backward gathers again: in a weight half, the first of them from
+its beginning. A backward starts none in its forward.
 Parameters that all microbatches read are whole for the whole step in any case: their gathers start at once, so that a stage gathers while
 it waits for earlier stages.
 
@@ -206,14 +206,19 @@ def _next_gathers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if node.users and not _reads(following, node)
         if not following.meta.get(AGAIN) or node.meta.get("section") == following.meta.get("section")
     }
-    return _first_of_sections(graph, of_saved) | following_of
+    return _first_of_weight_halves(graph, of_saved) | following_of
 
 
-def _first_of_sections(graph: fx.Graph, gathers: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Map the first node of each section to the first of these gathers in it, which runs from the beginning of the section."""
+def _first_of_weight_halves(graph: fx.Graph, gathers: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Map the first node of each weight half to the first of these gathers in it, which runs from its beginning.
+
+    Most products of a weight half read what is gathered; a whole backward may come to its first one late.
+    """
     first: dict[Any, fx.Node] = {}
     for gather in gathers:
-        first.setdefault(gather.meta.get("section"), gather)
+        section = gather.meta.get("section")
+        if isinstance(section, Action) and section.kind is ActionKind.BACKWARD_WEIGHT:
+            first.setdefault(section, gather)
     needed = {section: with_ancestors([gather], lambda node: node.all_input_nodes) for section, gather in first.items()}
     beginning: dict[Any, fx.Node] = {}
     for node in graph.nodes:
