@@ -141,6 +141,21 @@ class MeshProblem:
             self._problems[policy] = self.with_prices(self._prices(policy))
         return self._problems[policy]
 
+    def problems_in_regions(self, policy: Recompute) -> PipelineProblems:
+        """Return the same where what enters a region is saved under any policy, as where regions have policies of their own."""
+        assert self.submeshes is None
+        prices = self.part.prices(
+            self.kinds,
+            self.cost_model,
+            self.request.optimizer,
+            policy,
+            self.links,
+            patterns=self.request.patterns,
+            in_regions=True,
+            n_stages=self.n_places,
+        )
+        return self.with_prices(prices)
+
     def with_prices(self, prices: UnitCosts) -> PipelineProblems:
         """Return the problem of cutting stages of units with these prices."""
         return PipelineProblems(self.part.graph, self.places, self.request, self.part.points, prices, self.cost_model)

@@ -28,7 +28,7 @@ from passes.ir.plan import Region
 __all__ = ["ChosenRegions", "keep_what_fits"]
 
 _POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""Policies chosen for each region; of ``"selective"``, the values that a plan with this policy alone recomputes in the region."""
+"""Policies chosen for each region; ``"selective"`` recomputes none of the values that enter a region."""
 
 _ATTEMPTS = 6
 """How many choices are tried. The sum over regions counts values that several share once each, so the exact memory may exceed the limit."""
@@ -67,7 +67,7 @@ class _Choice:
     def __init__(self, problem: MeshProblem, solution: Solution) -> None:
         self._problem, self._seconds = problem, solution.step_time
         self._staged = staged = solution.staged
-        tables = [problem.problems(policy) for policy in _POLICIES]
+        tables = [problem.problems_in_regions(policy) if policy == "selective" else problem.problems(policy) for policy in _POLICIES]
         self._problems, self._tables = tables[0], [each.prices for each in tables]
         self._units = [each.units(staged.candidate) for each in tables]
         self._first_nodes = self._problems.points.starts

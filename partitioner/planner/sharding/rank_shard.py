@@ -99,6 +99,7 @@ class ModelPart:
         links: Mapping[str, GroupLinks] = MappingProxyType({}),
         *,
         patterns: Patterns = (),
+        in_regions: bool = False,
         n_stages: int = 1,
         adding: bool = True,
     ) -> UnitCosts:
@@ -108,13 +109,14 @@ class ModelPart:
             kinds: the distinct devices to price for.
             links: mesh dimension -> the links along it.
             patterns: modules and their policies of recomputation, as the caller gave them.
+            in_regions: whether what enters a region is saved under ``"selective"``, too, as where others have another policy.
             n_stages: number of stages: small collectives of a stage are coalesced.
             adding: whether gradients accumulate over microbatches.
         """
         exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in self.exchanges]
-        key = (tuple(kinds), optimizer, policy, patterns)
+        key = (tuple(kinds), optimizer, policy, patterns, in_regions)
         if key not in self.known_prices:
-            regions = self.source.regions(policy, patterns)
+            regions = self.source.regions(policy, patterns, in_regions=in_regions)
             known = (self.source.graph, self.cost, self.source.points, kinds, cost_model, optimizer, policy, regions)
             self.known_prices[key] = UnitPricing(
                 *known, self.source.known_seconds, self._bucket_bytes, self.layouts is not None, self.source.unfolding
@@ -283,11 +285,13 @@ class PartGraph:
         held = {node.name: node.meta["val"].dtype.itemsize for node in self.graph.graph.nodes if node.name in self.graph.parameters}
         return {name: REDUCE_DTYPES.get(self.reduce_dtype or "", size) / size for name, size in held.items()}
 
-    def regions(self, policy: Recompute, patterns: Patterns) -> tuple[Region, ...]:
-        """Return the regions of recomputation of the whole model under a policy; ``patterns``: those of modules that the caller gave."""
+    def regions(self, policy: Recompute, patterns: Patterns, *, in_regions: bool = False) -> tuple[Region, ...]:
+        """Return the regions of recomputation of the whole model under a policy; the others as in ``ModelPart.prices``."""
         if policy == BY_REGION:
             return self._in_names_of_plans(named_regions(self.whole, patterns))
-        return self._checkpoint_regions if policy == "full" else ()
+        if policy == "full" or in_regions:
+            return tuple(dataclasses.replace(region, recompute=policy) for region in self._checkpoint_regions)
+        return ()
 
     def _in_names_of_plans(self, regions: Sequence[Region]) -> tuple[Region, ...]:
         """Return regions that begin with nodes of the model: with a dropout, where its mask is drawn before it."""

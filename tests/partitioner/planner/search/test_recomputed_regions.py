@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.field.memory import Residual
 from partitioner import PartitionedModel, partition
 from passes.ir.plan import Plan
 from tests.cost_models.simulator.test_simulated_memory import measured
@@ -70,6 +71,19 @@ def test_blocks_that_fit_are_kept(setting: tuple[str, int, dict[str, Any]], frac
         assert found[rank] + memory.parameters <= 1.05 * limit
 
 
+@pytest.mark.filterwarnings("ignore:train_step\\(\\) fits:partitioner.PartitionWarning")
+@pytest.mark.parametrize("fraction", [0.5, *slow(0.75, 0.25)])
+def test_regions_of_residual_blocks_hold_what_is_planned(fraction: float) -> None:
+    """A policy for all blocks computes some sums again from those before; where policies differ, what enters a region is saved."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Residual(16) for _ in range(8))), torch.randn(4, 16, 24, 24)
+    options: dict[str, Any] = {"example_inputs": (x,), "training": True, "progress": False, "optimizer": "sgd"}
+    most, least = (partition(model, 1, "model", recompute=policy, **options).plan.memory[0] for policy in ("none", "full"))
+    pm = partition(model, 1, "model", memory_limit=int(least + fraction * (most - least)), **options)
+    assert pm.plan.memory[0] == pytest.approx(pm.simulate().peak_memory[0], rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:train_step\\(\\) fits:partitioner.PartitionWarning")
 def test_the_choice_is_said_kept_and_trains_as_the_model() -> None:
     pm = planned("model", 1, memory_limit="14MiB")
     full, selective = (sum(region.recompute == policy for region in pm.plan.regions) for policy in ("full", "selective"))
