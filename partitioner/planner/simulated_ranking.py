@@ -75,7 +75,7 @@ def fastest_simulated(
         searched = plans[0].prediction.searched + (f"; none was simulated{end}" if end else "")
         return plans[0].predicted(notes=(*plans[0].notes, *notes), searched=searched)
     if smaller is not None:
-        steps = _within_limits(steps, simulated, limits, deadline, smaller)
+        steps = _within_limits(steps, simulated, limits, deadline, smaller, notes)
     ranked = sorted(steps, key=lambda step: (bool(step[1].over_limit), step[1].step_time))
     plan, simulation = ranked[0]
     if simulation.over_limit:
@@ -86,9 +86,18 @@ def fastest_simulated(
 
 
 def _within_limits(
-    steps: Sequence[tuple[Plan, Simulation]], simulated: Simulated, limits: Sequence[float], deadline: Deadline, smaller: Smaller
+    steps: Sequence[tuple[Plan, Simulation]],
+    simulated: Simulated,
+    limits: Sequence[float],
+    deadline: Deadline,
+    smaller: Smaller,
+    notes: list[str],
 ) -> list[tuple[Plan, Simulation]]:
-    """Return the steps, of which those that exceed a limit by little are planned again if they are faster than all that fit."""
+    """Return the steps, of which those that exceed a limit by little are planned again if they are faster than all that fit.
+
+    Args:
+        notes: what cannot be planned again, or lowered, is appended, and stays as it is.
+    """
     fastest = min((simulation.step_time for _, simulation in steps if not simulation.over_limit), default=float("inf"))
     found: list[tuple[Plan, Simulation]] = []
     for plan, simulation in steps:
@@ -98,8 +107,11 @@ def _within_limits(
                 again = _of_search(smaller(plan, 1 / excess), plan)
                 found.append((again, dataclasses.replace(simulated(again), limits=limits)))
                 continue
-            except PartitionError:  # nothing fits, or it cannot be lowered: the plan stays as it is, after all that fit
-                pass
+            except PartitionError as refusal:
+                words = plan.prediction.contenders[0].words
+                notes.append(
+                    f"Exceeds its memory by {excess - 1:.1%} in simulation, and was not planned within less: {words}: {refusal.problem}."
+                )
         found.append((plan, simulation))
     return found
 

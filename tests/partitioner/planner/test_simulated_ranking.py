@@ -139,6 +139,13 @@ def test_a_mesh_that_exceeds_its_memory_by_little_is_planned_again(plans: list[P
     assert fractions == [pytest.approx(1 / 1.02, rel=1e-3)]
     assert fastest_simulated(plans, simulated, limits, FREE) == plans[1]
 
+    def refuse(_: Plan, __: float) -> Plan:
+        raise ConfigError("nothing fits", remedy="nothing")
+
+    other = fastest_simulated(plans, simulated, limits, FREE, smaller=refuse)
+    assert other == plans[1]
+    assert any("Exceeds its memory by 2.0%" in note and note.endswith("nothing fits.") for note in other.notes)
+
 
 def test_nothing_is_simulated_once_the_time_is_over(plans: list[Plan]) -> None:
     def refuse(_: Plan) -> Simulation:
