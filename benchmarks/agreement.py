@@ -68,8 +68,8 @@ def _text(make: Callable[[], nn.Module], length: int = LENGTH) -> Callable[[int]
     return made
 
 
-def _decoder(family: str, sizes: Sizes, heads: int, **options: Any) -> Callable[[int], Made]:
-    return _text(decoder(family, family, sizes, heads, num_hidden_layers=LAYERS, **options).make)
+def _decoder(family: str, sizes: Sizes, **options: Any) -> Callable[[int], Made]:
+    return _text(decoder(family, family, sizes, num_hidden_layers=LAYERS, **options).make)
 
 
 def _images(make: Callable[[], nn.Module], size: int = 224) -> Callable[[int], Made]:
@@ -86,14 +86,14 @@ _VIT = {**_BERT, "patch_size": 14, "num_labels": 1000}
 _GPT2 = {"n_embd": 1600, "n_head": 25, "n_layer": LAYERS, "n_positions": 1024, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 MODELS: Mapping[str, Callable[[int], Made]] = {
-    "Llama 3 8B": _decoder("Llama", Sizes(4096, 8, 128, 14336, 128256), 32),
-    "Llama 3 70B": _decoder("Llama", Sizes(8192, 8, 128, 28672, 128256), 64),
-    "Qwen2 7B": _decoder("Qwen2", Sizes(3584, 4, 128, 18944, 152064), 28),
+    "Llama 3 8B": _decoder("Llama", Sizes(4096, 32, 8, 128, 14336, 128256)),
+    "Llama 3 70B": _decoder("Llama", Sizes(8192, 64, 8, 128, 28672, 128256)),
+    "Qwen2 7B": _decoder("Qwen2", Sizes(3584, 28, 4, 128, 18944, 152064)),
     "Gemma 2 9B": _decoder(
-        "Gemma2", Sizes(3584, 8, 256, 14336, 256000), 16, attn_implementation="eager", query_pre_attn_scalar=256, sliding_window=4096
+        "Gemma2", Sizes(3584, 16, 8, 256, 14336, 256000), attn_implementation="eager", query_pre_attn_scalar=256, sliding_window=4096
     ),
-    "Phi-3 mini": _decoder("Phi3", Sizes(3072, 32, 96, 8192, 32064), 32, pad_token_id=0),
-    "Mixtral 8x7B": _decoder("Mixtral", Sizes(4096, 8, 128, 14336, 32000), 32, num_local_experts=8, num_experts_per_tok=2),
+    "Phi-3 mini": _decoder("Phi3", Sizes(3072, 32, 32, 96, 8192, 32064), pad_token_id=0),
+    "Mixtral 8x7B": _decoder("Mixtral", Sizes(4096, 32, 8, 128, 14336, 32000), num_local_experts=8, num_experts_per_tok=2),
     "GPT-2 XL": _text(of_transformers("GPT2", "LMHeadModel", **_GPT2), 1024),
     "BERT": _text(of_transformers("Bert", "ForMaskedLM", **_BERT, **_NO_DROPOUT), 512),
     "OPT": _text(

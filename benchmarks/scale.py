@@ -23,18 +23,18 @@ from partitioner import partition
 
 __all__ = ["timed"]
 
-CASES: Mapping[str, tuple[Sizes, int, int, int, str, Mapping[str, int]]] = {
-    "70B": (Sizes(8192, 8, 128, 28672, 128256), 64, 80, 16, "h100:8x8", {"pipeline": 8, "tensor": 8}),
-    "405B": (Sizes(16384, 8, 128, 53248, 128256), 128, 126, 2048, "h100:2048x8", {"pipeline": 16, "zero1": 128, "tensor": 8}),
+CASES: Mapping[str, tuple[Sizes, int, int, str, Mapping[str, int]]] = {
+    "70B": (Sizes(8192, 64, 8, 128, 28672, 128256), 80, 16, "h100:8x8", {"pipeline": 8, "tensor": 8}),
+    "405B": (Sizes(16384, 128, 8, 128, 53248, 128256), 126, 2048, "h100:2048x8", {"pipeline": 16, "zero1": 128, "tensor": 8}),
 }
-"""Name -> sizes, heads, layers, rows of 2,048 tokens, cluster, mesh."""
+"""Name -> sizes, layers, rows of 2,048 tokens, cluster, mesh."""
 
 
 def timed(name: str) -> None:
     """Print the seconds of each step of a case."""
-    sizes, heads, layers, rows, cluster, mode = CASES[name]
+    sizes, layers, rows, cluster, mode = CASES[name]
     with torch.device("meta"):
-        model = decoder(name, "Llama", sizes, heads, num_hidden_layers=layers).make()
+        model = decoder(name, "Llama", sizes, num_hidden_layers=layers).make()
         tokens = torch.zeros(rows, 2048, dtype=torch.int64)
 
     def seconds(words: str, work: Callable[[], object]) -> None:

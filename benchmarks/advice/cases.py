@@ -61,9 +61,9 @@ def _tokens(make: Callable[[], nn.Module], rows: int, length: int) -> Callable[[
     return made
 
 
-def _llama(sizes: Sizes, heads: int, layers: int) -> Callable[[], nn.Module]:
+def _llama(sizes: Sizes, layers: int) -> Callable[[], nn.Module]:
     """Return a function that builds a Llama of transformers."""
-    return decoder("Llama", "Llama", sizes, heads, num_hidden_layers=layers, max_position_embeddings=131072).make
+    return decoder("Llama", "Llama", sizes, num_hidden_layers=layers, max_position_embeddings=131072).make
 
 
 def _vit() -> Made:
@@ -85,12 +85,12 @@ def _unet() -> Made:
     return UNet(64), (torch.zeros(32, 3, 512, 512),), {}
 
 
-_7B = _llama(Sizes(4096, 32, 128, 11008, 32000), 32, 32)
-_8B = _llama(Sizes(4096, 8, 128, 14336, 128256), 32, 32)
-_70B = _llama(Sizes(8192, 8, 128, 28672, 128256), 64, 80)
-_405B = _llama(Sizes(16384, 8, 128, 53248, 128256), 128, 126)
+_7B = _llama(Sizes(4096, 32, 32, 128, 11008, 32000), 32)
+_8B = _llama(Sizes(4096, 32, 8, 128, 14336, 128256), 32)
+_70B = _llama(Sizes(8192, 64, 8, 128, 28672, 128256), 80)
+_405B = _llama(Sizes(16384, 128, 8, 128, 53248, 128256), 126)
 _MIXTRAL = decoder(
-    "Mixtral", "Mixtral", Sizes(4096, 8, 128, 14336, 32000), 32, num_hidden_layers=32, num_local_experts=8, num_experts_per_tok=2
+    "Mixtral", "Mixtral", Sizes(4096, 32, 8, 128, 14336, 32000), num_hidden_layers=32, num_local_experts=8, num_experts_per_tok=2
 ).make
 
 _ONE_NODE: tuple[Mesh, ...] = (

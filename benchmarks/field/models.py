@@ -27,6 +27,7 @@ class Sizes:
 
     Attributes:
         hidden: width of the residual stream.
+        heads: of queries.
         key_heads: heads of keys and values.
         head: width of a head.
         ffn: inner width of the perceptron.
@@ -35,6 +36,7 @@ class Sizes:
     """
 
     hidden: int
+    heads: int
     key_heads: int
     head: int
     ffn: int
@@ -69,10 +71,10 @@ class FieldModel:
 class GroupedLlama(nn.Module):
     """A Llama of 8B written by hand: ``unflatten`` for heads, ``enable_gqa`` for groups, rotary positions by a table."""
 
-    def __init__(self, sizes: Sizes, heads: int) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.token = nn.Embedding(sizes.vocab, sizes.hidden)
-        self.blocks = nn.ModuleList(GroupedBlock(sizes, heads) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(GroupedBlock(sizes) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(sizes.hidden)
         self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
         angles = torch.outer(torch.arange(sizes.length), 5e5 ** (-torch.arange(0, sizes.head, 2) / sizes.head)).repeat(1, 2)
@@ -91,13 +93,13 @@ class GroupedLlama(nn.Module):
 class GroupedBlock(nn.Module):
     """Attention with grouped queries and a gated perceptron."""
 
-    def __init__(self, sizes: Sizes, heads: int) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.head = sizes.head
         self.attention_norm, self.norm = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
-        self.query = nn.Linear(sizes.hidden, heads * sizes.head, bias=False)
+        self.query = nn.Linear(sizes.hidden, sizes.heads * sizes.head, bias=False)
         self.key, self.value = (nn.Linear(sizes.hidden, sizes.key_heads * sizes.head, bias=False) for _ in range(2))
-        self.project = nn.Linear(heads * sizes.head, sizes.hidden, bias=False)
+        self.project = nn.Linear(sizes.heads * sizes.head, sizes.hidden, bias=False)
         self.gate, self.up = (nn.Linear(sizes.hidden, sizes.ffn, bias=False) for _ in range(2))
         self.down = nn.Linear(sizes.ffn, sizes.hidden, bias=False)
 
@@ -126,12 +128,12 @@ def of_transformers(family: str, kind: str, **options: Any) -> Callable[[], nn.M
     return make
 
 
-def decoder(name: str, family: str, sizes: Sizes, heads: int, **options: Any) -> FieldModel:
+def decoder(name: str, family: str, sizes: Sizes, **options: Any) -> FieldModel:
     """Return a causal language model of transformers with rotary positions and grouped queries."""
     words = {
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.ffn,
-        "num_attention_heads": heads,
+        "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.key_heads,
         "head_dim": sizes.head,
         "vocab_size": sizes.vocab,
@@ -145,7 +147,7 @@ def decoder(name: str, family: str, sizes: Sizes, heads: int, **options: Any) ->
 
 
 def _bert() -> FieldModel:
-    sizes = Sizes(hidden=1024, key_heads=16, head=64, ffn=4096, vocab=30522, length=512)
+    sizes = Sizes(hidden=1024, heads=16, key_heads=16, head=64, ffn=4096, vocab=30522, length=512)
     words = {
         "hidden_size": 1024,
         "intermediate_size": 4096,
@@ -159,26 +161,25 @@ def _bert() -> FieldModel:
     return FieldModel("BERT large", of_transformers("Bert", "ForMaskedLM", **words), sizes, has_matrix_before_head=True, n_kinds=2)
 
 
-_LLAMA_8B = Sizes(hidden=4096, key_heads=8, head=128, ffn=14336, vocab=128256)
+_LLAMA_8B = Sizes(hidden=4096, heads=32, key_heads=8, head=128, ffn=14336, vocab=128256)
 
 MODELS = (
-    decoder("Llama 3 8B", "Llama", _LLAMA_8B, 32),
-    decoder("Llama 3 70B", "Llama", Sizes(8192, 8, 128, 28672, 128256), 64),
-    decoder("Llama 3 405B", "Llama", Sizes(16384, 8, 128, 53248, 128256), 128),
-    decoder("Qwen2 7B", "Qwen2", Sizes(3584, 4, 128, 18944, 152064), 28),
-    decoder("Qwen3 8B", "Qwen3", Sizes(4096, 8, 128, 12288, 151936), 32),
+    decoder("Llama 3 8B", "Llama", _LLAMA_8B),
+    decoder("Llama 3 70B", "Llama", Sizes(8192, 64, 8, 128, 28672, 128256)),
+    decoder("Llama 3 405B", "Llama", Sizes(16384, 128, 8, 128, 53248, 128256)),
+    decoder("Qwen2 7B", "Qwen2", Sizes(3584, 28, 4, 128, 18944, 152064)),
+    decoder("Qwen3 8B", "Qwen3", Sizes(4096, 32, 8, 128, 12288, 151936)),
     decoder(
         "Gemma 2 9B",
         "Gemma2",
-        Sizes(3584, 8, 256, 14336, 256000),
-        16,
+        Sizes(3584, 16, 8, 256, 14336, 256000),
         attn_implementation="eager",  # scores are capped, which transformers refuses in fused attention
         query_pre_attn_scalar=256,
         sliding_window=4096,
     ),
     _bert(),
-    decoder("Phi-3 mini", "Phi3", Sizes(3072, 32, 96, 8192, 32064), 32, pad_token_id=0),
-    decoder("Phi-4 mini", "Phi3", Sizes(3072, 8, 128, 8192, 200064), 24, pad_token_id=0, tie_word_embeddings=True),
-    decoder("Mistral 7B", "Mistral", Sizes(4096, 8, 128, 14336, 32768), 32, sliding_window=None),
-    FieldModel("Llama 8B by hand", lambda: GroupedLlama(_LLAMA_8B, 32), _LLAMA_8B),
+    decoder("Phi-3 mini", "Phi3", Sizes(3072, 32, 32, 96, 8192, 32064), pad_token_id=0),
+    decoder("Phi-4 mini", "Phi3", Sizes(3072, 24, 8, 128, 8192, 200064), pad_token_id=0, tie_word_embeddings=True),
+    decoder("Mistral 7B", "Mistral", Sizes(4096, 32, 8, 128, 14336, 32768), sliding_window=None),
+    FieldModel("Llama 8B by hand", lambda: GroupedLlama(_LLAMA_8B), _LLAMA_8B),
 )

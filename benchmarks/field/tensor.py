@@ -26,6 +26,11 @@ width a, are summed once a step.
 
     copies       2 L  2 h a g
 
+With sequence parallelism each rank computes the keys and values of its own positions alone, which is 1/k of the work, repeats them for all
+H heads of queries, of width d, and exchanges positions for heads; backward, the first rank sends the gradients of its heads.
+
+    exchanges    2 L  T (H d / k + ceil(H / k) d) e
+
 Parameters of a rank are those of the first one, divided by 1/k of all: norms, and the matrix before BERT's head, are copied, as in
 Megatron. The plan has ``heads``, ``ffn`` and ``vocab`` sharded, and ``sequence`` where it is sharded. The last columns have predicted
 milliseconds: of the plan without constraints, and of one by the patterns that transformers ships with the model.
@@ -37,6 +42,7 @@ the copies.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,11 +105,13 @@ def formula_bytes(model: FieldModel, precision: str | None, count: int, *, in_se
     """Return the bytes of the formula of this module."""
     product, stored = 4 if precision is None else 2, 2 if precision == "bf16-true" else 4
     tokens, hidden = ROWS * model.sizes.length, model.sizes.hidden
-    total = 2 * tokens * (hidden * (stored + (4 * LAYERS + 1) * product) + 3 * 4)
+    total: float = 2 * tokens * (hidden * (stored + (4 * LAYERS + 1) * product) + 3 * 4)
     if in_sequence and model.has_matrix_before_head:
         total += 2 * hidden * hidden * stored
-    if model.sizes.key_heads < count:
-        total += 2 * LAYERS * 2 * hidden * model.sizes.key_heads * model.sizes.head * stored
+    if (sizes := model.sizes).key_heads < count:
+        total += 2 * LAYERS * 2 * hidden * sizes.key_heads * sizes.head * stored
+        if in_sequence:
+            total += 2 * LAYERS * tokens * sizes.head * (sizes.heads / count + math.ceil(sizes.heads / count)) * product
     if in_sequence and 0 < model.n_kinds < count:
         total += 2 * model.sizes.length * hidden * stored
     return total

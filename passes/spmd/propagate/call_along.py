@@ -54,6 +54,11 @@ class CallAlong(NamedTuple):
         assert self.loops is not None
         return [*self.loops.running[factor], *self.windowed.get(factor, {})]
 
+    def narrows(self) -> bool:
+        """Return whether a call casts its only tensor to a smaller type."""
+        value = self.node.meta["val"]
+        return len(self.operands) == 1 and isinstance(value, Tensor) and value.dtype.itemsize < self.operands[0].meta["val"].dtype.itemsize
+
     def added_to_sums(self) -> frozenset[int] | None:
         """Return the operands that a call adds to its partial sums; None if it is not linear in these."""
         assert self.loops is not None

@@ -181,13 +181,14 @@ class CutChoice:
         """Return whether a value is an input of the model, or has no gradient."""
         return node.name in self._inputs or not is_differentiable(node)
 
-    def _price(self, call: CallAlong, cut: Cut, mesh_dimension: int) -> tuple[bool, bool, bool, bool, bool, float, int]:
+    def _price(self, call: CallAlong, cut: Cut, mesh_dimension: int) -> tuple[bool, bool, float, bool, bool, bool, float, int]:
         """Return a key that orders cuts over a mesh dimension, the cheapest first.
 
         Over rows, cuts are last that gather a shard or give a partial sum, unless the axis was assigned for just that (weights are larger
         than activations): a parameter's axis may exchange rows only (tokens go to their experts). Over tiles, axes of space are first.
-        Then follow axes of parameters, first those that the call itself reads (a sequence may be an axis of learned positions); cuts
-        without a reduction inside the call; fewest bytes moved; priority in the assignment.
+        A cast to a smaller type moves nothing if it can: its result is the smaller message. Then follow axes of parameters, first those
+        that the call itself reads (a sequence may be an axis of learned positions); cuts without a reduction inside the call; fewest
+        bytes moved; priority in the assignment.
         """
         assert call.loops is not None
         by_rows, in_tiles = self._mesh[mesh_dimension][0] in self._rows, self._mesh[mesh_dimension][0] in TILES
@@ -204,4 +205,6 @@ class CutChoice:
             moved += 2 * self._facts.bytes.of(call.node)
         has_parameter_axis = shards_parameter if by_rows else cut.axis in self._facts.parameter_axes
         priority = self.assigned[mesh_dimension][cut.axis]
-        return moves_rows, is_beside_space, not shards_parameter, not has_parameter_axis, reduction == "whole", moved, priority
+        moved_first = moved if call.narrows() else 0.0
+        is_whole = reduction == "whole"
+        return moves_rows, is_beside_space, moved_first, not shards_parameter, not has_parameter_axis, is_whole, moved, priority

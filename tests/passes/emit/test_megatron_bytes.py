@@ -13,9 +13,6 @@ from partitioner.experiments.models.subject import Subject
 
 MODEL = {model.name: model for model in MODELS}
 QUICK = ("Llama 8B by hand", "bf16-mixed", 8)
-BEYOND = {("Qwen2 7B", 8)}
-"""Too few heads of keys: see the formula."""
-
 COPIED = {("Qwen2 7B", 8)}
 """Fewer heads of keys than ranks: every rank has the projections of keys and values."""
 
@@ -36,7 +33,6 @@ def test_bytes_are_those_of_the_formula(name: str, precision: str | None, count:
         n_elements += (count - 1) * sum(each.numel() for path, each in parameters.items() if "k_proj" in path or "v_proj" in path)
     for in_sequence in (False, True):
         found = counted(subject, count, in_sequence=in_sequence)
-        if (name, count) not in BEYOND:
-            assert found.n_bytes == pytest.approx(formula_bytes(model, precision, count, in_sequence=in_sequence), rel=0.005)
+        assert found.n_bytes == pytest.approx(formula_bytes(model, precision, count, in_sequence=in_sequence), rel=0.005)
         if not model.has_matrix_before_head:
             assert found.n_parameters * count <= 1.01 * n_elements

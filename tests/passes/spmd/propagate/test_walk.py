@@ -155,6 +155,29 @@ def test_a_mesh_of_both_is_both() -> None:
     assert picture.held("up.weight") == "R S0"
 
 
+class FewKeyHeads(nn.Module):
+    """Attention in bfloat16 with three heads of queries and one of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8 * heads, bias=False) for heads in (3, 1, 1))
+        self.project = nn.Linear(24, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        query, key, value = (each.expand(-1, 3, -1, -1).to(torch.bfloat16) for each in (query, key, value))
+        attended = F.scaled_dot_product_attention(query, key, value)
+        return x + self.project(attended.transpose(1, 2).flatten(2).float())
+
+
+def test_a_cast_to_a_smaller_type_is_before_an_exchange() -> None:
+    """Keys of a rank's positions are cast, then exchanged for its heads: half of the bytes."""
+    picture = Picture(FewKeyHeads(), torch.randn(2, 6, 8), tensor=("heads", "sequence"))
+    table = picture.table()
+    attention = table.index("scaled_dot_product_attention(S1, S1, S1) = S1")
+    assert [line for line in table[:attention] if line.startswith("to(")] == ["to(S1) = S1", "to(S2) = S2", "to(S2) = S2"]
+
+
 class TwoSums(nn.Module):
     """Two row-cut layers whose results are added, scaled and only then read."""
 
