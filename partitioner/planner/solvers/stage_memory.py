@@ -145,6 +145,17 @@ class RecomputedValues(NamedTuple):
         made_before: Floats = self.size @ is_between
         return made_before
 
+    def of_block(self, start: int, stop: int, width: int) -> Floats:
+        """Return (stop - start, width) bytes of values of earlier units, for 1..width units from each of ``start .. stop - 1``."""
+        table = np.zeros((stop - start, stop - start + width))  # first unit of a run by unit
+        reaches = (self.made < stop - 1) & (self.needed >= start)
+        rows = np.maximum(self.made[reaches] + 1 - start, 0)
+        np.add.at(table, (rows, np.minimum(self.needed[reaches] - start, table.shape[1] - 1)), self.size[reaches])
+        held = np.cumsum(np.cumsum(table, axis=0)[:, ::-1], axis=1)[:, ::-1]
+        first = np.arange(stop - start)[:, None]
+        found: Floats = held[first, first + np.arange(width)]
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class TransientMemory:
@@ -175,8 +186,7 @@ class TransientMemory:
         is_split: whether backwards run in two halves.
         summed: the most bytes of gradients that exist twice during a backward.
         messages: the gradients that backwards send; None: none.
-        recomputed: values that count in backwards of all units between; None: none. Of cuts that are known, ``by_action`` leaves those
-            of earlier stages out.
+        recomputed: values that count in backwards of all units between, but for those of earlier stages; None: none.
     """
 
     forward: Floats
@@ -238,12 +248,19 @@ class TransientMemory:
         """Return (stop - start, width) bytes of the runs of 1..width units from each of the units ``start .. stop - 1``."""
         first = np.arange(start, stop)[:, None]
         last = np.minimum(first + np.arange(width), len(self.saved) - 1)
-        return self._of_runs(np.maximum.accumulate(self._peaks[:, last], axis=2), first, last + 1)
+        earlier = 0.0 if self.recomputed is None else self.recomputed.of_block(start, stop, width)
+        return self._of_runs(np.maximum.accumulate(self._without(earlier, self._peaks[:, last]), axis=2), first, last + 1)
 
     def of_stages(self, starts: Sequence[int]) -> Floats:
         """Return (S,) bytes of the stages with these first units."""
         ends = np.array([*starts[1:], len(self.saved)])
-        return self._of_runs(np.maximum.reduceat(self._peaks, starts, axis=1), np.array(starts), ends)
+        earlier = 0.0 if self.recomputed is None else self.recomputed.of_earlier_stages(starts, len(self.saved))
+        return self._of_runs(np.maximum.reduceat(self._without(earlier, self._peaks), starts, axis=1), np.array(starts), ends)
+
+    def _without(self, earlier: Floats | float, peaks: Floats) -> Floats:
+        """Return terms of ``_peaks`` without the values of earlier stages, which backwards do not compute again."""
+        forward, first, second = peaks
+        return np.stack([forward, first - earlier, second if self.is_split else second - earlier])
 
     def by_action(self, starts: Sequence[int]) -> Floats:
         """Return (4, S) bytes of the stages with these first units in a forward, and the input half, weight half and whole of a backward.
