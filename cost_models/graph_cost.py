@@ -89,6 +89,7 @@ class GraphCost:
         maker: allocation -> the node that makes it.
         part_of: allocation of a value as it is read, gathered -> the allocation in which the rank has its part.
         copies: those of them that calls make for themselves, and whether they hold elements that neighbours sent.
+        exchanged: those of them in which a dimension is longer and another one shorter than in the rank's part.
         touched: computing node, and the output -> step by step the allocations that it reads or makes, as it reads them, but for those
             that are there all the time.
         differentiated: computing node with a kernel for the gradient of each operand -> the allocations of each as it reads them, in
@@ -111,6 +112,7 @@ class GraphCost:
     maker: Mapping[int, str]
     part_of: Mapping[int, int]
     copies: Mapping[int, bool]
+    exchanged: frozenset[int]
     touched: Mapping[str, tuple[tuple[int, ...], ...]]
     differentiated: Mapping[str, tuple[tuple[int, ...], ...]]
     returned: Mapping[int, int]
@@ -299,6 +301,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         maker=kept.maker,
         part_of=kept.part_of,
         copies=kept.copies,
+        exchanged=frozenset(kept.exchanged),
         touched=touched,
         differentiated=differentiated,
         returned=returned,
@@ -332,6 +335,7 @@ class _Kept:
                 self.bytes[allocation] = sizes[name] if count == 1 else sizes[name] / count
         self.part_of: dict[int, int] = {}
         self.copies: dict[int, bool] = {}
+        self.exchanged: set[int] = set()
         self._reshaped: dict[Hashable, int] = {}
         self._fetched: dict[fx.Node, Mapping[fx.Node, tuple[Fetched, ...]]] = {}
 
@@ -407,7 +411,16 @@ class _Kept:
             self.bytes[number] = sum((shape.bytes for shape in shapes), start=0)
             self.maker[number] = leaf.name
             self.part_of[number] = allocation
+            if not runs and any(itertools.starmap(_is_exchanged, zip(self._shapes[leaf], shapes, strict=True))):
+                self.exchanged.add(number)
         return self._reshaped[key]
+
+
+def _is_exchanged(part: TensorSpec, read: TensorSpec) -> bool:
+    """Return whether a dimension is longer in what is read than in the rank's part, and another one shorter."""
+    pairs = [(sympy.sympify(before), sympy.sympify(after)) for before, after in zip(part.shape, read.shape, strict=True)]
+    ratios = [after / before for before, after in pairs if before != after and before != 0]
+    return any(ratio.is_number and ratio < 1 for ratio in ratios) and any(ratio.is_number and ratio > 1 for ratio in ratios)
 
 
 def _read_by(call: fx.Node, inputs: Sequence[fx.Node], shapes: Shapes, parts: Parts | None) -> Shapes:

@@ -236,9 +236,9 @@ def _recomputed(graph: ModelGraph, problems: PipelineProblems, staged: StagedMod
     found = list[tuple[int, str]]()
     for kind, names in enumerate(problems.prices.recomputed):
         for name in names:
-            place = position[source_name(name, position) or ""]
-            if kinds[max(0, bisect_right(starts, place) - 1)] == kind:
-                found.append((place, name))
+            source = source_name(name, position)
+            if source is not None and kinds[max(0, bisect_right(starts, position[source]) - 1)] == kind:
+                found.append((position[source], name))
     return tuple(name for _, name in sorted(found))
 
 

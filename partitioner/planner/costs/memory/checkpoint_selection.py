@@ -152,12 +152,16 @@ class CheckpointSelection:
         return frozenset(entering)
 
     def _recompute(self, nodes: frozenset[str]) -> None:
-        """Select the nodes to recompute: those of ``nodes`` that a backward needs, directly or through others of them."""
+        """Select the nodes to recompute: those of ``nodes`` that a backward needs, directly or through others of them, and their views."""
         self.recomputed = nodes
         self.savers = self._savers(gathered=False)
         needed = {self._cost.maker[allocation] for allocation in self.needed}
         for name, node in reversed(self._nodes.items()):
             if name in nodes and (any(user.name in needed and user.name in nodes for user in node.users) or self._has_buffers(name)):
+                needed.add(name)
+        for name, node in self._nodes.items():
+            is_view = name in nodes and not self._cost.nodes[name].forward.launches
+            if is_view and any(source.name in nodes & needed for source in node.all_input_nodes):
                 needed.add(name)
         self.recomputed = nodes & needed
 
@@ -317,7 +321,8 @@ class CheckpointSelection:
         if draws(self._nodes[self._cost.maker[allocation]]):
             return False
         received, part = self._cost.allocation_bytes[allocation], self._cost.bytes[self._cost.maker[allocation]]
-        return self._cost.copies.get(allocation, bool(self._numbers[received] < self._numbers[part]))
+        is_no_gather = allocation in self._cost.exchanged or bool(self._numbers[received] < self._numbers[part])
+        return self._cost.copies.get(allocation, is_no_gather)
 
     def _saved_for(self, allocation: int) -> set[int]:
         """Return the saved allocations that an allocation is recomputed from; itself if it is saved.

@@ -233,6 +233,7 @@ FIELD = (
     Setting("Llama 3 8B", {"fsdp": 64}, "32-true", "none"),
     Setting("Llama 3 8B", {"pipeline": 4, "data": 2}, "bf16-mixed", "selective"),
     Setting("Qwen2 7B", {"fsdp": 4, "tensor": 2}, "bf16-mixed", "full"),
+    Setting("Qwen2 7B", {"tensor": 8}, "bf16-mixed", "selective"),
     Setting("Llama 3 70B", {"pipeline": 2, "tensor": 4}, "32-true", "full"),
     Setting("GPT-2 XL", {"pipeline": 4, "data": 2}, "bf16-mixed", "none"),
     Setting("Mixtral 8x7B", {"fsdp": 8}, "32-true", "none"),
