@@ -281,8 +281,7 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         touched[node.name] = kept.touched(node, call.inputs, read)
         if len(cost.gradient_order) > 1:
             differentiated[node.name] = tuple(kept.read(node, node_leaves(bound[name]), read) for name in cost.gradient_order)
-    calls = (call.node for call in reading.calls if not nodes[call.node.name].known)
-    unknown = {str(node.target) for node in calls if node.target not in COLLECTIVES}
+    unknown = {str(call.node.target) for call in reading.calls if not (nodes[call.node.name].known or call.node.target in COLLECTIVES)}
     output = graph.graph.output_node()
     results = tuple(output.all_input_nodes)
     read = _read_by(output, results, shapes, parts)
@@ -419,7 +418,7 @@ class _Kept:
 def _is_exchanged(part: TensorSpec, read: TensorSpec) -> bool:
     """Return whether a dimension is longer in what is read than in the rank's part, and another one shorter."""
     pairs = [(sympy.sympify(before), sympy.sympify(after)) for before, after in zip(part.shape, read.shape, strict=True)]
-    ratios = [after / before for before, after in pairs if before != after and before != 0]
+    ratios = [after / before for before, after in pairs if before not in (after, 0)]
     return any(ratio.is_number and ratio < 1 for ratio in ratios) and any(ratio.is_number and ratio > 1 for ratio in ratios)
 
 
