@@ -26,10 +26,9 @@ from passes.autograd.staged_model import SplitModel
 from passes.graph.aliasing import aliasing
 from passes.graph.equivalence import argument_key
 from passes.graph.lazy_graph_module import LazyGraphModule
-from passes.graph.schemas import views_its_arguments
+from passes.graph.schemas import is_cast_or_view
 from passes.ir.comm.functional import FOR_ALL, all_gather, all_reduce, makes_memory, reduce_scatter, replicate
 from passes.ir.mesh import GATHERED_ONCE, SCATTERED_ONCE
-from passes.ir.torch_private import OpOverload
 from passes.stages.split import StageGraph
 
 __all__ = ["communicating_once"]
@@ -98,13 +97,9 @@ def _gathers_of(graph: fx.Graph, parameters: Sequence[fx.Node]) -> tuple[list[fx
         if node.op == "call_function" and len(sources) == 1 and sources[0] in chain:
             if node.target in _GATHERS and node.args[2] in GATHERED_ONCE:
                 gathers.append(node)
-            elif _is_cast_or_view(node):
+            elif is_cast_or_view(node):
                 chain[node] = None
     return list(chain), gathers
-
-
-def _is_cast_or_view(node: fx.Node) -> bool:
-    return node.target is _CAST or (isinstance(node.target, OpOverload) and views_its_arguments(node.target))
 
 
 def _copied(graph: fx.Graph, given: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -216,7 +211,7 @@ _SUMS = frozenset({reduce_scatter, all_reduce})
 
 def _is_linear(node: fx.Node) -> bool:
     """Return whether a step may come after the sum of the microbatches instead of before it."""
-    return node.target in _SUMS or node.target is aten.clone.default or _is_cast_or_view(node)
+    return node.target in _SUMS or node.target is aten.clone.default or is_cast_or_view(node)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

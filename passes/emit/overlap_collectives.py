@@ -39,20 +39,17 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from passes.emit.coalesce_collectives import is_held, is_view
 from passes.graph.dependencies import with_ancestors
-from passes.graph.schemas import views_its_arguments, written_arguments
+from passes.graph.schemas import is_cast_or_view, views_its_arguments, written_arguments
 from passes.ir.comm.functional import AGAIN, FOR_ALL
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.schedule import Action, ActionKind
 from passes.ir.torch_private import OpOverload
 
 __all__ = ["MOST_UNDER_WAY", "overlap_communication"]
-
-aten = torch.ops.aten
 
 _REDUCTIONS = frozenset({all_reduce, reduce_scatter})
 
@@ -164,17 +161,9 @@ def _gathers_saved(node: fx.Node) -> bool:
     if not node.meta.get(AGAIN) or all(is_held(part) for part in node.all_input_nodes):
         return False
     source = node.args[0][0]  # type: ignore[index]
-    while isinstance(source, fx.Node) and (source.target is operator.getitem or _is_view_or_cast(source)):
+    while isinstance(source, fx.Node) and (source.target is operator.getitem or is_cast_or_view(source)):  # done again, too
         source = source.args[0]
     return isinstance(source, fx.Node) and source.meta.get("section") != node.meta.get("section")
-
-
-def _is_view_or_cast(node: fx.Node) -> bool:
-    """Return whether a node views a value, also by sizes, or casts it, which a backward does again where it gathers the value."""
-    target = node.target
-    if target is aten._to_copy.default:  # noqa: SLF001  the operator's own name
-        return True
-    return isinstance(target, OpOverload) and views_its_arguments(target) and not written_arguments(node)
 
 
 def _is_saved(operand: fx.Node, start: fx.Node) -> bool:

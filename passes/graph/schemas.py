@@ -27,6 +27,7 @@ __all__ = [
     "drops_nothing",
     "functional",
     "is_autograd_function",
+    "is_cast_or_view",
     "is_deterministic",
     "node_leaves",
     "out_parameters",
@@ -138,6 +139,13 @@ def viewed_arguments(node: fx.Node) -> list[fx.Node]:
 def views_its_arguments(operator: OpOverload) -> bool:
     """Return whether the result may alias an argument, by the schema."""
     return any(parameter.aliased for parameter in _parameters(operator))
+
+
+def is_cast_or_view(node: fx.Node) -> bool:
+    """Return whether a call casts a value to another type or views it, and writes nothing."""
+    if node.target is aten._to_copy.default:  # noqa: SLF001  the operator's own name
+        return True
+    return isinstance(node.target, OpOverload) and views_its_arguments(node.target) and not written_arguments(node)
 
 
 def returns_argument(operator: Any) -> bool:
