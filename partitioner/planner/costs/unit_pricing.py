@@ -309,7 +309,7 @@ class _Microbatch:
             halves[1] += pricing.recomputed_calls @ self._operations[:, :, 0]
         if pricing.repeated_calls is not None:
             halves[1] += pricing.repeated_calls @ self._repeated
-        waiting = waiting[:, :, None] + self._waiting(())
+        waiting = waiting[:, :, None] + self._waits
         halves = halves + waiting
         expansion = pricing.expansion
         halves[1, -1] += self._loss / (expansion.count if expansion is not None and expansion.stop == len(pricing.points.units) else 1)
@@ -359,11 +359,18 @@ class _Microbatch:
             for each, links in self.sums
             if each.parameter in pricing.first_readers
         ]
-        longer: Floats = (self._waiting(sums) - self._waiting(())).sum(axis=0)
+        longer: Floats = (self._waiting(sums) - self._waits).sum(axis=0)
         return longer
 
-    def _waiting(self, sums: Sequence[GradientOfCall]) -> Floats:
-        """Return (3, N, K) seconds that units wait for collectives which run while ranks compute, in the halves of ``times``."""
+    @cached_property
+    def _waits(self) -> Floats:
+        return self._waiting(())
+
+    def _waiting(self, sums: Sequence[GradientOfCall], *, is_split: bool = False) -> Floats:
+        """Return (3, N, K) seconds that units wait for collectives which run while ranks compute, in the halves of ``times``.
+
+        Unless backwards are split, an input half waits for both.
+        """
         pricing, (_, _, (stored, activations)) = self.pricing, self._messages
         is_run = bool(stored or sums or any(each.is_saved for each in activations))
         waiting = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
@@ -375,14 +382,17 @@ class _Microbatch:
             columns = (*np.moveaxis(each[:, kind], 1, 0), casting[:, kind], again[:, kind])
             seconds_of_calls = CallSeconds(*(column.tolist() for column in columns))
             rest = (seconds_of_calls, pricing.first_halves, pricing.needed, pricing.repeat)
-            of_calls = waiting_for_messages(stored, activations, sums, *rest, is_alone=self._is_alone)
-            for direction in (0, 1):
-                np.add.at(waiting[direction, :, kind], pricing.unit_of_calls, of_calls[direction])
+            of_calls = waiting_for_messages(
+                stored, activations, sums, *rest, is_alone=self._is_alone, in_pipeline=self.n_stages > 1, is_split=is_split
+            )
+            for half, of_half in enumerate(of_calls):
+                np.add.at(waiting[half, :, kind], pricing.unit_of_calls, of_half)
         if not is_run:
             for activation in activations:
                 unit = pricing.unit_of_calls[activation.place]
                 waiting[:2, unit] += np.array([[activation.forward], [activation.backward]])
-            waiting[1] -= self._apart[0]
+            beside, waited, in_weight_half = self._apart
+            waiting[1:] += np.stack([-waited, in_weight_half]) if is_split else np.stack([-beside, np.zeros_like(beside)])
         return waiting
 
     @cached_property
@@ -479,8 +489,8 @@ class _Microbatch:
             summed=summed_at_end,
             working=replace(working, summed=summed_in_backward),
         )
-        beside, waited, in_weight_half = self._apart
-        return MicrobatchCosts(self.times.halves, pricing.calls @ flops, units, np.stack([beside - waited, in_weight_half]))
+        apart = self._waiting((), is_split=True)[1:] - self._waits[1:] if self.n_stages > 1 else np.zeros_like(self._waits[1:])
+        return MicrobatchCosts(self.times.halves, pricing.calls @ flops, units, apart)
 
     def _values(self) -> Iterator[Value]:
         """Yield the values that cross between units."""

@@ -31,7 +31,12 @@ class Program:
         self._dimensions: dict[str, int] = {}
 
     def compute(self, place: int, direction: int, seconds: float, weight: float) -> None:
-        """Append what a call computes in the forward (direction 0) or the backward; ``weight``: how much its waits count."""
+        """Append what a call computes.
+
+        Args:
+            direction: 0: forward; 1: backward, or its input half; 2: its weight half.
+            weight: how much its waits count.
+        """
         if seconds > 0 and self._steps and self._steps[-1].kind == "compute":
             self._steps[-1].seconds += seconds
         elif seconds > 0:
@@ -91,9 +96,9 @@ class Program:
                 self._wait_for_reduction(under_way.pop(0))
 
     def waiting(self, n_calls: int) -> Floats:
-        """Return (2, P) seconds that calls wait on the clock of the simulator."""
+        """Return (3, P) seconds that calls wait on the clock of the simulator, in the directions of ``compute``."""
         run = run_ranks([RankWork(0, tuple(self._steps), (), ())], lambda transfer: self._passages[transfer.key])[0][0]
-        waiting, end = np.zeros((2, n_calls)), 0.0
+        waiting, end = np.zeros((3, n_calls)), 0.0
         for place, direction, weight, seconds in self._copies:
             waiting[direction, place] += weight * seconds
         for each in run.computed:

@@ -21,6 +21,7 @@ A folded model has a repeated block once: it is run three times or more, so that
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -75,8 +76,10 @@ def waiting_for_messages(
     repeat: Repeat | None,
     *,
     is_alone: bool,
+    in_pipeline: bool = False,
+    is_split: bool = False,
 ) -> Floats:
-    """Return (2, P) seconds that calls wait for collectives, in the forward and in the backward.
+    """Return (3, P) seconds that calls wait for collectives, in the forward, and in the input and weight halves of the backward.
 
     Args:
         sums: gradients that are summed while the backward computes.
@@ -84,31 +87,55 @@ def waiting_for_messages(
         needed: for each call, the place of the call before whose backward it is computed again.
         repeat: the repeated block; None: the model is not folded.
         is_alone: whether there is one microbatch; of several, the waits are those of the second.
+        in_pipeline: whether forwards follow forwards, and backwards backwards; else each backward follows its own forward.
+        is_split: whether all input halves come before all weight halves; else the waits of both count in the first.
     """
-    n_calls = len(seconds.forward)
-    order, program = list(calls_in_order(n_calls, repeat)), Program(activations)
+    activations = [_gathered_late(each) for each in activations] if is_split else activations
+    order, program = list(calls_in_order(len(seconds.forward), repeat)), Program(activations)
+    backwards = list(backward_order(order, seconds.again, needed))
     chain = list[Message]()  # the forward of a microbatch starts the first gather of the next one
-    of_microbatches = [
-        (weight, gathers_of(stored, order, range(len(order)), chain, again=False)) for weight in ((1.0,) if is_alone else (0.0, 1.0))
-    ]
-    for weight, ahead in of_microbatches:
-        for number, (place, share) in enumerate(order):
-            program.gather(ahead.get(number, ()))
+    weights = (1.0,) if is_alone else (0.0, 1.0)
+    ahead = [gathers_of(stored, order, range(len(order)), chain, again=False) for _ in weights]
+
+    def forward(number: int) -> None:
+        for call, (place, share) in enumerate(order):
+            program.gather(ahead[number].get(call, ()))
             program.exchange(place, 0)
-            program.compute(place, 0, seconds.forward[place], weight * share)
-        backwards = list(backward_order(order, seconds.again, needed))
+            program.compute(place, 0, seconds.forward[place], weights[number] * share)
+
+    def backward(number: int) -> None:
         gathers = gathers_of(stored, order, [index for index, _ in backwards], [], again=True)
         reductions, regathers = reductions_of(stored, sums, order), regathers_of(activations, order)
-        for number, (index, is_recomputation) in enumerate(backwards):
-            place, share = order[index]
+        late = list[tuple[int, float, int]]()
+        for call, (index, is_recomputation) in enumerate(backwards):
+            place, share = order[index][0], weights[number] * order[index][1]
+            messages = gathers.get(call, ())
             if is_recomputation:
-                program.gather(gathers.get(number, ()))
-                program.compute(place, 1, seconds.again[place], weight * share)
+                program.gather(messages)
+                program.compute(place, 1, seconds.again[place], share)
+            elif is_split:
+                program.gather(messages)
+                program.compute(place, 1, seconds.of_input[place], share)
+                program.exchange(place, 1)
+                late.append((place, share, index))
             else:
-                messages = gathers.get(number, ()), regathers.get(index, ()), reductions.get(index, ())
-                _differentiate(program, place, seconds, first[place], *messages, weight * share)
+                _differentiate(program, place, seconds, first[place], messages, regathers.get(index, ()), reductions.get(index, ()), share)
+        for place, share, index in late:
+            program.gather(regathers.get(index, ()))
+            program.compute(place, 2, seconds.of_weight[place] + seconds.casting[place], share)
+            program.reduce_all(reductions.get(index, ()))
         program.finish()
-    return program.waiting(n_calls)
+
+    numbers = range(len(weights))
+    passes = [*((forward, each) for each in numbers), *((backward, each) for each in numbers)]
+    for act, number in passes if in_pipeline else sorted(passes, key=lambda each: each[1]):
+        act(number)
+    return program.waiting(len(seconds.forward))
+
+
+def _gathered_late(each: Activation) -> Activation:
+    """Return the collectives of a value in a split backward: a gather that a whole backward waits for runs ahead in the weight half."""
+    return dataclasses.replace(each, backward=each.backward - each.forward, is_saved=True) if each.size and not each.is_saved else each
 
 
 def waiting_apart(activations: Sequence[Activation], of_weight: Floats) -> Iterator[tuple[int, Floats]]:

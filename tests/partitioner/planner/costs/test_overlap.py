@@ -38,12 +38,23 @@ def waits(
     needed: tuple[int, ...] = (),
     repeat: Repeat | None = None,
     is_alone: bool = True,
+    in_pipeline: bool = False,
+    is_split: bool = False,
 ) -> list[list[float]]:
     nothing = [0.0] * len(seconds[0])
     of_calls = CallSeconds(seconds[0], seconds[1], of_weight or nothing, nothing, recomputed or nothing)
     halves = [first] * len(nothing)
     found: list[list[float]] = waiting_for_messages(
-        stored, activations, sums, of_calls, halves, needed or range(len(nothing)), repeat, is_alone=is_alone
+        stored,
+        activations,
+        sums,
+        of_calls,
+        halves,
+        needed or range(len(nothing)),
+        repeat,
+        is_alone=is_alone,
+        in_pipeline=in_pipeline,
+        is_split=is_split,
     ).tolist()
     return found
 
@@ -57,10 +68,37 @@ def test_of_several_microbatches_the_first_gather_is_ahead_too() -> None:
     assert waits([parameter(0), parameter(1)], [[2.0, 2.0], [0.0, 0.0]], is_alone=False)[0] == pytest.approx([0.0, 0.0])
 
 
+def test_a_forward_after_a_forward_waits_for_its_first_gather() -> None:
+    """It starts with the last call of half a second before it; a backward between the two would hide it."""
+    stored, seconds = [parameter(0), parameter(1)], [[1.0, 0.5], [3.0, 3.0]]
+    assert waits(stored, seconds, is_alone=False)[0] == pytest.approx([0.0, 0.0])
+    assert waits(stored, seconds, is_alone=False, in_pipeline=True)[0] == pytest.approx([0.5, 0.0])
+
+
+def test_scatters_run_in_weight_halves_alone_where_these_are_apart() -> None:
+    """Four scatters of a second each, beside a second of weight halves: the first starts after a quarter, and two are under way."""
+    stored = [parameter(place, sent=LARGE) for place in range(4)]
+    _, together, _ = waits(stored, [[9.0] * 4, [1.0] * 4], of_weight=(0.25,) * 4)
+    _, of_input, of_weight = waits(stored, [[9.0] * 4, [1.0] * 4], of_weight=(0.25,) * 4, is_split=True)
+    assert sum(together) == pytest.approx(1.0)
+    assert of_input == pytest.approx([0.0] * 4)
+    assert sum(of_weight) == pytest.approx(0.25 + 4 * 1.0 - 4 * 0.25)
+
+
+def test_gathers_that_whole_backwards_wait_for_run_ahead_in_weight_halves() -> None:
+    """Of the gathers for two weight halves of two seconds, a second each, the first is waited for."""
+    activations = tuple(Activation(place, "tensor", 1.0, 1.0, LINKS, size=LARGE) for place in range(2))
+    seconds = [[1.0, 1.0], [1.0, 1.0]]
+    assert sum(waits([], seconds, of_weight=(2.0, 2.0), activations=activations)[1]) == pytest.approx(2.0)
+    _, of_input, of_weight = waits([], seconds, of_weight=(2.0, 2.0), activations=activations, is_split=True)
+    assert of_input == pytest.approx([0.0, 0.0])
+    assert of_weight == pytest.approx([0.0, 1.0])
+
+
 def test_scatters_stand_before_gathers_on_the_links() -> None:
     """Call 1 computes a second backward, then its gradient leaves; the gather for call 0 was on the links before it."""
     stored = [parameter(0, again=True, sent=LARGE), parameter(1, again=True, sent=LARGE)]
-    forward, backward = waits(stored, [[1.0, 1.0], [3.0, 3.0]])
+    forward, backward, _ = waits(stored, [[1.0, 1.0], [3.0, 3.0]])
     assert forward == pytest.approx([1.0, 0.0])
     assert backward == pytest.approx([1.0, 1.0])  # the last scatter is waited for after call 0, the first gather before call 1
 
