@@ -43,4 +43,4 @@ def cut_with_halos(
     rows = -(-plain.part.batch_size // (request.n_microbatches or 1))
     device = places_of(mesh, used).devices[0]
     halos = choose_halos(plain.part, plain.assigned, LinkTable(used).of(mesh), device, cost_model, rows, asked)
-    return model.cut(mesh.cutting, extra_axes=extra_axes, limit=limit, halos=halos)
+    return model.cut(mesh.cutting, extra_axes=extra_axes, limit=limit, halos=halos, attention=attention)
