@@ -205,23 +205,27 @@ def _backward(kind: str, call: Call, line: Operation, gradients: Mapping[str, st
     wanted = [name for name in wanted if not _is_passed(call, line, name)]
     if not wanted or (is_joint and kind == "weight"):
         return NO_WORK
-    known = line.gradients(call) if line.gradients else {}
-    products = tuple(product for name in wanted for product in known.get(name, ()))
-    besides = line.copies[1] * _first_bytes(call)
+    products_of = line.gradients(call) if line.gradients else {}
+    products = tuple(product for name in wanted for product in products_of.get(name, ()))
+    extra_bytes = line.copies[1] * _first_bytes(call)
     narrow: list[str] = []
     if line.family == "pointwise":
         broadcast = [name for name in wanted if saves and _is_broadcast(call, tensors[name])]
         narrow = [name for name in wanted if saves and _itemsize(tensors[name]) < _itemsize(call.outputs)]
-        besides += (len(wanted) - 1 + 2 * len(broadcast) + 2 * len(narrow)) * _bytes(call.outputs)
-    kept = sum((_bytes(call.outputs if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
-    made = sum((_bytes(tensors[name]) for name in wanted), start=0)
+        # Each further gradient reads that of the result again. The sum of a broadcast one, and the cast of a narrow one,
+        # write and read a value of the result's size.
+        extra_bytes += (len(wanted) - 1 + 2 * len(broadcast) + 2 * len(narrow)) * _bytes(call.outputs)
+    saved_bytes = sum((_bytes(call.outputs if name.startswith("result") else tensors.get(name, ())) for name in saves), start=0)
+    written_bytes = sum((_bytes(tensors[name]) for name in wanted), start=0)
     half: Half = "backward_input" if kind == "activation" else "backward_weight"
     launches = 1 if is_joint else len(wanted) + len(narrow)
-    kept += _kept_by_kernels(call, line)
-    work = _work(products, kept + _bytes(call.outputs) + made + besides, launches, line.family, call, half)
-    summed = [name for name in wanted if line.family == "matrix product" and not known.get(name) and _is_broadcast(call, tensors[name])]
-    more = line.decomposed(call)[1] if line.decomposed else ()
-    return replace(work, gradients=tuple(gradients.items()), beside=len(summed) * _bytes(call.outputs), then=more)
+    saved_bytes += _kept_by_kernels(call, line)
+    work = _work(products, saved_bytes + _bytes(call.outputs) + written_bytes + extra_bytes, launches, line.family, call, half)
+    summed = [
+        name for name in wanted if line.family == "matrix product" and not products_of.get(name) and _is_broadcast(call, tensors[name])
+    ]
+    further_kernels = line.decomposed(call)[1] if line.decomposed else ()
+    return replace(work, gradients=tuple(gradients.items()), beside=len(summed) * _bytes(call.outputs), then=further_kernels)
 
 
 def _is_passed(call: Call, line: Operation, name: str) -> bool:

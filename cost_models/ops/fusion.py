@@ -54,13 +54,16 @@ class _Kernels:
 
     A node joins the kernels of its arguments, and makes one of them, unless an argument depends on such a kernel from outside: a kernel
     starts when all that it reads is there. Sets of kernels are numbers whose bits are kernels.
+
+    _ancestors    node -> the kernels that it depends on, as bits
+    _waits        for each kernel, the kernels that must end before it starts, as bits
     """
 
     def __init__(self, works: Mapping[fx.Node, Work], fusion: Fusion) -> None:
         self._works = works
         self._fusion = fusion
         self._kernel: dict[fx.Node, int] = {}
-        self._behind: dict[fx.Node, int] = {}
+        self._ancestors: dict[fx.Node, int] = {}
         self._members: list[list[fx.Node]] = []
         self._elements: list[Size] = []
         self._bits: list[int] = []
@@ -70,17 +73,17 @@ class _Kernels:
     def place(self, node: fx.Node) -> None:
         """Assign a node to a kernel; earlier nodes are already assigned."""
         arguments = [argument for argument in node.all_input_nodes if argument in self._works]
-        behind = 0
+        ancestors = 0
         for argument in arguments:
-            behind |= self._behind[argument]
+            ancestors |= self._ancestors[argument]
         if self._works[node].launches and self._is_fusible(node):
             kernel = self._new(node)
             for argument in arguments:
                 if not self._is_border(node, argument):
                     self._join(kernel, argument, arguments)
             self._waits[kernel] |= self._outside(arguments, {kernel})
-            behind |= self._bits[kernel]
-        self._behind[node] = behind
+            ancestors |= self._bits[kernel]
+        self._ancestors[node] = ancestors
 
     def work(self, node: fx.Node) -> Work:
         """Return the work of a node inside its kernel."""
@@ -89,9 +92,9 @@ class _Kernels:
         if len(members) < 2:
             return work
         place = members.index(node)
-        read_before = {source for member in members[:place] for source in map(_behind_views, member.all_input_nodes)}
+        read_before = {source for member in members[:place] for source in map(_viewed, member.all_input_nodes)}
         inside = set(members[:place])
-        read = [each for each in node.all_input_nodes if _behind_views(each) not in inside and _behind_views(each) not in read_before]
+        read = [each for each in node.all_input_nodes if _viewed(each) not in inside and _viewed(each) not in read_before]
         values = [user for user in node.users if user.target is operator.getitem] or [node]
         written = [value for value in values if any(reader not in members for reader in _readers(value, self._works))]
         size = _bytes(read) + _bytes(written)
@@ -108,7 +111,7 @@ class _Kernels:
 
     def _join(self, kernel: int, argument: fx.Node, arguments: Sequence[fx.Node]) -> None:
         """Merge the kernel of a new node with that of its argument, if neither depends on the other."""
-        other = self._kernel.get(_behind_views(argument))
+        other = self._kernel.get(_viewed(argument))
         if other is None or other == kernel or self._elements[other] != self._elements[kernel]:
             return
         both = self._bits[kernel] | self._bits[other]
@@ -121,16 +124,16 @@ class _Kernels:
         self._waits[kernel] |= self._waits[other]
 
     def _outside(self, arguments: Sequence[fx.Node], kernels: set[int]) -> int:
-        """Return the kernels, as bits, that arguments computed outside of ``kernels`` depend on."""
+        """Return the kernels, as bits, on which arguments computed outside of ``kernels`` depend."""
         outside = 0
         for argument in arguments:
-            if self._kernel.get(_behind_views(argument)) not in kernels:
-                outside |= self._behind[argument]
+            if self._kernel.get(_viewed(argument)) not in kernels:
+                outside |= self._ancestors[argument]
         return outside
 
     def _is_border(self, node: fx.Node, argument: fx.Node) -> bool:
         """Return whether hand-written kernels end between the two: after a softmax, or before its backward."""
-        reads_softmax = "softmax" in str(_behind_views(argument).target) and "backward" not in str(_behind_views(argument).target)
+        reads_softmax = "softmax" in str(_viewed(argument).target) and "backward" not in str(_viewed(argument).target)
         return self._fusion == "hand" and (reads_softmax or ("softmax" in str(node.target) and "backward" in str(node.target)))
 
     def _is_fusible(self, node: fx.Node) -> bool:
@@ -138,7 +141,7 @@ class _Kernels:
         return family == "pointwise" or (family == "normalisation" and (self._fusion == "compiled" or "softmax" in str(node.target)))
 
 
-def _behind_views(node: fx.Node) -> fx.Node:
+def _viewed(node: fx.Node) -> fx.Node:
     """Return the node from which views and getitems take their elements."""
     while node.target is operator.getitem or packet(node.target) in _VIEWS:
         node = node.all_input_nodes[0]

@@ -59,7 +59,7 @@ def regions_of(graph: fx.Graph) -> tuple[RegionStep, ...]:
     nodes = [node for node in graph.nodes if node.op == "call_function" and node not in sizes]
     regions = [_region(part) for part in _cut(nodes, signatures(nodes, lambda _: "")) if part]
     counts_from_start = any(node.target is aten.as_strided.default for node in nodes)
-    if len(regions) > 1 and (counts_from_start or not all(map(_is_closed, regions)) or _writes_across(regions)):
+    if len(regions) > 1 and (counts_from_start or not all(map(_has_real_strided_borders, regions)) or _writes_across(regions)):
         regions = [_region(nodes)]
     return (*(node for node in graph.nodes if node in sizes), *regions)
 
@@ -91,8 +91,8 @@ def _cut(nodes: Sequence[fx.Node], found: Sequence[int]) -> Iterator[Sequence[fx
     yield from _cut(nodes[end:], found[end:])
 
 
-def _is_closed(region: Region) -> bool:
-    """Return whether all inputs besides sizes are tensors that autograd can start from, and all outputs are tensors."""
+def _has_real_strided_borders(region: Region) -> bool:
+    """Return whether all inputs except sizes, and all outputs, are strided, real tensors, from which autograd can start."""
     values = [node.meta.get("val") for node in region.inputs]
     tensors = [value for value in values if not isinstance(value, torch.SymInt)] + [node.meta.get("val") for node in region.outputs]
     return all(isinstance(value, Tensor) and value.layout == torch.strided and not value.is_complex() for value in tensors)

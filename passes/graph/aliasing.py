@@ -166,20 +166,20 @@ def allocations(graph: fx.Graph) -> Allocations:
 def aliasing(graph: fx.Graph) -> Aliasing:
     """Return the alias sets of all nodes, and the nodes that write in them."""
     sets = _DisjointSets()
-    lies_in: dict[str, set[Any]] = {}
+    keys_of: dict[str, set[Any]] = {}
     for node in graph.nodes:
         if node.op == "output":
             continue
         keys = {key for _, key in memory_keys(node)}
-        lies_in[node.name] = keys
+        keys_of[node.name] = keys
         for source in _memory_arguments(node):
             for key in keys:
-                for source_key in lies_in[source.name]:
+                for source_key in keys_of[source.name]:
                     sets.join(key, source_key)
     numbers: dict[Any, int] = {}
     first: dict[int, str] = {}
     storages: dict[str, frozenset[int]] = {}
-    for name, keys in lies_in.items():
+    for name, keys in keys_of.items():
         roots = sorted(numbers.setdefault(sets.root(key), len(numbers)) for key in keys)
         storages[name] = frozenset(roots)
         for root in roots:

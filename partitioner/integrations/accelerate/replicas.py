@@ -74,7 +74,7 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
         pm = model_in_processes(module)
         if pm is None or self.state.num_processes == 1:
             return
-        self._refuse_other_ways()
+        self._refuse_sharding_by_accelerate()
         refuse_parameters_outside(module)
         if self._has_own_rows is None:
             self._start_counting(pm)
@@ -102,7 +102,7 @@ class AcceleratorOfReplicas(accelerate.Accelerator):
             share_random_states()
         self._has_own_rows = has_own_rows
 
-    def _refuse_other_ways(self) -> None:
+    def _refuse_sharding_by_accelerate(self) -> None:
         """Raise ConfigError if accelerate shards models itself."""
         plugin = _OTHER_WAYS.get(self.distributed_type.value)
         if plugin is not None or getattr(self.state, "parallelism_config", None) is not None:

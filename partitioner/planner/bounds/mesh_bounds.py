@@ -66,7 +66,7 @@ class MeshBounds:
         self._known_messages: dict[tuple[Collective, int, int], tuple[float, float]] = {}
         self._known_replicated: dict[int, frozenset[str]] = {}
 
-    def of(
+    def step_bound(
         self,
         mesh: Mesh,
         *,
@@ -98,7 +98,7 @@ class MeshBounds:
         if shares_weights or sum(name in ROWS for name in mesh.names) > 1:
             return self.of_any_axes(mesh)
         own_rows = -(-self._whole.batch_size // n_rows)
-        *activations, waited = self._activation_collectives(mesh, own_rows, extra_axes, limit, attention)
+        *activations, backward_wait = self._activation_collectives(mesh, own_rows, extra_axes, limit, attention)
         parameters, gradients = self._weight_collectives(mesh, rows_name, n_rows, stages=len(replicas) or places)
         part = dataclasses.replace(self._whole.graph, batch_size=own_rows)
         request = dataclasses.replace(self._request, devices=self._request.devices[:places], replicas=replicas)
@@ -110,12 +110,14 @@ class MeshBounds:
                 scatters = parameters[1] if count == 1 or rows_name not in SCATTERED_ONCE else 0.0
                 # A rank computes while parameters are sent: for their whole time only if its processors move them.
                 busy = self._links.of(mesh)[rows_name].ring.host_share if gathers or scatters else 0.0
-                waiting = activations[0] / count + busy * gathers, waited / count + busy * scatters
+                # Seconds of one microbatch that its ranks wait for collectives: forward, backward.
+                waiting = activations[0] / count + busy * gathers, backward_wait / count + busy * scatters
                 size = microbatch_size(own_rows, count)
                 times, starts = self._prices.times(size), self._starts
                 if rows_name in GATHERED_ONCE:
                     times, starts = times.without_casts, starts - times.casts.max(axis=1)[times.source]
                 computing = self._pipeline(times, starts, count, places, mesh.cutting.size // n_rows, request, waiting)
+                # The slower of two: compute with the waits that it cannot hide, and all collectives of a rank one after the other.
                 steps.append(max(computing, (sum(activations) + count * (gathers + scatters)) / places))
         if gradients and places == 1:  # one stage sums them while its backward computes
             gradients *= self._links.of(mesh)[rows_name].ring.host_share
@@ -128,7 +130,7 @@ class MeshBounds:
 
     @cached_property
     def of_any_mesh(self) -> float:
-        """The work of an average device: the weakest lower bound, of all meshes."""
+        """Seconds of work of an average device: the weakest lower bound, valid for every mesh."""
         seconds = self._prices.times(self._whole.batch_size).least
         return float(seconds.sum()) / len(self._cluster.devices) * (1 - _ROUNDING)
 
@@ -207,8 +209,8 @@ class MeshBounds:
             # The time of copies is left out: shards of a microbatch of one sample may be contiguous, and need none.
             forward, backward = exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])
             totals += np.array([forward, backward, 0.0 if exchange.is_beside else backward]) * count
-        in_forward, in_backward, waited = totals.tolist()
-        return in_forward, in_backward, waited
+        in_forward, in_backward, backward_wait = totals.tolist()
+        return in_forward, in_backward, backward_wait
 
     def _weight_collectives(self, mesh: Mesh, rows_name: str, n_rows: int, stages: int) -> tuple[tuple[float, float], float]:
         """Return the seconds of parameters of all stages in each microbatch, forward and backward, and of gradients once a step."""

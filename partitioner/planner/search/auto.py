@@ -226,7 +226,7 @@ class _Auto:
             extra = (False, True) if uniform and self._model.has_extra_axes(mesh) else (False,)
             for extra_axes, attention in itertools.product(extra, self._model.attention_choices(mesh)):
                 limit = self._opener.parameter_limit(mesh)
-                bound = bounds.of(mesh, extra_axes=extra_axes, replicas=replicas, limit=limit, attention=attention)
+                bound = bounds.step_bound(mesh, extra_axes=extra_axes, replicas=replicas, limit=limit, attention=attention)
                 item = ClosedMesh(mesh, extra_axes, self._graph.batch_size, replicas, attention)
                 self._n_cuts += 1
                 self._search.add(bound, item)

@@ -83,33 +83,41 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
         ConfigError: a rank reads another block than it holds, or the trace writes to a parameter that the first one does not write to.
     """
     before = {name: placeholder for placeholder, name in state.graph.weights.items()}
-    old = {placeholder: before[name] for placeholder, name in graph.weights.items() if name in before}
+    placeholder_before = {placeholder: before[name] for placeholder, name in graph.weights.items() if name in before}
     read = {node.name for node in graph.graph.nodes if node.op == "placeholder" and node.users}
-    elsewhere = {
+    # Weights of which a rank reads a block that it does not hold.
+    not_held = {
         placeholder: name
         for placeholder, name in graph.weights.items()
         for rank, block in blocks[placeholder].items()
-        if placeholder in read and (placeholder not in old or state.blocks[old[placeholder]].get(rank) != block)
+        if placeholder in read
+        and (placeholder not in placeholder_before or state.blocks[placeholder_before[placeholder]].get(rank) != block)
     }
-    # The lowest rank that reads a block adds its gradient: where another rank does than in the first trace, they are bound anew.
-    here = [each for each in graph.parameters if each in read and each in old and state.is_whole_here(old[each])]
-    bound = [each for each in here if blocks[each] != state.blocks[old[each]]]
-    lacking = [name for placeholder, name in elsewhere.items() if placeholder not in bound]
-    lacking += [graph.parameters[each] for each in _written_parameters(graph) if old[each] not in _written_parameters(state.graph)]
-    if lacking:
+    # A parameter that this process holds whole serves any block: bind it again where blocks differ; the lowest reader adds the gradient.
+    whole = [
+        each for each in graph.parameters if each in read and each in placeholder_before and state.is_whole_here(placeholder_before[each])
+    ]
+    bound = [each for each in whole if blocks[each] != state.blocks[placeholder_before[each]]]
+    unavailable = [name for placeholder, name in not_held.items() if placeholder not in bound]
+    unavailable += [
+        graph.parameters[each] for each in _written_parameters(graph) if placeholder_before[each] not in _written_parameters(state.graph)
+    ]
+    if unavailable:
         raise ConfigError(
-            f"the call reads {first_few(lacking)} on other ranks, or in other parts, than these hold since the model was partitioned",
+            f"the call reads {first_few(unavailable)} on other ranks, or in other parts, than these hold since the model was partitioned",
             remedy="partition the model with an example like this call, in these modes, and load pm.full_state_dict() into it",
         )
     by_rank, slots = {}, {}
     for rank, tensors in state.by_rank.items():
-        by_rank[rank] = {placeholder: tensors[each] for placeholder, each in old.items() if each in tensors}
+        by_rank[rank] = {placeholder: tensors[each] for placeholder, each in placeholder_before.items() if each in tensors}
         for placeholder, constant in graph.constants.items():
             if rank in blocks[placeholder]:
                 by_rank[rank][placeholder] = copy_of(constant, blocks[placeholder][rank], state.devices[rank])
-        slots[rank] = {placeholder: state.slots[rank][each] for placeholder, each in old.items() if each in state.slots[rank]}
-    stored = {placeholder: state.stored[each] for placeholder, each in old.items() if each in state.stored}
-    held = {placeholder: state.blocks[each] for placeholder, each in old.items()}
+        slots[rank] = {
+            placeholder: state.slots[rank][each] for placeholder, each in placeholder_before.items() if each in state.slots[rank]
+        }
+    stored = {placeholder: state.stored[each] for placeholder, each in placeholder_before.items() if each in state.stored}
+    held = {placeholder: state.blocks[each] for placeholder, each in placeholder_before.items()}
     held.update({placeholder: blocks[placeholder] for placeholder in (*graph.constants, *bound)})
     moved = replace(state, graph=graph, by_rank=by_rank, blocks=held, stored=stored, slots=slots)
     _bind(moved, bound)

@@ -19,12 +19,18 @@ UNREAD = -2
 
 
 def row_dimension(node: fx.Node, rows: Mapping[fx.Node, int]) -> int | None:
-    """Return the dimension of the results in which the rows are, or REDUCED, or UNREAD.
+    """Return the dimension of the results that holds the rows; None if the call mixes rows, or has no rule.
 
-    None: rows are mixed in another way, or there is no rule for them.
+    With the rows of x in dimension 0:
+
+    relu(x), sum(x, 1)             0
+    transpose(x, 0, 1)             1
+    sum(x, 0)                      REDUCED
+    new_zeros(x, [3])              UNREAD
+    softmax(x, 0)                  None
 
     Args:
-        rows: operand -> the dimension in which its rows are, at least one of them.
+        rows: operand -> the dimension that holds its rows; at least one of the operands.
     """
     loops = loops_of(node)
     if loops is None:
@@ -42,14 +48,14 @@ def row_dimension(node: fx.Node, rows: Mapping[fx.Node, int]) -> int | None:
     (factor,) = of_rows.pop()
     if loops.factors[factor].reduction == "whole" or any(factor in (window.factor, window.part) for window in loops.windows):
         return None
-    others = [
+    in_other_dimensions = [
         factor in dimension for operand, dimensions in operands for place, dimension in enumerate(dimensions) if place != rows.get(operand)
     ]
     found = {tuple(place for place, dimension in enumerate(result) if factor in dimension) for result in loops.results}
-    if any(others) or len(found) != 1:
+    if any(in_other_dimensions) or len(found) != 1:
         return None
-    places = found.pop()
-    if not places:
+    result_dims = found.pop()
+    if not result_dims:
         return REDUCED
-    is_alone = all(result[places[0]] == (factor,) for result in loops.results)
-    return places[0] if len(places) == 1 and is_alone else None
+    is_alone = all(result[result_dims[0]] == (factor,) for result in loops.results)
+    return result_dims[0] if len(result_dims) == 1 and is_alone else None

@@ -182,18 +182,18 @@ def test_the_end_of_the_time_keeps_the_plan_of_the_search() -> None:
 def test_meshes_are_left_out_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock passes the limit with the first plan: no mesh gets a bound afterwards, and the gap says that these were left out."""
     opened, found = list[Mesh](), list[bool]()
-    of, solve = MeshBounds.of, PlanSearch._solve
+    step_bound, solve = MeshBounds.step_bound, PlanSearch._solve
 
     def counted(bounds: MeshBounds, mesh: Mesh, **options: Any) -> float:
         assert not found
         opened.append(mesh)
-        return of(bounds, mesh, **options)
+        return step_bound(bounds, mesh, **options)
 
     def solved(search: PlanSearch, *arguments: Any) -> None:
         solve(search, *arguments)
         found.extend([True] if search.best is not None else [])
 
-    monkeypatch.setattr(MeshBounds, "of", counted)
+    monkeypatch.setattr(MeshBounds, "step_bound", counted)
     monkeypatch.setattr(PlanSearch, "_solve", solved)
     is_over: Any = property(lambda _: bool(found))
     monkeypatch.setattr(Deadline, "is_over", is_over)

@@ -46,4 +46,4 @@ def test_bounds_of_meshes_are_below_the_simulation_of_their_plans() -> None:
             request = PlanRequest(mode="auto", devices=("cpu",) * 8)
             rate = clock_rate_of(graph, cluster, asked=False)
             bounds = MeshBounds(CuttableModel(graph, request, clock_rate=rate), cluster, request, Roofline())
-        assert bounds.of(Mesh(tuple(sizes.items()))) <= pm.simulate().step_time, sizes
+        assert bounds.step_bound(Mesh(tuple(sizes.items()))) <= pm.simulate().step_time, sizes

@@ -54,7 +54,7 @@ def best_by_brute_force(given: Instance) -> float:
         problem = mesh_problem(given, model, mesh, beside=beside, replicas=replicas)
         if problem is not None:
             fastest = min(plans(given, problem), default=math.inf)
-            bound = bounds.of(mesh, extra_axes=beside, replicas=replicas, limit=held_at_most(given, mesh))
+            bound = bounds.step_bound(mesh, extra_axes=beside, replicas=replicas, limit=held_at_most(given, mesh))
             assert bound <= fastest, (mesh, beside, replicas)
             best = min(best, fastest)
     return best
@@ -183,7 +183,7 @@ def test_no_plan_of_a_mesh_beats_its_bound(name: str, schedule: str) -> None:
         model = CuttableModel(graph, request, clock_rate=clock_rate_of(graph, given.cluster, asked=False))
         problem = mesh_problem(given, model, mesh, beside=False, replicas=replicas)
         if problem is not None and (fastest := min(plans(given, problem), default=math.inf)) < math.inf:
-            assert MeshBounds(model, given.cluster, request, Roofline()).of(mesh, replicas=replicas) <= fastest, (count, link)
+            assert MeshBounds(model, given.cluster, request, Roofline()).step_bound(mesh, replicas=replicas) <= fastest, (count, link)
 
 
 def test_usual_meshes_have_one_dimension_or_a_node_innermost() -> None:
@@ -206,7 +206,7 @@ def test_hybrid_sharding_is_searched_over_several_nodes_alone() -> None:
         request = PlanRequest("auto", ("cuda",) * 4)
         model = CuttableModel(graph, request, clock_rate=clock_rate_of(graph, cluster, asked=False))
         assert (hybrid in set(allowed_shapes(model, graph, cluster, request))) is is_searched
-        bound = MeshBounds(model, cluster, request, Roofline()).of(hybrid)
+        bound = MeshBounds(model, cluster, request, Roofline()).step_bound(hybrid)
         assert 0 < bound <= plan_mesh(graph, cluster, request, None, hybrid).step_time
 
 
