@@ -33,7 +33,7 @@ def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
         ranks = plan.stages[stages[node.name]].ranks if node.name in stages else ()
         if len(ranks) > 1:
             raise ConfigError(
-                f"{' and '.join(graph.buffers[name] for name in written)} would be other numbers on each of ranks "
+                f"{' and '.join(graph.buffers[name] for name in written)} would diverge between ranks "
                 f"{', '.join(map(str, ranks))}, which share microbatches round-robin at stage {stages[node.name]}",
                 place=place_of(node),
                 remedy='give the stage one rank, cut elsewhere (Constraints.split_spec), or cut the batch: {"pipeline": 2, "data": 2}',

@@ -217,7 +217,7 @@ class _Prover:
             try:
                 torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * scale, equal_nan=True)
             except AssertionError as error:
-                raise self.error(f"{where}: result {number} is another: {error}") from None
+                raise self.error(f"{where}: result {number} differs: {error}") from None
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -165,7 +165,7 @@ class _Describer:
             raise VerificationError(f"{self.name} has {len(dims)} dimensions for {len(self.tensors)} tensors")
         for tensor, dim in zip(self.tensors, dims, strict=True):
             if not -len(tensor.shape) <= dim < len(tensor.shape):
-                raise VerificationError(f"{self.name} goes along dimension {dim} of {tensor}, which has {len(tensor.shape)}")
+                raise VerificationError(f"dimension {dim} of {self.name} is out of range for {tensor}")
         return [dim % len(tensor.shape) for tensor, dim in zip(self.tensors, dims, strict=True)]
 
     def _sizes(self, sizes: Sequence[Sequence[Any] | None] | None) -> Sequence[Sequence[Any] | None]:
