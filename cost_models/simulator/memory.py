@@ -186,7 +186,7 @@ def _in_order(run: RankRun) -> list[tuple[float, Change]]:
 
 
 def _alive(changes: Sequence[tuple[float, Change]], stays: Sequence[Storage]) -> tuple[Alive, ...]:
-    """Return the largest tensors that are alive after these changes."""
+    """Return the largest tensors that are alive after these changes; if the last one is a ``Rise``, those at its peak."""
     found = {id(storage): storage for storage in stays}
     for _, change in changes:
         if change.storage is not None and change.made:

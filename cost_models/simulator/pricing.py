@@ -1,6 +1,6 @@
 """Price each node of an emitted program: its work by the operator table, its seconds by the cost model.
 
-Masks of dropout in fused kernels: drawn where they are used, and no more of them than is used.
+A fused kernel draws a dropout mask where it uses it, and draws only the part that it uses.
 
 program                                  what a kernel written by hand draws
 

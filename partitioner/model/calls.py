@@ -176,7 +176,7 @@ class Calls:
         return self._state.gradients.discarding()
 
     def _common_tensors(self, inputs: BoundInputs, extra: Mapping[int, Mapping[str, Any]] | None) -> dict[str, Tensor]:
-        """Return the tensors that other ranks pass, too, by name: ``{"x": ..., "target of rows 1": ...}`` on ranks of the second rows."""
+        """Return name -> tensor that ranks compare: ``"x"`` on all, ``"target of rows 1"`` on ranks with the second part of the batch."""
         (rank,) = self._runtime.local_ranks
         of_rows = f" of rows {self._rows.part_index(rank)}" if self._rows.count > 1 else ""
         names = {leaf.placeholder: leaf.name for leaf in self._graph.inputs}

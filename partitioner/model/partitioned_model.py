@@ -55,9 +55,11 @@ class PartitionedModel(InspectedModel):
         """Runs steps inside of calls, for integrations."""
         source = (trace.original, trace.state, self._gathered, trace.tracing.structure, self._left)
         build_structure(self, *source, trace.tracing.modes)
+        # The modules whose modes are saved and restored, without any that the user adds later.
         self._parts = tuple(self.modules())
         self._tensor_places = RegisteredTensors.of(self)
         self._checks = CallChecks(self, self._tensor_places, trace.state, trace.runtime)
+        # All other attributes are the user's: ``own_attributes`` returns them, for copies and pickles.
         self._initial = frozenset({*vars(self), "_initial"})
 
     # -- running -------------------------------------------------------------------------------------------------------------------

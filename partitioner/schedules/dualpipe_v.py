@@ -36,7 +36,7 @@ def dualpipe_v(rank: Rank) -> list[Move]:
 
 
 def _drain(rank: Rank) -> list[Move]:
-    """Return the backwards after the last forward: whole ones, then split ones: I first, then W between the later I and at the end."""
+    """Return the backwards after the last forward: whole B, the early I, then W and late I alternately, then the remaining W."""
     down, up = rank.stages
     stages = [up, down] * (rank.n_before + 1) + [down] * rank.n_after
     whole, split = stages[: rank.n_before + 1], stages[rank.n_before + 1 :]

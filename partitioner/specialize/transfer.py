@@ -203,9 +203,10 @@ def _held_elsewhere(plan: Plan, after: ModelGraph, held: Sequence[frozenset[str]
 
 
 def held_by_stage(first: Trace) -> list[list[frozenset[str]]]:
-    """Return for each stage the names of the parameters that its ranks hold; where these do not fit a call, of fewer parameters.
+    """Return candidates for the parameters that each stage may read, strictest first: for each stage, names that its ranks hold.
 
-    In one process any rank can read what one device holds whole: first what the plan does not read, then everything.
+    A parameter in no set may be read in any stage. In one process any rank can read a parameter that a device holds whole: the second
+    candidate leaves out such parameters that the first trace does not read, the third leaves out all of them.
     """
     names, held_at = first.graph.parameters, positions_of(first, first.graph.parameters.values())
     held = [frozenset(name for name, places in held_at.items() if set(places).issuperset(stage)) for stage in first.plan.stage_ranks]

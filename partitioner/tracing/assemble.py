@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def assemble(model: nn.Module, exported: Exported, training: bool) -> ModelGraph:
-    """Return the normal form of an exported program as a ``ModelGraph``; ``add_outputs`` describes ``outputs`` and ``updates``."""
+    """Return the normal form of an exported program; ``add_outputs`` completes the description of outputs and buffer updates."""
     return Assembly(model, exported, training).at(exported.sizes)
 
 

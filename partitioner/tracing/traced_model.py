@@ -125,7 +125,7 @@ class TracedModel:
         return add_outputs(dataclasses.replace(graph, batch_limit=limit), OpenSizes(graph.batch)), ""
 
     def _all_open(self, opened: Opened, graph: ModelGraph) -> ModelGraph:
-        """Open all sizes at once, and return the graph for those of the inputs, which then says which tables are read by a size."""
+        """Trace with all sizes open, if possible, to mark slices of tables by a size (``VARIES``); return the example's graph."""
         layout = opened.exported.layout
         if set(self._source.inputs.other_sizes(layout).values()) <= set(_OPEN_AT_FIRST):
             return graph

@@ -30,7 +30,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Varying:
-    """The whole value, with a part of the gradient."""
+    """The whole value on every rank, each with a partial gradient; the gradients are summed over the ranks."""
 
 
 @dataclass(frozen=True)

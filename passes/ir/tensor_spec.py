@@ -30,7 +30,7 @@ class RowCount(sympy.Symbol):  # type: ignore[misc]  # sympy has no types
 
 
 def row_count(expected: Size, name: str = "") -> RowCount:
-    """Return a symbol: that of a name and an expected value, or one that differs from every other one of this process."""
+    """Return a symbol, equal to those of the same name and expected value; without a name, different from all others of this process."""
     symbol = RowCount(f"{name}, {expected} expected" if name else f"rows_{next(_COUNTED)}", integer=True, nonnegative=True)
     symbol.expected = expected
     return symbol

@@ -57,7 +57,7 @@ class Call:
     def numbered(
         cls, operator: OpOverload, values: Iterable[tuple[str, Any]], outputs: tuple[TensorSpec, ...], *, varies: bool = False
     ) -> Call:
-        """Return a call whose tensors become operands, numbered in order, also if they are operands of another call."""
+        """Return a call whose tensors become operands numbered in order; operands of another call are numbered anew."""
         indices = count()
         return cls(operator, tuple((name, _to_operands(value, indices)) for name, value in values), outputs, varies)
 

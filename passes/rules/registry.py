@@ -109,7 +109,7 @@ _derived: dict[OpOverload, Callable[[Call], Loops | None]] = {}
 
 
 def derive_rule_by(operator: OpOverload, rule: Callable[[Call], Loops | None]) -> None:
-    """Register a function that derives the loops of an operator's calls from the ops that it calls; None: it is computed whole."""
+    """Register the rule of one operator: a function of a call that returns its loops, or None if the call is computed whole."""
     _derived[operator] = rule
 
 

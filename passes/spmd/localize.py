@@ -168,7 +168,7 @@ class _Localizer:
             self.resharder.register(node, 0, copy, layout, self.axes.of(node.name))
 
     def _emit_whole_batch(self) -> None:
-        """Emit the size of the whole batch once, for sizes of the graph: the placeholder is the number of the rank's own rows."""
+        """Emit the whole batch size once, for sizes of the graph: the placeholder ``batch`` has only the rank's own rows."""
         if self.batch is None or self.extents.n_row_parts == 1 or self._has_whole_batch:
             return
         self._has_whole_batch = True

@@ -10,8 +10,9 @@ Forward                                   Backward
                                               w_gradient = dw + dw_1
 
 Every region (``passes.tiling.steps``) is a stage of its own, traced by ``passes.autograd.trace_joint`` and cut by
-``passes.autograd.partition_joint``, tiles with full recomputation: a forward saves only whole values. Statistics of a normalization are
-computed by regions, too: their gradients are sums over the tiles that they normalize, and the backward visits their sweep like any other.
+``passes.autograd.partition_joint``, tiles with full recomputation: a forward saves only whole values. Regions also compute the statistics
+of a normalization. The gradient of a statistic is summed over the tiles that it normalizes. The backward visits the sweep of the statistics
+like any other.
 """
 
 from __future__ import annotations

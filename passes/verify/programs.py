@@ -269,7 +269,7 @@ def _between(channel: Channel) -> str:
 
 
 def _check_collectives(traces: Sequence[_Trace]) -> None:
-    """Check that any two ranks agree on their common collectives; every two are compared only to find the collective for the error."""
+    """Check that any two ranks agree on their common collectives. Pairs are compared only after a mismatch, to locate it."""
     if _groups_agree(traces):
         return
     for left, right in combinations(traces, 2):

@@ -179,7 +179,10 @@ class TrainerPartition(Processes):
         self._refuse_stages_apart()
 
     def _partitioned_copies(self, called: Sequence[Replacement], known: Mapping[nn.Module, Replacement]) -> list[Replacement]:
-        """Partition modules that no step calls and that are built like one of which this process has a part, by the plan of that one."""
+        """Partition the copies of called modules that no step calls, such as an averaged teacher, by the plan of the called one.
+
+        A called module that every process holds whole needs no partitioned copy.
+        """
         root = self.lightning_module
         copies = []
         for student in called:

@@ -198,7 +198,7 @@ def _traceable(module: fx.GraphModule, arguments: Sequence[Argument]) -> fx.Grap
 
 
 def _copy(module: fx.GraphModule, roots: Sequence[str]) -> fx.GraphModule:
-    """Return a copy of a graph and of the graphs inside, as far as they are called by name; see ``inlined_calls``."""
+    """Return a copy of a graph and its inner graphs: module paths as the user names them, calls of graphs inlined (``inline_calls``)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     owner = nn.Module()

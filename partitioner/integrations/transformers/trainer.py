@@ -134,7 +134,7 @@ class Trainer(transformers.Trainer):
 
     @contextlib.contextmanager
     def _returned_numbers(self) -> Iterator[list[Tensor]]:
-        """Collect the tensors of one number that partitioned models return inside of a module around them."""
+        """Collect the scalars that partitioned models inside a wrapper return; none if the model itself is partitioned."""
         returned: list[Tensor] = []
 
         def collect(_module: Any, _args: Any, result: Any) -> None:

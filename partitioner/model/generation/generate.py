@@ -187,7 +187,7 @@ def _resolved_config(trace: Trace, rest: Mapping[str, Any], kwargs: Mapping[str,
 
 
 def _length(config: Any, prompt: int, limit: int | None) -> int:
-    """Return how many tokens there will be at most, with those of the prompt; raise ConfigError for more than the model has positions."""
+    """Return the most tokens of a sequence, prompt included; raise ConfigError if the request exceeds the model's positions."""
     new = config.max_new_tokens
     if new is not None and (not isinstance(new, int) or new < 1):
         raise ConfigError(f"max_new_tokens={new!r} is no number of tokens", remedy="pass at least 1")

@@ -66,7 +66,7 @@ class Proof:
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """The tensors by which the loss weighs targets: the proof is of functions that read these."""
+        """The tensors by which the loss weighs targets. The proof holds only for functions that read the same tensors."""
         return tuple(each for counter in self.counters for each in counter.arguments if isinstance(each, Tensor))
 
 

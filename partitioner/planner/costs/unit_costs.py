@@ -65,7 +65,7 @@ class Amounts:
     def least(self) -> float:
         """Lower bound of the bytes of all stages together, for all cuts and kinds of stages: each item once, at its least amount.
 
-        Of stacked tables, an item that is not in all of them counts nothing.
+        After ``stack``, an item that is missing from one of the tables has a least amount of 0.
         """
         copies = (lambda _: 1) if self.expansion is None else self.expansion.n_copies
         return float(sum(item.least * copies(item.units) for item in self.items))

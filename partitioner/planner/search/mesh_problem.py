@@ -142,7 +142,7 @@ class MeshProblem:
         return self._problems[policy]
 
     def problems_in_regions(self, policy: Recompute) -> PipelineProblems:
-        """Return the same where what enters a region is saved under any policy, as where regions have policies of their own."""
+        """Return ``problems(policy)`` with the values that enter a region saved, as where each region has its own policy. Not cached."""
         assert self.submeshes is None
         prices = self.part.prices(
             self.kinds,

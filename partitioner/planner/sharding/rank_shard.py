@@ -109,7 +109,7 @@ class ModelPart:
             kinds: the distinct devices to price for.
             links: mesh dimension -> the links along it.
             patterns: modules and their policies of recomputation, as the caller gave them.
-            in_regions: whether what enters a region is saved under ``"selective"``, too, as where others have another policy.
+            in_regions: whether values that enter a region are saved under ``"selective"``, too, as in plans with a policy for each region.
             n_stages: number of stages: small collectives of a stage are coalesced.
             adding: whether gradients accumulate over microbatches.
         """

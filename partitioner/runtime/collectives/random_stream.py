@@ -75,10 +75,12 @@ class ProgramDraws:
             for node, forward in calls:
                 if forward is not None:
                     own.setdefault(forward, []).append((program, node))
+            # Ranks that share a forward draw the same numbers: the calls of the first of them stand for all.
             self._calls = {**own, **self._calls}
         self.order = tuple(sorted(self._calls))
         n_forwards = [len({forward for _, forward in calls if forward is not None}) for calls in calls_of_ranks]
         self.seeded = frozenset[Draws]()
+        # A rank without some forwards cannot count draws that depend on values: these forwards take a seed.
         if any(count < len(self.order) for count in n_forwards):
             self.seeded = frozenset(forward for forward in self.order if self._is_value_dependent(forward))
         self._n_microbatches = 1 + max((microbatch for microbatch, _ in self.order), default=0)

@@ -252,7 +252,7 @@ class Connection:
         return self._blocking.run(f"connect with {rank_list(ranks)}", make)
 
     def _group_of_members(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """Create a process group in the order of ``ranks``, for which no other process is waited."""
+        """Create a process group in the order of ``ranks`` without waiting for other processes; None if this rank is not in it."""
         world = self.world
         if self.rank not in ranks or world is None:
             return None

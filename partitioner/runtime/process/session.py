@@ -53,7 +53,7 @@ class Session:
         watch: of these.
         holder: of the store: ``"torchrun"`` or ``"rank 0"``.
         marks: of processes that have come before there was a store.
-        world: the default process group by which they are numbered; None: there is none yet.
+        world: the default process group that gives ``members`` their numbers; None: there is none yet.
         own_group: whether this package makes the default process group, not the script.
         connections: by device and timeout.
     """

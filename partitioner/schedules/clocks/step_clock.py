@@ -241,7 +241,14 @@ def _rows(schedule: Schedule) -> list[tuple[int, int, int, int]]:
 
 
 def _producer(action: Action, n_stages: int, n: int, forwards: Sequence[int], backwards: Sequence[int]) -> tuple[int | None, int]:
-    """Return producer and message of an action's row, with ``n`` microbatches; the producer is None while it has no row itself."""
+    """Return (row of the producer, index of its message) for an action; see ``_rows``.
+
+    The row is -1 if no other stage's result is needed, and None while the producer has no row yet.
+
+    Args:
+        n: number of microbatches.
+        forwards, backwards: the row of each action at ``stage * n + microbatch``; -1: it has none yet.
+    """
     stage, place = action.stage, action.stage * n + action.microbatch
     no_message = 2 * n_stages
     if action.kind is ActionKind.FORWARD:

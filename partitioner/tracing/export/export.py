@@ -167,7 +167,7 @@ def _export(model: nn.Module, inputs: ModelInputs, shapes: Any, slower: list[str
 
     Args:
         slower: gets a note where repeated modules are traced one by one after all.
-        left: is recorded meanwhile.
+        left: filled during the trace with the attributes that forward leaves.
     """
 
     def run() -> ExportedProgram:

@@ -81,7 +81,7 @@ def _takes_from_start(node: fx.Node) -> bool:
 
 
 class _Renaming:
-    """Copies a graph, with the names of another one and the slices that it lacks."""
+    """Copy of a graph with the names of ``like``; slices of everything that only ``like`` has are added."""
 
     def __init__(self, graph: ModelGraph, like: ModelGraph, pairs: list[_Pair]) -> None:
         self._model, self._graph = graph, fx.Graph()

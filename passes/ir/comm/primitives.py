@@ -64,7 +64,7 @@ _R = TypeVar("_R")
 
 
 def _communication(declared: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function that programs name: a runtime calls the method of this name of the rank's transport in its place."""
+    """Return a stand-in that programs name; a runtime calls the method of the same name on the rank's transport instead."""
 
     @functools.wraps(declared)
     def refuse(*_args: _P.args, **_kwargs: _P.kwargs) -> _R:

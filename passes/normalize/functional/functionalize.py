@@ -234,6 +234,7 @@ class _Functionalizer:
         if node.op == "output" or not isinstance(traced, Tensor | tuple | list):
             return
         parent = self._parents.get(node)
+        # A view, or a list of tensors, was traced with other arguments: compute its fake value anew.
         if (is_changed or not self._renewed.isdisjoint(node.all_input_nodes)) and (parent is not None or not isinstance(traced, Tensor)):
             self._renew(node)
         if not isinstance(traced, Tensor):
@@ -244,6 +245,7 @@ class _Functionalizer:
             assert isinstance(node.args[0], fx.Node)
             assert isinstance(node.args[1], int)
             call, item = node.args[0], node.args[1]
+        # An item of a call that wrote in place: the tensor that it was written to.
         if call in self._results:
             assert item is not None
             self._names[node] = self._results[call][item]

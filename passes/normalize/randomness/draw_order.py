@@ -50,8 +50,8 @@ _FILLING = _NORMAL | {
 def draw_in_memory_order(graph: fx.Graph) -> list[fx.Node]:
     """Rewrite in place the draws whose results are not row-major; return those whose order may be another for a batch of one row.
 
-    Where a dimension is expanded, torch orders memory by comparing strides in pairs, of which some are equal or zero: which are compared
-    depends on the stride of a dimension of size one, which means nothing otherwise.
+    An expanded dimension has stride 0, and torch then compares only some pairs of strides to order memory. Which pairs depends on the
+    stride of a dimension of size one, which is arbitrary.
     """
     ambiguous: list[fx.Node] = []
     values_of_kernels = kernel_values(graph) if draws(graph) else {}

@@ -133,6 +133,7 @@ class _Walk:
                 self.graph.erase_node(node)
 
     def learn(self, node: fx.Node, fact: _Fact) -> bool:
+        """Record a fact about a node; return True."""
         self.facts[node] = fact
         return True
 
@@ -227,7 +228,12 @@ class _Walk:
         return _type_of(twin) == _type_of(node) and self.learn(node, _Sorted(fact.sort, twin))
 
     def put(self, node: fx.Node) -> bool:
-        """Sorted rows back in their own order, or added to the tokens that they are of; or the inverse of an order."""
+        """Recognise a write of rows at the order of a sort.
+
+        index_put(new, [order], arange(n))         the inverse of the order
+        index_put(new, [order], sorted rows)       the rows in their own order: their twin
+        index_add(base, 0, order // k, rows)       ``base`` plus, for each token, the sum of its k rows
+        """
         base, place, values, adds = _written_rows(node)
         fact, rows, target = (self.facts.get(each) for each in (place, values, base))  # type: ignore[arg-type]
         if not isinstance(fact, _Order) or base is None or values is None or not (target is None or target.sort is fact.sort):

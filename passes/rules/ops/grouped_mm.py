@@ -66,7 +66,10 @@ def _fits_kernel(rows: Tensor, weight: Tensor) -> bool:
 
 
 def _by_kernel(rows: Tensor, weight: Tensor, group: Tensor) -> Tensor:
-    """Multiply sorted rows in torch's kernel. Rows of no group read one more row of its result, which is set to zeros."""
+    """Multiply rows, sorted by group, in torch's kernel; return the products in the order of ``rows``.
+
+    A copy of one row is appended and its product set to zero: rows of no group take that product.
+    """
     n_rows, n_groups = rows.shape[0], weight.shape[0]
     order, ends = _sorted_rows(group, n_groups)
     multiplied = F.grouped_mm(rows[torch.cat([order, order[:1]])], weight, offs=ends.to(torch.int32))

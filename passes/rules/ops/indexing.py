@@ -21,7 +21,7 @@ def index_select(call: Call) -> str:
 
 
 def index_rows(*, added: bool) -> Callable[[Call], str]:
-    """Return the rule of ``index_add`` (``added``), and of ``index_copy``, which overwrites: then the index is not cut."""
+    """Return the rule of ``index_add`` (``added``) or of ``index_copy``, which overwrites, so that its index cannot be sharded."""
 
     def rule(call: Call) -> str:
         rank, dim = rank_and_dimension(call)

@@ -6,8 +6,8 @@
              arange (sequence/4) ---------------+- le (16, 4) -> all_to_all     arange (sequence/4) --+- le (4, 16)
 
 A value is taken for replicable (``passes.analysis.replicable``) along a mesh dimension if all that it is computed from is there whole on
-every rank: then any part of it can be computed from parts of that. Its readers decide, from the last one back: a part if all of them
-read that part, else the whole, of which each takes what it needs.
+every rank: then any part of it can be computed from parts of that. Nodes are visited in reverse order. If all readers of a value read the
+same shard, only that shard is computed; else the whole value, of which each reader takes its part.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _attention_block(
 def _rows_of_block(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``attention_block`` of as many heads of keys as of queries."""
+    """Compute ``attention_block`` for equal numbers of query heads and key heads."""
     is_square = query.shape[-2] == key.shape[-2]
     added = _hidden(mask, query, key, is_causal=is_causal and not is_square)
     fused = None
@@ -167,7 +167,7 @@ def _attention_block_backward(
 def _gradients_of_rows(
     rows: Sequence[Tensor], key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``attention_block_backward`` of as many heads of keys as of queries.
+    """Compute ``attention_block_backward`` for equal numbers of query heads and key heads.
 
     Args:
         rows: gradient, result, top and total, (..., queries, 1), and queries.

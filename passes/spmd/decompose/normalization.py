@@ -234,7 +234,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """Return the gradients of ``x``, weight and bias, by the formulas above; there are none of the statistics."""
+    """Return the gradients of ``x``, weight and bias, by the formulas of the module's docstring; there are none of the statistics."""
     x, mean, variance, weight = ctx.saved_tensors
     eps, count, over, centred = ctx.rest
     channels = _Channels(x, mean)
@@ -250,6 +250,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         with annotate({**ctx.custom_meta, GRADIENT: True}):
             sums = all_reduce(sums, dimension, "sum")
     scales = [channels.from_statistics(each) for each in (sums * (torch.rsqrt(variance + eps) / -count)).unbind(0)]
+    # batch_norm computes y * scales[0] + scales[1]: the terms of the gradient through the variance and through the mean.
     through_statistics = F.batch_norm(flat, means, variances, scales[0], scales[1] if centred else None, eps=eps)
     weight_grad = None if weight is None else channels.to_weight(weight_sums)
     bias_grad = channels.to_weight(bias_sums) if ctx.has_bias else None

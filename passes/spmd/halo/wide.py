@@ -85,7 +85,10 @@ class TileRegions:
         return replace(empty, regions=_connected({call.node: call for call in calls if empty._may_overlap(call)}, axes))
 
     def _may_overlap(self, call: TileCall) -> bool:
-        """Return whether any rank can compute any rows of a call from a window of its operands: no reduction over the sharded axis."""
+        """Return whether a rank could compute rows beyond its own part of a call, from a window of each operand.
+
+        The call must reduce nothing over the sharded axes, and each index of a sharded axis must be one element of its dimension.
+        """
         name = call.node.name
         if call.kind != "tiles" or any(isinstance(place, Partial) for place in self.layouts.results[name][0]):
             return False

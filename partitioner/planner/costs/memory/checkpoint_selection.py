@@ -184,9 +184,9 @@ class CheckpointSelection:
         return frozenset(sums)
 
     def _of_many_sources(self) -> frozenset[str]:
-        """Return the recomputed values that are made from many saved values of at least their size, these among them.
+        """Return the recomputed values that depend on more than ``MOST_SOURCES`` saved values of at least their own size.
 
-        In a ResNet, whose sums are recomputed, every fourth block.
+        A value that is found counts as saved for later ones. In a ResNet, whose sums are recomputed, it is every fourth block.
         """
         made_from: dict[str, frozenset[str]] = {}
         found = set[str]()

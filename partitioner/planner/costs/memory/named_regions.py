@@ -62,7 +62,10 @@ def policy_key(node: fx.Node, patterns: Patterns) -> Hashable:
 
 
 def _marked_fates(nodes: Sequence[fx.Node]) -> list[_Fate]:
-    """Return the fates by the model's marks. A node without a mark between two of one checkpoint, such as a size, belongs to it."""
+    """Return the fates by the model's marks.
+
+    An unmarked node between two nodes of one checkpoint, such as a size, belongs to that checkpoint.
+    """
     marks = list(map(checkpoint_of, nodes))
     marked = [index for index, mark in enumerate(marks) if mark is not None]
     for before, after in pairwise(marked):
