@@ -190,18 +190,18 @@ def read_graph(graph: ModelGraph, *, differentiate: bool) -> Reading:
     flowing = nodes_with_gradient(graph) if differentiate else frozenset[str]()
     memory, of_weights = allocations(graph.graph), parameter_values(graph)
     lasting = (*graph.parameters, *graph.buffers, *graph.constants)
-    stationary = frozenset(allocation for name in lasting for allocation in memory.lies_in.get(name, ()))
+    stationary = frozenset(allocation for name in lasting for allocation in memory.allocations_of.get(name, ()))
     calls, kinds = list[_ReadCall](), dict[Hashable, int]()
     for node in graph.computing_nodes():
         bound = bound_arguments(node) if isinstance(node.target, OpOverload) else {}
         held = frozenset(name for name, value in bound.items() if any(leaf.name in graph.parameters for leaf in node_leaves(value)))
-        gradients, is_view = _half_by_argument(node, bound, flowing, of_weights), _is_view(node, memory.lies_in)
+        gradients, is_view = _half_by_argument(node, bound, flowing, of_weights), _is_view(node, memory.allocations_of)
         kind = kinds.setdefault((node.target, tuple(bound), tuple(gradients.items()), is_view, held), len(kinds))
         calls.append(_ReadCall(node, kind, bound, tuple(node.all_input_nodes), gradients, is_view, held))
     shapes = {node: tensor_shapes(node.meta.get("val")) for node in graph.graph.nodes}
     maker: dict[int, str] = {}
-    for name, lies_in in memory.lies_in.items():
-        for allocation in lies_in:
+    for name, own in memory.allocations_of.items():
+        for allocation in own:
             maker.setdefault(allocation, name)
     return Reading(tuple(calls), shapes, memory, maker, stationary, flowing, _gradients_added(calls))
 
@@ -330,7 +330,7 @@ class _Kept:
         self.bytes: dict[int, Size] = dict(reading.memory.bytes)
         if parts is not None:
             for allocation, name in self.maker.items():
-                count = len(reading.memory.lies_in[name])
+                count = len(reading.memory.allocations_of[name])
                 self.bytes[allocation] = sizes[name] if count == 1 else sizes[name] / count
         self.part_of: dict[int, int] = {}
         self.copies: dict[int, bool] = {}
@@ -358,7 +358,7 @@ class _Kept:
         ]
         found = self._as_read(call, inputs, read)
         if call.op != "output":
-            found.update(dict.fromkeys(each for each in self._memory.lies_in[call.name] if each not in self._stationary))
+            found.update(dict.fromkeys(each for each in self._memory.allocations_of[call.name] if each not in self._stationary))
         return (*copies, tuple(found))
 
     def made_by(self, names: Collection[str]) -> frozenset[int]:
@@ -380,7 +380,7 @@ class _Kept:
     def _allocations_read(self, leaf: fx.Node, read: Shapes, without: Collection[str] = ()) -> Iterator[int]:
         """Yield a value's allocations if they are not stationary; where it is read in another shape, those of that shape instead."""
         shapes = read.get(leaf, self._shapes[leaf])
-        for allocation in self._memory.lies_in[leaf.name]:
+        for allocation in self._memory.allocations_of[leaf.name]:
             if self._parts is not None and shapes != self._shapes[leaf]:
                 if leaf.name not in without:
                     yield self._reshaped_allocation(allocation, leaf, shapes)
@@ -397,7 +397,7 @@ class _Kept:
         """Return the allocations of a value and of the copies that a call fetches of it, each made from the one before."""
         found = [*self._allocations_read(leaf, read)]
         for copy in self._fetches(call).get(leaf, ()):
-            origin = found[-1] if found else self._memory.lies_in[leaf.name][0]
+            origin = found[-1] if found else self._memory.allocations_of[leaf.name][0]
             found.append(self._reshaped_allocation(origin, leaf, (copy.shape,), copy.runs))
             self.copies[found[-1]] = copy.is_sent or self.copies.get(origin, False)
         return tuple(found)
@@ -447,9 +447,9 @@ def _half_by_argument(node: fx.Node, bound: Mapping[str, Any], flowing: frozense
     return halves
 
 
-def _is_view(node: fx.Node, lies_in: Mapping[str, tuple[int, ...]]) -> bool:
+def _is_view(node: fx.Node, allocations_of: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether the node's results share memory with its arguments, and it writes none of it."""
-    if not lies_in.get(node.name) or mutated_arguments(node):
+    if not allocations_of.get(node.name) or mutated_arguments(node):
         return False
-    sources = {allocation for argument in node.all_input_nodes for allocation in lies_in.get(argument.name, ())}
-    return sources.issuperset(lies_in[node.name])
+    sources = {allocation for argument in node.all_input_nodes for allocation in allocations_of.get(argument.name, ())}
+    return sources.issuperset(allocations_of[node.name])

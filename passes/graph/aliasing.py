@@ -139,11 +139,11 @@ class Allocations:
     """The allocations that a run makes, as the fake tensors show them.
 
     Attributes:
-        lies_in: node -> the allocations of its tensors, numbered in graph order.
+        allocations_of: node -> the allocations of its tensors, numbered in graph order.
         bytes: allocation -> its size: an int, or a sympy expression.
     """
 
-    lies_in: Mapping[str, tuple[int, ...]]
+    allocations_of: Mapping[str, tuple[int, ...]]
     bytes: Mapping[int, Any]
 
 
@@ -151,7 +151,7 @@ def allocations(graph: fx.Graph) -> Allocations:
     """Return the allocation of each tensor, shared by views as the fake tensors share storages, and the sizes of all allocations."""
     numbers: dict[Hashable, int] = {}
     sizes: dict[int, Any] = {}
-    lies_in: dict[str, tuple[int, ...]] = {}
+    allocations_of: dict[str, tuple[int, ...]] = {}
     for node in graph.nodes:
         node_allocations: dict[int, None] = {}
         for tensor, key in memory_keys(node):
@@ -159,8 +159,8 @@ def allocations(graph: fx.Graph) -> Allocations:
             if number not in sizes:
                 sizes[number] = size_of(tensor.untyped_storage().nbytes())
             node_allocations[number] = None
-        lies_in[node.name] = tuple(node_allocations)
-    return Allocations(lies_in, sizes)
+        allocations_of[node.name] = tuple(node_allocations)
+    return Allocations(allocations_of, sizes)
 
 
 def aliasing(graph: fx.Graph) -> Aliasing:

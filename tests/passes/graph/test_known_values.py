@@ -60,7 +60,7 @@ def described(graph: ModelGraph) -> list[Any]:
 def assert_alike(one: ModelGraph, other: ModelGraph) -> None:
     assert described(one) == described(other)
     assert aliasing(one.graph) == aliasing(other.graph)
-    assert allocations(one.graph).lies_in == allocations(other.graph).lies_in
+    assert allocations(one.graph).allocations_of == allocations(other.graph).allocations_of
 
 
 @pytest.mark.parametrize("case", [pytest.param("gpt", marks=pytest.mark.slow), "pieces"])

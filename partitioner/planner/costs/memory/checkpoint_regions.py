@@ -83,11 +83,11 @@ def _chain_of(graph: ModelGraph, points: CutPoints) -> _Chain:
     producer: dict[int, int] = {}
     last: dict[int, int] = {}
     for node in nodes:
-        for allocation in memory.lies_in[node.name]:
+        for allocation in memory.allocations_of[node.name]:
             producer.setdefault(allocation, position[node.name])
             readers = [position[user.name] for user in node.users if user.name in position]
             last[allocation] = max(last.get(allocation, 0), *readers, position[node.name])
-    held = {allocation for node in graph.graph.nodes if node.op == "placeholder" for allocation in memory.lies_in[node.name]}
+    held = {allocation for node in graph.graph.nodes if node.op == "placeholder" for allocation in memory.allocations_of[node.name]}
     sizes = {key: int(evaluated(memory.bytes[key], graph.batch, graph.batch_size)) for key in producer if key not in held}
     values = [Crossing(size, producer[key], last[key]) for key, size in sizes.items() if last[key] > producer[key]]
     allocated, crossing = np.zeros(len(nodes), np.int64), np.zeros(len(nodes) + 1, np.int64)

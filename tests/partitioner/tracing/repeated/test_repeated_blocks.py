@@ -44,7 +44,7 @@ def assert_equal_graphs(one: ModelGraph, other: ModelGraph) -> None:
     for left, right in zip(listed(one), listed(other), strict=True):
         assert left == right
     assert aliasing(one.graph) == aliasing(other.graph)
-    assert allocations(one.graph).lies_in == allocations(other.graph).lies_in
+    assert allocations(one.graph).allocations_of == allocations(other.graph).allocations_of
     assert (one.parameters, one.buffers, one.outputs) == (other.parameters, other.buffers, other.outputs)
     assert [note for note in one.notes if not note.startswith(TRACED_ONE_BY_ONE)] == list(other.notes)
 
