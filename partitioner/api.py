@@ -100,7 +100,7 @@ def partition(
             **recompute_fields(recompute),
             memory_limit=memory_limit,
             optimizer=optimizer,
-            constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)),
+            constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)).without_patterns_of_no_module(model),
             modules=frozenset(name for name, _ in model.named_modules()),
             batchnorm=batchnorm,
             reduce_dtype=read_reduce_dtype(reduce_dtype),

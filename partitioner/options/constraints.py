@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from partitioner.options.mode import dimension_named
 from passes.ir.arguments.checked import check_fields, one_of
 from passes.ir.comm.halo_strategy import HaloStrategy
+from passes.ir.errors import PartitionWarning, first_few, level_of_caller
 from passes.ir.mesh import SEQUENCE, TILE
 from passes.ir.plan import ATTENTION
 
-__all__ = ["TENSOR", "Constraints"]
+__all__ = ["TENSOR", "Constraints", "pattern_expression"]
 
 TENSOR = "tensor"
 """The mesh dimension of the patterns of ``tp_plan``."""
@@ -71,3 +75,31 @@ class Constraints:
         halo = None if TILE in names else self.halo
         attention = None if SEQUENCE in names else self.attention
         return replace(self, axes=axes or None, tp_plan=None if TENSOR in names else self.tp_plan, halo=halo, attention=attention)
+
+    def without_patterns_of_no_module(self, model: nn.Module) -> Constraints:
+        """Return the constraints without the patterns of the model's own ``_tp_plan`` for which its configuration has no modules.
+
+        A Qwen3MoeForCausalLM has ``"layers.*.mlp.gate_proj"`` for layers without experts, of which there may be none. A PartitionWarning
+        names such patterns. A pattern that is not the model's own stays, and is an error.
+        """
+        own = getattr(model, "_tp_plan", None)
+        if not self.tp_plan or not isinstance(own, Mapping):
+            return self
+        names = [name for each in (model.named_modules(), model.named_parameters(remove_duplicate=False)) for name, _ in each]
+        lost = [
+            pattern
+            for pattern in self.tp_plan
+            if any(each == pattern or each.endswith(f".{pattern}") for each in own)
+            and not any(re.fullmatch(rf"(.+\.)?{pattern_expression(pattern)}", name) for name in names)
+        ]
+        if not lost:
+            return self
+        patterns = first_few([repr(each) for each in lost])
+        text = f"tp_plan: the model has no modules for {patterns}, patterns of its own plan; they are left out"
+        warnings.warn(text, PartitionWarning, stacklevel=level_of_caller())
+        return replace(self, tp_plan={each: style for each, style in self.tp_plan.items() if each not in lost})
+
+
+def pattern_expression(pattern: str) -> str:
+    """Return a pattern as a regular expression: ``*`` stands for one part of a path, or for letters of one."""
+    return r"\.".join(r"[^.]+" if part == "*" else re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("."))

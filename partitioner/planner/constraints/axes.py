@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from partitioner.options.constraints import TENSOR, Constraints
+from partitioner.options.constraints import TENSOR, Constraints, pattern_expression
 from partitioner.options.mode import dimension_named
 from partitioner.planner.constraints.tile_grid import fits, tile_axes
 from passes.analysis.axes import Axes
@@ -29,11 +29,23 @@ __all__ = ["NAMED_FIRST", "check_dimensions", "check_sharded", "constrained_axes
 
 _KEPT = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise", "embedding_colwise")
 _SUMMED = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "local_packed_rowwise", "local_rowwise", "embedding_rowwise")
-_STYLES = {**dict.fromkeys(_KEPT, "kept"), **dict.fromkeys(_SUMMED, "summed"), "sequence_parallel": SEQUENCE}
-"""transformers' style -> the dimension of a weight that is sharded. Layouts of inputs and outputs (``_rep``, ``local_``) are derived."""
+_NO_WEIGHTS = "moe_identity_expert"
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "local_params", "moe_tp_experts", _NO_WEIGHTS)
 
 EXPERTS = "experts"
 """The name of axes that a data dimension may shard beside the batch: tokens are then sent to the rank of their expert (all_to_all)."""
+
+_STYLES = {
+    **dict.fromkeys(_KEPT, "kept"),
+    **dict.fromkeys(_SUMMED, "summed"),
+    **dict.fromkeys((*_WHOLE, "ep_dispatch_experts"), "whole"),
+    "grouped_gemm": EXPERTS,
+    "sequence_parallel": SEQUENCE,
+}
+"""transformers' style -> the dimension of a weight that is sharded; ``"whole"``: none.
+
+Layouts of inputs and outputs (``_rep``, ``local_``), and sums of partial results and of gradients, are derived.
+"""
 
 NAMED_FIRST = ("heads", EXPERTS, "ffn", "vocab", "channels")
 """Axis names by priority, for a dimension of several axes (three, heads, head width)."""
@@ -178,12 +190,14 @@ def _axes_of_pattern(graph: ModelGraph, axes: Axes, names: tuple[str, ...], patt
     kind = _STYLES.get(style)
     if kind is None:
         raise ConfigError(f"tp_plan[{pattern!r}]: there is no style {style!r}", remedy=f"choose one of {', '.join(_STYLES)}")
-    if kind == SEQUENCE:
-        _parameters_matching(graph, pattern)
-        yield from axes_named(SEQUENCE, names)
+    if style == _NO_WEIGHTS:
+        return
+    matching = _parameters_matching(graph, pattern, inside=kind == "whole")
+    if kind in ("whole", SEQUENCE):
+        yield from axes_named(SEQUENCE, names) if kind == SEQUENCE else ()
         return
     several: list[int] = []
-    for name in _parameters_matching(graph, pattern):
+    for name in matching:
         several += _axes_of_weight(graph, axes, names, name, kind, count)
     if not several:
         raise ConfigError(
@@ -193,14 +207,17 @@ def _axes_of_pattern(graph: ModelGraph, axes: Axes, names: tuple[str, ...], patt
     yield from several
 
 
-def _parameters_matching(graph: ModelGraph, pattern: str) -> list[str]:
+def _parameters_matching(graph: ModelGraph, pattern: str, *, inside: bool) -> list[str]:
     """Return the parameters that match a pattern, themselves or by their module; leading parts of names may be left out.
+
+    Args:
+        inside: whether parameters of modules inside a matching one match, too.
 
     Raises:
         ConfigError: there is none.
     """
-    expression = r"\.".join(r"[^.]+" if part == "*" else re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("."))
-    own = rf"{expression}(\.[^.]+)?"
+    expression = pattern_expression(pattern)
+    own = rf"{expression}(\..+)?" if inside else rf"{expression}(\.[^.]+)?"
     by_name = {name: placeholder for placeholder, name in graph.parameters.items()}
     by_name |= {alias: by_name[name] for alias, name in graph.aliases.items() if name in by_name}
     for whole in (own, rf"(.+\.)?{own}"):
@@ -215,11 +232,19 @@ def _parameters_matching(graph: ModelGraph, pattern: str) -> list[str]:
 
 
 def _axes_of_weight(graph: ModelGraph, axes: Axes, names: tuple[str, ...], name: str, kind: str, count: int) -> Iterator[int]:
-    """Yield the axis to shard of a matrix over ``count`` ranks: of its first dimension that is ``"kept"`` or ``"summed"``."""
+    """Yield the axis to shard of a matrix over ``count`` ranks: of its first dimension that is ``"kept"`` or ``"summed"``.
+
+    The dimension of experts is none of these; ``"experts"``: of the outermost one.
+    """
     if name not in axes.tensors or len(axes.of(name)) < 2:
         return
     for dimension, each in enumerate(axes.of(name)):
-        if _kind_of(graph, axes, name, dimension) != kind:
+        if kind == EXPERTS:
+            is_wanted = dimension == 0
+        else:
+            is_of_experts = any(names[axis].startswith(f"{EXPERTS}[") for axis in each)
+            is_wanted = not is_of_experts and _kind_of(graph, axes, name, dimension) == kind
+        if not is_wanted:
             continue
         fitting = [axis for axis in each if fits(axes, axis, count)]
         if fitting:
