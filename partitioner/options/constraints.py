@@ -25,7 +25,7 @@ TENSOR = "tensor"
 
 _EXAMPLES = {
     "device_map": '{"encoder": 0, "decoder": 1}, or leave it out to let the planner place the modules',
-    "tp_plan": '{"layers.*.mlp.up_proj": "colwise"}',
+    "tp_plan": '{"layers.*.mlp.up_proj": "colwise"}, or model._tp_plan',
     "split_spec": '{"layers.6": "beginning"}',
     "axes": '{"heads": "tensor"}',
     "pin": '{"layers.6": 1}',
@@ -43,7 +43,7 @@ class Constraints:
             its longest prefix; ``""`` is the entry of all other modules; the planner places a module without an entry. Where an entry goes
             back to an earlier rank, a module with a tied weight, or without parameters, runs in the order of computation, as a note says.
         tp_plan: transformers' tensor-parallel patterns -> how a weight is cut: ``{"layers.*.mlp.up_proj": "colwise"}``, over the
-            mesh dimension ``"tensor"``. The beginning of a pattern may be left out.
+            mesh dimension ``"tensor"``. The beginning of a pattern may be left out. A model's ``_tp_plan`` and ``_ep_plan`` are such.
         split_spec: module name -> ``"beginning"`` or ``"end"`` (or ``torch.distributed.pipelining.SplitPoint``): a stage begins there.
         axes: axis name (``"heads"``, ``"ffn[3]"``) -> mesh dimension that cuts it, beside those that the planner chooses.
             ``{"sequence": "tensor"}`` is Megatron sequence parallelism, ``{"experts": "data"}`` expert parallelism. Over ``"tile"``,

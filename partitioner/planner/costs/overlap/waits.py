@@ -16,6 +16,15 @@ other, those of several share links. A matrix product computes each gradient by 
     y = x w       dw | dx      dw is scattered while dx is computed; w is gathered for dx
     y = x w + b   dx | dw      dx is reduced while dw is computed
 
+A stage of a pipeline computes forwards after forwards: each waits for its first gather, which a backward before it would hide. A backward
+in two halves scatters in the second one, where less is computed beside its messages:
+
+    whole         links        scatter dw3 ====  scatter dw2 ====  scatter dw1 ====
+                  computing    3: dx dw ######  2: dx dw ######  1: dx dw ######
+
+    in halves     links                                 scatter dw3 ====  scatter dw2 ====  scatter dw1 ====
+                  computing    dx 3 ### dx 2 ### dx 1 ### dw 3 ### dw 2 ### dw 1 ### |---------------------|
+
 A folded model has a repeated block once: it is run three times or more, so that the waits of its copies are those of a long model.
 """
 
