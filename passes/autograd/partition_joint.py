@@ -165,25 +165,33 @@ class _Cut:
         They are kept for the second half instead of these values. Gradients of weights stay in it.
         """
         nodes, found = self.nodes, set(first)
+        reads = {node: nodes.read_in_backward([node]) for node in whole}
         readers: dict[fx.Node, set[fx.Node]] = {}
-        for node in whole:
-            for source in nodes.read_in_backward([node]):
+        for node, sources in reads.items():
+            for source in sources:
                 readers.setdefault(source, set()).add(node)
-
-        def late(node: fx.Node) -> list[fx.Node]:
-            return [source for source in nodes.read_in_backward([node]) if source in whole and source not in found]
-
         results = set(self.joint.gradients.values())
         for node in sorted(whole - first, key=nodes.position.__getitem__):
             is_cheap = node in nodes.forward or node.target is aten._to_copy.default  # noqa: SLF001  the operator's own name
-            if not is_cheap or getattr(node.target, "namespace", "") != "aten" or mutated_arguments(node):
+            if not is_cheap or getattr(node.target, "namespace", "") != "aten" or mutated_arguments(node) or nodes.is_view(node):
                 continue
-            calls = with_ancestors([node], late)
-            bases = nodes.read_in_backward(calls) & found - results
+            calls = self._with_views(node, reads, found)
+            bases = set[fx.Node]().union(*(reads[call] for call in calls)) & found - results
             freed = sum(nodes.bytes_of(base) for base in bases if readers[base] <= found | calls)
-            if all(map(nodes.is_view, calls - {node})) and not nodes.is_view(node) and nodes.bytes_of(node) < freed:
+            if calls and nodes.bytes_of(node) < freed:
                 found |= calls
         return found
+
+    def _with_views(self, node: fx.Node, reads: Mapping[fx.Node, set[fx.Node]], found: set[fx.Node]) -> set[fx.Node]:
+        """Return a node with the views that it needs of ``found`` and of what the backward is given; empty if it needs other calls."""
+        calls, pending = {node}, [node]
+        while pending:
+            late = {source for source in reads[pending.pop()] if source in reads and source not in found} - calls
+            if not all(map(self.nodes.is_view, late)):
+                return set()
+            calls |= late
+            pending += late
+        return calls
 
     def read_by(self, nodes: set[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
         """Return the values from outside that the nodes read or that are results, in graph order, without bound placeholders."""
