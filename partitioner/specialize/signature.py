@@ -82,7 +82,7 @@ def kind_of(leaf: object) -> Hashable:
     kind = type(leaf)
     if kind in _DENSE:
         assert isinstance(leaf, Tensor)
-        if leaf.layout is not torch.strided or forward_ad_level() >= 0:
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or forward_ad_level() >= 0:
             return None
         return kind, leaf.dtype, leaf.device, leaf.shape, leaf.stride(), leaf.requires_grad
     if kind in _PLAIN:

@@ -27,6 +27,7 @@ from partitioner.specialize.changes import decides, refuse_changes
 from partitioner.specialize.make_trace import requiring_in_trace, trace_for, trace_of_graph, trace_of_sizes, with_requiring
 from partitioner.specialize.signature import Call, Signature, call_of
 from partitioner.specialize.trace import Trace, Tracing
+from partitioner.tracing.inputs.flatten import check_dense
 from passes.graph.equivalence import graph_digest
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError, PartitionWarning, TraceError, level_of_caller
@@ -152,6 +153,9 @@ class Traces(Generic[S]):
         Raises:
             ConfigError: the inputs do not fit, ranks differ in them, or state that decided the trace has changed.
         """
+        for leaf in call.leaves:
+            if isinstance(leaf, Tensor) and leaf.is_quantized:
+                check_dense("an argument", leaf)
         base = self._taking_or_traced(call)
         base.trace.state.refresh()
         text = None if self._is_alone else self._text(base)

@@ -182,7 +182,8 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, t
     needed = with_ancestors(results)
     copies: dict[fx.Node, fx.Node] = {}
     in_order = [node for node in graph.graph.nodes if node in needed]
-    for node in sorted(in_order, key=lambda node: node.op != "placeholder"):  # the batch, buffers and constants come first already
+    of_call = {"batch", *(leaf.placeholder for leaf in graph.inputs)}
+    for node in sorted(in_order, key=lambda node: (node.op != "placeholder", node.target in of_call)):  # what is bound comes first
         copies[node] = target.node_copy(node, copies.__getitem__)
     names = tuple(str(node.target) for node in target.nodes if node.op == "placeholder")
     if is_weighted:

@@ -29,6 +29,7 @@ from partitioner.tracing.export.guards import Assumptions
 from partitioner.tracing.trace import source_of, trace_source
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import with_ancestors
+from passes.graph.schemas import draws
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.microbatch import split_target
 from passes.ir.errors import PartitionError
@@ -163,6 +164,8 @@ def _conclude(traced: ModelGraph, loss: nn.Module, n_results: int) -> Proof:
         return Proof(None, "it changes what later calls read")
     if traced.batch is None:
         return Proof(None, "it fixes the number of rows")
+    if any(map(draws, traced.computing_nodes())):
+        return Proof(None, "it draws random numbers, and ranks and microbatches would draw the same for different rows")
     if output.combine == "same":
         return Proof("mean")  # a constant is the mean of itself
     if output.combine not in ("mean", "sum"):

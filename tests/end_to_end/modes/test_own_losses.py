@@ -248,3 +248,30 @@ def test_a_head_that_the_loss_does_not_read_has_no_gradient() -> None:
         assert pm.full_gradients()["other.weight"] is None
         torch.testing.assert_close(pm.full_gradients()["first.weight"], model.first.weight.grad)
         torch.testing.assert_close(pm(x)["other"], model(x)["other"])
+
+
+class MaskedByConstant(nn.Module):
+    """A mean over the positions that a constant of forward leaves in, as of masked autoencoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.ones(x.shape[0], 8, dtype=x.dtype) * torch.tensor([0.0, 0, 1, 1, 1, 1, 1, 1])
+        loss: Tensor = (self.layer(x).mean(-1) * kept).sum() / kept.sum()
+        return loss
+
+
+@pytest.mark.parametrize("mode", ["data", {"pipeline": 2, "data": 2}])
+def test_a_divisor_that_is_counted_from_a_constant(mode: Any) -> None:
+    """The count takes the constant and the rows of the batch."""
+    torch.manual_seed(0)
+    model, x = MaskedByConstant().double(), torch.randn(4, 8, 6, dtype=torch.float64)
+    pm = partition(model, 2 if mode == "data" else 4, mode, example_inputs=(x,), progress=False)
+    loss = pm(x)
+    loss.backward()
+    expected = model(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(pm.full_gradients()["layer.weight"], model.layer.weight.grad)

@@ -103,6 +103,16 @@ def test_what_is_around_a_call(pm: PartitionedModel, name: str, expected: Outcom
         assert outcome(pm, call) == "found"
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["nested", "quantized"])
+def test_arguments_that_hold_no_rows_are_refused_by_kind(kind: str) -> None:
+    x = torch.randn(4, 16)
+    pm = partition(nn.Linear(16, 4), 2, "data", example_inputs=(x,), progress=False)
+    later = torch.nested.nested_tensor([x, x]) if kind == "nested" else torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+    with pytest.raises(ConfigError, match=f"is {kind} .*"):
+        pm(later)
+
+
 def test_an_argument_that_is_passed_twice_is_not_taken_for_two() -> None:
     """Equal signatures, other memory: the second call reads its own tensors."""
     model = nn.Bilinear(4, 4, 2)

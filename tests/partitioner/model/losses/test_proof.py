@@ -90,6 +90,25 @@ def test_rows_that_are_all_equal_hide_nothing(pm: PartitionedModel) -> None:
         pm.train_step(x, target=target, loss_fn=NEITHER["largest"])
 
 
+@pytest.mark.parametrize("pm", ["data", *slow("pipeline", "mesh")], indirect=True)
+def test_a_loss_that_draws_random_numbers(pm: PartitionedModel) -> None:
+    """Ranks would draw the same numbers for different rows. Of all rows at once, the numbers are those of one device."""
+    x, target = labelled()
+
+    def noisy(o: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(o * torch.rand_like(o), t)
+
+    with pytest.raises(ConfigError, match=r"not proved to be a mean .*: it draws random numbers"):
+        pm.train_step(x, target=target, loss_fn=noisy)
+    output = cases.model()(x)
+    torch.manual_seed(5)
+    expected = noisy(output, target)
+    after = torch.rand(2)
+    torch.manual_seed(5)
+    torch.testing.assert_close(pm.train_step(x, target=target, loss_fn=noisy, loss_reduction="batch"), expected.detach())
+    assert torch.equal(torch.rand(2), after)
+
+
 def test_a_batch_of_one_row_and_microbatches_of_one(pipeline: PartitionedModel) -> None:
     x, target = labelled()
     assert difference(cases.model(), pipeline, NEITHER["root_mean_square"], x[:1], target[:1]) is None  # nothing is cut
