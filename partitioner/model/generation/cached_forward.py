@@ -118,6 +118,11 @@ def _described(tensor: Tensor) -> CachedTensor:
 
 
 def _failed(model: nn.Module, error: Exception) -> TraceError:
+    if isinstance(error, _StateError):
+        return TraceError(
+            f"{type(model).__name__} caches the state of a convolution or of linear attention, which generate() does not support",
+            remedy="model.generate() runs any model on one device; pm(...) computes the logits of whole prompts",
+        )
     return TraceError(
         f"the forward of {type(model).__name__} with a cache of fixed length fails: {type(error).__name__}: {error}",
         remedy="model.generate() runs any model on one device",
@@ -126,6 +131,10 @@ def _failed(model: nn.Module, error: Exception) -> TraceError:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+class _StateError(Exception):
+    """A layer caches other state than keys and values."""
 
 
 @functools.cache
@@ -159,6 +168,11 @@ def given_cache_type() -> Any:
 
         def get_max_cache_shape(self, layer_idx: int = 0) -> int:
             return self.tensors[min(self.tensors)][0].shape[2] if self.tensors else self.position.shape[0]
+
+        def get_conv_state(self, *_: Any, **__: Any) -> Tensor:
+            raise _StateError
+
+        update_conv_state = get_recurrent_state = update_recurrent_state = has_previous_state = get_conv_state
 
     return GivenCache
 

@@ -14,8 +14,20 @@ from passes.ir.torch_private import pytree
 
 __all__ = ["register_caches"]
 
-_LAYER_STATE = ("sliding_window", "cumulative_length")
-"""Attributes of a cache layer besides its keys and values; a layer has some of them."""
+_LAYER_TENSORS = ("keys", "values", "conv_states", "recurrent_states")
+"""Attributes of a cache layer that hold tensors: the states of convolutions and linear attention are dicts, by their number."""
+
+_LAYER_STATE = (
+    "sliding_window",
+    "cumulative_length",
+    "number_of_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+    "record_past",
+)
+"""Attributes of a cache layer besides its tensors; a layer has some of them."""
 
 
 def register_caches() -> None:
@@ -39,10 +51,32 @@ def register_caches() -> None:
 
 
 def _flatten_dynamic(cache: Any) -> tuple[list[Any], Any]:
-    """Return a pair (keys, values) for each layer, and the types and other state as the context."""
-    tensors = [(layer.keys, layer.values) for layer in cache.layers]
-    states = [tuple((name, getattr(layer, name)) for name in _LAYER_STATE if hasattr(layer, name)) for layer in cache.layers]
-    return tensors, (type(cache), tuple(type(layer) for layer in cache.layers), tuple(states))
+    """Return a tuple of tensors, such as (keys, values), for each layer, and the types and other state as the context."""
+    tensors = [tuple(_children(getattr(layer, name)) for name in _tensor_names(layer)) for layer in cache.layers]
+    kinds = tuple((type(layer), _tensor_names(layer)) for layer in cache.layers)
+    states = [tuple((name, _frozen(getattr(layer, name))) for name in _LAYER_STATE if hasattr(layer, name)) for layer in cache.layers]
+    return tensors, (type(cache), kinds, tuple(states))
+
+
+def _tensor_names(layer: Any) -> tuple[str, ...]:
+    """Return the attributes of a cache layer that hold its tensors: a layer of a convolution has no keys."""
+    return tuple(name for name in _LAYER_TENSORS if hasattr(layer, name))
+
+
+def _children(value: Any) -> Any:
+    """Return the states of a dict as a tuple, and any other value unchanged."""
+    return tuple(value[number] for number in sorted(value)) if isinstance(value, dict) else value
+
+
+def _frozen(value: Any) -> Any:
+    """Return a dict as its items, because a context is compared and hashed, and any other value unchanged."""
+    return _Items(sorted(value.items())) if isinstance(value, dict) else value
+
+
+class _Items(tuple[Any, ...]):
+    """Items of a dict in the context of a cache."""
+
+    __slots__ = ()
 
 
 def _unflatten_dynamic(layers: Any, context: Any) -> Any:
@@ -50,15 +84,26 @@ def _unflatten_dynamic(layers: Any, context: Any) -> Any:
     kind, layer_kinds, states = context
     cache = kind()
     cache.layers = []
-    for (keys, values), layer_kind, state in zip(layers, layer_kinds, states, strict=True):
+    for tensors, (layer_kind, names), state in zip(layers, layer_kinds, states, strict=True):
         layer = layer_kind.__new__(layer_kind)
-        layer.keys, layer.values, layer.is_initialized = keys, values, keys is not None
-        if isinstance(keys, torch.Tensor):
-            layer.dtype, layer.device = keys.dtype, keys.device
+        for name, value in zip(names, tensors, strict=True):
+            setattr(layer, name, dict(enumerate(value)) if isinstance(value, tuple) else value)
+        if "keys" in names:
+            layer.is_initialized = layer.keys is not None
         for name, value in state:
-            setattr(layer, name, value)
+            setattr(layer, name, dict(value) if isinstance(value, _Items) else value)
+        _set_place(layer, tensors)
         cache.layers.append(layer)
     return cache
+
+
+def _set_place(layer: Any, tensors: Any) -> None:
+    """Set the dtype and device of a cache layer to those of its first tensor; a layer without keys has None for none."""
+    first = next((leaf for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, torch.Tensor)), None)
+    if first is not None:
+        layer.dtype, layer.device = first.dtype, first.device
+    elif not hasattr(layer, "keys"):
+        layer.dtype = layer.device = None
 
 
 def _flatten_pair(cache: Any) -> tuple[list[Any], Any]:
