@@ -109,14 +109,16 @@ class PlanRequest:
         if count is not None and count < 1:
             raise ConfigError(f"a step cannot have {count} microbatches", remedy="pass 1 or more")
         if count is not None and count > 1 and self.mode == "model":
-            raise ConfigError(f'n_microbatches={count} does not fit mode "model", which cuts no batch', remedy='use mode "pipeline"')
+            problem = f'n_microbatches={count} does not fit a mode without a "pipeline" dimension, which cuts no batch'
+            raise ConfigError(problem, remedy='use mode "pipeline"')
         return self
 
     def _check_schedule(self) -> None:
         if self.mode == "model":
             for name, value, only in (("schedule", self.schedule, GPIPE.name), ("stages_per_device", self.stages_per_rank, 1)):
                 if value not in (None, only):
-                    raise ConfigError(f'{name}={value!r} does not fit mode "model"', remedy='leave it out, or use mode "pipeline"')
+                    problem = f'{name}={value!r} does not fit a mode without a "pipeline" dimension'
+                    raise ConfigError(problem, remedy='leave it out, or use mode "pipeline"')
         if self.schedule is not None:
             find_schedule(self.schedule).check(self.stages_per_rank, self.replicas)
         elif self.replicas and self.stages_per_rank not in (None, 1):

@@ -267,7 +267,7 @@ def test_too_little_memory_says_what_is_missing_and_what_would_do() -> None:
         (2, {"stages_per_rank": 0}, "0 stages"),
         (2, {"n_microbatches": 0}, "0 microbatches"),
         (2, {"mode": "model", "n_microbatches": 2}, "cuts no batch"),
-        (2, {"mode": "model", "schedule": "1F1B"}, 'does not fit mode "model"'),
+        (2, {"mode": "model", "schedule": "1F1B"}, "schedule='1F1B' does not fit a mode without a \"pipeline\" dimension"),
         (2, {"recompute": "everything"}, "no recompute"),
         (2, {"optimizer": "magic"}, "'magic'"),
         (2, {"memory_limit": "lots"}, "'lots'"),
