@@ -346,7 +346,16 @@ def _check_tensor(leaf: Input, value: Any) -> None:
             remedy=f"convert it: {leaf.name}.to({leaf.dtype})",
         )
     if value.dim() != len(leaf.shape):
-        raise ConfigError(f"{leaf.name} has {value.dim()} dimensions; the model was traced with {len(leaf.shape)}: {shape_text(leaf)}")
+        is_sample = value.dim() == len(leaf.shape) - 1 and leaf.batch_dim == 0
+        raise ConfigError(
+            f"{leaf.name} has {_dimensions(value.dim())}; the model was traced with {len(leaf.shape)}: {shape_text(leaf)}",
+            remedy=f"pass a tensor of {_dimensions(len(leaf.shape))}{f'; for one sample, {leaf.name}[None]' if is_sample else ''}",
+        )
+
+
+def _dimensions(count: int) -> str:
+    """Return a number of dimensions in words."""
+    return f"{count} dimension" if count == 1 else f"{count} dimensions"
 
 
 def _check_values(name: str, tensor: Tensor) -> None:
