@@ -6,6 +6,7 @@ messages take ``cost_models.collectives.alpha_beta``'s.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -60,6 +61,22 @@ def parse_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def _check_dtype(device: str, name: str) -> None:
+    """Raise ConfigError unless a key of ``peak_flops`` is the name of a dtype: operations look up their rate by ``"float32"``."""
+    dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}":
+        return
+    near = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else None
+    close = [near] if near is not None else difflib.get_close_matches(name.lower(), _DTYPES, n=1, cutoff=0.4)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(
+        f"device {device!r}: peak_flops has no dtype {name!r}", remedy=f"{guess}name dtypes as torch does: {', '.join(_DTYPES)}"
+    )
+
+
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+"""Usual dtypes of matrix products, for suggestions."""
+
 _POSITIVE = ("memory_bytes", "memory_bandwidth", "processors", "cache_bandwidth", "store_bandwidth")
 
 
@@ -84,7 +101,7 @@ class Device:
         price_per_hour: price of the device for an hour, in any currency; None: not known.
 
     Raises:
-        ConfigError: a number is not positive, or an efficiency is over 1.
+        ConfigError: a number is not positive, a rate is infinite, an efficiency is over 1, or ``peak_flops`` names no dtype of torch.
     """
 
     name: str
@@ -115,7 +132,11 @@ class Device:
         positive = {**rates, **{name: getattr(self, name) for name in _POSITIVE}}
         for name, number in positive.items():
             check(number > 0, f"device {self.name!r}: {name} must be positive, got {number}")
+        for name, number in {**rates, "memory_bandwidth": self.memory_bandwidth}.items():
+            check(number < math.inf, f"device {self.name!r}: {name} must be finite, got {number}")
         check(bool(self.peak_flops), f"device {self.name!r}: peak_flops names no dtype")
+        for dtype in self.peak_flops:
+            _check_dtype(self.name, dtype)
         price = self.price_per_hour
         check(price is None or 0 <= price < math.inf, f"device {self.name!r}: price_per_hour must be finite and not negative, got {price}")
         for name in ("launch_overhead", "kernel_latency"):

@@ -88,6 +88,22 @@ def test_a_cluster_from_a_file(tmp_path: Path) -> None:
             Cluster.from_toml(file)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("peak_flops = { flt32 = 1e13 }\nmemory_bandwidth = 1e11", r"(?s)peak_flops has no dtype 'flt32'.*did you mean 'float32'\?"),
+        ("peak_flops = { half = 1e13 }\nmemory_bandwidth = 1e11", r"(?s)peak_flops has no dtype 'half'.*did you mean 'float16'\?"),
+        ("peak_flops = { float32 = 1e13 }\nmemory_bandwidth = inf", "memory_bandwidth must be finite"),
+        ("peak_flops = { float32 = inf }\nmemory_bandwidth = 1e11", r"peak_flops\['float32'\] must be finite"),
+    ],
+)
+def test_rates_that_no_device_has_are_refused(fields: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(f'device = "mine"\n[devices.mine]\nmemory = "1GiB"\n{fields}\n')
+    with pytest.raises(ConfigError, match=message):
+        Cluster.from_toml(file)
+
+
 def test_sizes_as_text() -> None:
     assert parse_bytes("16GiB") == 16 * 2**30
     assert parse_bytes("80 gb") == 80 * 10**9
