@@ -179,7 +179,7 @@ def partition(  # type: ignore[empty-body]
             bytes; ``"full"``, all but the inputs of each repeated block, or of segments between narrow cuts; or a policy for each pattern
             of modules, ``{"layers.*": "full", "layers.*.attention": "selective"}``: nothing outside of them is recomputed. None: regions
             that the model marks (``torch.utils.checkpoint``); without any, the planner chooses.
-        cluster: hardware to plan for when it is not the hardware that runs, ``"h100:8x8"`` or a ``Cluster``.
+        cluster: hardware to plan for when it is not the hardware that runs, ``"h100:8x8"``, the path of a TOML file, or a ``Cluster``.
         memory_limit: per device, bytes or ``"16GiB"``; None: 92 % of the device's memory, as a CUDA context, buffers of NCCL and
             fragmentation take the rest.
         optimizer: the memory model counts its state.

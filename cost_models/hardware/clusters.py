@@ -138,7 +138,12 @@ class Cluster:
     @staticmethod
     @checked_arguments()
     def parse(text: str) -> Cluster:
-        """Read ``KIND:NODESxDEVICES`` (``"h100:8x8"``), ``KIND:DEVICES`` on one node, or ``KIND``: one device."""
+        """Read ``KIND:NODESxDEVICES`` (``"h100:8x8"``), ``KIND:DEVICES`` on one node, or ``KIND``: one device.
+
+        The path of a file, ``"cluster.toml"``, is read by ``from_toml``.
+        """
+        if text.strip().lower().endswith(".toml"):
+            return Cluster.from_toml(text.strip())
         match = re.fullmatch(r"([^:]+)(?::(?:(\d+)x)?(\d+))?", text.strip())
         if match is None:
             raise ConfigError(f"{text!r} is not a cluster", remedy='write a device and how many, "h100:8x8": 8 nodes of 8 devices')

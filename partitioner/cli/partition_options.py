@@ -51,7 +51,8 @@ _SPECIAL_HELP: Mapping[str, str] = MappingProxyType(
     {
         "devices": "the number of ranks, or the device of each: cuda:0,cuda:1 "
         "(default: as many as --plan, --cluster or the mesh has, else all accelerators)",
-        "cluster": "hardware to plan for when it is not the hardware that runs: kind, nodes and devices in each, as h100:8x8",
+        "cluster": "hardware to plan for when it is not the hardware that runs: kind, nodes and devices in each, as h100:8x8, "
+        "or a TOML file that describes it",
         "plan": "lower the plan of this file, which plan --json wrote, instead of making one",
     }
 )

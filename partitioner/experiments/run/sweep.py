@@ -174,9 +174,7 @@ def _resolve_clusters(clusters: Clusters, counts: Sequence[int]) -> dict[str, Cl
 
 
 def _cluster(source: ClusterSource) -> Cluster:
-    if isinstance(source, Cluster):
-        return source
-    return Cluster.from_toml(source) if source.endswith(".toml") else Cluster.parse(source)
+    return Cluster.parse(source) if isinstance(source, str) else source
 
 
 def _by_either_name(named: Mapping[str, Any], options: dict[str, Any]) -> list[Any]:

@@ -88,6 +88,15 @@ def test_a_cluster_from_a_file(tmp_path: Path) -> None:
             Cluster.from_toml(file)
 
 
+def test_the_path_of_a_file_is_a_cluster_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    with pytest.raises(ConfigError, match=r"the cluster file .* cannot be read: No such file") as found:
+        Cluster.parse(str(file))
+    assert found.value.remedy == "pass the path of a TOML file"
+    file.write_text('device = "v100"\nnodes = 2\ndevices_per_node = 3\n')
+    assert Cluster.parse(str(file)) == Cluster.preset("v100", 2, 3)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

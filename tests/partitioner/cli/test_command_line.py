@@ -353,6 +353,7 @@ ERRORS = [
     ("net.py:factory --devices 2 --mode sideways", "there is no mode 'sideways'"),
     ("net.py:factory --devices 2 --schedule 1f1b", "did you mean '1F1B'"),
     ("net.py:factory --devices 2 --cluster abacus", "there is no device preset 'abacus'"),
+    ("net.py:factory --devices 2 --cluster c.toml", "the cluster file c.toml cannot be read: No such file"),
     ("net.py:factory --devices 2 --memory-limit 100", "lacks"),
     ("net.py:factory --devices 2 --plan missing.json", "the plan file missing.json cannot be read: No such file"),
     ("net.py:factory --devices 2 --plan bytes.json", "the plan file bytes.json cannot be read: it is no text"),
