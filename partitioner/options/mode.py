@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -220,11 +221,14 @@ def mode_text(mode: str | Mapping[str, Any]) -> str:
 def parse_mode(text: str) -> str | dict[str, Any]:
     """Read a mode: ``"tensor"``, or a mesh such as ``"data=2,tensor=2"``, or ``"data=-1,tensor=2"`` for ``without_rest``.
 
-    ``"tile=2x2"`` is a grid, ``"pipeline=2+1"`` has a replicated stage, ``"pipeline=2,tensor=2+1"`` a degree for each stage.
+    ``"tile=2x2"`` is a grid, ``"pipeline=2+1"`` has a replicated stage, ``"pipeline=2,tensor=2+1"`` a degree for each stage. A mesh may
+    also be written as in JSON or Python: ``'{"data": 2, "tile": [2, 2]}'``.
 
     Raises:
         ConfigError: the mesh cannot be read.
     """
+    if text.lstrip().startswith("{"):
+        return _mesh_of_literal(text)
     if "=" not in text:
         return text
     mesh: dict[str, Any] = {}
@@ -233,8 +237,28 @@ def parse_mode(text: str) -> str | dict[str, Any]:
         sizes = size_text.split(_separator(name))
         is_size = size_text == str(REST) or all(size.isdecimal() for size in sizes)
         if not name or name in mesh or not is_size:
-            raise ConfigError(f"--mode {text} is no mesh", remedy="name each dimension once with its size: --mode data=2,tensor=2")
+            raise _no_mesh(text)
         mesh[name] = int(size_text) if len(sizes) == 1 else tuple(map(int, sizes))
+    return mesh
+
+
+def _no_mesh(text: str) -> ConfigError:
+    """Return the error for a mesh that cannot be read."""
+    return ConfigError(f"--mode {text} is no mesh", remedy="name each dimension once with its size: --mode data=2,tensor=2")
+
+
+def _mesh_of_literal(text: str) -> dict[str, Any]:
+    """Read a mesh that is written as an object of JSON or a dict of Python."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        nodes = zip(tree.keys, tree.values, strict=True) if isinstance(tree, ast.Dict) else ()
+        entries = [(ast.literal_eval(name or ""), ast.literal_eval(size)) for name, size in nodes]
+    except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        raise _no_mesh(text) from error
+    mesh = {name: tuple(size) if isinstance(size, list) else size for name, size in entries if isinstance(name, str)}
+    sizes = [size for each in mesh.values() for size in (each if isinstance(each, tuple) else (each,))]
+    if not mesh or len(mesh) < len(entries) or any(type(size) is not int for size in sizes):
+        raise _no_mesh(text)
     return mesh
 
 

@@ -81,6 +81,7 @@ def test_every_option_has_a_help_of_the_docstring() -> None:
         ("--devices 4", {"devices": 4}),
         ("--devices cuda:0,cuda:1", {"devices": ["cuda:0", "cuda:1"]}),
         ("--mode data=2,tile=2x2", {"mode": {"data": 2, "tile": (2, 2)}}),
+        ("""--mode '{"data":2,"tile":[2,2]}'""", {"mode": {"data": 2, "tile": (2, 2)}}),
         ("--precision bf16-mixed --optimizer sgd --batchnorm local", {"precision": "bf16-mixed", "optimizer": "sgd", "batchnorm": "local"}),
         ("--stages-per-device 2 --n-microbatches 4", {"stages_per_device": 2, "n_microbatches": 4}),
         ("--microbatches 4", {"n_microbatches": 4}),

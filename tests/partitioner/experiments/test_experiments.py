@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sqlite3
 import time
@@ -92,6 +93,14 @@ def test_a_grid_of_nothing_is_refused(grid: Any, problem: str) -> None:
 @pytest.mark.parametrize("mode", ["auto", {"data": 2, "tensor": 4}, {"tile": (2, 2), "data": 2}, {"data": -1, "tensor": 2}])
 def test_a_mode_is_read_as_it_was_written(mode: Any) -> None:
     assert parse_mode(mode_text(mode)) == mode
+
+
+def test_a_mesh_is_read_as_in_json_and_in_python() -> None:
+    assert parse_mode('{"data":2,"pipeline":2}') == {"data": 2, "pipeline": 2}
+    assert parse_mode('{"tile": [2, 2], "data": -1}') == parse_mode("{'tile': (2, 2), 'data': -1}") == {"tile": (2, 2), "data": -1}
+    for wrong in ("{", "{}", '{"data"}', "{2: 2}", '{"data": "2"}', '{"data": true}', '{"data": 2, "data": 2}', "{**data}", "{data: 2}"):
+        with pytest.raises(ConfigError, match=re.escape(f"--mode {wrong} is no mesh")):
+            parse_mode(wrong)
 
 
 def test_a_grid_of_tiles_counts_as_their_number() -> None:
