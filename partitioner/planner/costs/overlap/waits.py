@@ -136,8 +136,9 @@ def waiting_for_messages(
         program.finish()
 
     numbers = range(len(weights))
-    passes = [*((forward, each) for each in numbers), *((backward, each) for each in numbers)]
-    for act, number in passes if in_pipeline else sorted(passes, key=lambda each: each[1]):
+    passes = [(act, number) for act in (forward, backward) for number in numbers]
+    alternating = [(act, number) for number in numbers for act in (forward, backward)]
+    for act, number in passes if in_pipeline else alternating:
         act(number)
     return program.waiting(len(seconds.forward))
 
