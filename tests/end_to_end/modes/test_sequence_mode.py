@@ -166,3 +166,7 @@ def test_logits_are_exchanged_for_positions_inside_a_flattened_dimension(devices
     for graph in pm.graphs:
         exchanges = [node for node in graph.graph.nodes if node.target is communication.all_to_all]
         assert len(exchanges) == 4  # logits, their order, and the gradients of both
+        values = [node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+        of_all_words = [value for value in values if tuple(value.shape[-1:]) == (VOCABULARY,)]
+        assert of_all_words
+        assert all(int(value.numel()) < tokens.numel() * VOCABULARY for value in of_all_words)
