@@ -8,6 +8,7 @@ from passes.graph.aliasing import mutated_arguments
 from passes.graph.provenance import place_of
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import rank_list
 from passes.ir.plan import Plan
 from passes.stages.split import stage_of_nodes
 
@@ -33,8 +34,8 @@ def check_shared_stages(graph: ModelGraph, plan: Plan) -> None:
         ranks = plan.stages[stages[node.name]].ranks if node.name in stages else ()
         if len(ranks) > 1:
             raise ConfigError(
-                f"{' and '.join(graph.buffers[name] for name in written)} would diverge between ranks "
-                f"{', '.join(map(str, ranks))}, which share microbatches round-robin at stage {stages[node.name]}",
+                f"{' and '.join(graph.buffers[name] for name in written)} would diverge between "
+                f"{rank_list(ranks)}, which share microbatches round-robin at stage {stages[node.name]}",
                 place=place_of(node),
                 remedy='give the stage one rank, cut elsewhere (Constraints.split_spec), or cut the batch: {"pipeline": 2, "data": 2}',
             )

@@ -1,4 +1,4 @@
-"""Short texts for module names and ranks."""
+"""Short texts for module names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-__all__ = ["module_range", "rank_list", "rank_numbers", "short_name"]
+__all__ = ["module_range", "short_name"]
 
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 _BLOCK = re.compile(r"[^.]+(\.[^.]+)*?\.\d+(?=\.|$)")
@@ -73,27 +73,3 @@ def short_name(name: str) -> str:
     while len(parts) > 1 and len(".".join(parts)) > _SHORT:
         parts = parts[1:]
     return "..." + ".".join(parts)
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Return ranks as text for a sentence.
-
-    >>> rank_list((0, 2)), rank_list((0, 1, 2, 3))
-    ('ranks 0 and 2', 'ranks 0 to 3')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
-
-
-def rank_numbers(ranks: Sequence[int]) -> str:
-    """Return ranks as short text for a table.
-
-    >>> rank_numbers((0, 2)), rank_numbers((0, 1, 2, 3))
-    ('0, 2', '0-3')
-    """
-    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ", ".join(map(str, ranks))

@@ -23,9 +23,9 @@ from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.transfers import Exchanged, Transfer
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.executor import ProgramSet, Run
-from partitioner.runtime.process.call_order import rank_list
 from passes.ir.comm.primitives import Operation
 from passes.ir.errors import CommunicationError
+from passes.ir.mesh import rank_list
 
 __all__ = ["EmbeddedRuntime"]
 

@@ -39,6 +39,8 @@ __all__ = [
     "mesh_words",
     "owning_pipelines",
     "pipelines",
+    "rank_list",
+    "rank_numbers",
     "ranks_at_places",
     "receivers",
     "widths_of_stages",
@@ -258,3 +260,43 @@ def mesh_words(mesh: Mesh, replicas: Sequence[int] = ()) -> str:
     if mesh.widths:
         sizes[WIDTH] = " + ".join(map(str, widths_of_stages(mesh, replicas)))
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def rank_list(ranks: Collection[int]) -> str:
+    """Return ranks as text for a sentence.
+
+    >>> rank_list([3]), rank_list([0, 2]), rank_list(range(4)), rank_list(range(0, 64, 8))
+    ('rank 3', 'ranks 0 and 2', 'ranks 0 to 3', 'ranks 0, 8 ... 56')
+    """
+    *others, last = sorted(ranks)
+    if not others:
+        return f"rank {last}"
+    if len(others) > 1 and last - others[0] == len(others):
+        return f"ranks {others[0]} to {last}"
+    if len(others) < _MOST_RUNS:
+        return f"ranks {', '.join(map(str, others))} and {last}"
+    return f"ranks {rank_numbers(ranks)}"
+
+
+def rank_numbers(ranks: Collection[int]) -> str:
+    """Return ranks as short text for a table; of many runs, the first two and the last, with the number of ranks if that is not clear.
+
+    >>> rank_numbers([0, 2]), rank_numbers(range(4)), rank_numbers(range(0, 64, 8))
+    ('0, 2', '0-3', '0, 8 ... 56')
+    >>> rank_numbers([0, 1, 4, 5, 16, 17, 20, 21, 32, 33])
+    '0-1, 4-5 ... 32-33 (10 ranks)'
+    """
+    numbers = sorted(ranks)
+    if len(numbers) <= 2:
+        return ", ".join(map(str, numbers))
+    starts = [place for place, rank in enumerate(numbers) if not place or rank != numbers[place - 1] + 1]
+    runs = [(numbers[start], numbers[end - 1]) for start, end in itertools.pairwise([*starts, len(numbers)])]
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    if len(runs) <= _MOST_RUNS:
+        return ", ".join(words)
+    steps = {(second[0] - first[0], second[1] - first[1]) for first, second in itertools.pairwise(runs)}
+    return f"{words[0]}, {words[1]} ... {words[-1]}" + ("" if len(steps) == 1 else f" ({len(numbers)} ranks)")
+
+
+_MOST_RUNS = 4
+"""Runs of successive ranks that are all shown."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError
+from passes.ir.mesh import rank_list
 
 __all__ = ["Freezing"]
 
@@ -56,7 +57,7 @@ class Freezing:
         found = set[str]()
         for ranks, names in sorted(held_by.items()):
             own = _as_text(index for index, name in enumerate(names) if name in unfrozen) if rank in ranks else None
-            agreed = self._runtime.agree(f"unfrozen parameters of ranks {', '.join(map(str, ranks))}", own)
+            agreed = self._runtime.agree(f"unfrozen parameters of {rank_list(ranks)}", own)
             found.update(names[index] for index in _from_text(agreed))
         return found
 

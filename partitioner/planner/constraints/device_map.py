@@ -22,6 +22,7 @@ from partitioner.planner.constraints.named_units import NamedUnits, is_inside
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.errors import ConfigError, Place
 from passes.ir.graph import ModelGraph
+from passes.ir.mesh import rank_list
 
 __all__ = ["DeviceMap", "placement_notes", "unit_ranks"]
 
@@ -75,7 +76,7 @@ def placement_notes(device_map: DeviceMap, names: NamedUnits, devices: Sequence[
     for entry, ranks in ranks_of.items():
         where, hold = f"rank {min(ranks)}", "holds"
         if len(ranks) > 1:
-            where, hold = f"ranks {', '.join(map(str, sorted(ranks)))}", "hold"
+            where, hold = rank_list(ranks), "hold"
         if not entry.shared:
             yield f"device_map: {entry.name!r} has no parameters: it runs on {where}, where the order of computation requires it"
             continue

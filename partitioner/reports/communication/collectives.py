@@ -18,7 +18,6 @@ from torch import fx
 
 from partitioner.reports.communication.purpose import Purpose, Purposes, dimensions_of
 from partitioner.reports.communication.transfer import Transfer
-from partitioner.reports.module_names import rank_list
 from partitioner.reports.sources import Explained, RankClass
 from passes.autograd.staged_model import SplitModel
 from passes.emit.inline_stages import TIMES
@@ -27,7 +26,7 @@ from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import COLLECTIVES, all_reduce
 from passes.ir.comm.semantics import CollectiveSpec
 from passes.ir.errors import first_few
-from passes.ir.mesh import Mesh
+from passes.ir.mesh import Mesh, rank_list
 from passes.ir.program import Program
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.verify.value_specs import ValueSpecs

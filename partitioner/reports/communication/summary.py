@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from partitioner.reports.communication.collectives import Collective, collective_transfers, collectives_of, has_collectives
 from partitioner.reports.communication.transfer import Transfer
-from partitioner.reports.module_names import rank_list, short_name
+from partitioner.reports.module_names import short_name
 from partitioner.reports.sources import RankClass
 from passes.autograd.staged_model import SplitModel
 from passes.emit.communication_plan import Message
@@ -16,7 +16,7 @@ from passes.graph.provenance import module_path
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.comm.primitives import send
-from passes.ir.mesh import Mesh, ranks_at_places
+from passes.ir.mesh import Mesh, rank_list, ranks_at_places
 from passes.verify.value_specs import describe_values
 
 __all__ = ["route", "transfers"]

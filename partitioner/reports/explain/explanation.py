@@ -25,14 +25,14 @@ from partitioner.reports.explain.regions import regions_section
 from partitioner.reports.explain.sharding import axes_section, parameters_section
 from partitioner.reports.explain.step_memory import peaks_of_step, saved_bytes
 from partitioner.reports.explain.timetable import timetable
-from partitioner.reports.module_names import module_range, rank_list, rank_numbers
+from partitioner.reports.module_names import module_range
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import headline
 from partitioner.reports.tables.table import Table, align
 from partitioner.schedules.catalog import find_schedule, interleaves
 from partitioner.schedules.kind import peak_in_flight
 from passes.ir.comm.microbatch import microbatch_sizes
-from passes.ir.mesh import SEQUENCE, mesh_words
+from passes.ir.mesh import SEQUENCE, mesh_words, rank_list, rank_numbers
 from passes.ir.plan import Plan
 
 __all__ = ["explanation", "notes_of", "sections", "summary"]

@@ -14,7 +14,6 @@ from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.result import Simulation
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import notes_of, sections, summary
-from partitioner.reports.module_names import rank_list
 from partitioner.reports.page.frame import framed, page_file, tiles_html
 from partitioner.reports.page.program_html import program_html
 from partitioner.reports.pictures.blocks import blocks_svg
@@ -27,6 +26,7 @@ from partitioner.reports.sources import Explained, RankClass
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.reports.tables.table import Table
 from passes.ir.errors import ConfigError
+from passes.ir.mesh import rank_list
 
 __all__ = ["page_html"]
 
@@ -57,7 +57,7 @@ def page_html(explained: Explained, devices: DeviceTable, simulation: Simulation
         ("Drawing", drawing),
         ("Weights", _weights(explained)),
         ("Timeline", f'<div class="wide">{simulation.timeline.svg()}</div>'),
-        ("Memory", bars_html([simulation.memory[ranks[0]] for ranks in classes], [_ranks_words(ranks) for ranks in classes])),
+        ("Memory", bars_html([simulation.memory[ranks[0]] for ranks in classes], [rank_list(ranks) for ranks in classes])),
         ("Communication", _communication(explained, bodies, simulation)),
         ("Formulas", _LONG_FORMULAS if explained.is_long else _formulas(formula)),
         ("Programs", _LONG_PROGRAMS if explained.is_long else _programs(explained)),
@@ -113,12 +113,6 @@ def _communication(explained: Explained, bodies: _Bodies, simulation: Simulation
 
 _CELLS = 64
 """Ranks up to which each has a row of what it sends to each other one; of more, each class of equal ones has."""
-
-
-def _ranks_words(ranks: Sequence[int]) -> str:
-    """Format ``"rank 3"``, ``"ranks 0 to 7"`` or ``"8 ranks like 0"``."""
-    is_run = ranks[-1] - ranks[0] == len(ranks) - 1
-    return rank_list(ranks) if is_run else f"{len(ranks)} ranks like {ranks[0]}"
 
 
 def _formulas(formula: Callable[[], StepFormula]) -> str:

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from html import escape
 
 from cost_models.svg import document
-from partitioner.reports.module_names import rank_numbers
 from partitioner.reports.pictures.colours import STAGES
 from partitioner.reports.pictures.diagram_svg import svg_style
 from partitioner.reports.tables.table import align
+from passes.ir.mesh import rank_numbers
 from passes.spmd.shards import Block, Intervals
 
 __all__ = ["BlockTable", "block_table", "blocks_svg", "blocks_text"]

@@ -17,7 +17,7 @@ from partitioner.reports.tables.table import align, html_table
 from partitioner.schedules.catalog import interleaves
 from passes.ir.comm.primitives import send
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import mesh_words, pipelines
+from passes.ir.mesh import mesh_words, pipelines, rank_numbers
 from passes.ir.plan import Plan
 
 __all__ = ["DeviceTable", "device_table", "headline"]
@@ -146,10 +146,10 @@ def _sent_by_plan(explained: Explained, places: Mapping[int, int]) -> list[dict[
 def _ranks_cells(explained: Explained, ranks: Sequence[int]) -> tuple[str, ...]:
     """Return the cells of equal ranks: their numbers and, on a mesh that shards axes, their place."""
     if not explained.is_cut:
-        return (_ranks_words(ranks),)
+        return (rank_numbers(ranks),)
     coordinate = explained.mesh.coordinate(ranks[0])
     place = ", ".join(f"{name} {coordinate[name]}" for name in explained.mesh.cutting.names) if len(ranks) == 1 else f"{len(ranks)} ranks"
-    return _ranks_words(ranks), place
+    return rank_numbers(ranks), place
 
 
 def _devices_words(devices: Sequence[str]) -> str:
@@ -176,13 +176,6 @@ def _ends(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 _MOST_CLASSES = 14
-
-
-def _ranks_words(ranks: Sequence[int]) -> str:
-    """Return ``"0 to 7"``, ``"0, 8 ... 56"`` or ``"3"``."""
-    if len(ranks) <= 2:
-        return ", ".join(map(str, ranks))
-    return f"{ranks[0]} to {ranks[-1]}" if ranks[-1] - ranks[0] == len(ranks) - 1 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
 
 
 def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> list[tuple[int, int]]:

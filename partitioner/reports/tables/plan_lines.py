@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cost_models.hardware.units import format_bytes, format_flops, format_seconds
 from partitioner.planner.search.describe import recomputed_regions
-from partitioner.reports.module_names import module_range, rank_list
-from passes.ir.mesh import mesh_words
+from partitioner.reports.module_names import module_range
+from passes.ir.mesh import mesh_words, rank_list
 from passes.ir.plan import Plan
 
 __all__ = ["plan_lines"]

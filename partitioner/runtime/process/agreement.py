@@ -22,9 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from partitioner.runtime.process.call_order import rank_list
 from partitioner.runtime.process.failure import DisagreementError, FailureRecord, Store
 from passes.ir.errors import CommunicationError
+from passes.ir.mesh import rank_list
 
 __all__ = ["Agreement"]
 

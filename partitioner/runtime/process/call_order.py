@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CallTable", "Given", "RankCall", "rank_list", "sample_of"]
+from passes.ir.mesh import rank_list
+
+__all__ = ["CallTable", "Given", "RankCall", "sample_of"]
 
 Given = str | int | list[float]
 """The compared form of a value: text and integers are compared exactly, a sample of floats to three digits."""
@@ -133,11 +135,6 @@ def difference(number: int, calls: Mapping[int, RankCall]) -> str | None:
                 return f"in call {number} ({what}) {rank_list(parts[0])} {were} given another {name} than the others: {why}"
             return f"in call {number} ({what}) {' and '.join(rank_list(ranks) for ranks in parts)} were given different {name}: {why}"
     return None
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Format ranks: ``rank 2``, or ``ranks 2, 3``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in sorted(ranks))}"
 
 
 def _shares_steps(steps: Sequence[int], other_steps: Sequence[int]) -> bool:

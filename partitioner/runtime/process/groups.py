@@ -28,13 +28,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 
 from partitioner.runtime.collectives.torch_distributed import wait_for
 from partitioner.runtime.process.agreement import Agreement
-from partitioner.runtime.process.call_order import Given, RankCall, rank_list
+from partitioner.runtime.process.call_order import Given, RankCall
 from partitioner.runtime.process.failure import DisagreementError, Failure, failure_of
 from partitioner.runtime.process.interruptible import Interruptible, InterruptibleStore
 from partitioner.runtime.process.traffic import Traffic
 from partitioner.runtime.process.watch import ConnectionRecord, Watch
 from passes.ir.comm.backends import default_backend
 from passes.ir.errors import CommunicationError, ConfigError, PartitionError
+from passes.ir.mesh import rank_list
 from passes.ir.torch_private import process_group
 
 __all__ = ["Connection", "Members", "SharedStore"]

@@ -21,11 +21,11 @@ from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.torch_distributed import GLOO, NCCL, Started, as_bytes, start_collective, wait_for
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport
-from partitioner.runtime.process.call_order import rank_list
 from partitioner.runtime.process.groups import Connection, Route
 from partitioner.runtime.process.traffic import Traffic, arrivals_shown, message_name, traffic_of
 from passes.ir.comm.primitives import Operation
 from passes.ir.errors import CommunicationError
+from passes.ir.mesh import rank_list
 from passes.ir.program import Program
 
 __all__ = ["DistributedTransport", "PreparedTraffic", "prepare_traffic"]

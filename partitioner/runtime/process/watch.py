@@ -27,11 +27,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from partitioner.runtime.process.call_order import CallTable, RankCall, rank_list
+from partitioner.runtime.process.call_order import CallTable, RankCall
 from partitioner.runtime.process.channel import Channel, connect, local_addresses
 from partitioner.runtime.process.failure import Failure, Store
 from partitioner.runtime.process.interruptible import ThreadStore
 from passes.ir.errors import CommunicationError
+from passes.ir.mesh import rank_list
 
 __all__ = ["NO_CONNECTION", "ConnectionRecord", "Watch", "lost_rank"]
 

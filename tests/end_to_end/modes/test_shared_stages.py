@@ -266,7 +266,7 @@ def test_running_statistics_belong_to_one_rank() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8))).double()
     x = torch.randn(12, 8, dtype=torch.float64)
     arguments: dict[str, Any] = {"example_inputs": (x,), "n_microbatches": 4, "constraints": Constraints(split_spec={"2": "beginning"})}
-    with pytest.raises(ConfigError, match=r"1\.running_mean and 1\.running_var would diverge between ranks 0, 1"):
+    with pytest.raises(ConfigError, match=r"1\.running_mean and 1\.running_var would diverge between ranks 0 and 1"):
         partition(model, 3, mode((2, 1)), progress=False, **arguments)
     pm = partition(model, 3, mode((1, 2)), progress=False, **arguments)
     plan = dataclasses.replace(

@@ -35,10 +35,10 @@ def communicated(explained: Explained) -> list[Transfer]:
 
 
 MESHES = {
-    "data 16 x tensor 2": ({"data": 16, "tensor": 2}, {}, ["0 to 31"]),
-    "pipeline 2 x zero1 8 x tensor 2": ({"pipeline": 2, "zero1": 8, "tensor": 2}, {}, ["0 to 15", "16 to 31"]),
-    "pipeline 2 x fsdp 4 x tensor 4": ({"pipeline": 2, "fsdp": 4, "tensor": 4}, {"n_microbatches": 4}, ["0 to 15", "16 to 31"]),
-    "fsdp 32, recomputed": ({"fsdp": 32}, {"recompute": "full"}, ["0 to 31"]),
+    "data 16 x tensor 2": ({"data": 16, "tensor": 2}, {}, ["0-31"]),
+    "pipeline 2 x zero1 8 x tensor 2": ({"pipeline": 2, "zero1": 8, "tensor": 2}, {}, ["0-15", "16-31"]),
+    "pipeline 2 x fsdp 4 x tensor 4": ({"pipeline": 2, "fsdp": 4, "tensor": 4}, {"n_microbatches": 4}, ["0-15", "16-31"]),
+    "fsdp 32, recomputed": ({"fsdp": 32}, {"recompute": "full"}, ["0-31"]),
     "microbatches of 3 or 2 rows": ({"pipeline": 4, "data": 2, "tensor": 4}, {"n_microbatches": 3, "rows": 14}, None),
 }
 

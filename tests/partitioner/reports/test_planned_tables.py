@@ -55,7 +55,7 @@ def test_a_table_and_an_explanation_lower_nothing(every_model_is_long: None) -> 
     with observing_phases(lambda phase, _state, _seconds: phases.append(phase)):
         table, text = pm.device_table(), pm.explain()
     assert phases == []
-    assert [row[0] for row in table.rows[1:-1]] == ["0 to 255", "256 to 511"]
+    assert [row[0] for row in table.rows[1:-1]] == ["0-255", "256-511"]
     assert "all is predicted" in table.text()
     assert "\nACTIVATIONS\n" not in text
     summed = next(line for line in text.splitlines() if line.strip().startswith("result of") and "all-reduce" in line)

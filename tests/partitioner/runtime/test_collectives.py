@@ -106,8 +106,8 @@ def test_a_rank_that_starts_another_collective_is_named() -> None:
 
     with pytest.raises(CommunicationError) as caught:
         run_embedded(2, write, [[torch.ones(2)]] * 2)
-    assert "rank 0 waits for all_gather, collective 0 of ranks 0, 1" in str(caught.value)
-    assert "rank 1 waits for all_reduce (sum), collective 0 of ranks 0, 1" in str(caught.value)
+    assert "rank 0 waits for all_gather, collective 0 of ranks 0 and 1" in str(caught.value)
+    assert "rank 1 waits for all_reduce (sum), collective 0 of ranks 0 and 1" in str(caught.value)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

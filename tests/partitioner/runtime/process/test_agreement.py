@@ -174,7 +174,7 @@ def test_the_store_is_left_alone_while_nothing_changes() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = MemoryStore()
     agreement = Agreement(store, 0, 3, timedelta(seconds=0.05), MemoryRecord())
-    with pytest.raises(CommunicationError, match="rank 0 has a new batch size, and ranks 1, 2 did not make the same call"):
+    with pytest.raises(CommunicationError, match="rank 0 has a new batch size, and ranks 1 and 2 did not make the same call"):
         agreement.agree("batch size", 8)
 
 
