@@ -9,6 +9,7 @@ from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.memory import DeviceMemory
 from cost_models.simulator.storages import CATEGORIES
 from cost_models.simulator.timeline import Timeline
+from passes.ir.mesh import rank_numbers
 
 __all__ = ["Simulation"]
 
@@ -73,10 +74,15 @@ class Simulation:
         cells = [[_at_peak(memory, name) for name in memory] for memory in self.memory]
         widths = [max(13, *(len(row[index]) for row in cells)) for index in range(len(CATEGORIES))] if cells else []
         heading = "  ".join(f"{name:>{width}}" for name, width in zip(CATEGORIES, widths, strict=False))
-        lines += [f"{'device':>6}  {'peak':>9}  {heading}"] if cells else []
+        alike: dict[tuple[str, ...], list[int]] = {}  # peak, and its categories -> devices
         for rank, (memory, row) in enumerate(zip(self.memory, cells, strict=True)):
+            alike.setdefault((format_bytes(memory.peak), *row), []).append(rank)
+        devices = [rank_numbers(ranks) for ranks in alike.values()]
+        place = max(map(len, ("device", *devices)))
+        lines += [f"{'device':>{place}}  {'peak':>9}  {heading}"] if cells else []
+        for name, (peak, *row) in zip(devices, alike, strict=True):
             sizes = "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-            lines.append(f"{rank:>6}  {format_bytes(memory.peak):>9}  {sizes}")
+            lines.append(f"{name:>{place}}  {peak:>9}  {sizes}")
         if any("(" in cell for row in cells for cell in row):
             lines.append("categories are of the moment of the peak; in brackets the most of one that is not there then")
         total = sum(self.communication.values())

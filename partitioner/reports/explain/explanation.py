@@ -303,7 +303,7 @@ def _memory(explained: Explained) -> Table:
 
 
 def _saved_bytes(explained: Explained) -> list[int]:
-    """Return the bytes that each stage saves of one microbatch for its backward."""
+    """Return the bytes that a rank of each stage saves of one microbatch for its backward."""
     if explained.is_long:
         return [stage.activation_bytes for stage in explained.plan.stages]
     return [saved_bytes(explained.lowered, training, explained.plan) for training in explained.lowered.training]

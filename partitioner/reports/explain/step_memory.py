@@ -22,9 +22,9 @@ __all__ = ["peaks_of_step", "saved_bytes", "warn_of_calls", "warn_of_loss"]
 
 
 def saved_bytes(lowered: SplitModel, training: DifferentiatedStage, plan: Plan) -> int:
-    """Return the bytes that a stage saves of one microbatch for its backward."""
+    """Return the bytes that a rank of a stage saves of one microbatch for its backward."""
     saved = [value for value in training.saved_values if isinstance(value, Tensor)]
-    rows = microbatch_sizes(plan.batch_size, plan.n_microbatches)[0]
+    rows = microbatch_sizes(plan.batch_size // lowered.graph.part.n_row_parts, plan.n_microbatches)[0]
     return sum(bytes_of(value, lowered.graph.batch, rows) for value in saved)
 
 

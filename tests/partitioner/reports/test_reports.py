@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cost_models.hardware import units
 from cost_models.hardware.units import format_bytes
-from partitioner import PartitionedModel, partition
+from partitioner import Constraints, PartitionedModel, partition
 from partitioner.reports import module_names as module_range
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.explain.explanation import explanation, sections
@@ -210,6 +210,19 @@ def test_the_hardware_that_was_planned_for_is_named() -> None:
     here = make_partitioned(instance, devices=2, mode="pipeline")
     assert "\n  mesh       pipeline 2, every rank on cpu\n" in here.explain()
     assert "planned for" not in repr(here)
+
+
+def test_what_is_kept_is_that_of_a_rank_of_a_mesh() -> None:
+    """Two pipelines with half of the rows each keep on every rank what one pipeline keeps of half of the rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 6))
+    options: dict[str, Any] = {"n_microbatches": 4, "schedule": "GPipe", "constraints": Constraints(split_spec={"2": "beginning"})}
+    kept = []
+    for rows, mesh in ((16, {"pipeline": 2}), (32, {"pipeline": 2, "data": 2}), (32, {"pipeline": 2, "fsdp": 2})):
+        pm = partition(model, mode=mesh, example_inputs=(torch.rand(rows, 6),), progress=False, **options)
+        lines = pm.explain().partition("\nMEMORY\n")[2].splitlines()[1:3]
+        kept.append([re.split(r" {2,}", line.strip())[2] for line in lines])
+    assert kept[0] == kept[1] == kept[2]
 
 
 def test_gradients_that_come_after_the_peak_are_told() -> None:

@@ -51,6 +51,17 @@ def test_a_simulation_has_the_limits_of_its_machine(pm: PartitionedModel) -> Non
     assert "over limit" not in pm.explain()  # it is of the hardware of the plan
 
 
+def test_equal_devices_share_a_row(pm: PartitionedModel) -> None:
+    found = pm.simulate()
+    first, second = found.memory
+    assert first != dataclasses.replace(first, activations=first.activations + 2**20)
+    rows = [line.split()[0] for line in str(dataclasses.replace(found, memory=(first,) * 64)).splitlines() if "KiB" in line]
+    assert rows[0] == "0-63"
+    longer = dataclasses.replace(second, activations=second.activations + 2**20)
+    rows = [line.split("  ")[0] for line in str(dataclasses.replace(found, memory=(first, longer) * 32)).splitlines()]
+    assert {"0, 2 ... 62", "1, 3 ... 63"} <= set(rows)
+
+
 def test_a_limit_of_the_caller_holds_on_every_machine() -> None:
     pm = partition(net(), 2, "data", example_inputs=(torch.randn(8, 64),), cluster=CLUSTER, memory_limit="1GiB", progress=False)
     assert pm.simulate("a100-40gb:1x2").limits == (2.0**30,) * 2
