@@ -147,7 +147,8 @@ def _emit_term(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mappi
     if WEIGHTED in node.meta:
         with target.inserting_before(term):
             for call in _calls_to_divisor(node):
-                divisor = target.call_function(call.target, (total, *call.args[1:]), call.kwargs)  # type: ignore[arg-type]  # an operator
+                function: Any = call.target
+                divisor = _named(target, f"{node.name}_{call.name}", function, (total, *call.args[1:]), call.kwargs)
                 divisor.meta = dict(call.meta)
                 total = divisor
         term.args = (term.args[0], total)
@@ -160,11 +161,16 @@ def _emit_term(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mappi
     else:
         batch = next((other for other in copies.values() if other.op == "placeholder" and other.target == "batch"), None)
         rows = graph.batch_size if batch is None else batch
-        term = target.call_function(aten.mul.Tensor, (term, rows))
+        term = _named(target, f"{node.name}_of_rows", aten.mul.Tensor, (term, rows))
         term.meta = dict(node.meta)
-    term = target.call_function(aten.div.Tensor, (term, total))
+    term = _named(target, f"{node.name}_term", aten.div.Tensor, (term, total))
     term.meta = dict(node.meta)
     return term
+
+
+def _named(target: fx.Graph, name: str, function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any] | None = None) -> fx.Node:
+    """Emit a call with a name that begins with that of the mean: plans name the operations that backwards repeat (``source_name``)."""
+    return target.create_node("call_function", function, arguments, dict(keywords or {}), name=name)
 
 
 def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, tuple[str, ...]]:

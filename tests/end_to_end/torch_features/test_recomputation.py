@@ -100,6 +100,47 @@ def test_gradients_under_every_policy(policy: str, mode: str) -> None:
     check_step(Model(p=p).double(), x, devices, dimensions, recompute=POLICIES[policy], **options)
 
 
+class WithLoss(nn.Module):
+    """Returns its loss: a mean over targets, over elements, or with weights of the model's own."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.net, self.loss = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4)), loss
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        logits = self.net(x)
+        if self.loss == "targets":
+            loss = nn.functional.cross_entropy(logits, target)
+        elif self.loss == "elements":
+            loss = (logits.tanh() - target[:, None]).square().mean()
+        else:
+            each, mask = nn.functional.cross_entropy(logits, target, reduction="none"), (target > 1).to(logits.dtype)
+            loss = (each * mask).sum() / mask.sum().clamp(min=1)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("mode", ["data", *slow("fsdp", "zero2", "tensor", "pipeline", "rows and stages")])
+@pytest.mark.parametrize("loss", ["targets", "elements", "own weights"])
+def test_selective_recomputation_of_a_model_that_returns_its_loss(loss: str, mode: str) -> None:
+    """A plan names what rewrites of the loss computed, and backwards repeat, by the operation that was rewritten."""
+    torch.manual_seed(0)
+    model, x, target = WithLoss(loss).double(), torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
+    modes: dict[str, tuple[int, Any, dict[str, Any]]] = MODES | {"rows and stages": (4, {"data": 2, "pipeline": 2}, {"n_microbatches": 2})}
+    devices, dimensions, options = modes[mode]
+    inputs: dict[str, Any] = {"example_inputs": (x, target), "progress": False}
+    pm = partition(copy.deepcopy(model), devices, dimensions, recompute="selective", **inputs, **options)
+    again = partition(copy.deepcopy(model), devices, dimensions, plan=pm.plan, **inputs)
+    expected = model(x, target)
+    expected["loss"].backward()
+    for each in (pm, again):
+        found = each(x, target)
+        found["loss"].backward()
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        gradients = each.full_gradients()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9)
+
+
 class Noise(nn.Module):
     """Products and random numbers that only a sum outside of the module reads."""
 
