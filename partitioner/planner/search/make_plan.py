@@ -16,6 +16,7 @@ from cost_models.cost_model import CostModel, Roofline
 from cost_models.graph_cost import GraphCost
 from cost_models.hardware.clusters import Cluster
 from partitioner.options.batch_statistics import microbatch_effects, why_uncut
+from partitioner.options.constraints import TENSOR
 from partitioner.planner.constraints.device_map import placement_notes
 from partitioner.planner.constraints.named_units import NamedUnits
 from partitioner.planner.costs.memory.named_regions import patterns_without_effect
@@ -114,7 +115,7 @@ def plan_shardings(
     if all(sharding.problem is not fastest.problem for sharding in of_mode):
         taken = _search(of_mode, deadline, is_optional=True)
     if taken.best is not None and taken.best[0].axes and not may_take(taken.best[1].step_time):
-        taken = _search(shardings, deadline, is_optional=True)
+        taken = _search([sharding for sharding in shardings if sharding.is_of_mode] or shardings, deadline, is_optional=True)
     taken = taken if taken.best is not None else search
     assert taken.best is not None
 
@@ -126,9 +127,17 @@ def plan_shardings(
     bound = min(search.bound, solution.step_time, bound_left_out)
     gap = max(0.0, 1 - bound / plan.step_time) if plan.step_time else 0.0
     axes_gap = max(0.0, 1 - solution.step_time / plan.step_time) if plan.step_time else 0.0
-    faster = f"{fastest.words}, {100 * axes_gap:.2g} % less" if axes_gap else ""
+    faster = f"{_with_axes(fastest)}: {100 * axes_gap:.2g} % less" if axes_gap else ""
     searched = searched_words(len(search.solutions), 1, 1, gap, n_choices=len(every), n_left_out=n_left_out, faster=faster)
     return plan.predicted(searched=searched, gap=gap, axes_gap=axes_gap if contenders else None), taken.best[0].cut
+
+
+def _with_axes(option: Option) -> str:
+    """Describe a candidate with the axes of its tensor dimension, where another has other axes."""
+    cut = option.cut
+    if option.axes or cut is None or TENSOR not in cut.assigned:
+        return option.words
+    return f"{option.words}, {', '.join(dict.fromkeys(cut.names[axis].partition('[')[0] for axis in cut.assigned[TENSOR]))} over {TENSOR}"
 
 
 def _search(shardings: Sequence[Sharding], deadline: Deadline, *, is_optional: bool = False) -> PlanSearch:

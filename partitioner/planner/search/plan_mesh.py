@@ -36,7 +36,7 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.graph.provenance import module_path
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
-from passes.ir.mesh import STAGES, TILE, TILES, Mesh
+from passes.ir.mesh import SEQUENCE, STAGES, TILE, TILES, Mesh
 from passes.ir.plan import ATTENTION, Plan
 
 __all__ = ["plan_mesh", "stages_mode", "with_sharding"]
@@ -82,6 +82,9 @@ def plan_mesh(
     sharder = _Sharder(model, cluster.first(mesh.size), request, model_prices, mesh)
     shardings = [*sharder.shardings(model, request), *sharder.with_attention()]
     contenders, n_left_out = sharder.contenders(shardings, deadline)
+    if TENSOR in mesh.names:
+        every = _sharding_parameters([*shardings, *contenders])
+        shardings, contenders = every[: len(shardings)], every[len(shardings) :]
 
     def may_take(seconds: float) -> bool:
         return deadline.is_over or seconds < _seconds_without(graph, cluster, request, cost_model, mesh, models, deadline)
@@ -158,6 +161,30 @@ class _Sharder:
         submeshes = submesh_parts(cut, mesh, request.batchnorm, self._links) if mesh.widths else None
         of_stages = dataclasses.replace(self._request, mode=stages_mode(mesh, request.n_microbatches))
         return Sharding(MeshProblem(mesh, cut.part, self._cluster, of_stages, self._cost_model, self._links, submeshes), cut)
+
+
+def _sharding_parameters(shardings: Sequence[Sharding]) -> list[Sharding]:
+    """Return the shardings, of which those that shard the sequence over a tensor dimension instead of parameters are not of the mode.
+
+    Ranks that compute a part of the sequence each, with the same weights, send no activations, and are often faster. But tensor parallelism
+    is asked for so that ranks hold a part of the weights, and Megatron's sequence parallelism shards the sequence besides (Korthikanti et
+    al. 2022). ``mode="auto"`` finds the other plan as a mesh with a sequence dimension.
+    """
+    copied = [0.0 if sharding.cut is None else sharding.cut.copied_share(TENSOR) for sharding in shardings]
+    most = min(copied) + _MORE_COPIED
+    return [
+        dataclasses.replace(sharding, is_of_mode=sharding.is_of_mode and (share <= most or not _shards_sequence(sharding.cut)))
+        for sharding, share in zip(shardings, copied, strict=True)
+    ]
+
+
+def _shards_sequence(cut: MeshCut | None) -> bool:
+    """Tell whether the tensor dimension shards the sequence."""
+    return cut is not None and any(cut.names[axis].partition("[")[0] == SEQUENCE for axis in cut.assigned[TENSOR])
+
+
+_MORE_COPIED = 0.1
+"""How much more of the parameters a choice of axes may copy, as a fraction of all, than that which copies the fewest."""
 
 
 def _extra_axes_choices(model: CuttableModel, mesh: Mesh, request: PlanRequest) -> tuple[bool, ...]:

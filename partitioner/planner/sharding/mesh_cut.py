@@ -65,6 +65,14 @@ class MeshCut:
                 found.append(name)
         return tuple(found)
 
+    def copied_share(self, dimension: str) -> float:
+        """Return the fraction of the elements of parameters that every rank along a mesh dimension has whole."""
+        index, source = self.part.cutting.names.index(dimension), self.part.source
+        parameters = [node for node in source.graph.graph.nodes if node.name in source.graph.parameters]
+        sizes = {node.name: node.meta["val"].numel() * len(source.copies(node.name)) for node in parameters}
+        copied = sum(size for name, size in sizes.items() if not isinstance(self.layouts.stored[name][index], Shard))
+        return float(copied / max(sum(sizes.values()), 1))
+
     def check_attention(self) -> None:
         """Raise ConfigError if no attention of the model can be shared as asked."""
         if self.attention == ATTENTION[0] or self.shares_attention:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -90,6 +91,17 @@ def test_the_sequence_over_tensor_is_sequence_parallelism() -> None:
     sharded = {axis.partition("[")[0] for axis, _ in by_name.axes}
     assert sharded >= {"sequence", "heads", "ffn", "vocab"}
     assert by_name.step_time <= free.step_time * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("names", [("sequence",), ()])
+def test_tensor_parallelism_shards_weights_where_copies_take_less_time(names: tuple[str, ...]) -> None:
+    """Weights are small beside activations: ranks that share the sequence alone need no messages in the forward, which is said."""
+    plan = plan_with(graph_of("bf16-mixed", **SMALL | {"max_position_embeddings": 16384}), names, 4)
+    sharded = {axis.partition("[")[0] for axis, _ in plan.axes}
+    assert sharded >= {"heads", "ffn", "vocab", *names}
+    if names:
+        assert plan.prediction.axes_gap
+        assert re.search(r"other axes than the mode means take less time: tensor 4, .* over tensor: \d+ % less", plan.prediction.searched)
 
 
 @pytest.mark.slow
