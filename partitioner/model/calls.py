@@ -8,6 +8,7 @@ A process may leave out inputs that its stages do not read: it learns the number
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,7 +28,7 @@ from partitioner.runtime.state.parameters import State
 from partitioner.specialize.arguments import TracedArguments
 from partitioner.specialize.sharded_model import ShardedModel
 from passes.graph.symbolic_sizes import size_of
-from passes.ir.graph import Input, ModelGraph, Output, without_autocast
+from passes.ir.graph import Input, ModelGraph, Output, Result, without_autocast
 from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 
@@ -235,10 +236,19 @@ class Calls:
             names = dict.fromkeys(output.node for output in self._graph.writes.values() if output.node is not None)
             with torch.no_grad():
                 self._write(dict(zip(names, own_memory(values, inputs), strict=True)), inputs)
-        why = "train_step() gives attributes to its loss function alone, and keeps none"
-        self._left.forget(self._graph, why, "read it in loss_fn, or call pm(...)")
+        self._leave_known(inputs)
         assert isinstance(loss, Tensor)
         return loss, gradients
+
+    def _leave_known(self, inputs: BoundInputs) -> None:
+        """Leave in attributes what no node computes, such as counts of calls and rows, and an error in place of what nodes compute."""
+        outputs, rows = enumerate(self._graph.outputs), self.rows_passed(inputs.batch)
+        known = {place: self._leaf(output, {}, inputs, rows) for place, output in outputs if output.node is None}
+        is_known = [all(leaf.index in known for leaf in edit.leaves if isinstance(leaf, Result)) for edit in self._graph.edits]
+        self._left.apply(list(itertools.compress(self._graph.edits, is_known)), known)
+        why = "train_step() gives tensors in attributes to its loss function alone, and keeps none"
+        unknown = [edit for edit, known_edit in zip(self._graph.edits, is_known, strict=True) if not known_edit]
+        self._left.forget(unknown, why, "read it in loss_fn, or call pm(...)")
 
     @staticmethod
     def _leaf(output: Output, by_node: Mapping[str, Tensor], inputs: BoundInputs, rows: int) -> Any:

@@ -146,12 +146,14 @@ class Edit:
         path: name of the attribute, and keys of the item.
         tree: structure of the value.
         leaves: of the value: ``Result`` or what is known.
+        count_before: of a count, to which every call adds: its value before the traced call. A call adds the difference.
     """
 
     module: str
     path: tuple[Any, ...]
     tree: TreeSpec
     leaves: tuple[Any, ...]
+    count_before: int | None = None
 
     @property
     def name(self) -> str:

@@ -83,15 +83,24 @@ class LeftAttributes:
     def _apply(self, edit: Edit, value: Any) -> None:
         name, *keys = edit.path
         if not keys:
-            self._values[edit.module, name] = value
+            added = 0 if edit.count_before is None else self._number(edit.module, name) - edit.count_before
+            self._values[edit.module, name] = value + added if added else value
             return
         container = self._container(edit.module, name)
         for key in keys[:-1]:
             container = container[key]
         if keys[-1] is APPENDED:
             container.append(value)
+        elif edit.count_before is not None:
+            container[keys[-1]] += value - edit.count_before
         else:
             container[keys[-1]] = value
+
+    def _number(self, module: str, name: str) -> Any:
+        """Return a number as calls have left it; before the first call, that of the model."""
+        if self.has(module, name):
+            return self._values[module, name]
+        return vars(self._model.get_submodule(module))[name]
 
     def _container(self, module: str, name: str) -> Any:
         """Return the list or dict in an attribute; where something else has taken its place, a copy of the model's."""
@@ -99,11 +108,10 @@ class LeftAttributes:
             self._values[module, name] = _copied(vars(self._model.get_submodule(module))[name])
         return self._values[module, name]
 
-    def forget(self, graph: ModelGraph, why: str, remedy: str) -> None:
-        """Leave an error in place of each attribute with a value that is computed."""
-        for edit in graph.edits:
-            if any(isinstance(leaf, Result) for leaf in edit.leaves):
-                self._values[edit.module, edit.path[0]] = _Missing(why, remedy)
+    def forget(self, edits: Sequence[Edit], why: str, remedy: str) -> None:
+        """Leave an error in place of the attributes that these edits change."""
+        for edit in edits:
+            self._values[edit.module, edit.path[0]] = _Missing(why, remedy)
 
     @contextlib.contextmanager
     def installed(self, edits: Sequence[Edit], results: Mapping[int, Any]) -> Iterator[None]:

@@ -155,10 +155,10 @@ def refuse_carried_values(
     left: Left,
     calls: Callable[[], Hashable | None],
     export: Callable[[Left], ExportedProgram],
-) -> tuple[Edit, ...]:
+) -> tuple[tuple[Edit, ...], tuple[str, ...]]:
     """Refuse a model of which a call reads what the call before it has left in attributes. It may change the attributes.
 
-    Return the edits that every call makes.
+    Return the edits that every call makes, and the names of numbers that every call changes in a way that is not known.
 
     Args:
         before: the attributes before the traced call.
@@ -171,7 +171,7 @@ def refuse_carried_values(
         CarriedValueError: naming the attributes.
     """
     if not _changed(before, _by_path(model, left.attributes)) or _calls_again(model, before, calls):
-        return left.edits
+        return left.edits, ()
     with record_left(model) as first_left:
         first = export(first_left)
     without_left(first, first_left.n_results)
@@ -190,29 +190,47 @@ def refuse_carried_values(
     still = _changed(after_first, _by_path(model, second_left.attributes))
     if read := [path for path in still if path in second_left.asked]:
         raise _error(model, read)
-    return _made_again(left.edits, first_left.edits, second_left.edits, still)
+    return _made_again(left.edits, first_left.edits, second_left.edits, still, before)
 
 
-def _made_again(edits: Sequence[Edit], first: Sequence[Edit], second: Sequence[Edit], still: Sequence[str]) -> tuple[Edit, ...]:
-    """Return the edits that later calls make as well, with equal values where these are no tensors.
+def _made_again(
+    edits: Sequence[Edit], first: Sequence[Edit], second: Sequence[Edit], still: Sequence[str], before: Attributes
+) -> tuple[tuple[Edit, ...], tuple[str, ...]]:
+    """Return the edits that later calls make as well, with equal values, or equal additions, where these are no tensors.
+
+    Return also the names of numbers that later calls change otherwise.
 
     Args:
         edits: of the trace; ``first``: of one with fixed sizes, from the same attributes; ``second``: of the call after it.
         still: paths of values that the second call has changed.
+        before: the attributes before the trace.
     """
     of_first, of_second = ({(edit.module, edit.path): edit for edit in each} for each in (first, second))
 
-    def is_made(edit: Edit) -> bool:
+    def made(edit: Edit) -> Edit | None:
         one, two = of_first.get((edit.module, edit.path)), of_second.get((edit.module, edit.path))
         changes = any(path == edit.name or path.startswith((f"{edit.name}[", f"len({edit.name}")) for path in still)
-        if one is None or (changes and edit.path[-1] is not APPENDED):
-            return False
+        if one is None:
+            return None
+        if changes and edit.path[-1] is not APPENDED:
+            after = [each.leaves[0] if each and len(each.leaves) == 1 else None for each in (one, two)]
+            count = _count_before(before.get(edit.name), *after)
+            return None if count is None else dataclasses.replace(edit, count_before=count)
         if two is None:
-            return not any(isinstance(leaf, Result) for leaf in one.leaves)
+            return None if any(isinstance(leaf, Result) for leaf in one.leaves) else edit
         pairs = zip(one.leaves, two.leaves, strict=False)
-        return one.tree == two.tree and all(isinstance(old, Result) == isinstance(new, Result) for old, new in pairs)
+        is_same = one.tree == two.tree and all(isinstance(old, Result) == isinstance(new, Result) for old, new in pairs)
+        return edit if is_same else None
 
-    return tuple(filter(is_made, edits))
+    found = [(edit, made(edit)) for edit in edits]
+    lost = [edit.name for edit, kept in found if kept is None and edit.name in still]
+    return tuple(kept for _, kept in found if kept is not None), tuple(lost)
+
+
+def _count_before(*values: object) -> int | None:
+    """Return the first of an attribute's values before, after one, and after two calls; None unless each call adds the same integer."""
+    integers = [int(value) for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return integers[0] if len(integers) == 3 and integers[2] - integers[1] == integers[1] - integers[0] else None
 
 
 def _calls_again(model: nn.Module, before: Attributes, calls: Callable[[], Hashable | None]) -> bool:

@@ -146,12 +146,19 @@ def export(
         calls = functools.partial(calls_of, model, inputs.args, inputs.kwargs, slower)
         again = functools.partial(_export, model, inputs, None, slower)
         refuse_decisions(Run(model, calls, lambda: again(Left())), reach, drawn, changed)
-        edits = refuse_carried_values(model, before, left, calls, again)
+        edits, lost = refuse_carried_values(model, before, left, calls, again)
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
         by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
     lines = _lines_about_batch(record.comparisons, program, layout)
-    notes = (*_notes(lines), *of_fast_paths, *dict.fromkeys(slower))
+    notes = (*_notes(lines), *of_fast_paths, *dict.fromkeys(slower), *_lost_words(lost))
     return Export(program, notes, lines, tuple(sorted(record.questions)), tuple(reach.readings), by_call, known.read)
+
+
+def _lost_words(names: Sequence[str]) -> Iterator[str]:
+    """Yield the note on numbers that forward changes and a graph does not."""
+    if names:
+        them = "it" if len(names) == 1 else "them"
+        yield f"calls leave {', '.join(names)} unchanged: forward changes {them} in every call, but not by adding the same count"
 
 
 def _set_back(readings: Sequence[Reading]) -> list[tuple[Reading, dict[str, Any]]]:

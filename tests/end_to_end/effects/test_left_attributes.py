@@ -14,6 +14,7 @@ from partitioner import partition
 from passes.ir.errors import ConfigError
 from tests.support.processes.processes import Workers
 from tests.support.running.effects import How, Leaves, left_difference
+from tests.support.running.slow_values import slow
 
 HOWS: tuple[How, ...] = ("no_grad", "backward", "train_step")
 MODES: tuple[Any, ...] = ("model", "pipeline", "data", "fsdp", "tensor", {"data": 2, "pipeline": 2})
@@ -72,7 +73,7 @@ def test_attributes_after_a_step_are_refused_by_name() -> None:
     x = torch.randn(4, 3, 8, dtype=torch.float64)
     pm: Any = partition(Leaves(), 2, "model", example_inputs=(x,))
     pm.train_step(x, target=x[:, 0], loss_fn=nn.functional.mse_loss)
-    with pytest.raises(ConfigError, match=r"blocks\.0\.aux has no value: train_step\(\) gives attributes to its loss function alone"):
+    with pytest.raises(ConfigError, match=r"blocks\.0\.aux has no value: train_step\(\) gives tensors in attributes to its loss function alone"):
         _ = pm.blocks[0].aux
     pm.blocks[0].aux = None  # as a user resets it
     assert pm.blocks[0].aux is None
@@ -105,7 +106,41 @@ class Counts(nn.Module):
 def test_values_of_the_first_call_alone_are_not_those_of_later_calls() -> None:
     pm: Any = partition(Counts(), 1, "model", example_inputs=(torch.zeros(2, 4),))
     pm(torch.zeros(2, 4))
-    assert (pm.steps, pm.first) == (0, None)  # those of the model: no call of pm has set them
+    assert (pm.steps, pm.first) == (1, None)  # no call of pm has set the second, which is that of the model
+
+
+class Tallies(nn.Module):
+    """Counts calls, rows and batches, and keeps numbers that no addition of the same count gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.calls, self.rows = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 3, 0
+        self.totals: dict[str, Any] = {"rows": 0, "of": {"calls": 10}}
+        self.warmth, self.phase = 1.0, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.rows += x.shape[0]
+        self.totals["rows"] += 2 * x.shape[0]
+        self.totals["of"]["calls"] -= 1
+        self.warmth, self.phase = self.warmth * 0.5, self.phase * 2
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["data", *slow("pipeline", "tensor", "model")])
+def test_counts_of_forward_count_the_calls_of_the_partitioned_model(mode: str) -> None:
+    model = Tallies()
+    options: dict[str, Any] = {"n_microbatches": 2} if mode == "pipeline" else {}
+    pm: Any = partition(copy.deepcopy(model), 2, mode, example_inputs=(torch.zeros(4, 4),), progress=False, **options)
+    for rows in (4, 4, 8, 6):
+        for module in (model, pm):
+            module(torch.ones(rows, 4))
+    pm.train_step(torch.ones(4, 4), target=torch.ones(4, 4), loss_fn=nn.functional.mse_loss)
+    model(torch.ones(4, 4))
+    assert (pm.calls, pm.rows, pm.totals) == (model.calls, model.rows, model.totals) == (8, 26, {"rows": 52, "of": {"calls": 5}})
+    assert (pm.warmth, pm.phase) == (1.0, 1)
+    (note,) = [each for each in pm.plan.notes if "unchanged" in each]
+    assert note.startswith("calls leave warmth, phase unchanged: forward changes them in every call")
 
 
 class Observes(nn.Module):
