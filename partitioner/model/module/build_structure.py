@@ -59,8 +59,7 @@ def _fill(root: ModuleInPlan, model: nn.Module, state: State, gathered: Gathered
     built: dict[nn.Module, ModuleInPlan] = {model: root}
     parameters = _by_name(state.named_parameters())
     buffers = dict(state.named_buffers())
-    aliases = state.graph.aliases
-    names = {id(tensor): aliases.get(name, name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    names = {id(tensor): state.first_name(name) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for path, module in model.named_modules():
         part = built.setdefault(module, root if module is model else new_part(module))
         shards = {key: parameters.get(names[id(each)], []) for key, each in _own(module, "_parameters").items() if each is not None}

@@ -142,10 +142,10 @@ def _with_values(trace: Trace) -> nn.Module:
     model, state = trace.original, trace.state
     named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = [name for name in named if state.knows(name)]
-    values = GatheredState(state, trace.runtime).whole(dict.fromkeys(state.graph.aliases.get(name, name) for name in names))
+    values = GatheredState(state, trace.runtime).whole(dict.fromkeys(map(state.first_name, names)))
     memo: dict[int, Any] = {}
     for name in names:
-        tensor, value = named[name], values[state.graph.aliases.get(name, name)].to(named[name].device)
+        tensor, value = named[name], values[state.first_name(name)].to(named[name].device)
         memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     return copy.deepcopy(model, memo)
 

@@ -375,8 +375,8 @@ def _state_arguments(
 
 def _untied(state: State, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors, those of further names of a tied parameter in memory of their own: safetensors saves no tensor twice."""
-    aliases = state.graph.aliases
-    return {name: tensor.clone() if aliases.get(name, name) != name else tensor for name, tensor in tensors.items()}
+    is_first = {key: state.renamed.get(key, key) == state.first_name(key) for key in tensors}
+    return {key: tensor if is_first[key] else tensor.clone() for key, tensor in tensors.items()}
 
 
 def _variable(state: State, name: str, tensor: Tensor) -> Tensor:

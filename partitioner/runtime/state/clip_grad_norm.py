@@ -49,7 +49,7 @@ class ModelNorm:
         return self._runtime.reduce((stacked**norm_type).sum(), "sum") ** (1.0 / norm_type)
 
     def _names(self) -> Iterable[str]:
-        return dict.fromkeys(self._state.graph.aliases.get(name, name) for name in self._state.parameter_names)
+        return dict.fromkeys(map(self._state.first_name, self._state.parameter_names))
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:

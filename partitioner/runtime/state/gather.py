@@ -48,7 +48,7 @@ class GatheredState:
 
     def _collect(self, names: Iterable[str], read: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
         """Assemble tensors from the results of ``read`` for the blocks of each that processes own; tied names have one tensor."""
-        first_name_of = {name: self._state.graph.aliases.get(name, name) for name in names}
+        first_name_of = {name: self._state.first_name(name) for name in names}
         if not first_name_of:
             return {}
         first_names = list(dict.fromkeys(first_name_of.values()))

@@ -66,11 +66,18 @@ def materialize(
         for placeholder, tensor in copied.items():
             if rank in blocks[placeholder]:
                 by_rank[rank][placeholder] = copy_of(tensor, blocks[placeholder][rank], devices[rank])
-    names, parameters = tuple(model.state_dict()), tuple(name for name, _ in model.named_parameters())
+    saved, parameters = model.state_dict(keep_vars=True), tuple(name for name, _ in model.named_parameters())
     trains = any(parameter.requires_grad for parameter in model.parameters())
     stand_in = (nn.Parameter(torch.empty(0), requires_grad=trains),) if parameters else ()
-    of_model = (names, parameters, tuple(devices), ConstructedTensors.of(model), stand_in)
+    of_model = (tuple(saved), _renamed(model, saved), parameters, tuple(devices), ConstructedTensors.of(model), stand_in)
     return State(graph, by_rank, blocks, stored, followers, gradients, slots, *of_model, equal_buffers)
+
+
+def _renamed(model: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return key of a model's state -> name of the tensor, for those that a hook renames, as that of torch's checkpoint wrapper does."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    known, name_of = {name for name, _ in named}, {id(tensor): name for name, tensor in reversed(named)}
+    return {key: name_of[id(value)] for key, value in saved.items() if key not in known and id(value) in name_of}
 
 
 def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]]) -> State:

@@ -83,6 +83,7 @@ class State:
         gradients: adds gradients to this process's parameters.
         slots: rank of this process -> placeholder -> takes the gradients of its programs.
         names: the keys of the original ``state_dict``, in its order.
+        renamed: key of it under which a hook of a module saves a parameter or buffer of another name -> that name.
         parameter_names: the names of the original ``named_parameters``, in its order.
         devices: for each rank, where it runs.
         constructed: computes tensors of a model on the meta device that no checkpoint has.
@@ -99,6 +100,7 @@ class State:
     gradients: GradientStore
     slots: Mapping[int, dict[str, GradientSlot]]
     names: tuple[str, ...]
+    renamed: Mapping[str, str]
     parameter_names: tuple[str, ...]
     devices: Sequence[torch.device]
     constructed: ConstructedTensors
@@ -169,10 +171,11 @@ class State:
 
     def knows(self, name: str) -> bool:
         """Return whether the graph has a parameter or buffer of this name."""
-        return self.graph.aliases.get(name, name) in self._placeholders
+        return self.first_name(name) in self._placeholders
 
     def first_name(self, name: str) -> str:
-        """Return the name of a tensor, or the first one of those of a tied tensor."""
+        """Return the name of a tensor, or the first one of those of a tied tensor; ``name`` may be a key of the original state."""
+        name = self.renamed.get(name, name)
         return self.graph.aliases.get(name, name)
 
     def like(self, name: str) -> Tensor:
@@ -209,7 +212,7 @@ class State:
         if others:
             raise ConfigError(
                 f"the model's state_dict() has {', '.join(others[:5])}, which is no parameter and no buffer: a partitioned model does not "
-                "call modules that have extra state (get_extra_state), or hooks that rename entries",
+                "call modules that have extra state (get_extra_state), or hooks that add entries",
                 remedy="remove them; or read pm.named_parameters() and pm.named_buffers() and save these",
             )
 
@@ -359,7 +362,7 @@ class State:
 
     def cut_parameters(self) -> list[str]:
         """Return the names of the parameters that are sharded; tied ones once."""
-        names = dict.fromkeys(self.graph.aliases.get(name, name) for name in self.parameter_names)
+        names = dict.fromkeys(map(self.first_name, self.parameter_names))
         return [name for name in names if self.knows(name) and self.is_cut(name)]
 
     def is_whole_everywhere(self, name: str) -> bool:
@@ -392,7 +395,7 @@ class State:
         return {name: placeholder for table in (self.graph.buffers, self.graph.parameters) for placeholder, name in table.items()}
 
     def _placeholder(self, name: str) -> str:
-        return self._placeholders[self.graph.aliases.get(name, name)]
+        return self._placeholders[self.first_name(name)]
 
     @property
     def on_meta(self) -> list[str]:

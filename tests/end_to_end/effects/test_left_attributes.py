@@ -73,7 +73,9 @@ def test_attributes_after_a_step_are_refused_by_name() -> None:
     x = torch.randn(4, 3, 8, dtype=torch.float64)
     pm: Any = partition(Leaves(), 2, "model", example_inputs=(x,))
     pm.train_step(x, target=x[:, 0], loss_fn=nn.functional.mse_loss)
-    with pytest.raises(ConfigError, match=r"blocks\.0\.aux has no value: train_step\(\) gives tensors in attributes to its loss function alone"):
+    with pytest.raises(
+        ConfigError, match=r"blocks\.0\.aux has no value: train_step\(\) gives tensors in attributes to its loss function alone"
+    ):
         _ = pm.blocks[0].aux
     pm.blocks[0].aux = None  # as a user resets it
     assert pm.blocks[0].aux is None

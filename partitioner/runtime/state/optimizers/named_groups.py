@@ -123,7 +123,7 @@ def options_of(group: Mapping[str, Any]) -> Group:
 
 def parameter_names(state: State) -> list[str]:
     """Return the names of the parameters; tied ones once."""
-    return [name for name in dict.fromkeys(state.graph.aliases.get(name, name) for name in state.parameter_names) if state.knows(name)]
+    return [name for name in dict.fromkeys(map(state.first_name, state.parameter_names)) if state.knows(name)]
 
 
 def as_bytes(value: Any) -> Tensor:

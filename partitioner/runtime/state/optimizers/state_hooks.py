@@ -151,8 +151,7 @@ class OptimizerStates:
             )
 
     def _same(self, key: str, name: str) -> bool:
-        aliases = self._state.graph.aliases
-        return aliases.get(key, key) == aliases.get(name, name)
+        return self._state.first_name(key) == self._state.first_name(name)
 
     def _local(self, optimizer: Optimizer, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of each entry that belongs to a parameter of this process; entries of parts stay as they are.

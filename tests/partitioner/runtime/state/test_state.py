@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from partitioner import ConfigError, PartitionedModel, partition
+from tests.support.running.slow_values import slow
 
 X, TARGET = torch.rand(8, 4, dtype=torch.float64), torch.rand(8, 3, dtype=torch.float64)
 Make = Callable[[nn.Module], Optimizer]
@@ -139,6 +141,28 @@ def test_entries_of_the_original_that_are_no_tensors() -> None:
     for call in (pm.state_dict, pm.full_state_dict, pm.sharded_state_dict, lambda: pm.load_state_dict({})):
         with pytest.raises(ConfigError, match="has _extra_state, which is no parameter and no buffer"):
             call()
+
+
+@pytest.mark.parametrize("mode", ["fsdp", *slow("pipeline", "data")])
+def test_entries_that_a_wrapper_of_torch_renames(mode: str) -> None:
+    """Checkpoints of models with and without wrappers are the same, as FSDP's are."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    model = copy.deepcopy(plain)
+    model[0], model[2] = checkpoint_wrapper(model[0]), checkpoint_wrapper(model[2])
+    pm = partition(model, 2, mode, example_inputs=(X,), n_microbatches=1, progress=False)
+    for module in (plain, pm):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        nn.functional.mse_loss(module(X), TARGET).backward()
+        optimizer.step()
+    expected = plain.state_dict()
+    for saved in (pm.state_dict(), pm.full_state_dict()):
+        assert list(saved) == list(expected)
+        torch.testing.assert_close(dict(saved), dict(expected), rtol=1e-9, atol=1e-9)
+    assert set(pm.sharded_state_dict()) >= {"1.running_mean"}
+    halves = {key: value / 2 if value.is_floating_point() else value for key, value in expected.items()}
+    assert str(pm.load_state_dict(halves)) == "<All keys matched successfully>"
+    torch.testing.assert_close(pm.full_state_dict(), halves, rtol=0, atol=0)
 
 
 # -- of optimizers -------------------------------------------------------------------------------------------------------------------
