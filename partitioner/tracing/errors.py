@@ -47,6 +47,15 @@ def _mentions(*phrases: str) -> Callable[[Exception], bool]:
     return lambda error: any(phrase in str(error) for phrase in phrases)
 
 
+_BY_VALUES = _mentions("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols")
+
+
+def _checks_distribution(error: Exception) -> bool:
+    """Return whether a distribution of torch checks its arguments, or a sample, by their values."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return _BY_VALUES(error) and any(module.startswith("torch.distributions.") for module in modules)
+
+
 _PLAIN_PARTS = (
     "keep what it is made of in plain tensors, and compute with them: for 8-bit weights, buffers of torch.int8 and their scales, and "
     "F.linear(x, weight.to(x.dtype) * scale) in forward (docs: inference)"
@@ -70,7 +79,13 @@ _KINDS = (
         chooses=True,
     ),
     _Kind(
-        _mentions("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols"),
+        _checks_distribution,
+        "has a distribution of torch check its arguments, or a sample, which reads the values of tensors",
+        "pass validate_args=False to the distribution, or call torch.distributions.Distribution.set_default_validate_args(False)",
+        whatever_size=True,
+    ),
+    _Kind(
+        _BY_VALUES,
         "lets the values of a tensor decide what it computes",
         "compute both cases and choose with torch.where, or decide outside of the model and pass the decision as a plain argument",
         whatever_size=True,

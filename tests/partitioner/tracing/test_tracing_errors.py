@@ -173,6 +173,10 @@ def connectionist_loss(x: Tensor) -> Tensor:
     return nn.functional.ctc_loss(x.reshape(3, 2, 4).log_softmax(-1), labels, sizes, sizes - 1)
 
 
+def draws_from_a_distribution(x: Tensor) -> Tensor:
+    return torch.distributions.Normal(x, x.exp(), validate_args=True).rsample()
+
+
 def correlations(x: Tensor) -> Tensor:
     return torch.corrcoef(x)
 
@@ -200,6 +204,7 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     keeps_gradients: ("keeps the gradient of a tensor by a hook (retain_grad)", "torch.autograd.grad"),
     hooks_a_leaf: ("sets a hook on a tensor (register_post_accumulate_grad_hook)", "torch.autograd.Function"),
     connectionist_loss: ("aten._ctc_loss", "outside of the model"),
+    draws_from_a_distribution: ("a distribution of torch check its arguments", "validate_args=False"),
     correlations: ("aten.equal.default, which reads the values of a tensor", "outside of the model"),
     fails: ("RuntimeError", "call the model itself"),
 }
