@@ -25,14 +25,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from passes.analysis.axes import Axes, find_axes
 from passes.analysis.axis_names import space_axes
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import rewritten
+from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
+from passes.ir.tensor_spec import Size
+from passes.normalize.randomness.draw_order import draw_in_rows, draws, laid_out_anew
 from passes.spmd.halo.boxes import Box, TileGrid, fraction
 from passes.spmd.halo.call_tiles import Read, TileCall
 from passes.spmd.halo.demand import CheckpointSelection, demand, select_checkpoints, tiles_of
@@ -77,9 +80,17 @@ class _Streamer:
                         self._gather_statistics(node)
                     if node in self.plan.swept:
                         self._sweep(node)
+            self._draw_in_rows()
         tiled = rewritten(self.graph, self.writer.target, {old.name: new.name for old, new in self.writer.whole.items()}, "Streamed")
         tiled.module.meta[TEMPLATES] = templates_of(self.graph.module)  # equal tiles of other budgets are known, too
         return tiled
+
+    def _draw_in_rows(self) -> None:
+        """Make the inputs of draws contiguous where sweeps fill row-major memory for a value that had other strides."""
+        target = self.writer.target
+        if draws(target):
+            anew = {new for old, new in self.writer.whole.items() if _strides(old) != _strides(new)}
+            draw_in_rows(target, {node.name for node in laid_out_anew(target, anew.__contains__)})
 
     def _sweep(self, node: fx.Node) -> None:
         """Compute a value whole: each tile into its slice of a buffer; a reduction over space as the sum of its tiles."""
@@ -163,6 +174,12 @@ class _Streamer:
                 weight *= (interval[1] - interval[0]) / read.span.size
         part = self.writer.call(call, box, tiles, label, first=first)
         return part if weight == 1.0 else self.writer.emit(aten.mul.Tensor, (part, weight), f"{part.name}_share", call.node)
+
+
+def _strides(node: fx.Node) -> list[Size]:
+    """Return the strides of a value; [] if it is no tensor."""
+    value = node.meta.get("val")
+    return [size_of(stride) for stride in value.stride()] if isinstance(value, Tensor) else []
 
 
 def _combining_op(call: TileCall) -> Any:

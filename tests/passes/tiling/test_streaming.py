@@ -374,6 +374,26 @@ def test_a_step_holds_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert peaks[1] < peaks[0] / 2
 
 
+class DropsTwice(nn.Module):
+    """The second mask has the order of memory of a window over channels-last memory, which tiles fill in rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.dropout(x, 0.3), 2, dilation=2)
+        return F.dropout(x.transpose(2, 1).contiguous(), 0.5)
+
+
+@pytest.mark.parametrize("width", [4, 7])
+def test_draws_of_values_that_tiles_lay_out_anew(width: int) -> None:
+    model = DropsTwice()
+    x = torch.randn(12, 6, 6, width, dtype=torch.float64).to(memory_format=torch.channels_last)
+    pm = partition(model, devices=1, mode={"tile": 3}, example_inputs=(x,), progress=False)
+    results = []
+    for module in (model, pm):
+        torch.manual_seed(0)
+        results.append(module(x))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
 def test_halves_of_a_backward_are_refused() -> None:
     with pytest.raises(ConfigError, match="schedule='ZB1P' does not fit"):
         partition(made(Block), devices=1, mode={"tile": 4}, example_inputs=(IMAGE,), schedule="ZB1P", progress=False)
