@@ -29,6 +29,7 @@ from partitioner.options.progress import Progress
 from partitioner.planner.plan import PlanProblem
 from partitioner.planner.request import PlanRequest, recompute_fields
 from partitioner.planner.search.plan_mesh import stages_mode
+from partitioner.planner.sharding.replicated_work import warn_of_replicated_work
 from partitioner.reports.explain.step_memory import warn_of_calls
 from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
@@ -117,7 +118,7 @@ def partition(
     with steps.step("lowering"):
         tracing = _tracing(source, modes, graph, target)
         assumed = Assumptions(target.hardware, cost_model, optimizer, problem, progress)
-        warn_of_calls(plan, assumed.limits if 0 in runtime.local_ranks else (), source.model)
+        _warn_of_plan(plan, assumed.limits, source, runtime)
         return PartitionedModel(first_trace(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
 
 
@@ -280,6 +281,13 @@ def _agree_on_plan(plan: Plan | None, graph: ModelGraph, runtime: Runtime, preci
     check_fits(plan, graph)
     _check_numbers(graph, plan, runtime, precision)
     return plan
+
+
+def _warn_of_plan(plan: Plan, limits: Sequence[float], source: _Source, runtime: Runtime) -> None:
+    """Warn, in the process of rank 0, of work that ranks which share the batch replicate, and of calls that need more memory than steps."""
+    if 0 in runtime.local_ranks:
+        warn_of_replicated_work(plan)
+        warn_of_calls(plan, limits, source.model)
 
 
 def _check_numbers(graph: ModelGraph, plan: Plan, runtime: Runtime, precision: str | None) -> None:

@@ -88,7 +88,7 @@ class PartitionError(Exception):
 
 
 class PartitionWarning(UserWarning):
-    """Results will differ from those of the unpartitioned model by a choice of the user; says where, how, and how to avoid it."""
+    """Results will differ from those of the unpartitioned model by a choice of the user, or it gains little; says where, and a remedy."""
 
 
 class TraceError(PartitionError):

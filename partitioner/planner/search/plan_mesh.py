@@ -23,9 +23,9 @@ from partitioner.planner.search.axis_contenders import contending_axes, n_sets_o
 from partitioner.planner.search.deadline import Deadline
 from partitioner.planner.search.make_plan import Sharding, make_plan, plan_shardings
 from partitioner.planner.search.mesh_problem import MeshProblem
-from partitioner.planner.sharding.axis_costs import contractions_of
 from partitioner.planner.sharding.mesh_cut import MeshCut
 from partitioner.planner.sharding.model import CuttableModel
+from partitioner.planner.sharding.replicated_work import replicated_work
 from partitioner.planner.sharding.shared_models import SharedModels
 from partitioner.planner.sharding.spatial import Hardware
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
@@ -229,7 +229,7 @@ def with_sharding(plan: Plan, cut: MeshCut) -> Plan:
     """Return the plan with its sharded axes, halo strategies and the notes on these."""
     prediction = plan.prediction
     axes_gap = cut.gap if prediction.axes_gap is None else prediction.axes_gap
-    plan = plan.predicted(notes=(*prediction.notes, *_notes(cut), *_gathered_attention(cut), *_replicated_work(cut)), axes_gap=axes_gap)
+    plan = plan.predicted(notes=(*prediction.notes, *_notes(cut), *_gathered_attention(cut), *replicated_work(cut)), axes_gap=axes_gap)
     return dataclasses.replace(plan, axes=cut.in_whole_model(), halos=cut.halos, attention=cut.attention)
 
 
@@ -266,23 +266,3 @@ def _sizes_by_name(chosen: Sequence[int], cut: MeshCut, sizes: Mapping[int, int]
     for name in dict.fromkeys(name.partition("[")[0] for name in short_names(chosen, cut.names)):
         of_name = sorted({sizes[axis] for axis in axes_named(name, cut.names) if axis in chosen})
         yield name, ", ".join(map(str, of_name))
-
-
-def _replicated_work(cut: MeshCut) -> Iterator[str]:
-    """Yield notes on contractions that tensor and sequence dimensions replicate: axes too short for them, or not worth a message."""
-    multiply_adds = {name: number * len(cut.part.source.copies(name)) for name, number in contractions_of(cut.axes).items()}
-    total = sum(multiply_adds.values())
-    nodes = {node.name: node for node in cut.part.source.graph.graph.nodes}
-    for index, dimension in enumerate(cut.part.cutting.names):
-        if dimension not in ("tensor", "sequence"):
-            continue
-        replicated = [name for name in multiply_adds if cut.layouts.cuts[name][index] is None]
-        share = sum(multiply_adds[name] for name in replicated) / max(total, 1.0)
-        if share >= _WORTH_SAYING:
-            modules = list(dict.fromkeys(module_path(nodes[name]) or name for name in replicated))
-            more = f" and {len(modules) - 3} more" if len(modules) > 3 else ""
-            yield f"Every rank of {dimension} computes {share:.0%} of the multiply-adds whole: {', '.join(modules[:3])}{more}."
-
-
-_WORTH_SAYING = 0.01
-"""Fraction of the work from which it is noted."""
