@@ -23,27 +23,14 @@ from passes.graph.schemas import MEAN, SUM, bound_arguments, functional, packet,
 from passes.ir.graph import Combine, RowMixing
 from passes.ir.torch_private import OpOverload
 from passes.rules.call import Call, Operand
+from passes.rules.mean_losses import COUNTED_LOSSES, MEANS_ADDED, MEANS_KEPT, MEANS_SCALED, counted_leaves, mean_terms
 from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.registry import rule_of
 from passes.rules.tables import RESHAPES
 
-__all__ = [
-    "COUNTED_LOSSES", "EXCEPTIONS", "MEANS_ADDED", "MEANS_KEPT", "MEANS_SCALED", "BatchFlow", "combination", "follow_batch", "result_roles",
-]  # fmt: skip
+__all__ = ["EXCEPTIONS", "BatchFlow", "combination", "follow_batch", "result_roles"]
 
 aten = torch.ops.aten
-
-COUNTED_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default})
-"""Losses whose mean is over the targets that are not ignored."""
-
-MEANS_ADDED = frozenset({aten.add.Tensor, aten.sub.Tensor})
-"""Ops that add two means over counted targets; ``passes.spmd.mean_to_sum`` follows such means through these three sets only."""
-
-MEANS_SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default})
-"""Ops that multiply such a mean by a number."""
-
-MEANS_KEPT = frozenset({aten.clone.default, aten.to.dtype, aten.alias.default, aten._to_copy.default})  # noqa: SLF001
-"""Ops that return such a mean unchanged, perhaps in another dtype."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +42,14 @@ class BatchFlow:
         sizes: source of sizes and numbers.
         mixing: normalisations whose statistics mix rows, although their results are rows.
         weighted: division of a sum over rows by a total of weights -> the number of calls from the total to the divisor (``WEIGHTED``).
+        counted: the calls that compute a mean over the targets that count.
     """
 
     roles: Mapping[fx.Node, Role | Roles]
     sizes: Sizes
     mixing: RowMixing
     weighted: Mapping[fx.Node, int]
+    counted: tuple[fx.Node, ...]
 
 
 def follow_batch(graph: fx.Graph, sizes: Sizes, batched: Mapping[str, int], countable: Collection[str]) -> BatchFlow:
@@ -75,7 +64,8 @@ def follow_batch(graph: fx.Graph, sizes: Sizes, batched: Mapping[str, int], coun
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
             walk.roles[node] = walk.role(node)
-    return BatchFlow(walk.roles, sizes, RowMixing(tuple(walk.normalizations)), walk.weighted)
+    counted = counted_leaves(graph, batched, walk.weighted.__contains__)
+    return BatchFlow(walk.roles, sizes, RowMixing(tuple(walk.normalizations)), walk.weighted, counted)
 
 
 def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, str | None]:
@@ -91,9 +81,16 @@ def combination(node: fx.Node, flow: BatchFlow) -> tuple[Combine, int | None, st
         return "concatenate", role.dimension, None
     if isinstance(role, Same):
         return "same", None, None
-    if isinstance(role, Total):
+    if isinstance(role, Total) and (not role.counted or _can_be_summed(node, flow)):
         return role.kind, None, None
     return "mixed", None, _why_mixed(role.node if isinstance(role, Mixed) else node)
+
+
+def _can_be_summed(node: fx.Node, flow: BatchFlow) -> bool:
+    """Return whether ``passes.spmd.mean_to_sum`` can compute a mean over the targets that count as a sum of parts."""
+    terms = mean_terms(node, flow.counted)
+    counted = Total("mean", counted=True)
+    return terms is not None and all((mean in flow.counted) == (flow.roles[mean] == counted) for mean in terms.means)
 
 
 def _why_mixed(node: fx.Node) -> str:
@@ -327,13 +324,15 @@ def _counted(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | 
 def _keeps_counted_mean(call: Call, roles: Sequence[Role]) -> bool:
     """Return whether ``passes.spmd.mean_to_sum`` can rewrite a call whose result is a mean over counted targets by its rule.
 
-    It can rewrite the loss itself, and a sum, a multiple by a number, and a copy of such means. ``roles``: of all tensor operands.
+    It can rewrite the loss itself, and a sum, a multiple, and a copy of such means. ``roles``: of all tensor operands. A factor is a number
+    or equal for all rows, or the rule would not be linear.
     """
-    if not any(isinstance(role, Total) for role in roles):
+    totals = sum(isinstance(role, Total) for role in roles)
+    if not totals:
         return call.operator in COUNTED_LOSSES
     if call.operator in MEANS_ADDED:
-        return len(roles) == 2
-    return call.operator in MEANS_SCALED | MEANS_KEPT and len(roles) == 1  # with one tensor operand, the factor is a number
+        return len(roles) == 2 or call["other"] == 0
+    return call.operator in MEANS_SCALED | MEANS_KEPT and totals == 1
 
 
 def _normalised(call: Call, roles: Sequence[Role], batch: sympy.Symbol) -> Roles | None:

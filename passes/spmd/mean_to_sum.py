@@ -16,27 +16,31 @@ Ranks that cut the sequence, or space, have parts of each row: the sums of their
     before   loss = mse_loss(x, y)                                              out: "mean"
     after    loss = mse_loss(x, y) * batch / batch_total                        out: "sum"
 
-This is done for results that are linear combinations of such means.
+This is done for results that are linear combinations of such means. A value that is equal for all rows is the mean of itself: as a term,
+it is weighted by rows; as a factor of a mean, it stays.
+
+    before   loss = cross_entropy(logits, labels) * scale + penalty
+    after    loss = cross_entropy(...) / loss_total * scale + penalty * batch / batch_total
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from passes.analysis.batch_semantics import COUNTED_LOSSES, MEANS_ADDED, MEANS_KEPT, MEANS_SCALED
 from passes.analysis.replicable import replicable_nodes
 from passes.graph.dependencies import with_ancestors
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule, rewritten
-from passes.graph.schemas import MEAN, SUM, bound_arguments
+from passes.graph.schemas import MEAN, SUM
 from passes.ir.graph import WEIGHTED, Input, ModelGraph, Total
+from passes.rules.mean_losses import COUNTED_LOSSES, MeanTerms, counted_leaves, loss_arguments, mean_terms, values_of_rows
 
-__all__ = ["counted_means", "divisor_of", "with_totals"]
+__all__ = ["counted_means", "divisor_of", "rows_read", "with_totals"]
 
 aten = torch.ops.aten
 
@@ -45,22 +49,31 @@ def with_totals(graph: ModelGraph) -> ModelGraph:
     """Return the graph with every result that is a linear combination of means over the batch as a sum over microbatches."""
     replicable = replicable_nodes(graph)
     nodes = {node.name: node for node in graph.graph.nodes}
-    means: dict[fx.Node, None] = {}
-    summed: set[str] = set()
+    counted = counted_means(graph)
+    combinations: dict[str, MeanTerms] = {}
     for output in graph.outputs:
         if output.combine == "mean" and output.node is not None:
-            terms = _means(nodes[output.node], graph)
-            if terms is not None and all(_can_count(mean, graph, replicable) for mean in terms):
-                means.update(dict.fromkeys(terms))
-                summed.add(output.node)
-    return _rewrite(graph, list(means), summed) if means else graph
+            terms = mean_terms(nodes[output.node], counted)
+            if terms is not None and all(
+                _can_count(mean, graph, replicable) if mean in counted else _is_mean(mean) for mean in terms.means
+            ):
+                combinations[output.node] = terms
+    return _rewrite(graph, combinations) if combinations else graph
 
 
-def counted_means(graph: ModelGraph) -> list[fx.Node]:
+def counted_means(graph: ModelGraph) -> tuple[fx.Node, ...]:
     """Return the calls that compute a mean over the targets that are not ignored, or a weighted mean."""
-    return [
-        node for node in graph.computing_nodes() if WEIGHTED in node.meta or (_counts_targets(node) and _loss_arguments(node)[1] == MEAN)
-    ]
+    return counted_leaves(graph.graph, _with_rows(graph), lambda node: WEIGHTED in node.meta)
+
+
+def rows_read(graph: ModelGraph) -> frozenset[fx.Node]:
+    """Return the values that are computed from the batch size, or from inputs that have rows."""
+    return values_of_rows(graph.graph, _with_rows(graph))
+
+
+def _with_rows(graph: ModelGraph) -> list[str]:
+    """Return the placeholders of the inputs that have rows."""
+    return [leaf.placeholder for leaf in graph.inputs if leaf.placeholder is not None and leaf.batch_dim is not None]
 
 
 def divisor_of(mean: fx.Node, total: Tensor) -> Tensor:
@@ -70,59 +83,66 @@ def divisor_of(mean: fx.Node, total: Tensor) -> Tensor:
     return total
 
 
-def _means(node: fx.Node, graph: ModelGraph) -> list[fx.Node] | None:
-    """Return the means of which a result is a linear combination; None if it is no such combination."""
-    if WEIGHTED in node.meta:
-        return [node]
-    if node.target in MEANS_ADDED:
-        parts = [_means(part, graph) if isinstance(part, fx.Node) else None for part in node.args[:2]]
-        return None if any(part is None for part in parts) else [mean for part in parts if part is not None for mean in part]
-    if node.target in MEANS_SCALED | MEANS_KEPT:
-        source, *others = node.args
-        is_scaled_by_node = node.target in MEANS_SCALED and bool(others) and isinstance(others[0], fx.Node)
-        return _means(source, graph) if isinstance(source, fx.Node) and not is_scaled_by_node else None
-    return [node] if node.op == "call_function" else None
-
-
-def _can_count(node: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> bool:
-    """Return whether the divisor of a mean depends on the inputs alone, so that it can be computed before the batch is split."""
-    if WEIGHTED in node.meta:
-        return True
-    if node.target in COUNTED_LOSSES and _loss_arguments(node)[1] != MEAN:
-        return False
-    if not _counts_targets(node):
+def _can_count(mean: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> bool:
+    """Return whether the divisor of a mean over targets depends on the inputs alone: it is computed before the batch is split."""
+    if WEIGHTED in mean.meta:
         return True
     known = replicable | graph.buffers.keys() | graph.constants.keys() | {leaf.placeholder for leaf in graph.inputs}
-    weight = _loss_arguments(node)[0]
-    return all(isinstance(part, fx.Node) and part.name in known for part in (node.args[1], weight) if part is not None)
+    weight = loss_arguments(mean)[0]
+    return all(isinstance(part, fx.Node) and part.name in known for part in (mean.args[1], weight) if part is not None)
+
+
+def _is_mean(node: fx.Node) -> bool:
+    """Return whether a term is a mean over rows, and not a sum of losses that the fixed number of rows divides later."""
+    return node.target not in COUNTED_LOSSES or loss_arguments(node)[1] == MEAN
 
 
 # -- rewrite -----------------------------------------------------------------------------------------------------------------------
 
 
-def _rewrite(graph: ModelGraph, means: Sequence[fx.Node], summed: set[str]) -> ModelGraph:
-    """Return the graph with means divided by totals, which are new inputs; the results ``summed`` are marked as sums."""
+def _rewrite(graph: ModelGraph, combinations: Mapping[str, MeanTerms]) -> ModelGraph:
+    """Return the graph with means divided by totals, which are new inputs; the results in ``combinations`` are marked as sums."""
     target = fx.Graph()
+    means = list(dict.fromkeys(mean for terms in combinations.values() for mean in terms.means))
+    operands = {node: positions for terms in combinations.values() for node, positions in terms.operands.items()}
+    counted = set(counted_means(graph))
     copies: dict[fx.Node, fx.Node] = {}
+    parts: dict[fx.Node, fx.Node] = {}  # mean -> its term; other calls read the mean itself
     totals: dict[fx.Node, fx.Node] = {}
+
+    def part_of(node: fx.Node) -> fx.Node:
+        return parts[node] if node in parts else copies[node]
+
     for node in graph.graph.nodes:
         if node.op != "placeholder" and not totals:
             totals = {mean: _total_placeholder(graph, target, mean) for mean in means}
-        copies[node] = target.node_copy(node, copies.__getitem__)
+            parts = {mean: _emit_term(graph, target, mean, copies, totals[mean], counted) for mean in means if mean.op == "placeholder"}
+        returned = {mean: part for mean, part in parts.items() if mean.name in combinations} if node.op == "output" else {}
+        copies[node] = target.node_copy(node, {**copies, **returned}.__getitem__ if returned else copies.__getitem__)
+        for position in operands.get(node, ()):
+            copies[node].update_arg(position, part_of(cast(fx.Node, node.args[position])))
         if node in totals:
-            copies[node] = _emit_term(graph, target, node, copies, totals[node])
-    divisors = with_ancestors(cast(fx.Node, mean.args[1]) for mean in means if WEIGHTED in mean.meta)
-    for node in reversed(graph.computing_nodes()):
-        if node in divisors and not copies[node].users:  # the total of the batch has replaced it
-            target.erase_node(copies[node])
-    result = rewritten(graph, target, {node.name: copy.name for node, copy in copies.items()})
+            parts[node] = _emit_term(graph, target, node, copies, totals[node], counted)
+            if node in counted:
+                copies[node] = parts[node]  # its call is now that of a sum
+    _erase_divisors(graph, target, means, copies)
+    names = {node.name: (part_of(node) if node.name in combinations else copies[node]).name for node in copies}
+    result = rewritten(graph, target, names)
     pairs = zip(graph.outputs, result.outputs, strict=True)
     return dataclasses.replace(
         result,
         inputs=(*graph.inputs, *(Input(total.name, total.name, None, (), total.meta["val"].dtype, None) for total in totals.values())),
-        outputs=tuple(dataclasses.replace(output, combine="sum") if before.node in summed else output for before, output in pairs),
-        totals=tuple(Total(total.name, *_counting_graph(graph, mean), mean.name) for mean, total in totals.items()),
+        outputs=tuple(dataclasses.replace(output, combine="sum") if before.node in combinations else output for before, output in pairs),
+        totals=tuple(Total(total.name, *_counting_graph(graph, mean, mean in counted), mean.name) for mean, total in totals.items()),
     )
+
+
+def _erase_divisors(graph: ModelGraph, target: fx.Graph, means: Iterable[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> None:
+    """Erase the calls that computed divisors which the totals of the batch have replaced."""
+    divisors = with_ancestors(cast(fx.Node, mean.args[1]) for mean in means if WEIGHTED in mean.meta)
+    for node in reversed(graph.computing_nodes()):
+        if node in divisors and not copies[node].users:
+            target.erase_node(copies[node])
 
 
 def _total_placeholder(graph: ModelGraph, target: fx.Graph, mean: fx.Node) -> fx.Node:
@@ -141,8 +161,14 @@ def _dtype_of_total(mean: fx.Node) -> torch.dtype:
     return torch.int64
 
 
-def _emit_term(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], total: fx.Node) -> fx.Node:
-    """Emit the term of one microbatch in a mean over the batch: its sum divided by the total of the batch."""
+def _emit_term(
+    graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], total: fx.Node, counted: Collection[fx.Node]
+) -> fx.Node:
+    """Emit the term of one microbatch in a mean over the batch: its sum divided by the total of the batch.
+
+    Args:
+        counted: the ``counted_means``; any other mean is one over rows.
+    """
     term = copies[node]
     if WEIGHTED in node.meta:
         with target.inserting_before(term):
@@ -154,8 +180,8 @@ def _emit_term(graph: ModelGraph, target: fx.Graph, node: fx.Node, copies: Mappi
         term.args = (term.args[0], total)
         del term.meta[WEIGHTED]
         return term
-    if _counts_targets(node):
-        weight, _, ignore_index = _loss_arguments(node)
+    if node in counted:
+        weight, _, ignore_index = loss_arguments(node)
         term.args = (*term.args[:2], copies.get(weight, weight), SUM, ignore_index, *term.args[5:])
         term.kwargs = {name: value for name, value in term.kwargs.items() if name == "label_smoothing"}
     else:
@@ -173,17 +199,17 @@ def _named(target: fx.Graph, name: str, function: Any, arguments: tuple[Any, ...
     return target.create_node("call_function", function, arguments, dict(keywords or {}), name=name)
 
 
-def _counting_graph(graph: ModelGraph, mean: fx.Node) -> tuple[fx.GraphModule, tuple[str, ...]]:
+def _counting_graph(graph: ModelGraph, mean: fx.Node, is_counted: bool) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """Return the graph that computes the divisor of a mean over the batch, and the names of its arguments."""
     target = fx.Graph()
-    if WEIGHTED not in mean.meta and not _counts_targets(mean):
+    if not is_counted:
         batch = target.placeholder("batch")
         # It counts all rows of a rank; a graph of a fixed batch size is that of one microbatch, and does not know how many there are.
         batch.meta = {"val": next((node.meta["val"] for node in graph.graph.nodes if node.target == "batch"), None)}
         target.output(target.call_function(aten.scalar_tensor.default, (batch,), {"dtype": torch.int64}))
         return LazyGraphModule({}, target, class_name="Total"), ("batch",)
     is_weighted = WEIGHTED in mean.meta
-    weight, ignore_index = (None, None) if is_weighted else _loss_arguments(mean)[::2]
+    weight, ignore_index = (None, None) if is_weighted else loss_arguments(mean)[::2]
     results = [part for part in ([_total_of_weights(mean)] if is_weighted else [mean.args[1], weight]) if isinstance(part, fx.Node)]
     needed = with_ancestors(results)
     copies: dict[fx.Node, fx.Node] = {}
@@ -218,17 +244,3 @@ def _total_of_weights(mean: fx.Node) -> fx.Node:
     """Return the total by which a weighted mean divides, before the calls to its divisor."""
     calls = _calls_to_divisor(mean)
     return cast(fx.Node, calls[0].args[0] if calls else mean.args[1])
-
-
-def _counts_targets(node: fx.Node) -> bool:
-    """Return whether a mean divides by its number of targets that are not ignored, not by rows; False for probabilities as targets."""
-    if node.target not in COUNTED_LOSSES:
-        return False
-    target = node.args[1]
-    return isinstance(target, fx.Node) and not target.meta["val"].is_floating_point()
-
-
-def _loss_arguments(node: fx.Node) -> tuple[Any, Any, Any]:
-    """Return ``weight``, ``reduction`` and ``ignore_index`` of a cross entropy."""
-    arguments = bound_arguments(node)
-    return arguments["weight"], arguments["reduction"], arguments["ignore_index"]

@@ -193,6 +193,57 @@ def test_a_model_that_returns_its_loss(name: str) -> None:
         torch.testing.assert_close(gradients[parameter_name], parameter.grad)
 
 
+class Learned(nn.Module):
+    """Returns a loss with a parameter of its own, the parameter, and a mean over rows that may be a term of the loss."""
+
+    def __init__(self, loss_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.loss_fn = cases.model(), loss_fn
+        self.s = nn.Parameter(torch.linspace(0.1, 0.6, WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        return {"loss": self.loss_fn(logits, target, self.s), "s": self.s.exp(), "size": logits.pow(2).mean()}
+
+
+LEARNED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "uncertainty": lambda o, t, s: F.cross_entropy(o, t) * torch.exp(-s[0]) + s[0],
+    "penalty": lambda o, t, s: F.cross_entropy(o, t) + s.exp().sum(),
+    "scaled_row_mean": lambda o, t, s: F.cross_entropy(o, t) / s[1] - s[0] * o.pow(2).mean(),
+    "shared": lambda o, t, s: (s[1] * F.cross_entropy(o, t) + s[1]) * s[2] + s[1] * (o.pow(2).mean() + s[2]),
+    "without_rows": lambda o, t, s: F.cross_entropy(o, t) + F.cross_entropy(s.unsqueeze(0), torch.tensor([2])),
+    "sum_of_a_list": lambda o, t, s: torch.as_tensor(sum([F.cross_entropy(o, t), s[0] * F.nll_loss(o, t)])),
+}
+
+
+@pytest.mark.parametrize("mode", ["pipeline", *slow("data", "fsdp", "tensor", {"data": 2, "pipeline": 2})])
+def test_a_returned_loss_with_values_without_rows(mode: Any) -> None:
+    """Parts of the batch ignore unequally many targets; a step of the loss alone, and a call that returns everything."""
+    x, target = labelled()
+    target[[0, 1, 2, 5]] = -100
+    for name, loss_fn in LEARNED.items():
+        options = {"n_microbatches": 2} if "pipeline" in mode else {}
+        pm = partition(Learned(loss_fn), 4 if isinstance(mode, dict) else 2, mode, example_inputs=(x, target), **options)  # type: ignore[arg-type]
+        model = Learned(loss_fn)
+        expected = model(x, target)
+        expected["loss"].backward()
+        for step in (lambda pm=pm: pm.train_step(x, target), lambda pm=pm: returned_and_differentiated(pm, x, target)):
+            pm.zero_grad()
+            torch.testing.assert_close(step(), expected["loss"].detach(), rtol=1e-10, atol=1e-12)
+            gradients = pm.full_gradients()
+            for parameter_name, parameter in model.named_parameters():
+                torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=1e-9, atol=1e-12, msg=f"{name} {parameter_name}")
+        found = pm(x, target)
+        for result in ("s", "size"):
+            torch.testing.assert_close(found[result], expected[result], rtol=1e-10, atol=1e-12)
+
+
+def returned_and_differentiated(pm: PartitionedModel, x: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = pm(x, target)["loss"]
+    loss.backward()
+    return loss.detach()
+
+
 def subtracts(out: Tensor, target: Tensor) -> Tensor:
     out -= target
     return out.pow(2).mean()

@@ -154,6 +154,9 @@ MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "cross_entropy": lambda x, y, w: F.cross_entropy(x[:, 0], y),
     "scaled_cross_entropy": lambda x, y, w: F.cross_entropy(x[:, 0], y).double() * 0.5 + F.nll_loss(x[:, 1].log_softmax(-1), y),
     "probabilities": lambda x, y, w: F.cross_entropy(x[:, 0], x[:, 1].softmax(-1)),
+    "factor_and_term_without_rows": lambda x, y, w: w.mean() * F.cross_entropy(x[:, 0], y) / w[0].exp().sum() + w.sum(),
+    "sum_of_a_list": lambda x, y, w: sum([F.cross_entropy(x[:, 0], y), w[0, 0] * x.mean()]),
+    "cross_entropy_without_rows": lambda x, y, w: F.cross_entropy(x[:, 0], y) + F.cross_entropy(w, torch.arange(6)),
     "margins": lambda x, y, w: (
         F.multi_margin_loss(x[:, 0], y)
         + F.multilabel_margin_loss(x[:, 0], y.unsqueeze(1).expand(-1, 6))
@@ -201,6 +204,7 @@ MIXED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "total_in_a_function": lambda x, y, w: (x.mean().sqrt(), x.mean() * x.sum(), x.mean() / (y > 2).sum(), x.sum() + 1, x.mean() + x.sum()),
     "totals_of_unlike_weight": lambda x, y, w: F.cross_entropy(x[:, 0], y) + 1,
     "unknown_targets": lambda x, y, w: F.cross_entropy(x[:, 0], x[:, 1].argmax(-1)),
+    "mean_times_its_zeros": lambda x, y, w: F.cross_entropy(x[:, 0], y) + x.mean() * torch.zeros_like(F.cross_entropy(x[:, 0], y)),
     "random_rows": lambda x, y, w: x[torch.randperm(x.shape[0])],
     "unknown_operation": lambda x, y, w: torch.linalg.svdvals(x[:, 0]),
     "written_through_row": lambda x, y, w: write_row(x),
