@@ -24,6 +24,7 @@ from passes.ir.graph import Combine, RowMixing
 from passes.ir.torch_private import OpOverload
 from passes.rules.call import Call, Operand
 from passes.rules.mean_losses import COUNTED_LOSSES, MEANS_ADDED, MEANS_KEPT, MEANS_SCALED, counted_leaves, mean_terms
+from passes.rules.non_negative import ignores_nothing, non_negative
 from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.registry import rule_of
 from passes.rules.tables import RESHAPES
@@ -60,7 +61,7 @@ def follow_batch(graph: fx.Graph, sizes: Sizes, batched: Mapping[str, int], coun
         batched: input placeholder -> the dimension that holds the batch.
         countable: nodes that depend on the inputs alone: targets among them can be counted before the batch is split.
     """
-    walk = _Walk(sizes, batched, countable)
+    walk = _Walk(sizes, batched, countable, non_negative(graph))
     for node in graph.nodes:
         if node.op in ("placeholder", "call_function"):
             walk.roles[node] = walk.role(node)
@@ -108,11 +109,12 @@ class _Walk:
         weighted: see ``BatchFlow``.
     """
 
-    def __init__(self, sizes: Sizes, batched: Mapping[str, int], countable: Collection[str]) -> None:
+    def __init__(self, sizes: Sizes, batched: Mapping[str, int], countable: Collection[str], non_negative: Collection[str]) -> None:
         self.roles: dict[fx.Node, Role | Roles] = {}
         self._sizes = sizes
         self._batched = batched
         self._countable = countable
+        self._non_negative = non_negative
         self.normalizations: dict[str, None] = {}
         self.weighted: dict[fx.Node, int] = {}
 
@@ -177,7 +179,9 @@ class _Walk:
         return role if not isinstance(role, tuple) else Mixed(node)
 
     def _is_countable(self, node: fx.Node) -> bool:
-        """Return whether the targets of a loss, and its class weights, are known before the batch is split."""
+        """Return whether the targets of a loss that count, and its class weights, are known before the batch is split."""
+        if ignores_nothing(node, self._non_negative, self._sizes.batch):
+            return True
         arguments = bound_arguments(node)
         counted = [arguments["target"], arguments.get("weight")] if "target" in arguments else []
         return all(value.name in self._countable for value in counted if isinstance(value, fx.Node))

@@ -26,9 +26,12 @@ it is weighted by rows; as a factor of a mean, it stays.
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -37,8 +40,10 @@ from passes.graph.dependencies import with_ancestors
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.lazy_graph_module import LazyGraphModule, rewritten
 from passes.graph.schemas import MEAN, SUM
+from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import WEIGHTED, Input, ModelGraph, Total
 from passes.rules.mean_losses import COUNTED_LOSSES, MeanTerms, counted_leaves, loss_arguments, mean_terms, values_of_rows
+from passes.rules.non_negative import ignores_nothing, non_negative
 
 __all__ = ["counted_means", "divisor_of", "rows_read", "with_totals"]
 
@@ -47,7 +52,7 @@ aten = torch.ops.aten
 
 def with_totals(graph: ModelGraph) -> ModelGraph:
     """Return the graph with every result that is a linear combination of means over the batch as a sum over microbatches."""
-    replicable = replicable_nodes(graph)
+    replicable, known = replicable_nodes(graph), non_negative(graph.graph)
     nodes = {node.name: node for node in graph.graph.nodes}
     counted = counted_means(graph)
     combinations: dict[str, MeanTerms] = {}
@@ -55,10 +60,10 @@ def with_totals(graph: ModelGraph) -> ModelGraph:
         if output.combine == "mean" and output.node is not None:
             terms = mean_terms(nodes[output.node], counted)
             if terms is not None and all(
-                _can_count(mean, graph, replicable) if mean in counted else _is_mean(mean) for mean in terms.means
+                _can_count(mean, graph, replicable, known) if mean in counted else _is_mean(mean) for mean in terms.means
             ):
                 combinations[output.node] = terms
-    return _rewrite(graph, combinations) if combinations else graph
+    return _rewrite(graph, combinations, known) if combinations else graph
 
 
 def counted_means(graph: ModelGraph) -> tuple[fx.Node, ...]:
@@ -83,9 +88,9 @@ def divisor_of(mean: fx.Node, total: Tensor) -> Tensor:
     return total
 
 
-def _can_count(mean: fx.Node, graph: ModelGraph, replicable: frozenset[str]) -> bool:
+def _can_count(mean: fx.Node, graph: ModelGraph, replicable: frozenset[str], non_negative: Collection[str]) -> bool:
     """Return whether the divisor of a mean over targets depends on the inputs alone: it is computed before the batch is split."""
-    if WEIGHTED in mean.meta:
+    if WEIGHTED in mean.meta or ignores_nothing(mean, non_negative, graph.batch):
         return True
     known = replicable | graph.buffers.keys() | graph.constants.keys() | {leaf.placeholder for leaf in graph.inputs}
     weight = loss_arguments(mean)[0]
@@ -100,7 +105,7 @@ def _is_mean(node: fx.Node) -> bool:
 # -- rewrite -----------------------------------------------------------------------------------------------------------------------
 
 
-def _rewrite(graph: ModelGraph, combinations: Mapping[str, MeanTerms]) -> ModelGraph:
+def _rewrite(graph: ModelGraph, combinations: Mapping[str, MeanTerms], non_negative: Collection[str]) -> ModelGraph:
     """Return the graph with means divided by totals, which are new inputs; the results in ``combinations`` are marked as sums."""
     target = fx.Graph()
     means = list(dict.fromkeys(mean for terms in combinations.values() for mean in terms.means))
@@ -133,7 +138,9 @@ def _rewrite(graph: ModelGraph, combinations: Mapping[str, MeanTerms]) -> ModelG
         result,
         inputs=(*graph.inputs, *(Input(total.name, total.name, None, (), total.meta["val"].dtype, None) for total in totals.values())),
         outputs=tuple(dataclasses.replace(output, combine="sum") if before.node in combinations else output for before, output in pairs),
-        totals=tuple(Total(total.name, *_counting_graph(graph, mean, mean in counted), mean.name) for mean, total in totals.items()),
+        totals=tuple(
+            Total(total.name, *_counting_graph(graph, mean, mean in counted, non_negative), mean.name) for mean, total in totals.items()
+        ),
     )
 
 
@@ -199,14 +206,18 @@ def _named(target: fx.Graph, name: str, function: Any, arguments: tuple[Any, ...
     return target.create_node("call_function", function, arguments, dict(keywords or {}), name=name)
 
 
-def _counting_graph(graph: ModelGraph, mean: fx.Node, is_counted: bool) -> tuple[fx.GraphModule, tuple[str, ...]]:
+def _counting_graph(
+    graph: ModelGraph, mean: fx.Node, is_counted: bool, non_negative: Collection[str]
+) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """Return the graph that computes the divisor of a mean over the batch, and the names of its arguments."""
     target = fx.Graph()
-    if not is_counted:
+    if not is_counted or (WEIGHTED not in mean.meta and ignores_nothing(mean, non_negative, graph.batch)):
         batch = target.placeholder("batch")
         # It counts all rows of a rank; a graph of a fixed batch size is that of one microbatch, and does not know how many there are.
         batch.meta = {"val": next((node.meta["val"] for node in graph.graph.nodes if node.target == "batch"), None)}
-        target.output(target.call_function(aten.scalar_tensor.default, (batch,), {"dtype": torch.int64}))
+        per_row = _targets_per_row(graph, mean) if is_counted else 1
+        number = target.call_function(operator.mul, (batch, per_row)) if per_row != 1 else batch
+        target.output(target.call_function(aten.scalar_tensor.default, (number,), {"dtype": torch.int64}))
         return LazyGraphModule({}, target, class_name="Total"), ("batch",)
     is_weighted = WEIGHTED in mean.meta
     weight, ignore_index = (None, None) if is_weighted else loss_arguments(mean)[::2]
@@ -230,6 +241,14 @@ def _counting_graph(graph: ModelGraph, mean: fx.Node, is_counted: bool) -> tuple
         counted = target.call_function(aten.mul.Tensor, (target_weights, counted))
     target.output(target.call_function(aten.sum.default, (counted,)))
     return LazyGraphModule({}, target, class_name="Total"), names
+
+
+def _targets_per_row(graph: ModelGraph, mean: fx.Node) -> int:
+    """Return how many targets of a loss each row of the batch has."""
+    targets = mean.args[1]
+    assert isinstance(targets, fx.Node)
+    number = sympy.sympify(math.prod(size_of(size) for size in targets.meta["val"].shape))
+    return int(number.subs(graph.batch, 1)) if graph.batch is not None else int(number) // graph.batch_size
 
 
 def _calls_to_divisor(mean: fx.Node) -> list[fx.Node]:

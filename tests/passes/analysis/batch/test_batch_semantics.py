@@ -157,6 +157,13 @@ MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "factor_and_term_without_rows": lambda x, y, w: w.mean() * F.cross_entropy(x[:, 0], y) / w[0].exp().sum() + w.sum(),
     "sum_of_a_list": lambda x, y, w: sum([F.cross_entropy(x[:, 0], y), w[0, 0] * x.mean()]),
     "cross_entropy_without_rows": lambda x, y, w: F.cross_entropy(x[:, 0], y) + F.cross_entropy(w, torch.arange(6)),
+    "never_ignored": lambda x, y, w: (
+        F.cross_entropy(x[:, 0], x[:, 1].argmax(-1))
+        + F.cross_entropy(x[:, 0], x[:, 1].max(-1).indices)
+        + F.cross_entropy(x.mT, x.topk(2, dim=-1).indices[..., 0])
+        + F.nll_loss(x[:, 1].log_softmax(-1), (x[:, 0, 0] > 0).long())
+        + F.cross_entropy(x[:, 0], torch.full((x.shape[0],), 3))
+    ),
     "margins": lambda x, y, w: (
         F.multi_margin_loss(x[:, 0], y)
         + F.multilabel_margin_loss(x[:, 0], y.unsqueeze(1).expand(-1, 6))
@@ -203,7 +210,13 @@ MIXED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "statistics_of_rows": lambda x, y, w: F.layer_norm(x.transpose(0, 2), (x.shape[0],)),
     "total_in_a_function": lambda x, y, w: (x.mean().sqrt(), x.mean() * x.sum(), x.mean() / (y > 2).sum(), x.sum() + 1, x.mean() + x.sum()),
     "totals_of_unlike_weight": lambda x, y, w: F.cross_entropy(x[:, 0], y) + 1,
-    "unknown_targets": lambda x, y, w: F.cross_entropy(x[:, 0], x[:, 1].argmax(-1)),
+    "unknown_targets": lambda x, y, w: (
+        F.cross_entropy(x[:, 0], x[:, 1].argmax(-1) - 1, ignore_index=-1),
+        F.cross_entropy(x[:, 0], x[:, 1].argmax(-1), ignore_index=0),
+        F.cross_entropy(x[:, 0], x[:, 1].argmax(-1), weight=w[0]),
+        F.cross_entropy(x[:, 0], x[:, 1].argmax(-1).masked_fill(x[:, 0, 0] > 0, -100)),
+        F.cross_entropy(x[:, 0], x[:, 1].sort(-1).values[:, 0].long()),
+    ),
     "mean_times_its_zeros": lambda x, y, w: F.cross_entropy(x[:, 0], y) + x.mean() * torch.zeros_like(F.cross_entropy(x[:, 0], y)),
     "random_rows": lambda x, y, w: x[torch.randperm(x.shape[0])],
     "unknown_operation": lambda x, y, w: torch.linalg.svdvals(x[:, 0]),
