@@ -357,13 +357,17 @@ class Losses:
         sizes = _passed_microbatches(prepared.sharded.rows, step.inputs.batch, prepared.request.n_microbatches)
         counts = [counter.counts(step.target, sizes) for counter in proof.counters]
         first = proof.counters[0]
-        if proof.is_sole and all(map(first.can_weigh, counts[0])):
-            return _Combination("counted", counts=counts[0], counter=first)
-        if all(counter.divides_by_count for counter in proof.counters) and all(_is_proportional(each, sizes) for each in counts):
+        # Parts that have equal weights in all means leave a value that is equal for all rows as it is, if their weights add up to 1.
+        has_equal_weights = proof.is_one_mean or (
+            not proof.row_means and proof.divides_by_counts and all(each == counts[0] for each in counts)
+        )
+        if has_equal_weights and all(map(first.can_weigh, counts[0])):
+            return _Combination("counted", counts=counts[0], counter=first, targets_per_row=" equal" * (len(counts) > 1))
+        if proof.divides_by_counts and all(_is_proportional(each, sizes) for each in counts):
             targets_per_row = "".join(f" {of_mean[0] / sizes[0]}" for of_mean in counts) if is_local else ""
             return _Combination("counted", counts=counts[0], counter=first, targets_per_row=targets_per_row)
-        if not proof.is_sole:
-            return _Combination("neither", "it adds means over different numbers of targets")
+        if not has_equal_weights:
+            return _Combination("neither", _unequal_weights(proof))
         if is_local:
             return _Combination("neither", 'a part of the batch has no weight; with inputs="local" no rank has the target of all rows')
         if proof not in self._warned:
@@ -425,6 +429,15 @@ def _inspected_part(sharded: ShardedModel, target: Any, batch: int, n_microbatch
         return target, ResultSizes(rows_of_rank, repeats, batch)
     sizes = microbatch_sizes(rows_of_rank, n_microbatches)
     return split_target(target, sizes)[0], ResultSizes(sizes[0], 1, sizes[0])
+
+
+def _unequal_weights(proof: Proof) -> str:
+    """Say which terms of a loss weigh parts of the batch differently."""
+    means = " and ".join(counter.mean.name for counter in proof.counters)
+    if proof.row_means or proof.divides_by_counts:
+        others = f", and {' and '.join(proof.row_means)} over rows" if proof.row_means else ""
+        return f"it adds means over different numbers of targets: {means} over the targets that count{others}"
+    return f"it adds a term to {means}, which does not divide by the weights of its targets alone"
 
 
 def _is_proportional(counts: Sequence[float], sizes: Sequence[int]) -> bool:

@@ -5,6 +5,8 @@ The loss is traced as a model is, its arguments the model's results and the targ
 
     cross_entropy(o, t)                     counted: a mean over the targets that are not ignored
     cross_entropy(o, t, weight=w)           counted: a mean weighted by the classes of the targets
+    cross_entropy(o, o.argmax(1))           counted: a mean over all targets, since none of them is negative
+    cross_entropy(o, t) * exp(-s) + s       counted, if s has no rows: weights that add up to 1 leave s as it is
     (o - t).pow(2).mean()                   mean
     mse_loss(o, t).sqrt()                   nothing: sqrt mixes rows
     o.mean() if o.sum() > 0 else o.max()    nothing: values decide what it computes
@@ -35,12 +37,14 @@ from passes.ir.comm.microbatch import split_target
 from passes.ir.errors import PartitionError
 from passes.ir.graph import WEIGHTED, ModelGraph, Output
 from passes.ir.torch_private import pytree
-from passes.spmd.mean_to_sum import counted_means, divisor_of, with_totals
+from passes.spmd.mean_to_sum import counted_means, divisor_of, rows_read, with_totals
 
 __all__ = ["Counter", "Proof", "entries_per_row", "fake_value", "has_rows", "prove"]
 
 _LEAST_ROWS = 3
 """A loss is traced with a batch of at least this many rows."""
+
+_FIXED_ROWS = "it fixes the number of rows, as len(target) does; target.shape[0] does not"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,19 +55,31 @@ class Proof:
         kind: the reduction; None: nothing is proved.
         reason: why nothing is proved.
         counters: for ``"counted"``, one for each mean over the targets that are not ignored, or weighted by class.
-        is_sole: whether the loss is one such mean: then microbatches may be weighted by its targets.
+        row_means: for ``"counted"``, the names of the terms that are a mean over rows.
+        adds_constants: for ``"counted"``, whether a term is equal for all rows.
         assumed: what the proof assumes of the number of rows; None: nothing is proved.
     """
 
     kind: Literal["mean", "sum", "counted"] | None
     reason: str = ""
     counters: tuple[Counter, ...] = ()
-    is_sole: bool = True
+    row_means: tuple[str, ...] = ()
+    adds_constants: bool = False
     assumed: Assumptions | None = None
 
     def first_unproved(self, sizes: Iterable[int]) -> int | None:
         """Return the first of these numbers of rows for which the loss may compute something else; None: there is none."""
         return next((rows for rows in sizes if self.assumed is not None and not self.assumed.hold_for(rows)), None)
+
+    @property
+    def is_one_mean(self) -> bool:
+        """Whether the loss is a multiple of one mean over targets."""
+        return len(self.counters) == 1 and not self.row_means and not self.adds_constants
+
+    @property
+    def divides_by_counts(self) -> bool:
+        """Whether all means over targets divide by their counts."""
+        return all(counter.divides_by_count for counter in self.counters)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -77,23 +93,35 @@ class Counter:
 
     Attributes:
         module: the graph that counts.
-        arguments: of the module: the index of a leaf of the target, or a tensor that the loss reads (weights of classes).
+        arguments: of the module: the index of a leaf of the target, a tensor that the loss reads (weights of classes), or ``"batch"``, the
+            number of rows.
         mean: the call that computes the mean, in the graph of the loss.
     """
 
     module: fx.GraphModule
-    arguments: tuple[int | Tensor, ...]
+    arguments: tuple[int | Tensor | Literal["batch"], ...]
     mean: fx.Node
 
     def counts(self, target: Any, sizes: Sequence[int]) -> tuple[float, ...]:
         """Count the targets of each microbatch; ``sizes`` are the rows of these."""
         counts = []
-        for part in split_target(target, sizes):
+        for part, rows in zip(split_target(target, sizes), sizes, strict=True):
             leaves = pytree.tree_leaves(part)
-            device = next(leaves[each].device for each in self.arguments if isinstance(each, int))
-            arguments = [leaves[each] if isinstance(each, int) else each.detach().to(device) for each in self.arguments]
-            counts.append(self.module(*arguments))
+            device = self._device(leaves)
+            counts.append(self.module(*(self._value(each, leaves, rows, device) for each in self.arguments)))
         return tuple(map(float, torch.stack(counts).tolist()))
+
+    def _device(self, leaves: Sequence[Any]) -> torch.device:
+        """Return where to count: where the target is, or where the loss creates its own targets from the number of rows."""
+        creates_targets = any(isinstance(each, str) for each in self.arguments)
+        value: Tensor = self.mean.meta["val"] if creates_targets else next(leaves[each] for each in self.arguments if isinstance(each, int))
+        return value.device
+
+    def _value(self, argument: int | Tensor | str, leaves: Sequence[Any], rows: int, device: torch.device) -> Any:
+        """Return an argument for a part of the batch with these leaves of the target, and this number of rows."""
+        if isinstance(argument, str):
+            return rows
+        return (leaves[argument] if isinstance(argument, int) else argument.detach()).to(device)
 
     def divisor(self, count: float) -> float:
         """Return the number that the mean divides by for a count: another one where the loss changes it, ``mask.sum().clamp(min=1)``."""
@@ -137,7 +165,7 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
         return Proof(None, error.problem.replace("_Loss", "loss_fn").splitlines()[0])
     for traced_input, leaf in zip(traced.inputs, [*example_results, *example_leaves], strict=False):
         if has_rows(leaf, batch) and traced_input.batch_dim != 0:
-            return Proof(None, "it fixes the number of rows")
+            return Proof(None, _FIXED_ROWS)
     read = {name for name, leaf in zip(names, traced.inputs, strict=False) if leaf.placeholder in _nodes_read(traced)}
     if read & _counted_results(model, graph):
         return Proof(None, "it reads a mean of the model's results that leaves targets out")
@@ -163,29 +191,34 @@ def _conclude(traced: ModelGraph, loss: nn.Module, n_results: int) -> Proof:
     if any(argument.op == "placeholder" for node in traced.computing_nodes() for argument in mutated_arguments(node)):
         return Proof(None, "it changes what later calls read")
     if traced.batch is None:
-        return Proof(None, "it fixes the number of rows")
+        return Proof(None, _FIXED_ROWS)
     if any(map(draws, traced.computing_nodes())):
         return Proof(None, "it draws random numbers, and ranks and microbatches would draw the same for different rows")
     if output.combine == "same":
         return Proof("mean")  # a constant is the mean of itself
     if output.combine not in ("mean", "sum"):
         return Proof(None, _mixing_operation(traced))
-    if not counted_means(traced):
+    used = with_ancestors(traced.graph.output_node().all_input_nodes)
+    means = {mean.name: mean for mean in counted_means(traced) if mean in used}
+    if not means or output.combine == "sum":
         return Proof(output.combine)
     parts = with_totals(traced)
     if parts.leaves[0].combine != "sum":
         return Proof(None, "it computes more than a weighted sum with a mean that leaves targets out")
-    known: dict[str, int | Tensor] = {
+    known: dict[str, int | Tensor | Literal["batch"]] = {
+        "batch": "batch",
         **{leaf.placeholder: index for index, leaf in enumerate(traced.inputs[n_results:]) if leaf.placeholder is not None},
         **traced.constants,
         **{placeholder: loss.get_buffer(name) for placeholder, name in traced.buffers.items()},
     }
-    counted = [total for total in parts.totals if total.arguments != ("batch",)]
-    if any(not set(total.arguments) <= known.keys() for total in counted):
-        return Proof(None, "its rows are weighted by what the model returns")
-    means = {mean.name: mean for mean in counted_means(traced)}
+    counted, others = ([total for total in parts.totals if (total.mean in means) == is_counted] for is_counted in (True, False))
+    weighed = next((total.mean for total in counted if not set(total.arguments) <= known.keys()), None)
+    if weighed is not None:
+        return Proof(None, f"the rows of {weighed} are weighted by what the model returns")
     counters = tuple(Counter(total.module, tuple(known[name] for name in total.arguments), means[total.mean]) for total in counted)
-    return Proof("counted", counters=counters, is_sole=len(parts.totals) == 1)
+    of_rows = {node.name for node in rows_read(traced)}
+    row_means = tuple(total.mean for total in others if total.mean in of_rows)
+    return Proof("counted", counters=counters, row_means=row_means, adds_constants=len(row_means) < len(others))
 
 
 def _mixing_operation(traced: ModelGraph) -> str:

@@ -24,6 +24,8 @@ Loss = Callable[[Tensor, Any], Tensor]
 MEANS: Mapping[str, Loss] = {
     "cross_entropy": F.cross_entropy,
     "ignored_labels": lambda o, t: F.cross_entropy(o, t, ignore_index=0),
+    "two_heads": lambda o, t: F.cross_entropy(o, t, ignore_index=0) + 0.4 * F.cross_entropy(o.sin(), t, ignore_index=0),
+    "zero_labels": lambda o, t: F.cross_entropy(o, torch.zeros(o.shape[0], dtype=torch.long)),
     "label_smoothing": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
     "constant_and_mean": lambda o, t: 1.5 + (o - F.one_hot(t, WIDTH)).pow(2).mean(),
     "sum_by_rows": lambda o, t: o.pow(2).sum() / o.shape[0],
@@ -122,7 +124,7 @@ def trained_on_own_rows() -> list[str | None]:
             found.append(_difference_of_rows(pm, NEITHER["root_mean_square"], x, target, half, reduction))
         except PartitionError as error:
             found.append(type(error).__name__)
-    counted = ("ignored_labels", "weighted", "masked_or_none", "weighted_rows")
+    counted = ("ignored_labels", "weighted", "masked_or_none", "weighted_rows", "two_heads", "zero_labels")
     return [*found, *(_difference_of_rows(pm, MEANS[name], x, target, half, "mean") for name in counted)]
 
 
