@@ -43,7 +43,8 @@ def loss_key(loss_fn: object, *, exact: bool = True) -> Hashable:
     """Return a key that is equal for functions with the same code and captured values: a lambda written inside a loop is traced once.
 
     Captured numbers and strings are compared by value, since they may switch parts of a loss on and off, also in containers; tensors by
-    their type; other objects by identity, by the numbers and strings among their attributes, and by the attributes that code names.
+    their type and shape; other objects by identity, by the numbers and strings among their attributes, and by the attributes that code
+    names.
 
     Args:
         exact: whether finite floats are compared by value; else by their sign, for a factor that changes from step to step.
@@ -68,7 +69,7 @@ def _key(value: Any, exact: bool, seen: set[int], names: frozenset[str]) -> Hash
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, Tensor):
-        return type(value)
+        return type(value), tuple(value.shape)  # a number is a factor of the loss, where a value for each row is none
     if isinstance(value, types.ModuleType | type) or id(value) in seen or _is_of_torch(value):
         return _ById(value)
     seen.add(id(value))

@@ -68,6 +68,19 @@ def test_equal_functions_have_equal_keys() -> None:
     assert loss_key(nn.MSELoss()) != loss_key(nn.MSELoss())
 
 
+def test_a_factor_that_becomes_one_for_each_row_is_seen(pipeline: PartitionedModel) -> None:
+    """The factor fits the rows of a microbatch, and not those of the batch, for which the loss is not defined."""
+    x, target = labelled()
+
+    def made(factor: Tensor) -> Callable[..., Tensor]:
+        return lambda o, t: (F.cross_entropy(o, t, reduction="none") * factor).mean()
+
+    factor = torch.tensor(0.5, dtype=torch.float64)
+    assert difference(cases.model(), pipeline, made(factor), x[:6], target[:6]) is None
+    with pytest.raises(ConfigError, match="must match the size of tensor b"):
+        pipeline.train_step(x[:6], target=target[:6], loss_fn=made(factor.repeat(2)))
+
+
 class Counting(nn.Module):
     """A loss that counts its calls, in a buffer and outside of it, and reads the count."""
 
