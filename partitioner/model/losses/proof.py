@@ -15,7 +15,7 @@ The loss is traced as a model is, its arguments the model's results and the targ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -157,10 +157,11 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
         with preserve_state(loss_fn, device), silence_fake_tensor_log():
             arguments = (example_results, pytree.tree_unflatten(example_leaves, tree))
             traced, opened = trace_source(source_of(loss, arguments, None, loss.training, graph.autocast))
-        if _changes_state(loss, example_results, pytree.tree_unflatten(example_leaves, tree), device):
-            return Proof(None, "it changes what later calls read")
-    except CarriedValueError:
-        return Proof(None, "it changes what later calls read")
+        changed = _changed_state(loss, (example_results, pytree.tree_unflatten(example_leaves, tree)), device)
+        if changed:
+            return _changing(changed)
+    except CarriedValueError as error:
+        return _changing(error.names)
     except PartitionError as error:
         return Proof(None, error.problem.replace("_Loss", "loss_fn").splitlines()[0])
     for traced_input, leaf in zip(traced.inputs, [*example_results, *example_leaves], strict=False):
@@ -173,14 +174,30 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
     return replace(proof, assumed=opened.exported.assumed if opened is not None else None)
 
 
-def _changes_state(loss: _Loss, results: Sequence[Tensor], target: Any, device: torch.device) -> bool:
-    """Return whether the second call of a loss changes state that later calls read. The first call may: a GradScaler creates its scale."""
-    with preserve_state(loss.loss_fn, device) as is_changed, fake_tensors() as make_fake:
-        arguments = make_fake((results, target))
-        loss(*arguments)
-        is_changed()
-        loss(*arguments)
-        return is_changed()
+def _changed_state(loss: _Loss, arguments: tuple[Sequence[Tensor], Any], device: torch.device) -> tuple[str, ...]:
+    """Return the names of the state that the second call of a loss changes and later calls read.
+
+    The first call may change some: a GradScaler creates its scale. The loss is called on fake tensors; on zeros if it reads values of
+    tensors: ``history.append(loss.item())``.
+    """
+    with preserve_state(loss.loss_fn, device) as changed:
+        try:
+            with fake_tensors() as make_fake:
+                return _changed_by_second_call(loss, make_fake(arguments), changed)
+        except (RuntimeError, TypeError, ValueError):
+            return _changed_by_second_call(loss, pytree.tree_map_only(Tensor, torch.zeros_like, arguments), changed)
+
+
+def _changed_by_second_call(loss: _Loss, arguments: tuple[Any, Any], changed: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+    loss(*arguments)
+    changed()
+    loss(*arguments)
+    return changed()
+
+
+def _changing(names: Sequence[str]) -> Proof:
+    """Return the proof of a loss that changes state, under the names that its author knows."""
+    return Proof(None, f"it changes what later calls read: {', '.join(name.removeprefix('loss_fn.') for name in names)}")
 
 
 def _conclude(traced: ModelGraph, loss: nn.Module, n_results: int) -> Proof:
@@ -188,8 +205,11 @@ def _conclude(traced: ModelGraph, loss: nn.Module, n_results: int) -> Proof:
     (output,) = traced.leaves
     if traced.mixing:
         return Proof(None, f"it mixes rows in {', '.join(traced.mixing.normalizations)}")
-    if any(argument.op == "placeholder" for node in traced.computing_nodes() for argument in mutated_arguments(node)):
-        return Proof(None, "it changes what later calls read")
+    written = {
+        argument.name: None for node in traced.computing_nodes() for argument in mutated_arguments(node) if argument.op == "placeholder"
+    }
+    if written:
+        return _changing([traced.buffers.get(name, name) for name in written])
     if traced.batch is None:
         return Proof(None, _FIXED_ROWS)
     if any(map(draws, traced.computing_nodes())):

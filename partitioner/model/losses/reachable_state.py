@@ -125,28 +125,32 @@ def _captured_values(function: types.FunctionType) -> Iterator[tuple[str, object
 
 
 @contextlib.contextmanager
-def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> Iterator[Callable[[], bool]]:
+def preserve_state(loss_fn: Callable[..., Any] | None, device: torch.device) -> Iterator[Callable[[], tuple[str, ...]]]:
     """Restore, at the end, what calls of a loss change: attributes, lists, dicts, buffers, closure cells, globals and random states.
 
     Hooks on saved tensors and the detection of anomalies, which the user set for the step, are off while it is active.
 
     Yields:
-        A function that returns whether this state has changed since its last call; True in the first.
+        A function that returns the names of what has changed since its last call; none in the first.
     """
     functions, objects = _reachable(loss_fn)
     variables = [each for function in functions for each in _variables(function)]
     buffers = [buffer for value in objects if isinstance(value, nn.Module) for buffer in value.buffers()]
     copies = [buffer.detach().clone() for buffer in buffers]
-    snapshots: list[Hashable] = []
+    snapshots: list[dict[str, list[Hashable]]] = []
 
-    def is_changed() -> bool:
-        snapshots.append(tuple(map(_fingerprint, _held(functions, objects))))
-        return snapshots[-2:] != snapshots[-1:] * 2
+    def changed() -> tuple[str, ...]:
+        now: dict[str, list[Hashable]] = {}
+        for name, value in _held(functions, objects):
+            now.setdefault(name, []).append(_fingerprint(value))
+        snapshots.append(now)
+        before = snapshots[-2:][0]
+        return tuple(name for name in {**before, **now} if before.get(name) != now.get(name))
 
     devices = [] if device.type == "cpu" else [device]
     with preserve(*objects), plain_autograd(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
-            yield is_changed
+            yield changed
         finally:
             for holder, name, value in variables:
                 if name not in holder or holder[name] is not value:
@@ -183,23 +187,24 @@ def _reachable(loss_fn: object) -> tuple[list[types.FunctionType], list[object]]
 
 def reads_tensors(loss_fn: object, tensors: Sequence[Tensor]) -> bool:
     """Return whether a loss function can reach each of these tensors, the objects themselves: it captures them, or a module has them."""
-    values = _held(*_reachable(loss_fn))
+    values = [value for _, value in _held(*_reachable(loss_fn))]
     values += [item for value in values if isinstance(value, list | dict) for item in _items(value)]
     reached = {id(value) for value in values if isinstance(value, Tensor)}
     return all(id(tensor) in reached for tensor in tensors)
 
 
-def _held(functions: Sequence[types.FunctionType], objects: Sequence[object]) -> list[object]:
-    """Return the values that functions capture, the lists and dicts among objects, and the attributes of all other objects."""
-    values = [captured for function in functions for _, captured in _captured_values(function)]
+def _held(functions: Sequence[types.FunctionType], objects: Sequence[object]) -> list[tuple[str, object]]:
+    """Return, by name, the values that functions capture, the lists and dicts among objects, and the attributes of all other objects."""
+    values = [each for function in functions for each in _captured_values(function)]
     for holder in objects:
         if isinstance(holder, list | dict):
-            values.append(holder)
+            if not any(holder is value for _, value in values):
+                values.append((f"a {type(holder).__name__}", holder))
             continue
         if isinstance(holder, nn.Module):
-            values += [*holder.parameters(), *holder.buffers()]
+            values += [*holder.named_parameters(type(holder).__name__), *holder.named_buffers(type(holder).__name__)]
         for owner in holder.modules() if isinstance(holder, nn.Module) else [holder]:
-            values += getattr(owner, "__dict__", {}).values()
+            values += [(f"{type(owner).__name__}.{name}", value) for name, value in getattr(owner, "__dict__", {}).items()]
     return values
 
 

@@ -312,13 +312,17 @@ def refuse_read_tensors(model: nn.Module, before: Attributes, left: Left, progra
 
 
 class CarriedValueError(TraceError):
-    """A call reads what the call before it has left in attributes."""
+    """A call reads what the call before it has left in attributes. ``names``: of these attributes."""
+
+    names: tuple[str, ...] = ()
 
 
 def _error(model: nn.Module, paths: Sequence[str]) -> CarriedValueError:
     names = list(dict.fromkeys(path.removeprefix("len(").removesuffix(")").partition("[")[0] for path in paths))
-    return CarriedValueError(
+    error = CarriedValueError(
         f"{type(model).__name__} changes {', '.join(names)} in its forward and computes with it in the next call, which a graph cannot",
         place=Place(module=names[0].rpartition(".")[0]),
         remedy='keep it in a buffer that forward writes: self.register_buffer("steps", torch.zeros(())), self.steps.add_(1)',
     )
+    error.names = tuple(names)
+    return error

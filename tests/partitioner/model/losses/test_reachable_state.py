@@ -16,6 +16,7 @@ from partitioner.model.losses.reachable_state import loss_key
 from passes.ir.errors import ConfigError
 from tests.support.processes import loss_cases as cases
 from tests.support.processes.loss_cases import difference, labelled
+from tests.support.running.slow_values import slow
 
 
 def test_a_switch_that_a_loss_reads_is_seen(pipeline: PartitionedModel) -> None:
@@ -129,12 +130,30 @@ def counting_in(kind: str) -> Callable[..., Tensor]:
 def test_counts_in_containers_are_seen(pipeline: PartitionedModel, kind: str) -> None:
     """Each microbatch would count: the loss is refused, and called once if it takes all rows."""
     x, target = labelled()
-    with pytest.raises(ConfigError, match="changes what later calls read"):
+    name = {"list": "numbers", "dict": "of_name", "nested": "nested", "module": "Module.counts"}[kind]
+    with pytest.raises(ConfigError, match=f"changes what later calls read: {name}"):
         pipeline.train_step(x, target=target, loss_fn=counting_in(kind))
     loss_fn, reference = counting_in(kind), counting_in(kind)
     for _ in range(2):
         loss = pipeline.train_step(x, target=target, loss_fn=loss_fn, loss_reduction="batch")
         torch.testing.assert_close(loss, reference(cases.model()(x), target).detach())
+
+
+@pytest.mark.parametrize("logged", [Tensor.detach, *slow(Tensor.item)])
+def test_a_list_of_the_caller_is_named(pipeline: PartitionedModel, logged: Callable[[Tensor], object]) -> None:
+    """Also where the loss reads values of tensors. Its entries are those of the steps alone."""
+    history: list[object] = []
+
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        loss = F.cross_entropy(o, t)
+        history.append(logged(loss))
+        return loss
+
+    x, target = labelled()
+    with pytest.raises(ConfigError, match="changes what later calls read: history"):
+        pipeline.train_step(x, target=target, loss_fn=loss_fn)
+    loss = pipeline.train_step(x, target=target, loss_fn=loss_fn, loss_reduction="batch")
+    torch.testing.assert_close(torch.as_tensor(history, dtype=torch.float64), loss.reshape(1))
 
 
 def test_random_numbers_are_as_many_as_without_a_proof(pipeline: PartitionedModel) -> None:
