@@ -3,7 +3,7 @@
 Taken, in this order, from what libraries leave on their models, and from the first layer:
 
     Lightning        model.example_input_array
-    transformers     model.dummy_inputs; images of config.image_size for models that take pixels
+    transformers     model.dummy_inputs, of any model whose forward takes them; images of config.image_size for models that take pixels
     timm             model.pretrained_cfg["input_size"]
     first layer      Linear(in_features, ...): (2, in_features); Embedding: (2, 16) indices; ConvNd(channels, ...): (2, channels, 64*)
 """
@@ -35,7 +35,7 @@ def find_example_inputs(model: nn.Module) -> _Inputs:
     Raises:
         ConfigError: there are none, or the model does not take them; says what to pass.
     """
-    for find in (_inputs_of_lightning, _inputs_of_transformers, _inputs_of_timm):
+    for find in (_inputs_of_lightning, _dummy_inputs, _inputs_of_transformers, _inputs_of_timm):
         inputs = find(model)
         if inputs is not None:
             return inputs
@@ -51,7 +51,11 @@ def find_example_inputs(model: nn.Module) -> _Inputs:
 
 
 def _inputs_of_lightning(model: nn.Module) -> _Inputs | None:
-    example = getattr(model, "example_input_array", None)
+    return _as_call(getattr(model, "example_input_array", None))
+
+
+def _as_call(example: object) -> _Inputs | None:
+    """Return keyword inputs of a mapping, positional inputs of a tuple or list, and one input of a tensor."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, tuple | list):
@@ -59,21 +63,37 @@ def _inputs_of_lightning(model: nn.Module) -> _Inputs | None:
     return ((example,), {}) if isinstance(example, Tensor) else None
 
 
-def _inputs_of_transformers(model: nn.Module) -> _Inputs | None:
-    """Return ``dummy_inputs`` if they have the model's main input (they are token ids for every model), or images of its size."""
-    main = getattr(model, "main_input_name", None)
-    if not isinstance(main, str):
+def _dummy_inputs(model: nn.Module) -> _Inputs | None:
+    """Return ``dummy_inputs`` on the model's device if ``forward`` takes them, with the main input where the model names one.
+
+    Models of transformers that take pixels have token ids there too, which they do not take.
+    """
+    inputs, main = _as_call(getattr(model, "dummy_inputs", None)), getattr(model, "main_input_name", None)
+    if inputs is None or (isinstance(main, str) and main not in inputs[1]):
         return None
-    dummy = getattr(model, "dummy_inputs", None)
+    args, kwargs = inputs
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return None
     device = _tensor_of(model).device
-    if isinstance(dummy, Mapping) and main in dummy:
-        return (), {name: value.to(device) if isinstance(value, Tensor) else value for name, value in dummy.items()}
+    return tuple(_moved(value, device) for value in args), {name: _moved(value, device) for name, value in kwargs.items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a tensor on a device, and any other value unchanged."""
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _inputs_of_transformers(model: nn.Module) -> _Inputs | None:
+    """Return images of the model's size, if its main input are pixels."""
     config = getattr(model, "config", None)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-    if main == "pixel_values" and size is not None and channels is not None:
-        sides = (size, size) if isinstance(size, int) else tuple(size)  # a number, or (height, width)
-        return (), {main: torch.zeros((_BATCH, channels, *sides), dtype=_tensor_of(model).dtype, device=device)}
-    return None
+    if getattr(model, "main_input_name", None) != "pixel_values" or size is None or channels is None:
+        return None
+    sides = (size, size) if isinstance(size, int) else tuple(size)  # a number, or (height, width)
+    like = _tensor_of(model)
+    return (), {"pixel_values": torch.zeros((_BATCH, channels, *sides), dtype=like.dtype, device=like.device)}
 
 
 def _inputs_of_timm(model: nn.Module) -> _Inputs | None:

@@ -41,6 +41,21 @@ def test_of_transformers(name: str, expected: str) -> None:
     model(**kwargs)
 
 
+@pytest.mark.parametrize("dummy", [torch.ones(5, 3), (torch.ones(5, 3),), {"input": torch.ones(5, 3)}], ids=["tensor", "tuple", "mapping"])
+def test_dummy_inputs_of_any_model(dummy: Any) -> None:
+    model = nn.Linear(3, 2)
+    model.dummy_inputs = dummy
+    assert trace(model).batch_size == 5
+    model.example_input_array = torch.ones(4, 3)
+    assert trace(model).batch_size == 4, "example_input_array comes first"
+
+
+def test_dummy_inputs_that_forward_does_not_take() -> None:
+    model = nn.Linear(3, 2)
+    vars(model)["dummy_inputs"] = {"input_ids": torch.ones(5, 3)}
+    assert shapes(model) == ([(2, 3)], {})
+
+
 def test_of_timm() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
     vars(model)["pretrained_cfg"] = {"input_size": (3, 8, 8)}
