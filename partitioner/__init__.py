@@ -194,7 +194,7 @@ def partition(  # type: ignore[empty-body]
             Ranks of one replica (tensor, pipeline) pass the same rows. Either way a rank may leave out inputs that its stages do not read.
             A single process passes the rows of all ranks, which is the same for both.
         constraints: decisions that the plan must keep to: ``device_map``, ``split_spec``, ``pin``, ``axes``, ``tp_plan``, ``halo``.
-        plan: lower this plan instead of making one.
+        plan: lower this plan instead of making one. Options of planning beside it, such as ``mode``, must have its values.
         cost_model: prices for the planner; None: an analytic roofline.
         objective: what the best plan is: ``"step_time"``, the shortest step; ``"memory"``, the least memory of the fullest device;
             ``"tokens_per_second_per_device"`` and ``"cost"`` (``Device.price_per_hour``) have the plan of the shortest step, as the number

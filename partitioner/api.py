@@ -22,7 +22,7 @@ from partitioner.options.checked_costs import checked_costs
 from partitioner.options.constraints import Constraints
 from partitioner.options.device_mesh import check_plan_on, mode_on, processes_of
 from partitioner.options.devices import DevicesArgument, Placement, hardware_of, implied_devices, resolve_devices
-from partitioner.options.given_plan import check_fits, plan_on
+from partitioner.options.given_plan import check_fits, check_options, plan_on
 from partitioner.options.mode import dimensions_of_one, ranks_of_stages, resolve_mode, sequential_tiles
 from partitioner.options.precision import autocast_of, check_scaler, converted_inputs, converted_model, read_reduce_dtype, true_dtype
 from partitioner.options.progress import Progress
@@ -91,33 +91,33 @@ def partition(
     target = _resolve_target(devices, mode, cluster, inputs, plan)
     request = None
     if plan is None:
-        request = PlanRequest(
+        decisions = PlanRequest(
             mode="auto" if target.mesh is None else stages_mode(target.mesh, n_microbatches),
             devices=tuple(map(str, target.devices)),
             n_microbatches=microbatches_of(schedule, n_microbatches),
             schedule=None if schedule is None else read_schedule(schedule),
             stages_per_rank=stages_per_device,
-            replicas=ranks_of_stages(mode),
             **recompute_fields(recompute),
             memory_limit=memory_limit,
             optimizer=optimizer,
-            constraints=(constraints or Constraints()).without_dimensions(dimensions_of_one(mode)).without_patterns_of_no_module(model),
-            modules=frozenset(name for name, _ in model.named_modules()),
             batchnorm=batchnorm,
             reduce_dtype=read_reduce_dtype(reduce_dtype),
             objective=objective,
             time_limit=time_limit,
-        ).checked()
+        )
+        request = _of_model(decisions, model, mode, constraints).checked()
+    else:
+        of_stages = {"n_microbatches": n_microbatches, "schedule": schedule, "stages_per_device": stages_per_device, "recompute": recompute}
+        of_values = {"memory_limit": memory_limit, "batchnorm": batchnorm, "reduce_dtype": reduce_dtype, "constraints": constraints}
+        check_options(plan, mode, {**of_stages, **of_values, "objective": objective, "time_limit": time_limit})
     cost_model, steps = checked_costs(cost_model), Progress("partition", 2 if request is None else 3, progress)
     source = _convert_source(model, positional(example_inputs), example_kwargs, precision, batch_dims)
-    modes = modes_of_trace(source.model, training)
     graph = _trace_source(source, training, autocast_of(precision, source.model, target.hardware), steps)
     runtime = _start_runtime(source, graph, target)
     problem = None if request is None else PlanProblem(graph, target.hardware, request, cost_model, target.mesh, target.sequential_tiles)
     plan = _agree_on_plan(_make_plan(problem, source, runtime, steps) if problem is not None else target.plan, graph, runtime, precision)
     with steps.step("lowering"):
-        tracing = _tracing(source, modes, graph, target)
-        assumed = Assumptions(target.hardware, cost_model, optimizer, problem, progress)
+        tracing, assumed = _tracing(source, training, graph, target), Assumptions(target.hardware, cost_model, optimizer, problem, progress)
         _warn_of_plan(plan, assumed.limits, source, runtime)
         return PartitionedModel(first_trace(source.model, graph, plan, runtime, assumed, tracing, source.hooks))
 
@@ -165,6 +165,15 @@ class _Source:
     args: tuple[Any, ...] | None
     kwargs: Mapping[str, Any] | None
     batch_dims: BatchDims | None
+
+
+def _of_model(
+    request: PlanRequest, model: nn.Module, mode: str | Mapping[str, int | Sequence[int]], constraints: Constraints | None
+) -> PlanRequest:
+    """Return a request with what depends on the model: constraints that concern it and the mode, and the names of its modules."""
+    concerning = (constraints or Constraints()).without_dimensions(dimensions_of_one(mode)).without_patterns_of_no_module(model)
+    modules = frozenset(name for name, _ in model.named_modules())
+    return dataclasses.replace(request, replicas=ranks_of_stages(mode), constraints=concerning, modules=modules)
 
 
 def _resolve_target(
@@ -240,9 +249,17 @@ def _trace_source(source: _Source, training: bool | None, autocast: Autocast | N
     return dataclasses.replace(graph, notes=(*graph.notes, note))
 
 
-def _tracing(source: _Source, modes: tuple[bool, ...], graph: ModelGraph, target: _Target) -> Tracing:
+def _tracing(source: _Source, training: bool | None, graph: ModelGraph, target: _Target) -> Tracing:
     """Return how the model was traced, for traces of other batches and modes."""
-    traced = (source.args, source.kwargs, modes, graph.autocast, target.inputs, source.dtype, Structure(source.model))
+    traced = (
+        source.args,
+        source.kwargs,
+        modes_of_trace(source.model, training),
+        graph.autocast,
+        target.inputs,
+        source.dtype,
+        Structure(source.model),
+    )
     return Tracing(*traced, batch_dims=source.batch_dims or {})
 
 
