@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,7 @@ from cost_models.formulas.model import BATCH, ModelFormula
 from cost_models.formulas.program import ROWS, Amount, Message, ProgramWork
 from cost_models.formulas.symbols import readable
 from cost_models.hardware.clusters import Link
+from passes.ir.errors import ConfigError
 from passes.ir.tensor_spec import Size
 
 __all__ = ["StepFormula", "StepShape", "step_formula"]
@@ -94,11 +96,15 @@ class StepFormula:
             values: symbol -> numbers; the plan's own where nothing is given.
 
         Raises:
-            TypeError: there is no such symbol.
+            ConfigError: there is no such symbol.
         """
-        unknown = set(values) - set(self.defaults)
+        unknown = sorted(set(values) - set(self.defaults))
         if unknown:
-            raise TypeError(f"no symbol {', '.join(sorted(unknown))}; there are {', '.join(self.defaults)}")
+            near = get_close_matches(unknown[0], self.defaults, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"evaluate(): there is no symbol {', '.join(unknown)}", remedy=f"{meant}the symbols are {', '.join(self.defaults)}"
+            )
         arrays = [np.asarray(values.get(name, default), dtype=np.float64) for name, default in self.defaults.items()]
         seconds, size = self._compiled(*arrays)
         shape = np.broadcast_shapes(*(array.shape for array in arrays))

@@ -26,13 +26,14 @@ from cost_models.hardware.detect import detect
 from cost_models.hardware.devices import SAME_DEVICE, Device, Level, Link, check, check_count
 from cost_models.hardware.units import parse_bytes
 from cost_models.text_files import read_toml
-from passes.ir.arguments.checked import at_least, check_fields, checked_arguments
+from passes.ir.arguments.checked import at_least, check_fields, checked_arguments, checked_names
 from passes.ir.arguments.conform import conform
 from passes.ir.errors import ConfigError
 
 __all__ = ["Cluster", "Device", "Level", "Link"]
 
 
+@checked_names
 @dataclass(frozen=True)
 class Cluster:
     """Devices in rank order, and the links between them.

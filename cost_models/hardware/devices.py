@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from passes.ir.arguments.checked import check_fields
+from passes.ir.arguments.checked import check_fields, checked_names
 from passes.ir.errors import ConfigError
 
 __all__ = ["MOST_DEVICES", "SAME_DEVICE", "Device", "Level", "Link", "check", "check_count", "parse_device"]
@@ -80,6 +80,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8
 _POSITIVE = ("memory_bytes", "memory_bandwidth", "processors", "cache_bandwidth", "store_bandwidth")
 
 
+@checked_names
 @dataclass(frozen=True)
 class Device:
     """One accelerator, or one CPU.
@@ -162,6 +163,7 @@ class Device:
         return self.memory_bandwidth * self.bandwidth_efficiency
 
 
+@checked_names
 @dataclass(frozen=True)
 class Link:
     """Link between two devices: a message of n bytes takes ``latency + n / bandwidth`` seconds, each way at the same time.
@@ -201,6 +203,7 @@ SAME_DEVICE = Link(latency=0.0, bandwidth=math.inf)
 """Link of a rank to itself."""
 
 
+@checked_names
 @dataclass(frozen=True)
 class Level:
     """Places a and b with ``a // size == b // size`` are joined by this link, unless a smaller level joins them already.

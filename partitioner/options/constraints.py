@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from partitioner.options.mode import dimension_named
-from passes.ir.arguments.checked import check_fields, one_of
+from passes.ir.arguments.checked import check_fields, checked_names, one_of
 from passes.ir.comm.halo_strategy import HaloStrategy
 from passes.ir.errors import PartitionWarning, first_few, level_of_caller
 from passes.ir.mesh import SEQUENCE, TILE
@@ -34,6 +34,7 @@ _EXAMPLES = {
 }
 
 
+@checked_names
 @dataclass(frozen=True)
 class Constraints:
     """Decisions that a plan must keep to.

@@ -20,10 +20,11 @@ from passes.ir.arguments.conform import conform, hints_of
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError
 
-__all__ = ["Rule", "at_least", "check_fields", "checked_arguments", "each_of", "one_of", "positive", "read_by"]
+__all__ = ["Rule", "at_least", "check_fields", "checked_arguments", "checked_names", "each_of", "one_of", "positive", "read_by"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -77,16 +78,35 @@ def check_fields(instance: Any, values: Mapping[str, Rule] = _EMPTY, examples: M
             object.__setattr__(instance, field.name, checked)
 
 
+def checked_names(kind: type[T]) -> type[T]:
+    """Let the constructor of a dataclass raise ConfigError for unknown, missing and surplus arguments, as ``checked_arguments`` does."""
+    of_kind: Any = kind
+    initialize, signature = of_kind.__init__, inspect.signature(of_kind.__init__)
+
+    @functools.wraps(initialize)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        try:
+            initialize(self, *args, **kwargs)
+        except TypeError:
+            _bind(kind.__name__, signature, (self, *args), kwargs)  # afterwards: valid calls, of which there are many, take no time
+            raise
+
+    of_kind.__init__ = checked
+    return kind
+
+
 def _bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
     """Bind arguments to a signature; a misfit raises ConfigError, which suggests a parameter with a similar name."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
         known = [parameter for parameter in signature.parameters if parameter != "self"]
-        unknown = next((keyword for keyword in kwargs if keyword not in known), None)
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        unknown = None if takes_any else next((keyword for keyword in kwargs if keyword not in known), None)
         near = get_close_matches(unknown, known, n=1) if unknown is not None else []
         meant = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{name}(): {error}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
+        problem = error if unknown is None else f"got an unexpected keyword argument {unknown!r}"  # before those that are missing
+        raise ConfigError(f"{name}(): {problem}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
 
 
 def _check(

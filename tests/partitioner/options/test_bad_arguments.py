@@ -295,6 +295,23 @@ def test_constraints(fields: dict[str, Any], words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "args", "kwargs", "words"),
+    [
+        (Constraints, (), {"axis": {"heads": "tensor"}}, ("'axis'", "did you mean axes? its arguments are device_map")),
+        (Device, (), {"memory": 1}, ("unexpected keyword argument 'memory'", "did you mean memory_bytes?")),
+        (Link, (), {}, ("missing a required argument: 'latency'", "its arguments are latency, bandwidth")),
+        (Cluster, ([DEVICE],), {}, ("'links'", "its arguments are devices, links, places")),
+        (Cluster, ([DEVICE], Link(0.0, 1e9)), {"nodes": 1}, ("'nodes'",)),
+        (Level, (2, Link(0.0, 1e9), True, 3), {}, ("too many positional arguments",)),
+    ],
+)
+def test_unknown_names(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}\(\): ") as caught:
+        kind(*args, **kwargs)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"models": 3}, ("models must be",)),
