@@ -1,7 +1,7 @@
 """Schedules of the user's: registered by name, or passed to ``partition``.
 
     register_schedule("mine", function)                    schedule="mine" in any later call, for any number of microbatches
-    partition(..., schedule=Schedule.parse(text, ...))     the same for the actions of one step, under the schedule's name
+    partition(..., schedule=Schedule.parse(text))          the same for the actions of one step, under the schedule's name
 
 A schedule is checked when it is registered, and again for the numbers that a plan asks for. The planner relies on nothing but its actions.
 """

@@ -27,6 +27,7 @@ from partitioner import (
     PartitionedModel,
     PartitionError,
     Plan,
+    Schedule,
     draw,
     draw_weight,
     partition,
@@ -303,6 +304,7 @@ def test_constraints(fields: dict[str, Any], words: tuple[str, ...]) -> None:
         (Cluster, ([DEVICE],), {}, ("'links'", "its arguments are devices, links, places")),
         (Cluster, ([DEVICE], Link(0.0, 1e9)), {"nodes": 1}, ("'nodes'",)),
         (Level, (2, Link(0.0, 1e9), True, 3), {}, ("too many positional arguments",)),
+        (Schedule, (), {"text": "0F0"}, ("'text'", "its arguments are name, n_microbatches")),
     ],
 )
 def test_unknown_names(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -209,6 +210,36 @@ def test_text_round_trip(name: str, v: int) -> None:
         text = schedule.to_text()
         assert Schedule.parse(text, name=name, stage_ranks=schedule.stage_ranks, n_microbatches=m) == schedule
         assert len(text.splitlines()) == n_ranks
+        assert Schedule.parse(text, name=name) == schedule, "the text has stages, ranks and microbatches"
+
+
+def test_a_text_alone_is_a_schedule() -> None:
+    schedule = Schedule.parse("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1")
+    assert (schedule.stage_ranks, schedule.n_microbatches) == (((0,), (1,)), 2)
+    assert schedule == Schedule.parse(schedule.to_text(), stage_ranks=((0,), (1,)), n_microbatches=2)
+    assert schedule.name.startswith("custom-")
+    assert schedule.name != Schedule.parse("0F0,0B0").name
+
+
+def test_ranks_that_share_a_stage_are_in_the_order_of_microbatches() -> None:
+    assert Schedule.parse("0F1,0B1\n0F0,0B0\n1F0,1B0,1F1,1B1").stage_ranks == ((1, 0), (2,))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (None, {}, "text must be a str, not None"),
+        ("0F0,0B0", {"n_microbatches": "two"}, "n_microbatches must be"),
+        ("0F0,0B0", {"stages": 1}, "its arguments are text, name, stage_ranks, n_microbatches"),
+        ("", {}, "no action of stage 0"),
+        ("0F0,0B0\n2F0,2B0", {}, "no action of stage 1"),
+        ("0F0,0B0\n1F0,1B0", {"stage_ranks": ((0,), (0,))}, r"runs 1F0 on rank 1, which does not fit stage_ranks=\(\(0,\), \(0,\)\)"),
+        ("0F0,0F1,0B0,0B1", {"n_microbatches": 1}, "runs 0F1 on rank 0, which does not fit .*n_microbatches=1"),
+    ],
+)
+def test_a_text_that_is_no_schedule(text: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        Schedule.parse(text, **options)
 
 
 @each_case
