@@ -79,6 +79,15 @@ def test_casts_are_those_of_autocast(dtype: torch.dtype) -> None:
     assert {value.dtype for value in values if isinstance(value, Tensor)} >= {dtype, torch.float32}
 
 
+def test_casts_are_the_same_inside_of_autocast() -> None:
+    model, inputs = many_operations()
+    outside = str(trace(model, inputs, autocast=Autocast("cpu", torch.bfloat16)).graph)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = str(trace(model, inputs, autocast=Autocast("cpu", torch.bfloat16)).graph)
+    assert inside == outside
+    assert "aten._to_copy" in outside or "aten.to.dtype" in outside
+
+
 def test_a_region_of_the_model_itself() -> None:
     class Region(nn.Module):
         def __init__(self) -> None:
