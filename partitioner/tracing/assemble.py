@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from partitioner.tracing.errors import refuse_data_dependent, refuse_sparse
+from partitioner.tracing.errors import refuse_data_dependent, refuse_mixed_products, refuse_sparse
 from partitioner.tracing.export.dynamic_batch import Exported
 from partitioner.tracing.inputs.flatten import has_own_rules, output_names
 from partitioner.tracing.inputs.ties import first_names, merged_parameters
@@ -65,10 +65,12 @@ class Assembly:
         """Return the normal form for these numbers of the open sizes; without open sizes it can be asked for once.
 
         Raises:
-            TraceError: a tensor that is no parameter requires a gradient; or a size follows from no size of the inputs.
+            TraceError: a tensor that is no parameter requires a gradient; a size follows from no size of the inputs; or a product has
+                two dtypes.
         """
         exported, lifted, tied, first = self._exported, self._lifted, self._tied, self._first
         normal = self._normalizer.normalize(sizes)
+        refuse_mixed_products(normal.graph)
         refuse_learned_constants(lifted)
         return ModelGraph(
             module=LazyGraphModule(nn.Module(), normal.graph, self._name),

@@ -20,7 +20,15 @@ from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.ir.errors import Place, TraceError
 
-__all__ = ["depends_on_sizes", "refuse_data_dependent", "refuse_sparse", "refuse_unplaceable", "trace_error", "why_fixed"]
+__all__ = [
+    "depends_on_sizes",
+    "refuse_data_dependent",
+    "refuse_mixed_products",
+    "refuse_sparse",
+    "refuse_unplaceable",
+    "trace_error",
+    "why_fixed",
+]
 
 
 @dataclass(frozen=True)
@@ -307,6 +315,23 @@ def refuse_sparse(model: nn.Module, graph: fx.Graph) -> None:
                 place=place_of(node),
                 remedy="pass sparse=False, or sparse_grad=False: the numbers are the same",
             )
+
+
+def refuse_mixed_products(graph: fx.Graph) -> None:
+    """Raise TraceError for a matrix product of two dtypes: PyTorch refuses it for tensors with values, but not for those of a trace."""
+    for node in graph.nodes:
+        if node.target not in _PRODUCTS:
+            continue
+        dtypes = {value.dtype: None for each in node.all_input_nodes for value in _values_of(each) if isinstance(value, torch.Tensor)}
+        if len(dtypes) > 1:
+            raise TraceError(
+                f"a matrix product needs one dtype, and has {' and '.join(map(str, dtypes))}",
+                place=place_of(node),
+                remedy="pass inputs of the dtype of the parameters, x.float(), or convert the model, model.double()",
+            )
+
+
+_PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def _values_of(node: fx.Node) -> Sequence[Any]:

@@ -349,6 +349,16 @@ def test_what_values_decide_is_refused_with_its_line(name: str) -> None:
     assert ("y.max()" if name in ("item", "tolist") else "torch.where") in str(caught.value)
 
 
+def test_products_of_two_dtypes_are_refused_where_they_are() -> None:
+    """As the model refuses them, and a trace on tensors without values does not."""
+    for x in (torch.ones(4, 6, dtype=torch.long), torch.ones(4, 3, 6).double()):
+        with pytest.raises(TraceError, match=f"needs one dtype, and has .*{x.dtype}") as caught:
+            trace(nn.Sequential(nn.ReLU(), nn.Linear(6, 6)), (x,))
+        assert "module 1" in str(caught.value)
+    with pytest.raises(TraceError, match="needs one dtype"):
+        trace(nn.Linear(6, 6, bias=False), (torch.ones(4, 6).double(),))
+
+
 def test_sparse_tensors_are_refused_where_they_are() -> None:
     model = nn.Linear(6, 6)
     model.register_buffer("graph", torch.eye(6).to_sparse())
