@@ -28,6 +28,7 @@ from partitioner.reports.check.check import Subject, check
 from partitioner.reports.check.report import CheckReport
 from partitioner.runtime.arguments import BoundInputs, bind_inputs, check_shapes
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
+from partitioner.runtime.state.parameters import check_values
 from partitioner.specialize.make_trace import modes_of
 from partitioner.specialize.trace import Trace
 from partitioner.specialize.traces import Match
@@ -71,10 +72,11 @@ class PartitionedModel(InspectedModel):
         With ``inputs="local"`` results hold this rank's rows, and a number that the model returns (its loss) is that of the whole batch.
         A loss of this rank's rows has, as in DistributedDataParallel, the gradients of the mean over ranks; the whole batch's has its own.
         """
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise TraceError(
                 "a partitioned model runs programs on several ranks and is no part of a graph that could be exported or partitioned again",
-                remedy="pass the model itself: torch.export.export(model, ...), or partition the module around it as a whole",
+                remedy="pass the model itself: torch.export.export(model, ...), torch.jit.trace(model, ...), or partition the module "
+                "around it as a whole",
             )
         if torch.compiler.is_compiling():
             from partitioner.model.uncompiled import call_uncompiled  # noqa: PLC0415  it imports Dynamo
@@ -153,6 +155,7 @@ class PartitionedModel(InspectedModel):
         Pass the whole batch on every rank, also with ``inputs="local"``. Gradients, buffers and random states are restored afterwards.
         ``bool(report)`` says whether all is equal.
         """
+        check_values(self._first.state)
         planned = self.traced
         args, kwargs = converted_inputs((args, kwargs), planned.dtype)
         given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)

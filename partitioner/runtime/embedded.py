@@ -23,6 +23,7 @@ from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.transfers import Exchanged, Transfer
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport, writes_in_place
 from partitioner.runtime.executor import ProgramSet, Run
+from partitioner.runtime.failed_operation import raise_with_place
 from passes.ir.comm.primitives import Operation
 from passes.ir.errors import CommunicationError
 from passes.ir.mesh import rank_list
@@ -177,6 +178,7 @@ class EmbeddedRuntime:
 
         Raises:
             CommunicationError: deadlock, all ranks are blocked; names what each waits for.
+            ConfigError: an operation of the model fails.
         """
         mailbox = _Mailbox()
         stream = RandomStream(programs.draws, max((given.get("batch", 0) for given in inputs.values()), default=0), self.devices)
@@ -190,7 +192,10 @@ class EmbeddedRuntime:
                 if not runnable:
                     raise _deadlock(waiting)
                 for rank in runnable:
-                    _advance(rank, running, waiting, results)
+                    try:
+                        _advance(rank, running, waiting, results)
+                    except (RuntimeError, IndexError) as error:
+                        raise_with_place(programs.executables[rank], error)
             stream.finish()
         return results
 

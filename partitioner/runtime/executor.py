@@ -38,8 +38,10 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,7 +74,7 @@ class Executable:
         writer = _Writer(program.module)
         self.program, self.placeholders = program, program.placeholders
         self.source = writer.generator()
-        self._run: Callable[..., Run] = writer.compile(self.source, f"program of rank {program.rank}")
+        self._run: Callable[..., Run] = writer.compile(self.source, self._title)
         self._recorded: Callable[..., Run] | None = None
 
     def start(self, transport: CollectiveTransport, inputs: Mapping[str, Any]) -> Run:
@@ -87,9 +89,36 @@ class Executable:
             return self._run(transport, *values)
         if self._recorded is None:
             writer = _Writer(self.program.module, recorded=True)
-            self._recorded = writer.compile(writer.generator(), f"recorded program of rank {self.program.rank}")
+            self._recorded = writer.compile(writer.generator(), f"recorded {self._title}")
         run = self._recorded(transport, *values, recorder)
         return in_profiler_ranges(run, f"{self.program.kind} of rank {self.program.rank}", recorder) if is_profiled else run
+
+    def failed_node(self, error: BaseException) -> fx.Node | None:
+        """Return the node whose operation raised an error inside of PyTorch; None if other code did, such as a hook."""
+        found: fx.Node | None = None
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            file = frame.f_code.co_filename
+            written = self._written(file)
+            if written is not None:
+                graph, source = written
+                name = source.splitlines()[line - 1].split()[0]
+                found = next((node for node in graph.nodes if node.name == name), None)
+            elif not file.startswith(_CODE_OF_TORCH):
+                found = None
+        return found
+
+    @property
+    def _title(self) -> str:
+        """The name of the program in tracebacks."""
+        return f"program of rank {self.program.rank}"
+
+    def _written(self, file: str) -> tuple[fx.Graph, str] | None:
+        """Return the graph, and its text, that has this name in tracebacks; None for other code."""
+        title, module = file[1:-1], self.program.module
+        if title in (self._title, f"recorded {self._title}"):
+            return module.graph, _Writer(module, recorded=title != self._title).generator()
+        stage = dict(module.named_children()).get(title)
+        return (stage.graph.graph, _Writer(stage.graph).function()) if isinstance(stage, StageCall) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +137,10 @@ class ProgramSet:
     def draws(self) -> ProgramDraws:
         """The random numbers that the programs draw."""
         return ProgramDraws(self.programs)
+
+
+_CODE_OF_TORCH = ("<eval_with_key>", str(Path(torch.__file__).parent))
+"""Beginnings of the names of files in tracebacks: graphs that ``torch.fx`` writes, and PyTorch."""
 
 
 class _Writer:

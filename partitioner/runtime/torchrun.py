@@ -15,7 +15,8 @@ from torch import Tensor
 from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.torch_distributed import all_gather_single, as_bytes, wait_for
 from partitioner.runtime.collectives.transfers import Exchanged, Transfer, exchange
-from partitioner.runtime.executor import ProgramSet, Run
+from partitioner.runtime.executor import Executable, ProgramSet
+from partitioner.runtime.failed_operation import raise_with_place
 from partitioner.runtime.process import launcher
 from partitioner.runtime.process.call_order import sample_of
 from partitioner.runtime.process.groups import Connection, Members
@@ -98,7 +99,7 @@ class TorchrunRuntime:
 
         Raises:
             CommunicationError: another rank has left, or did not answer in time; names the first failure of any rank.
-            ConfigError: the ranks run different programs.
+            ConfigError: the ranks run different programs; or an operation of the model fails.
         """
         with self.failing_together() as connection, torch.no_grad():
             prepared = self._prepare(programs)
@@ -110,8 +111,7 @@ class TorchrunRuntime:
             connection.open(prepared.traffic)
             stream = RandomStream(programs.draws, inputs[self._rank].get("batch", 0), [self.devices[self._rank]])
             transport = DistributedTransport(connection, prepared, stream)
-            run = programs.executables[self._rank].start(transport, inputs[self._rank])
-            result = _result_of(run)
+            result = _result_of(programs.executables[self._rank], transport, inputs[self._rank])
             stream.finish()
             transport.finish()
         return {self._rank: result}
@@ -179,12 +179,14 @@ class TorchrunRuntime:
         return self._prepared[programs]
 
 
-def _result_of(run: Run) -> Any:
+def _result_of(executable: Executable, transport: DistributedTransport, inputs: Mapping[str, Any]) -> Any:
     """Run a program to its end, and return its result; it never waits, since ``DistributedTransport.ready`` is always true."""
     try:
-        next(run)
+        next(executable.start(transport, inputs))
     except StopIteration as end:
         return end.value
+    except (RuntimeError, IndexError) as error:
+        raise_with_place(executable, error)
     raise AssertionError("the program waits")
 
 

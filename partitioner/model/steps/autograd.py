@@ -69,7 +69,10 @@ class _PartitionedCall(torch.autograd.Function):
             )
         saved, ctx.saved = ctx.saved, None
         if saved is None:
-            raise RuntimeError("the backward of this call has run already: a partitioned forward keeps nothing for a second one")
+            raise ConfigError(
+                "the backward of this call has run already: a partitioned forward keeps nothing for a second one (retain_graph=True)",
+                remedy="add the losses and call backward() once, or call pm(...) again",
+            )
         of_inputs = ctx.run(saved, gradients)
         n_parameters = len(ctx.needs_input_grad) - _FIRST_INPUT - len(of_inputs)
         return *(None,) * _FIRST_INPUT, *of_inputs, *(None,) * n_parameters  # programs have added the gradients of parameters

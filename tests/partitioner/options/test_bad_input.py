@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from partitioner import (
     TraceError,
     partition,
 )
+from tests.support.running.slow_values import slow
 
 X = torch.randn(8, 4)
 
@@ -184,7 +186,7 @@ def test_states_that_do_not_fit(pm: PartitionedModel) -> None:
 def test_a_second_backward_is_refused(pm: PartitionedModel) -> None:
     loss = pm(X).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="keeps nothing for a second one"):
+    with pytest.raises(ConfigError, match=r"(?s)keeps nothing for a second one.*add the losses and call backward\(\) once"):
         loss.backward()
     pm.zero_grad()
 
@@ -194,8 +196,50 @@ def test_meta_models_plan_but_do_not_run() -> None:
         model = mlp()
     pm = partition(model, devices=2, mode="pipeline", example_inputs=(torch.empty(8, 4, device="meta"),))
     assert len(pm.graphs) == 2
-    with pytest.raises(ConfigError, match="meta device"):
-        pm(torch.empty(8, 4, device="meta"))
+    for run in (pm, pm.check):
+        with pytest.raises(ConfigError, match=r"the model is on the meta device.*have shapes but no numbers"):
+            run(torch.empty(8, 4, device="meta"))
+
+
+WORDS = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+
+
+def recorded(pm: PartitionedModel, ids: Tensor) -> None:
+    with pm.record():
+        pm(ids)
+
+
+@pytest.mark.parametrize("mode", ["pipeline", *slow("data", "fsdp", "tensor")])
+def test_an_operation_that_fails_is_named(mode: str) -> None:
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    pm = partition(WORDS, 2, mode, example_inputs=ids)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: torch.no_grad()(pm)(ids + 9),
+        lambda: pm(ids + 9),
+        lambda: pm.train_step(ids + 9, loss_fn=lambda output, _target: output.mean()),
+        functools.partial(recorded, pm, ids + 9),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"rank \d cannot compute embedding\w*: index out of range in self") as caught:
+            call()
+        assert "where: module 0, operation aten.embedding.default, at " in str(caught.value)
+        assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_errors_of_hooks_are_their_own() -> None:
+    def fail(_parameter: Tensor) -> None:
+        raise RuntimeError("of the hook")
+
+    pm = partition(mlp(), 2, "pipeline", example_inputs=X)
+    next(pm.parameters()).register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RuntimeError, match="of the hook"):
+        pm.train_step(X, loss_fn=lambda output, _target: output.mean())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_jit_is_refused(pm: PartitionedModel) -> None:
+    with pytest.raises(TraceError, match=r"(?s)runs programs on several ranks.*torch.jit.trace\(model, ...\)"):
+        torch.jit.trace(pm, X)
 
 
 class Branches(nn.Module):

@@ -45,7 +45,7 @@ def test_the_sum_of_losses_counts_its_bytes(dtype: torch.dtype) -> None:
     assert node.meta["bytes"] == dtype.itemsize
 
 
-PLAN = {"mode": {"pipeline": 2}, "n_microbatches": 2, "schedule": "1F1B", "stages_per_device": 1, "recompute": "none"}
+PLAN: dict[str, Any] = {"mode": {"pipeline": 2}, "n_microbatches": 2, "schedule": "1F1B", "stages_per_device": 1, "recompute": "none"}
 
 
 def with_plan(**options: Any) -> PartitionedModel:

@@ -156,7 +156,7 @@ def test_gradients_wait_for_backward() -> None:
         loss.backward()
     model(x, labels=labels)["loss"].backward()
     check_gradients(pm, model)
-    with pytest.raises(RuntimeError, match="the backward of this call has run already"):
+    with pytest.raises(ConfigError, match="the backward of this call has run already"):
         loss.backward()
 
 
