@@ -38,6 +38,7 @@ from partitioner.planner.search.space import (
     allowed_tiles,
     allowed_widths,
     candidates_of,
+    replicas_of_few_rows,
     usual_meshes,
     without_equal_nestings,
 )
@@ -196,6 +197,8 @@ class _Auto:
         self._search_meshes([mesh for mesh in others if SEQUENCE in mesh.names], bounds)  # many, in several ways to share attention
         if self._search.best is None:  # tiles need less memory than whole images
             self._search_meshes([mesh for mesh in allowed_tiles(*known, tight=True) if mesh not in shapes], bounds)
+        if self._search.best is None:
+            self._search_meshes([mesh for mesh in replicas_of_few_rows(*known) if mesh not in shapes], bounds)
         self._search.prove()
 
     def _open_with_sharing(self, meshes: Iterable[Mesh], bounds: MeshBounds) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "allowed_tiles",
     "allowed_widths",
     "candidates_of",
+    "replicas_of_few_rows",
     "tile_shapes",
     "usual_meshes",
     "without_equal_nestings",
@@ -48,11 +49,24 @@ def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, re
     """
     n_devices = len(cluster.devices)
     is_heterogeneous = len(set(cluster.devices)) > 1
+    shapes = mesh_shapes(n_devices, graph.batch_size, levels=is_heterogeneous or not isinstance(cluster.links, Link))
+    yield from _allowed(itertools.chain(shapes, _hybrid_sharding(n_devices, graph.batch_size, cluster)), model, request)
+
+
+def replicas_of_few_rows(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
+    """Yield the mesh of replicas for a batch of fewer rows than devices, if the user allows it: each computes all rows."""
+    n_devices = len(cluster.devices)
+    if graph.batch_size < n_devices:
+        yield from _allowed([Mesh((("data", n_devices),))], model, request)
+
+
+def _allowed(shapes: Iterable[Mesh], model: CuttableModel, request: PlanRequest) -> Iterator[Mesh]:
+    """Yield the meshes that fit the model and the user's constraints."""
     wants_stages = request.schedule is not None or request.stages_per_rank is not None
     wants_stages |= any(value is not None for value in (request.constraints.split_spec, request.constraints.pin))
     named = named_dimensions(request.constraints)
-    shapes = mesh_shapes(n_devices, graph.batch_size, levels=is_heterogeneous or not isinstance(cluster.links, Link))
-    for mesh in itertools.chain(shapes, _hybrid_sharding(n_devices, graph.batch_size, cluster)):
+    n_devices = len(request.devices)
+    for mesh in shapes:
         stages = stages_length(mesh)
         if not named <= set(mesh.names):
             continue

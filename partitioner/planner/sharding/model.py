@@ -416,9 +416,10 @@ class CuttableModel:
         if chosen is None or not chosen.axes:
             chosen = problem.solve(count, math.inf)
         if chosen is None or not chosen.axes:
+            is_named = self._request.mode != "auto"
             raise ConfigError(
                 f"no axis of the model's parameters can be cut into {count} parts",
-                remedy="use fewer devices for this mesh dimension, or another mode",
+                remedy="use fewer devices for this mesh dimension, or another mode" if is_named else "pass fewer devices, or name a mode",
             )
         return chosen
 

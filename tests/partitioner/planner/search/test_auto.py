@@ -16,7 +16,7 @@ from torch import nn
 
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from cost_models.hardware.units import parse_bytes
-from partitioner import Constraints, InfeasiblePlanError, Plan, partition
+from partitioner import ConfigError, Constraints, InfeasiblePlanError, Plan, partition
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.plan_mesh import plan_mesh
@@ -118,6 +118,18 @@ def test_any_number_of_devices_in_training_and_evaluation(devices: int, training
     pm = partition(model, devices=devices, example_inputs=(x,), progress=False)
     torch.testing.assert_close(pm(x), model(x))
     assert pm.plan.grid.size == devices
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_few_rows_of_a_small_model_on_many_devices(rows: int) -> None:
+    """No axis of the model has a part for each device, nor has the batch: all compute all rows."""
+    model, x = nn.Linear(3, 2), torch.randn(rows, 3)
+    pm = partition(model, 8, "auto", example_inputs=x, progress=False)
+    assert pm.plan.mesh == (("data", 8),)
+    with pytest.warns(UserWarning, match=f"a batch of {rows} rows does not divide over 8 ranks: each computes all of it"):
+        torch.testing.assert_close(pm(x), model(x))
+    with pytest.raises(ConfigError, match=r"(?s)cut into .* parts.*remedy: pass fewer devices, or name a mode"):
+        partition(model, 8, "auto", example_inputs=x, schedule="1F1B", progress=False)
 
 
 def test_a_model_without_a_batch() -> None:
