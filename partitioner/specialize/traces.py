@@ -27,7 +27,8 @@ from partitioner.specialize.changes import decides, refuse_changes
 from partitioner.specialize.make_trace import requiring_in_trace, trace_for, trace_of_graph, trace_of_sizes, with_requiring
 from partitioner.specialize.signature import Call, Signature, call_of
 from partitioner.specialize.trace import Trace, Tracing
-from partitioner.tracing.inputs.flatten import check_dense
+from partitioner.tracing.inputs.batch_dims import argument_of
+from partitioner.tracing.inputs.flatten import check_dense, flatten_inputs
 from passes.graph.equivalence import graph_digest
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError, PartitionWarning, TraceError, level_of_caller
@@ -242,10 +243,13 @@ class Traces(Generic[S]):
         except TraceError as error:
             if near is not None:
                 return near
+            inputs = flatten_inputs(self._first.original, args, kwargs)
+            named = {index: None for index, name in enumerate(inputs.names) if argument_of(name) in map(argument_of, tracing.batch_dims)}
             raise ConfigError(
                 f"the call passes other arguments than the example, and with these {error.problem}",
                 place=error.place,
-                remedy="pass the arguments of the example; or call the model itself with these, to see whether it takes them",
+                remedy="pass the arguments of the example; or call the model itself with these, to see whether it takes them"
+                + dataclasses.replace(inputs, batch_dims=named).other_batch(),
             ) from error
 
     def _text(self, served: S) -> str | None:

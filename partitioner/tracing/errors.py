@@ -188,8 +188,12 @@ def depends_on_sizes(error: Exception) -> bool:
     return not any(kind.whatever_size and kind.matches(error) for kind in _KINDS)
 
 
-def trace_error(model: nn.Module, error: Exception) -> TraceError:
-    """Return the error to raise, ``from`` the given one, in place of an error of ``torch.export``."""
+def trace_error(model: nn.Module, error: Exception, clause: str = "") -> TraceError:
+    """Return the error to raise, ``from`` the given one, in place of an error of ``torch.export``.
+
+    Args:
+        clause: for the end of the remedy of an error that other inputs may avoid.
+    """
     if isinstance(error, TraceError):
         return error
     place = _place(model, error)
@@ -205,7 +209,7 @@ def trace_error(model: nn.Module, error: Exception) -> TraceError:
     return TraceError(
         f"{name} cannot be traced with the example inputs: {type(error).__name__}: {message}",
         place=place,
-        remedy="call the model itself with the example inputs; if that works, that line does what torch.export does not support",
+        remedy="call the model itself with the example inputs; if that works, that line does what torch.export does not support" + clause,
     )
 
 

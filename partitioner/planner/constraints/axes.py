@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 
 from torch import fx
 
@@ -22,7 +23,7 @@ from passes.analysis.axis_names import axes_named, batch_axes, space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import SPACE, Shard
-from passes.ir.mesh import ROWS, SEQUENCE, STAGES, TILE, TILES, Mesh
+from passes.ir.mesh import DIMENSIONS, ROWS, SEQUENCE, STAGES, TILE, TILES, Mesh
 from passes.spmd.propagate.layouts import Layouts
 
 __all__ = ["NAMED_FIRST", "check_dimensions", "check_sharded", "constrained_axes", "named_dimensions"]
@@ -66,9 +67,13 @@ def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
         named.append((f"attention={constraints.attention!r}", SEQUENCE))
     for said, dimension in named:
         if dimension not in mesh.names and not _dimensions_named(dimension, mesh):
+            is_known = dimension in (*DIMENSIONS, *TILES)
+            near = () if is_known else get_close_matches(dimension, DIMENSIONS, n=1)
             raise ConfigError(
                 f"{said} names the mesh dimension {dimension!r}, and the mesh has {', '.join(mesh.names)}",
-                remedy=f'choose one of these, or add it: mode={{"{dimension}": 2, ...}}',
+                remedy=f'choose one of these, or add it: mode={{"{dimension}": 2, ...}}'
+                if is_known
+                else f"{''.join(f'did you mean {each!r}? ' for each in near)}a mesh may have the dimensions {', '.join(DIMENSIONS)}",
             )
         if dimension in STAGES:
             raise ConfigError(f"{said}: {dimension!r} cuts the graph, not axes", remedy="use device_map, split_spec or pin for stages")

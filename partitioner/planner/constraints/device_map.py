@@ -140,7 +140,14 @@ def _rank(name: str, device: int | str | torch.device, devices: Sequence[str]) -
     if isinstance(device, int):
         if 0 <= device < len(devices):
             return device
-        raise ConfigError(f"device_map puts {name!r} on rank {device}, there are ranks 0 to {len(devices) - 1}", remedy="use one of these")
+        if len(devices) == 1:
+            raise ConfigError(
+                f"device_map puts {name!r} on rank {device}, and the mesh has one rank for stages",
+                remedy='leave device_map out, or let stages be on several ranks: mode="pipeline" or "model"',
+            )
+        raise ConfigError(
+            f"device_map puts {name!r} on rank {device}, and stages are on ranks 0 to {len(devices) - 1}", remedy="use one of these"
+        )
     ranks = [rank for rank, text in enumerate(devices) if text == str(device)]
     if len(ranks) == 1:
         return ranks[0]

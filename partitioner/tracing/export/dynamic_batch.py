@@ -187,7 +187,7 @@ def export_fixed(model: nn.Module, inputs: ModelInputs, training: bool, layout: 
         if size == layout.size or not depends_on_sizes(result):
             break
     assert first_error is not None
-    raise trace_error(model, first_error) from first_error
+    raise trace_error(model, first_error, inputs.other_batch()) from first_error
 
 
 def _at_size(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout, size: int) -> Exported | Exception:

@@ -8,7 +8,7 @@ A name is that of an argument, for all tensors in it, or of one tensor, as error
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
-__all__ = ["TARGET", "BatchDims", "accidental_batch", "argument_of", "input_dims", "no_batch_remedy", "target_dims"]
+__all__ = ["TARGET", "BatchDims", "accidental_batch", "argument_of", "input_dims", "no_batch_remedy", "other_batch", "target_dims"]
 
 BatchDims = Mapping[str, int | None]
 """Name of an argument, or of a tensor in it -> the dimension of the batch; None: it has none."""
@@ -97,4 +97,23 @@ def no_batch_remedy(names: Collection[str]) -> str:
 def accidental_batch(graph: ModelGraph) -> str:
     """Return a clause for remedies of rows that meet: an input may be as long as the batch by accident. Empty where one input has it."""
     others = [leaf.name for leaf in graph.inputs if leaf.batch_dim is not None][1:]
-    return f"; if an input is as long as the batch by accident, say so: {no_batch_remedy(others)}" if others else ""
+    by_accident = f"; if an input is as long as the batch by accident, say so: {no_batch_remedy(others)}" if others else ""
+    return by_accident + other_batch(((leaf.name, leaf.shape, leaf.batch_dim) for leaf in graph.inputs), graph.batch_size)
+
+
+def other_batch(inputs: Iterable[tuple[str, Sequence[object], int | None]], size: int) -> str:
+    """Return a clause for remedies: an input may have its batch in another dimension of that size. Empty where none has such a dimension.
+
+    Args:
+        inputs: name, shape and assumed batch dimension of each.
+        size: of the batch.
+    """
+    found = dict[str, int]()
+    for name, shape, batch_dim in inputs:
+        dimensions = [dimension for dimension, each in enumerate(shape) if each == size and dimension != batch_dim]
+        if dimensions and size > 1:
+            found[name] = dimensions[0]
+    if not found:
+        return ""
+    option = ", ".join(f'"{name}": {dimension}' for name, dimension in found.items())
+    return f"; if the batch of {', '.join(found)} is in another dimension, say so: batch_dims={{{option}}}"

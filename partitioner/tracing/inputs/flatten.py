@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from partitioner.tracing.inputs.argument_types import check_argument
+from partitioner.tracing.inputs.batch_dims import other_batch
 from partitioner.tracing.inputs.kv_caches import register_caches
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
@@ -93,6 +94,13 @@ class ModelInputs:
                     batch_dims.append((index, candidate))
                     break
         return BatchLayout(size, tuple(batch_dims), frozenset(named))
+
+    def other_batch(self) -> str:
+        """Return a clause for remedies that names the inputs whose batch may be in another dimension than assumed; see ``other_batch``."""
+        layout = self.batch_layout(0)
+        dimensions = dict(layout.dimensions)
+        unnamed = ((index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and index not in self.batch_dims)
+        return other_batch(((self.names[index], leaf.shape, dimensions.get(index)) for index, leaf in unnamed), layout.size)
 
     def _size_of(self, named: Mapping[int, int]) -> int | None:
         """Return the size of the dimensions that the caller names; None if there are none."""

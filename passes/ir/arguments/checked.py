@@ -50,11 +50,12 @@ def checked_arguments(
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            bound = _bind(function.__qualname__, signature, args, kwargs)
+            bound = _bind(_name(function, signature, args), signature, args, kwargs)
             try:
                 _check(function, signature, bound, values, examples)
             except ConfigError as error:
-                raise ConfigError(f"{function.__qualname__}(): {error.problem}", place=error.place, remedy=error.remedy) from error
+                problem = f"{_name(function, signature, args)}(): {error.problem}"
+                raise ConfigError(problem, place=error.place, remedy=error.remedy) from error
             return function(*bound.args, **bound.kwargs)
 
         return checked
@@ -76,6 +77,12 @@ def check_fields(instance: Any, values: Mapping[str, Rule] = _EMPTY, examples: M
             raise ConfigError(f"{kind.__name__}: {error.problem}", place=error.place, remedy=error.remedy) from error
         if checked is not value:
             object.__setattr__(instance, field.name, checked)
+
+
+def _name(function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...]) -> str:
+    """Return the name of a function for errors: that of a method has the class of its object, since a base class may be internal."""
+    is_method = bool(args) and next(iter(signature.parameters), None) == "self"
+    return f"{type(args[0]).__name__}.{function.__name__}" if is_method else function.__qualname__
 
 
 def checked_names(kind: type[T]) -> type[T]:

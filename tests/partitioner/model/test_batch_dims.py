@@ -142,6 +142,30 @@ def test_targets_that_do_not_fit_are_named(batch_dims: dict[str, int | None], ma
         pm.train_step(x, target=torch.randint(cases.WIDTH, (3, ROWS)), loss_fn=flat_loss)
 
 
+class Carried(nn.Module):
+    """Returns the state of a GRU, (layers, batch, width), which a later call takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gru, self.head = nn.GRU(cases.WIDTH, 8, 2, batch_first=True), nn.Linear(8, cases.WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z, state = self.gru(x, state)
+        return self.head(z), state
+
+
+def test_a_state_with_its_batch_in_another_dimension_names_the_option() -> None:
+    x, state, named = torch.randn(ROWS, 3, cases.WIDTH), torch.randn(2, ROWS, 8), r'say so: batch_dims=\{"state": 1\}'
+    options: dict[str, Any] = {"devices": 2, "mode": "pipeline", "n_microbatches": 2, "progress": False}
+    with pytest.raises(ConfigError, match=f"(?s)cannot be cut into 2 microbatches.*if the batch of state is in another dimension, {named}"):
+        partition(Carried(), example_inputs=(x, state), **options)
+    with pytest.raises(ConfigError, match=f"(?s)the call passes other arguments than the example.*{named}"):
+        partition(Carried(), example_inputs=(x,), **options)(x, state)
+    pm = partition(Carried(), example_inputs=(x,), batch_dims={"state": 1}, **options)
+    torch.testing.assert_close(pm(x, state), Carried()(x, state))
+
+
 def test_inputs_of_unlike_rows_name_the_option() -> None:
     pm = partition(Positions(), devices=2, mode="data", example_inputs=(torch.randint(8, (ROWS, 6)), torch.arange(ROWS)))
     with pytest.raises(ConfigError, match=r'partition\(..., batch_dims=\{"places": None\}\)'):

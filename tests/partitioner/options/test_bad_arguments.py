@@ -295,6 +295,13 @@ def test_constraints(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_errors_name_the_public_class(pm: PartitionedModel) -> None:
+    calls: tuple[Callable[..., object], ...] = (pm.simulate, pm.clip_grad_norm_, pm.load_safetensors, pm.load_state_dict)
+    for call in calls:
+        with pytest.raises(ConfigError, match=rf"^PartitionedModel\.{call.__name__}\(\): "):
+            call(Unlike())
+
+
 @pytest.mark.parametrize(
     ("kind", "args", "kwargs", "words"),
     [

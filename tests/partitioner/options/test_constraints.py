@@ -135,6 +135,11 @@ def test_what_cannot_be_kept_is_refused_by_name(constraints: dict[str, Any], mes
         planned(2, Constraints(**constraints))
 
 
+def test_a_device_map_without_stages_names_modes_that_have_them() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)'head' on rank 1, and the mesh has one rank for stages.*mode=\"pipeline\" or \"model\""):
+        planned(1, Constraints(device_map={"head": 1}))
+
+
 def test_two_ranks_on_one_device_need_numbers() -> None:
     request = PlanRequest("pipeline", ("cpu", "cpu"), constraints=Constraints(device_map={"head": "cpu"}))
     with pytest.raises(ConfigError, match="2 ranks run there"):

@@ -129,6 +129,8 @@ def test_one_axis_of_several_is_named_by_its_number() -> None:
 @pytest.mark.parametrize(
     ("axes", "mode", "words"),
     [
+        ({"heads": "foo"}, "tensor", ("'foo'", "a mesh may have the dimensions model, pipeline, tensor")),
+        ({"heads": "sequense"}, "tensor", ("'sequense'", "did you mean 'sequence'?")),
         pytest.param({"head_count": "tensor"}, "tensor", ("no axis 'head_count'", "heads", "ffn"), marks=pytest.mark.slow),
         ({"heads": "expert"}, "tensor", ("'expert'", "the mesh has tensor")),
         pytest.param({"heads": "tensor"}, "pipeline", ("'tensor'", "the mesh has pipeline"), marks=pytest.mark.slow),
