@@ -308,7 +308,7 @@ class _Auto:
         whole = self._search
         assert whole.best is not None
         proved = whole.best[1].step_time * (1 - whole.gap)
-        gap = (plan.gap or 0.0) if search is whole else max(0.0, 1 - proved / plan.step_time)
+        gap = (plan.gap or 0.0) if search is whole or not plan.step_time else max(0.0, 1 - proved / plan.step_time)
         searched = searched_words(len(whole.solutions), len(whole.meshes), self._n_cuts, gap, interrupted=whole.interrupted)
         front = pareto_front((option.words, solution) for option, solution in whole.solutions)
         return dataclasses.replace(plan.predicted(searched=searched, gap=gap, front=front), weights=weights_digest(self._graph))

@@ -132,6 +132,14 @@ def test_few_rows_of_a_small_model_on_many_devices(rows: int) -> None:
         partition(model, 8, "auto", example_inputs=x, schedule="1F1B", progress=False)
 
 
+def test_a_model_that_computes_nothing() -> None:
+    """Its planned step takes no time, of which no fraction can be saved."""
+    x = torch.randn(6, 6)
+    pm = partition(nn.Identity(), 2, example_inputs=(x,), progress=False)
+    assert torch.equal(pm(x), x)
+    assert pm.plan.gap == 0.0
+
+
 def test_a_model_without_a_batch() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
