@@ -287,7 +287,7 @@ def test_unfit_requests_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="there is no attention='flash'"):
         Constraints(attention="flash")
     with pytest.raises(ConfigError, match="names the mesh dimension 'sequence', and the mesh has data"):
-        _partitioned(Attention(), 2, _inputs(), "ulysses", "data")
+        _partitioned(Attention().double(), 2, _inputs(), "ulysses", "data")
 
 
 def test_the_choice_is_part_of_the_plan() -> None:
