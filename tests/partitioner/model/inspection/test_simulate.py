@@ -54,7 +54,6 @@ def test_a_simulation_has_the_limits_of_its_machine(pm: PartitionedModel) -> Non
 def test_equal_devices_share_a_row(pm: PartitionedModel) -> None:
     found = pm.simulate()
     first, second = found.memory
-    assert first != dataclasses.replace(first, activations=first.activations + 2**20)
     rows = [line.split()[0] for line in str(dataclasses.replace(found, memory=(first,) * 64)).splitlines() if "KiB" in line]
     assert rows[0] == "0-63"
     longer = dataclasses.replace(second, activations=second.activations + 2**20)
