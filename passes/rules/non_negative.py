@@ -89,7 +89,8 @@ def _is_non_negative(node: fx.Node, value: Tensor, found: Collection[str]) -> bo
         return isinstance(number, int) and number >= 0
     if kind in _MOVED:
         moved = node.args[0]
-        return all(isinstance(each, fx.Node) and each.name in found for each in (moved if isinstance(moved, list | tuple) else [moved]))
+        sources = moved if isinstance(moved, list | tuple) else [moved]  # a view of another dtype reads the bytes as other numbers
+        return all(isinstance(each, fx.Node) and each.name in found and each.meta["val"].dtype == value.dtype for each in sources)
     if kind in _CAST:
         source = node.args[0]
         return isinstance(source, fx.Node) and source.name in found
