@@ -111,19 +111,23 @@ def _stages(plan: Plan, after: ModelGraph, firsts: Sequence[str] | None, held: S
 def _first_nodes(
     plan: Plan, keys: Sequence[tuple[str, _Key]], new_keys: Sequence[tuple[str, _Key]], found: Mapping[_Key, str]
 ) -> list[str] | None:
-    """Return the first node of each stage in another trace; None if a stage has none.
+    """Return the first node of each stage in another trace; None if a stage has none, or they are in another order there.
 
     Args:
         keys, new_keys: of the operations of both traces.
         found: key -> operation of the other trace.
     """
     starts, known, firsts = {name: index for index, (name, _) in enumerate(keys)}, {key for _, key in keys}, list[str]()
+    new_starts = {name: index for index, (name, _) in enumerate(new_keys)}
     for stage in plan.stages:
         start = starts.get(stage.first_node, len(keys))  # a stage that computes nothing begins with the output
         first = next((found[key] for _, key in keys[start:] if key in found), None)
-        if first is None or first in firsts:
+        if first is None:
             return None
-        firsts.append(_with_what_is_new(first, new_keys, known))
+        first = _with_what_is_new(first, new_keys, known)
+        if firsts and new_starts[first] <= new_starts[firsts[-1]]:
+            return None
+        firsts.append(first)
     return firsts
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from partitioner import ConfigError
+from partitioner import ConfigError, Constraints, partition
 from tests.support.processes.processes import Workers
 from tests.support.running.later_calls import MODELS, difference
 
@@ -49,3 +51,24 @@ def test_parameters_of_a_later_stage_that_are_read_first(workers: Callable[[int]
         assert isinstance(answer.error, ConfigError), answer.error
         assert "reads" in str(answer.error)
         assert "partition the model with an example" in str(answer.error)
+
+
+class Reordered(nn.Module):
+    """Blocks whose order an argument changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor, swap: bool = False) -> Tensor:
+        x = self.first(x)
+        result: Tensor = self.second(self.third(x)) if swap else self.third(self.second(x))
+        return result
+
+
+def test_stages_whose_first_operations_run_in_another_order() -> None:
+    model, x = Reordered(), torch.randn(4, 8)
+    cuts = Constraints(split_spec={"second": "beginning", "third": "beginning"})
+    pm = partition(model, 3, "pipeline", example_inputs=(x,), constraints=cuts)
+    for swap in (False, True):
+        torch.testing.assert_close(pm(x, swap), model(x, swap))
