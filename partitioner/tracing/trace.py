@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -143,11 +143,12 @@ def _add_batch_note(graph: ModelGraph) -> ModelGraph:
 def _trace_open(source: Source, open_sizes: Collection[str]) -> tuple[ModelGraph, Opened | None]:
     """Trace with an open batch size if possible, else with that of the inputs. Layers with ``batch_first=False`` have it in dimension 1."""
     model, layout = source.model, source.inputs.batch_layout(0)
-    batch_first = open_trace(source, layout, open_sizes=open_sizes)
+    batch_first = open_trace(source, layout, source.inputs.sizes_of(layout, open_sizes))
     if isinstance(batch_first, Opened) and _has_splittable_outputs(batch_first.graph):
         return batch_first.graph, batch_first
     if any(getattr(module, "batch_first", None) is False for module in model.modules()):
-        batch_second = open_trace(source, source.inputs.batch_layout(1), open_sizes=open_sizes)
+        second = source.inputs.batch_layout(1)
+        batch_second = open_trace(source, second, source.inputs.sizes_of(second, open_sizes))
         if isinstance(batch_second, Opened) and _has_splittable_outputs(batch_second.graph):
             return batch_second.graph, batch_second
     if isinstance(batch_first, Opened):
@@ -157,14 +158,13 @@ def _trace_open(source: Source, open_sizes: Collection[str]) -> tuple[ModelGraph
     return dataclasses.replace(fixed, notes=(note, *fixed.notes)), None
 
 
-def open_trace(source: Source, layout: BatchLayout, *, open_sizes: Collection[str]) -> Opened | str:
+def open_trace(source: Source, layout: BatchLayout, others: Sequence[tuple[int, int]] = ()) -> Opened | str:
     """Trace with an open batch size; return the reason, as a clause, if that is impossible.
 
     Args:
         layout: where the inputs hold the batch.
-        open_sizes: kinds of other sizes that are left open, as far as the model allows it.
+        others: dimensions of other sizes, pairs (leaf, dimension), that are left open as far as the model allows it.
     """
-    others = tuple(pair for pair, kind in source.inputs.other_sizes(layout).items() if kind in open_sizes)
     exported = export_open(source.model, source.inputs, source.training, layout, others)
     if isinstance(exported, str):
         return exported
@@ -174,7 +174,7 @@ def open_trace(source: Source, layout: BatchLayout, *, open_sizes: Collection[st
     except TraceError as error:
         if not exported.sizes:
             raise
-        opened = open_trace(source, layout, open_sizes=())
+        opened = open_trace(source, layout)
         note = f"sizes besides the batch are fixed, and the model is traced again for others: {error.problem}"
         if isinstance(opened, Opened):
             return dataclasses.replace(opened, graph=dataclasses.replace(opened.graph, notes=(*opened.graph.notes, note)))

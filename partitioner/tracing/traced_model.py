@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partitioner.tracing.export.dynamic_batch import takes_twice
 from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.flatten import BatchLayout
 from partitioner.tracing.outputs import add_outputs
@@ -30,8 +31,8 @@ from passes.ir.graph import Autocast, ModelGraph
 
 __all__ = ["TracedModel", "trace_model"]
 
-_OPEN_AT_FIRST, _ALL = ("length",), ("length", "depth", "height", "width")
-"""Kinds of sizes that the first trace leaves open, and all. Each takes time to trace: images of another size get a second trace.
+_OPEN_AT_FIRST = ("length",)
+"""Kinds of sizes that the first trace leaves open. Each takes time to trace: images of another size get a second trace.
 
 A model that takes a part of its weights by numbers gets it at once: these may be heights (``table[:, :height, :width]``)."""
 
@@ -63,12 +64,12 @@ class TracedModel:
     def __init__(self, source: Source, graph: ModelGraph, opened: Opened | None) -> None:
         self._source = source
         self._opened, self._is_all_open = opened, False
+        layout = source.inputs.batch_layout(0) if opened is None else opened.exported.layout
+        self._taken = _sizes_taken(source, layout, {} if opened is None else opened.exported.open_sizes)
         if opened is not None and takes_of_weights(opened.exported.program):
             graph = self._all_open(opened, graph)
-            opened = self._opened
-        layout = source.inputs.batch_layout(0) if opened is None else opened.exported.layout
-        symbols = {} if opened is None else opened.exported.open_sizes
-        self._names = _unique_names(source.inputs.other_sizes(layout), symbols)
+        symbols = {} if self._opened is None else self._opened.exported.open_sizes
+        self._names = _unique_names(self._taken, symbols)
         self.graph = self._with_names(graph)
 
     def at(self, sizes: Mapping[str, int]) -> ModelGraph:
@@ -126,17 +127,16 @@ class TracedModel:
 
     def _all_open(self, opened: Opened, graph: ModelGraph) -> ModelGraph:
         """Trace with all sizes open, if possible, to mark slices of tables by a size (``VARIES``); return the example's graph."""
-        layout = opened.exported.layout
-        if set(self._source.inputs.other_sizes(layout).values()) <= set(_OPEN_AT_FIRST):
+        if set(self._taken.values()) <= set(_OPEN_AT_FIRST):
             return graph
-        self._open_all(layout)
+        self._open_all(opened.exported.layout)
         assert self._opened is not None
         return graph if self._opened is opened else dataclasses.replace(self._opened.graph, notes=graph.notes)
 
     def _open_all(self, layout: BatchLayout) -> None:
         """Trace once more with all sizes open; keep the first trace if the model does not allow that."""
         self._is_all_open = True
-        opened = open_trace(self._source, layout, open_sizes=_ALL)
+        opened = open_trace(self._source, layout, tuple(self._taken))
         if isinstance(opened, Opened):
             self._opened = opened
 
@@ -173,17 +173,41 @@ class TracedModel:
         return inputs.args, inputs.kwargs
 
 
+def _sizes_taken(source: Source, layout: BatchLayout, symbols: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
+    """Return the sizes that calls may change, pairs (leaf, dimension) -> kind.
+
+    The last dimension of (batch, samples) and (batch, channels, samples) is left out where traces of twice the size, also in all others of
+    this size, show that the model takes one number of features; so is the dimension of channels beside samples.
+    """
+    kinds, leaves = source.inputs.other_sizes(layout), source.inputs.leaves
+
+    def is_taken(*pairs: tuple[int, int]) -> bool:
+        return takes_twice(source.model, source.inputs, source.training, pairs)
+
+    samples: set[tuple[int, int]] = set()
+    for pair in (pair for pair, kind in kinds.items() if kind == "samples"):
+        alike = [(leaf, dim) for leaf, dim in kinds if leaves[leaf].shape[dim] == leaves[pair[0]].shape[pair[1]]]
+        if pair not in samples and is_taken(*alike):
+            samples.update(each for each in alike if kinds[each] == "samples")
+        elif pair not in samples and len(alike) > 1 and is_taken(pair):
+            samples.add(pair)
+    beside = {(leaf, 1) for leaf, dimension in samples if dimension == 2}
+    channels = {pair for pair in beside if pair in kinds and pair not in symbols and not is_taken(pair)}
+    return {pair: kind for pair, kind in kinds.items() if pair not in channels and (kind != "samples" or pair in samples)}
+
+
 def _has_constants_of(graph: ModelGraph, other: ModelGraph) -> bool:
     """Return whether a graph computes with the constants of another one, whose values ranks hold."""
     pairs = [(value, other.constants.get(name)) for name, value in graph.constants.items()]
     return all(value is held or (held is not None and not value.is_meta and torch.equal(value, held)) for value, held in pairs)
 
 
-def _unique_names(names: Mapping[tuple[int, int], str], symbols: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
-    """Return a name for each size: one for all dimensions of one symbol; ``length``, ``length_2``, ... for several of a name."""
+def _unique_names(kinds: Mapping[tuple[int, int], str], symbols: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
+    """Return a name for each size: one for all dimensions of one symbol; ``length``, ``length_2``, ... for several of a kind."""
     unique: dict[tuple[int, int], str] = {}
     by_symbol: dict[object, str] = {}
-    for pair, name in names.items():
+    for pair, kind in kinds.items():
+        name = "length" if kind == "samples" else kind
         key = symbols.get(pair, pair)
         if key not in by_symbol:
             taken = sum(other.partition("_")[0] == name for other in by_symbol.values())

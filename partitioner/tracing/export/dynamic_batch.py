@@ -29,7 +29,7 @@ from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from passes.ir.errors import ConfigError
 from passes.ir.torch_private import TreeSpec
 
-__all__ = ["Exported", "export_fixed", "export_open", "wrong_dimension"]
+__all__ = ["Exported", "export_fixed", "export_open", "takes_twice", "wrong_dimension"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,16 @@ def export_open(
 def _takes_another_size(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> bool:
     """Return whether a trace with fixed sizes holds another batch size: operations fix open sizes that the model itself does not."""
     return isinstance(_at_size(model, inputs, training, layout, 2 * max(_unique_size(inputs, layout), 2)), Exported)
+
+
+def takes_twice(model: nn.Module, inputs: ModelInputs, training: bool, pairs: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a trace with fixed sizes holds twice the sizes in some dimensions, pairs (leaf, dimension)."""
+    doubled = inputs.with_sizes({(leaf, dimension): 2 * inputs.leaves[leaf].shape[dimension] for leaf, dimension in pairs})
+    try:
+        export(model, doubled, training)
+    except Exception:  # noqa: BLE001  torch.export raises every kind
+        return False
+    return True
 
 
 def _refuse_constant(inputs: ModelInputs, layout: BatchLayout, opened: BatchLayout) -> None:

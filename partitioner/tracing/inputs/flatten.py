@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,10 +113,10 @@ class ModelInputs:
         return next(iter(sizes.values()), None)
 
     def other_sizes(self, layout: BatchLayout) -> dict[tuple[int, int], str]:
-        """Return the dimensions besides the batch that a model may take in any size, pairs (leaf, dimension) -> what the size is called.
+        """Return the dimensions besides the batch that a model may take in any size, pairs (leaf, dimension) -> its kind.
 
-        Those of indices and masks, the steps of sequences of vectors, and the dimensions of space of images. Sizes of zero and one are
-        never left open.
+        Those of indices and masks, the steps of sequences of vectors, the dimensions of space of images, and the last one of other vectors
+        and sequences: samples of a wave, or features. Sizes of zero and one are never left open.
         """
         batch_dims, names = dict(layout.dimensions), dict[tuple[int, int], str]()
         for index, leaf in enumerate(self.leaves):
@@ -125,6 +125,10 @@ class ModelInputs:
                     if leaf.shape[dimension] > 1:
                         names[index, dimension] = name
         return names
+
+    def sizes_of(self, layout: BatchLayout, kinds: Collection[str]) -> tuple[tuple[int, int], ...]:
+        """Return the dimensions of ``other_sizes`` of these kinds."""
+        return tuple(pair for pair, kind in self.other_sizes(layout).items() if kind in kinds)
 
     def with_sizes(self, sizes: Mapping[tuple[int, int], int]) -> ModelInputs:
         """Return the inputs with other sizes, given by (leaf, dimension); the values of resized tensors are undefined."""
@@ -153,6 +157,9 @@ def _open_dimensions(leaf: Tensor, batch_dim: int | None) -> Iterator[tuple[int,
         yield from ((dimension, "length") for dimension in range(leaf.ndim) if dimension != batch_dim)
     elif leaf.ndim == 3 and batch_dim in (0, 1):
         yield 1 - batch_dim, "length"
+        yield 2, "samples"
+    elif leaf.ndim == 2 and batch_dim == 0:
+        yield 1, "samples"
     elif leaf.ndim == 2 and batch_dim is None and leaf.shape[0] == leaf.shape[1]:  # a mask of attention
         yield from ((dimension, "length") for dimension in range(2))
     elif leaf.ndim in _SPACE and batch_dim in (0, None):

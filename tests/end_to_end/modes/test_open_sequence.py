@@ -65,6 +65,30 @@ class Translator(nn.Module):
         return logits
 
 
+class Waves(nn.Module):
+    """Convolutions over the samples of a wave (batch, samples)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(1, 4, 5, stride=2, padding=2), nn.Conv1d(4, 3, 3, padding=1)
+
+    def forward(self, wave: Tensor) -> Tensor:
+        features: Tensor = self.second(torch.relu(self.first(wave[:, None])))
+        return features.transpose(1, 2)
+
+
+class Weighted(nn.Module):
+    """Steps of a sequence, each times a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        logits: Tensor = self.head(x * weights[..., None])
+        return logits
+
+
 TABLE = 16
 
 
@@ -280,3 +304,44 @@ def test_heights_and_widths() -> None:
         assert_trains_alike(model, pm, (torch.randn(ROWS, 3, 20, 10),), torch.randn(ROWS, 2), F.mse_loss)
     with pytest.raises(ConfigError, match=r"args\[0\]|input has shape"):
         pm(torch.randn(ROWS, 5, 16, 16))
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices"),
+    [
+        ("data", 2),
+        *(
+            pytest.param(mode, devices, marks=pytest.mark.slow)
+            for mode, devices in (("tile", 2), ("pipeline", 2), ("tensor", 2), ({"data": 2, "tile": 2}, 4))
+        ),
+    ],
+)
+def test_samples_of_channels(mode: str | Mapping[str, int], devices: int) -> None:
+    model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 2, 3, padding=1)).eval()
+    pm = partition(model, devices, mode, example_inputs=(torch.randn(ROWS, 4, 16),))
+    for length in (24, 17):
+        assert_trains_alike(model, pm, (torch.randn(ROWS, 4, length),), torch.randn(ROWS, 2, length), F.mse_loss)
+    assert pm.plan.prediction.sizes == (("length", 16),)
+    with pytest.raises(ConfigError, match=r"the model was traced with \(batch, 4, length\)"):
+        pm(torch.randn(ROWS, 5, 16))
+
+
+@pytest.mark.parametrize("mode", ["pipeline", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_samples_of_waves(mode: str) -> None:
+    model = Waves()
+    pm = partition(model, 2, mode, example_inputs=(torch.randn(ROWS, 64),))
+    for samples in (100, 33):
+        assert_trains_alike(model, pm, (torch.randn(ROWS, samples),), torch.randn(ROWS, (samples + 1) // 2, 3), F.mse_loss)
+
+
+def test_weights_of_steps_have_the_length_of_the_steps() -> None:
+    model = Weighted()
+    pm = partition(model, 2, "data", example_inputs=(torch.randn(ROWS, 5, 6), torch.rand(ROWS, 5)))
+    assert_trains_alike(model, pm, (torch.randn(ROWS, 9, 6), torch.rand(ROWS, 9)), torch.randn(ROWS, 9, 3), F.mse_loss)
+
+
+@pytest.mark.parametrize(("shape", "called", "words"), [((8,), (9,), "batch, 8"), ((5, 8), (5, 9), "batch, length, 8")])
+def test_other_numbers_of_features_are_refused(shape: tuple[int, ...], called: tuple[int, ...], words: str) -> None:
+    pm = partition(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2, "data", example_inputs=(torch.randn(ROWS, *shape),))
+    with pytest.raises(ConfigError, match=rf"the model was traced with \({words}\)"):
+        pm(torch.randn(ROWS, *called))
