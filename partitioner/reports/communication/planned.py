@@ -128,6 +128,7 @@ class _Planned:
         self.nodes = {node.name: node for node in cut.graph.graph.nodes}
         self.shapes = {node: tensor_shapes(node.meta.get("val")) for node in self.nodes.values()}
         self.sizes = PartSizes(cut.graph, cut.axes, cut.layouts, cut.cut.rows, self.shapes)
+        self.stages = stage_of_nodes(cut.graph, plan.first_nodes)
         self.flowing = nodes_with_gradient(cut.graph) if cut.graph.training else frozenset[str]()
         position = {name: index for index, name in enumerate(self.nodes)}
         self._firsts = [position[name] for name in plan.first_nodes[1:]]
@@ -160,8 +161,7 @@ class _Planned:
         layouts = self.cut.layouts
         if self.graph.training:  # ranks compute the loss of their own rows
             layouts = replace(layouts, needs={**layouts.needs, "output": self._own_rows(layouts)})
-        stages = stage_of_nodes(self.graph, self.plan.first_nodes)
-        known = (self.graph, self.cut.axes, layouts, self.sizes, self.flowing, self.widths, stages)
+        known = (self.graph, self.cut.axes, layouts, self.sizes, self.flowing, self.widths, self.stages)
         for each in with_coalescing_counts(find_exchanges(*known), self.lengths, lambda name: (name,)):
             if (stage := self.stage_of(each.reader)) in self._stages:
                 yield from self._of_exchange(each.in_stages(len(self.plan.stages)), stage)
@@ -217,16 +217,15 @@ class _Planned:
         """Yield the values that stages send to ranks at other pipeline positions."""
         if len(self.plan.stages) == 1:
             return
-        stages, readers = stage_of_nodes(self.graph, self.plan.first_nodes), dict[fx.Node, frozenset[int]]()
+        stages, readers = self.stages, dict[fx.Node, frozenset[int]]()
         for node in reversed(self.nodes.values()):  # through replicable nodes, which stages compute where they read them
             own = (frozenset((stages[user.name],)) if user.name in stages else readers[user] for user in node.users)
             readers[node] = frozenset[int]().union(*own)
         for node in self.nodes.values():
-            reading = readers[node]
-            if node.name not in stages or stages[node.name] not in self._stages or not isinstance(node.meta.get("val"), Tensor):
-                continue
-            source = stages[node.name]
-            places = {self.plan.stages[stage].ranks: stage for stage in sorted(reading, reverse=True)}  # the first reader at each
+            source = stages.get(node.name)
+            if source is None or source not in self._stages or readers[node] <= {source} or not isinstance(node.meta.get("val"), Tensor):
+                continue  # not of these stages, or sent to no other
+            places = {self.plan.stages[stage].ranks: stage for stage in sorted(readers[node], reverse=True)}  # the first reader at each
             places.pop(self.plan.stages[source].ranks, None)
             size = self.numbers[0][self.sizes.results(node)[0].bytes] * self.share[0]
             for target in places.values():

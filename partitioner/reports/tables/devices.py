@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from cost_models.hardware.units import format_bytes, format_flops
 from partitioner.options.batch_statistics import microbatch_effects
@@ -181,10 +184,15 @@ _MOST_CLASSES = 14
 def _parameters_of_ranks(graph: ModelGraph, blocks: Blocks, n_ranks: int) -> list[tuple[int, int]]:
     """Return for each rank the number of parameter elements that it holds, and their bytes."""
     dtypes = {node.name: node.meta["val"].dtype for node in graph.graph.nodes if node.name in graph.parameters}
-    counts, sizes = [0] * n_ranks, [0] * n_ranks
+    counts, sizes = np.zeros((2, n_ranks), np.int64)
     for name, dtype in dtypes.items():
-        for rank, block in blocks.get(name, {}).items():
-            count = math.prod(block.part)
-            counts[rank] += count
-            sizes[rank] += count * dtype.itemsize
-    return list(zip(counts, sizes, strict=True))
+        of_ranks = blocks.get(name, {})
+        ranks = np.fromiter(of_ranks, np.int64, len(of_ranks))
+        held = np.fromiter(map(math.prod, map(_PART, of_ranks.values())), np.int64, len(of_ranks))
+        counts[ranks] += held
+        sizes[ranks] += held * dtype.itemsize
+    return list(zip(counts.tolist(), sizes.tolist(), strict=True))
+
+
+_PART = operator.attrgetter("part")
+"""Shape of a block; models have a million of them on thousands of ranks."""
