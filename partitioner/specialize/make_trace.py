@@ -223,5 +223,5 @@ def _trace(
     def trainable() -> frozenset[str]:
         return frozenset(placeholder for placeholder, name in graph.parameters.items() if name in state.gradients.trained)
 
-    programs = Programs(graph, plan, cuts, runtime, Tensors(state.by_rank, state.slots, trainable), tracing.inputs)
+    programs = Programs(graph, plan, cuts, runtime, Tensors(state.of_rank, trainable), tracing.inputs)
     return Trace(model, graph, plan, runtime, state, programs, assumed, cuts, tracing)

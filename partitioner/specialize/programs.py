@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
-
-from torch import Tensor
+from collections.abc import Callable
 
 from partitioner.options.batch_rows import Inputs, RowParts
 from partitioner.options.batch_statistics import check_values_per_channel
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.executor import Executable, ProgramSet
+from partitioner.runtime.state.parameters import BoundTensors
 from partitioner.specialize.request import Request, Variant
 from partitioner.specialize.shard_holders import PlanCuts
 from partitioner.specialize.sharded_model import ShardedModel
-from passes.ir.comm.unsummed import GradientSlot
 from passes.ir.errors import level_of_caller
 from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
@@ -44,13 +42,11 @@ class Tensors:
     """The tensors of this process that programs are bound to.
 
     Attributes:
-        state: rank of this process -> placeholder -> tensor.
-        slots: rank -> placeholder of a parameter -> where its gradients go.
+        of_rank: returns the tensors of a rank of this process.
         trainable: returns the placeholders of the parameters that get gradients, of all ranks: more of them when some are unfrozen.
     """
 
-    state: Mapping[int, Mapping[str, Tensor]]
-    slots: Mapping[int, Mapping[str, GradientSlot]]
+    of_rank: Callable[[int], BoundTensors]
     trainable: Callable[[], frozenset[str]] = frozenset[str]
 
 
@@ -110,7 +106,7 @@ class Programs:
         sharded, local_ranks = self.sharded(request), self._runtime.local_ranks
         programs = sharded.lowerer.programs(sharded.target(request))
         for rank in local_ranks:
-            programs[rank].bind(self._tensors.state[rank], self._tensors.slots[rank])
+            programs[rank].bind(*self._tensors.of_rank(rank))
         self._made[request] = ProgramSet(programs, {rank: Executable(programs[rank]) for rank in local_ranks})
         return self._made[request]
 

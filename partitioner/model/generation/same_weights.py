@@ -121,4 +121,4 @@ def lower_with_weights(
     """
     cuts = PlanCuts(graph, plan, trace, stored, progress=first.assumed.progress)
     own = state_of_trace(first.state, graph, cuts.holdings(first_variant(graph, plan, inputs), first.state.devices))
-    return Programs(graph, plan, cuts, first.runtime, Tensors(own.by_rank, own.slots), inputs)
+    return Programs(graph, plan, cuts, first.runtime, Tensors(own.of_rank), inputs)

@@ -71,9 +71,9 @@ def _pairs(source: State, target: State) -> Iterator[tuple[Tensor, Tensor]]:
     for one, other in zip(source.stored_parameters(), target.stored_parameters(), strict=True):
         yield one.parameter, other.parameter
     for placeholder in source.graph.buffers:
-        for rank, tensors in source.by_rank.items():
+        for rank, tensors in source.copies.items():
             if placeholder in tensors:
-                yield tensors[placeholder], target.by_rank[rank][placeholder]
+                yield tensors[placeholder], target.copies[rank][placeholder]
 
 
 # -- pickles -------------------------------------------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from partitioner.runtime.state.gradient_slots import GradientStore, ParameterSlot
 from partitioner.runtime.state.hooks import TensorHooks, refuse_parameter_hooks
-from partitioner.runtime.state.parameters import Followers, State
+from partitioner.runtime.state.parameters import BoundParameters, BoundTensors, Followers, State
 from partitioner.runtime.state.stored_parameters import RankTensor, StoredParameter, copy_of, device_keys, owners, store_parameters
 from partitioner.tracing.export.on_meta.constructed import ConstructedTensors
 from passes.graph.aliasing import aliasing
@@ -52,25 +53,20 @@ def materialize(
         refuse_parameter_hooks([shard], in_no_sync=False)
     trained = frozenset(name for name, original in originals.values() if original.requires_grad)
     gradients = GradientStore(trained, all_ranks_here=len(local_ranks) == len(devices))
-    by_rank: dict[int, dict[str, Tensor]] = {}
-    slots: dict[int, dict[str, GradientSlot]] = {}
     followers = Followers()
-    written = _written_parameters(graph)
-    owner_of = {placeholder: owners(blocks[placeholder].items()) for placeholder in stored}
-    for rank in local_ranks:
-        binder = _ParameterBinder(blocks, owner_of, devices, keys, rank, gradients, written)
-        by_rank[rank], slots[rank] = {}, {}
-        for placeholder, shards in stored.items():
-            if rank in blocks[placeholder]:
-                by_rank[rank][placeholder], slots[rank][placeholder] = binder.bind(placeholder, shards, followers)
-        for placeholder, tensor in copied.items():
-            if rank in blocks[placeholder]:
-                by_rank[rank][placeholder] = copy_of(tensor, blocks[placeholder][rank], devices[rank])
+    binder = _ParameterBinder(blocks, devices, keys, stored, followers, gradients, _written_parameters(graph))
+    copies = {rank: _copies(copied, blocks, rank, devices[rank]) for rank in local_ranks}
+    bound = BoundParameters(local_ranks, binder.bound)
     saved, parameters = model.state_dict(keep_vars=True), tuple(name for name, _ in model.named_parameters())
     trains = any(parameter.requires_grad for parameter in model.parameters())
     stand_in = (nn.Parameter(torch.empty(0), requires_grad=trains),) if parameters else ()
     of_model = (tuple(saved), _renamed(model, saved), parameters, tuple(devices), ConstructedTensors.of(model), stand_in)
-    return State(graph, by_rank, blocks, stored, followers, gradients, slots, *of_model, equal_buffers)
+    return State(graph, copies, bound, blocks, stored, followers, gradients, *of_model, equal_buffers)
+
+
+def _copies(tensors: Mapping[str, Tensor], blocks: Mapping[str, Mapping[int, Block]], rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Return placeholder -> the copy of a rank of its block of a tensor, of those that it reads."""
+    return {name: copy_of(tensor, blocks[name][rank], device) for name, tensor in tensors.items() if rank in blocks[name]}
 
 
 def _renamed(model: nn.Module, saved: Mapping[str, Tensor]) -> dict[str, str]:
@@ -104,8 +100,8 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
     whole = [
         each for each in graph.parameters if each in read and each in placeholder_before and state.is_whole_here(placeholder_before[each])
     ]
-    bound = [each for each in whole if blocks[each] != state.blocks[placeholder_before[each]]]
-    unavailable = [name for placeholder, name in not_held.items() if placeholder not in bound]
+    anew = [each for each in whole if blocks[each] != state.blocks[placeholder_before[each]]]
+    unavailable = [name for placeholder, name in not_held.items() if placeholder not in anew]
     unavailable += [
         graph.parameters[each] for each in _written_parameters(graph) if placeholder_before[each] not in _written_parameters(state.graph)
     ]
@@ -114,71 +110,74 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
             f"the call reads {first_few(unavailable)} on other ranks, or in other parts, than these hold since the model was partitioned",
             remedy="partition the model with an example like this call, in these modes, and load pm.full_state_dict() into it",
         )
-    by_rank, slots = {}, {}
-    for rank, tensors in state.by_rank.items():
-        by_rank[rank] = {placeholder: tensors[each] for placeholder, each in placeholder_before.items() if each in tensors}
-        for placeholder, constant in graph.constants.items():
-            if rank in blocks[placeholder]:
-                by_rank[rank][placeholder] = copy_of(constant, blocks[placeholder][rank], state.devices[rank])
-        slots[rank] = {
-            placeholder: state.slots[rank][each] for placeholder, each in placeholder_before.items() if each in state.slots[rank]
-        }
+    copies = {}
+    for rank, tensors in state.copies.items():
+        copies[rank] = {placeholder: tensors[each] for placeholder, each in placeholder_before.items() if each in tensors}
+        copies[rank].update(_copies(graph.constants, blocks, rank, state.devices[rank]))
     stored = {placeholder: state.stored[each] for placeholder, each in placeholder_before.items() if each in state.stored}
     held = {placeholder: state.blocks[each] for placeholder, each in placeholder_before.items()}
-    held.update({placeholder: blocks[placeholder] for placeholder in (*graph.constants, *bound)})
-    moved = replace(state, graph=graph, by_rank=by_rank, blocks=held, stored=stored, slots=slots)
-    _bind(moved, bound)
-    return moved
+    held.update({placeholder: blocks[placeholder] for placeholder in (*graph.constants, *anew)})
+    read_anew = {placeholder: stored[placeholder] for placeholder in anew}
+    written = _written_parameters(graph)
+    binder = _ParameterBinder(held, state.devices, device_keys(state.devices), read_anew, state.followers, state.gradients, written)
 
-
-def _bind(state: State, placeholders: Sequence[str]) -> None:
-    """Bind the programs of all ranks to parameters that this process holds whole: each to the block that it reads."""
-    owner_of = {placeholder: owners(state.blocks[placeholder].items()) for placeholder in placeholders}
-    for rank in state.by_rank:
-        binder = _ParameterBinder(
-            state.blocks, owner_of, state.devices, device_keys(state.devices), rank, state.gradients, _written_parameters(state.graph)
+    def bind(rank: int) -> BoundTensors:
+        before, new = state.bound[rank], binder.bound(rank)
+        kept = {placeholder: each for placeholder, each in placeholder_before.items() if each in before.tensors}
+        return BoundTensors(
+            {**{placeholder: before.tensors[each] for placeholder, each in kept.items()}, **new.tensors},
+            {**{placeholder: before.slots[each] for placeholder, each in kept.items()}, **new.slots},
         )
-        for placeholder in placeholders:
-            if rank in state.blocks[placeholder]:
-                bound = binder.bind(placeholder, state.stored[placeholder], state.followers)
-                state.by_rank[rank][placeholder], state.slots[rank][placeholder] = bound
+
+    return replace(state, graph=graph, copies=copies, bound=BoundParameters(tuple(copies), bind), blocks=held, stored=stored)
 
 
 @dataclass(frozen=True)
 class _ParameterBinder:
-    """Binds the programs of one rank to tensors and gradient slots of parameters.
+    """Binds the programs of ranks to tensors and gradient slots of parameters.
 
     Attributes:
         blocks, devices: see ``materialize``.
-        owner_of: placeholder -> block -> the lowest rank that holds it.
         keys: of the devices, see ``device_keys``.
+        stored: placeholder -> the parameters of this process that hold it.
+        followers: gets the views and copies of parameters that programs read.
         written: placeholders of the parameters that the model itself writes to.
     """
 
     blocks: Mapping[str, Mapping[int, Block]]
-    owner_of: Mapping[str, Mapping[Block, int]]
     devices: Sequence[torch.device]
     keys: Sequence[Hashable]
-    rank: int
+    stored: Mapping[str, Sequence[StoredParameter]]
+    followers: Followers
     gradients: GradientStore
     written: frozenset[str]
 
-    def bind(self, placeholder: str, stored: Sequence[StoredParameter], followers: Followers) -> tuple[Tensor, GradientSlot]:
-        """Return the tensor that programs read of a parameter, and its slot; a view or copy is added to ``followers``."""
-        block, device = self.blocks[placeholder][self.rank], self.devices[self.rank]
-        owner = self.owner_of[placeholder][block] if self.gradients.all_ranks_here else self.rank
+    @cached_property
+    def owner_of(self) -> Mapping[str, Mapping[Block, int]]:
+        """Placeholder -> block -> the lowest rank that holds it."""
+        return {placeholder: owners(self.blocks[placeholder].items()) for placeholder in self.stored}
+
+    def bound(self, rank: int) -> BoundTensors:
+        """Return the parameters that the programs of a rank read."""
+        bound = {placeholder: self._bind(placeholder, rank) for placeholder in self.stored if rank in self.blocks[placeholder]}
+        tensors = {placeholder: tensor for placeholder, (tensor, _) in bound.items()}
+        return BoundTensors(tensors, {placeholder: slot for placeholder, (_, slot) in bound.items()})
+
+    def _bind(self, placeholder: str, rank: int) -> tuple[Tensor, GradientSlot]:
+        """Return the tensor that the programs of a rank read of a parameter, and its slot; a view or copy is added to ``followers``."""
+        block, device, stored = self.blocks[placeholder][rank], self.devices[rank], self.stored[placeholder]
+        owner = self.owner_of[placeholder][block] if self.gradients.all_ranks_here else rank
         source = next((candidate for candidate in stored if candidate.rank == owner), stored[0])
         is_whole = source.block.part == block.part
-        slot = ParameterSlot(self.gradients, source, None if is_whole else block, owner, self.rank)
+        slot = ParameterSlot(self.gradients, source, None if is_whole else block, owner, rank)
         is_written = placeholder in self.written
-        on_same_device = self.keys[source.rank] == self.keys[self.rank]
-        if is_whole and on_same_device and (self.rank == owner or not is_written):
+        on_same_device = self.keys[source.rank] == self.keys[rank]
+        if is_whole and on_same_device and (rank == owner or not is_written):
             return source.parameter, slot
         block_of_source = whole_block(block.part) if is_whole else block
-        follower = RankTensor(
-            source, block_of_source, device, on_same_device=on_same_device, writes=self.rank == owner if is_written else None
-        )
-        followers.add(follower)
+        writes = rank == owner if is_written else None
+        follower = RankTensor(source, block_of_source, device, on_same_device=on_same_device, writes=writes)
+        self.followers.add(follower)
         return follower.tensor, slot
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,45 @@ from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import foreach_copy_
 from passes.spmd.shards import Block
 
-__all__ = ["Followers", "State", "check_values"]
+__all__ = ["BoundParameters", "BoundTensors", "Followers", "State", "check_values"]
+
+
+class BoundTensors(NamedTuple):
+    """The tensors that the programs of a rank are bound to.
+
+    Attributes:
+        tensors: placeholder -> the tensor that they read.
+        slots: placeholder of a parameter -> takes the gradients that they compute.
+    """
+
+    tensors: Mapping[str, Tensor]
+    slots: Mapping[str, GradientSlot]
+
+
+class BoundParameters(Mapping[int, BoundTensors]):
+    """The parameters of each rank, bound when they are first read: one process may have thousands of ranks, of which it runs none.
+
+    Args:
+        ranks: of this process.
+        bind: returns the parameters of a rank.
+    """
+
+    def __init__(self, ranks: Collection[int], bind: Callable[[int], BoundTensors]) -> None:
+        self._ranks, self._bind = ranks, bind
+        self._bound: dict[int, BoundTensors] = {}
+
+    def __getitem__(self, rank: int) -> BoundTensors:
+        if rank not in self._bound:
+            if rank not in self._ranks:
+                raise KeyError(rank)
+            self._bound[rank] = self._bind(rank)
+        return self._bound[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
 
 
 class Followers:
@@ -76,12 +115,12 @@ class State:
 
     Attributes:
         graph: maps placeholders to original names.
-        by_rank: rank of this process -> placeholder -> the tensor that its programs read.
+        copies: rank of this process -> placeholder of a buffer or constant -> the copy that its programs read.
+        bound: rank of this process -> the parameters that its programs read, and what takes their gradients.
         blocks: placeholder -> rank -> the block of it that the rank's programs read, for all ranks.
         stored: placeholder of a parameter -> the parameters of this process that hold it.
         followers: parameter -> views and copies of it that programs read.
         gradients: adds gradients to this process's parameters.
-        slots: rank of this process -> placeholder -> takes the gradients of its programs.
         names: the keys of the original ``state_dict``, in its order.
         renamed: key of it under which a hook of a module saves a parameter or buffer of another name -> that name.
         parameter_names: the names of the original ``named_parameters``, in its order.
@@ -93,12 +132,12 @@ class State:
     """
 
     graph: ModelGraph
-    by_rank: Mapping[int, dict[str, Tensor]]
+    copies: Mapping[int, Mapping[str, Tensor]]
+    bound: BoundParameters
     blocks: Mapping[str, Mapping[int, Block]]
     stored: Mapping[str, Sequence[StoredParameter]]
     followers: Followers
     gradients: GradientStore
-    slots: Mapping[int, dict[str, GradientSlot]]
     names: tuple[str, ...]
     renamed: Mapping[str, str]
     parameter_names: tuple[str, ...]
@@ -108,6 +147,11 @@ class State:
     equal_buffers: bool = False
 
     # -- the tensors of this process -----------------------------------------------------------------------------------------------
+
+    def of_rank(self, rank: int) -> BoundTensors:
+        """Return the tensors that the programs of a rank of this process read, and what takes the gradients of its parameters."""
+        parameters = self.bound[rank]
+        return BoundTensors({**parameters.tensors, **self.copies[rank]}, parameters.slots)
 
     def stored_parameters(self) -> Iterator[StoredParameter]:
         """Yield every parameter of this process, in the order of the original."""
@@ -129,27 +173,28 @@ class State:
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every buffer of this process under its original name; other blocks, and copies that may differ, as ``name@rank3``."""
         for placeholder, name in self.graph.buffers.items():
-            ranks = [rank for rank, tensors in self.by_rank.items() if placeholder in tensors]
+            ranks = [rank for rank, tensors in self.copies.items() if placeholder in tensors]
             owner_of = owners((rank, self.blocks[placeholder][rank]) for rank in ranks)
             shown = sorted(owner_of.values()) if self.equal_buffers else ranks
             for index, rank in enumerate(shown):
-                yield (f"{name}@rank{rank}" if index else name), self.by_rank[rank][placeholder]
+                yield (f"{name}@rank{rank}" if index else name), self.copies[rank][placeholder]
 
     @cached_property
     def _following_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs of a buffer and a copy of it that follows it."""
         pairs = []
         for placeholder in self.graph.buffers if self.equal_buffers else ():
-            held = {rank: tensors[placeholder] for rank, tensors in self.by_rank.items() if placeholder in tensors}
+            held = {rank: tensors[placeholder] for rank, tensors in self.copies.items() if placeholder in tensors}
             owner_of = owners((rank, self.blocks[placeholder][rank]) for rank in held)
             pairs += [(held[owner_of[self.blocks[placeholder][rank]]], tensor) for rank, tensor in held.items()]
         return [(source, copy) for source, copy in pairs if source is not copy]
 
     def named_parts(self, rank: int) -> Iterator[tuple[str, Tensor]]:
         """Yield original name and the part of each parameter that a rank of this process reads."""
+        tensors = self.bound[rank].tensors
         for placeholder, name in self.graph.parameters.items():
-            if placeholder in self.by_rank[rank]:
-                yield name, self.by_rank[rank][placeholder].detach()
+            if placeholder in tensors:
+                yield name, tensors[placeholder].detach()
 
     def held(self, name: str) -> list[tuple[Block, Tensor]]:
         """Return the blocks of a parameter or buffer that this process holds, with their tensors, lowest rank first."""
@@ -191,7 +236,7 @@ class State:
         """Return rank -> the tensor that this process stores for it."""
         if placeholder in self.graph.parameters:
             return {stored.rank: stored.parameter for stored in self.stored[placeholder]}
-        return {rank: tensors[placeholder] for rank, tensors in self.by_rank.items() if placeholder in tensors}
+        return {rank: tensors[placeholder] for rank, tensors in self.copies.items() if placeholder in tensors}
 
     def _stored_blocks(self, placeholder: str) -> Mapping[int, Block]:
         """Return rank -> the block that its process stores for it, for all ranks."""
@@ -400,8 +445,9 @@ class State:
     @property
     def on_meta(self) -> list[str]:
         """Return the names of this process's tensors on the meta device, which have no values yet."""
-        names = self.graph.weights
-        return sorted({names.get(key, key) for tensors in self.by_rank.values() for key, tensor in tensors.items() if tensor.is_meta})
+        parameters = {key for key, stored in self.stored.items() if any(each.parameter.is_meta for each in stored)}
+        copies = {key for tensors in self.copies.values() for key, tensor in tensors.items() if tensor.is_meta}
+        return sorted(self.graph.weights.get(key, key) for key in parameters | copies)
 
 
 def _key(name: str, number: int) -> str:

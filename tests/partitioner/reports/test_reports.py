@@ -166,7 +166,7 @@ def _saved_bytes(pm: PartitionedModel, lowered: SplitModel, tokens: Tensor, last
     values: dict[str, Any] = {"batch": 2, "tokens": tokens[:2]}
     saved: tuple[Any, ...] = ()
     for stage, training in zip(lowered.stages[: last + 1], lowered.training, strict=False):
-        given = {**pm.traced.state.by_rank[lowered.stage_ranks[stage.index][0]], **values}
+        given = {**pm.traced.state.of_rank(lowered.stage_ranks[stage.index][0]).tensors, **values}
         *results, saved = training.forward(*(given[name] for name in stage.bound + stage.arguments))
         values.update(zip(stage.outputs, results, strict=True))
     return sum(value.nbytes for value in saved if isinstance(value, Tensor))

@@ -222,7 +222,7 @@ def test_each_rank_holds_its_half_of_a_block() -> None:
     pm = after_a_step(model, x, "tensor", 2)
     whole = 2 * 2 * WIDTH + 2 * WIDTH
     total = sum(parameter.numel() for parameter in model.parameters())
-    held = [sum(tensors[name].numel() for name in pm.traced.graph.parameters) for tensors in pm.traced.state.by_rank.values()]
+    held = [sum(of_rank.tensors[name].numel() for name in pm.traced.graph.parameters) for of_rank in pm.traced.state.bound.values()]
     assert sum(held) == total + whole
     assert held[0] == held[1]
     assert sum(parameter.numel() for parameter in pm.parameters()) == total  # ranks of one process share what they all hold

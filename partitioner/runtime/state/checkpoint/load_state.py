@@ -57,7 +57,7 @@ def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool, prefix
                 raise ConfigError(f"{name} is on the meta device in the state: it has no values", remedy="load values first")
             check_source(name, value)
     for name in (name for name in state.names if name in known):  # in the same order on all ranks
-        state.set(name, without_dtensor(known[name], state.blocks_of_ranks(name), tuple(state.by_rank)))
+        state.set(name, without_dtensor(known[name], state.blocks_of_ranks(name), tuple(state.copies)))
     state.complete()
     result: Any = nn.Module().load_state_dict({})  # torch does not export the class
     return type(result)(missing, unexpected)

@@ -42,11 +42,11 @@ def named_groups(state: State, runtime: Runtime, optimizer: Optimizer) -> list[G
         names = dict.fromkeys(name_of[id(parameter)] for parameter in group["params"] if id(parameter) in name_of)
         own.append({**options_of(group), "params": list(names)})
     is_everywhere = all(len(state.blocks_in_processes(name)) == len(state.devices) for name in parameter_names(state))
-    if is_everywhere or len(state.by_rank) == len(state.devices):
+    if is_everywhere or len(state.copies) == len(state.devices):
         return own
     with runtime.failing_together():
         check_sendable(own)
-    lists = runtime.collect({str(min(state.by_rank)): as_bytes(own)})
+    lists = runtime.collect({str(min(state.copies)): as_bytes(own)})
     of_processes = [from_bytes(encoded) for _, encoded in sorted(lists.items(), key=lambda item: int(item[0])) if encoded is not None]
     return groups_of_all(of_processes, parameter_names(state))
 

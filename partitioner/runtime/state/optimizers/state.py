@@ -235,7 +235,7 @@ def local_entries(state: State, optimizer: Optimizer, name: str, parameter: Tens
 def _whole_value(state: State, name: str, what: str, value: Any) -> Any:
     """Return an entry of the state of a whole parameter, put together if it is a DTensor."""
     block = whole_block(next(iter(state.blocks_of_ranks(name).values())).shape)
-    value = without_dtensor(value, dict.fromkeys(state.by_rank, block), tuple(state.by_rank))
+    value = without_dtensor(value, dict.fromkeys(state.copies, block), tuple(state.copies))
     if isinstance(value, BlockTensor):
         blocks = dict(value.blocks)
         if block not in blocks:
@@ -251,7 +251,7 @@ def _local_part(state: State, name: str, what: str, parameter: Tensor, value: An
     """Return the part of a state entry of the whole parameter that belongs to this process's shard of it."""
     if not isinstance(value, Tensor) or not value.dim():
         return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    value = without_dtensor(value, state.blocks_of_ranks(name), tuple(state.by_rank))
+    value = without_dtensor(value, state.blocks_of_ranks(name), tuple(state.copies))
     block = next(block for block, held in state.held(name) if held is parameter)
     if tuple(value.shape) != block.shape:
         if block.is_whole and not isinstance(value, BlockTensor):

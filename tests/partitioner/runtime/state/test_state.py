@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from partitioner import ConfigError, PartitionedModel, partition
+from partitioner.runtime.state import gradient_slots, materialize
 from tests.support.running.slow_values import slow
 
 X, TARGET = torch.rand(8, 4, dtype=torch.float64), torch.rand(8, 3, dtype=torch.float64)
@@ -297,3 +299,13 @@ def test_what_a_partitioned_model_is_not_made_for_is_refused(pm: PartitionedMode
     with pytest.raises(ConfigError, match=said) as caught:
         call(pm)
     assert "remedy: " in str(caught.value)
+
+
+def test_ranks_are_bound_when_they_run() -> None:
+    """Plans for thousands of ranks are made in one process, which runs none of them."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(16, 8)
+    with mock.patch.object(materialize, "ParameterSlot", wraps=gradient_slots.ParameterSlot) as made:
+        pm = partition(model, devices=4, mode={"data": 2, "tensor": 2}, example_inputs=(x,))
+        assert made.call_count == 0
+        torch.testing.assert_close(pm(x), model(x))
+        assert made.call_count == 4 * len(list(model.parameters()))
