@@ -58,10 +58,19 @@ def _mentions(*phrases: str) -> Callable[[Exception], bool]:
 _BY_VALUES = _mentions("data-dependent", "Could not guard on", "Dynamic control flow", "unbacked symbols")
 
 
+def _is_raised_within(error: Exception, *modules: str) -> bool:
+    """Return whether an exception was raised in a call of a module whose name begins so."""
+    return any(frame.f_globals.get("__name__", "").startswith(modules) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def _checks_distribution(error: Exception) -> bool:
     """Return whether a distribution of torch checks its arguments, or a sample, by their values."""
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return _BY_VALUES(error) and any(module.startswith("torch.distributions.") for module in modules)
+    return _BY_VALUES(error) and _is_raised_within(error, "torch.distributions.")
+
+
+def _transforms_function(error: Exception) -> bool:
+    """Return whether a transformation of a function by ``torch.func`` fails."""
+    return _mentions("functorch")(error) or _is_raised_within(error, "torch._functorch.apis", "torch._functorch.vmap")
 
 
 _PLAIN_PARTS = (
@@ -140,7 +149,7 @@ _KINDS = (
         "compute with a padded tensor and a mask",
     ),
     _Kind(
-        _mentions("functorch"),
+        _transforms_function,
         "transforms a function (torch.func) in a way that cannot be traced: {error}",
         "compute the derivative outside of the model, or write it out with tensor operations",
         whatever_size=True,

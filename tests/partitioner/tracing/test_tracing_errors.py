@@ -126,6 +126,10 @@ def differentiates(x: Tensor) -> Any:
     return torch.func.grad(lambda y: (y**2).sum())(x)
 
 
+def differentiates_rows(x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda y: (y**2).sum()))(x)
+
+
 def conditional(x: Tensor) -> Any:
     return torch.cond(x.sum() > 0, lambda y: torch.dropout(y, 0.5, True), torch.cos, (x,))
 
@@ -196,6 +200,7 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     scaled_outside: ("Scaled, which cannot be traced: RuntimeError: .numpy()", "torch.library"),
     scaled_to_a_number: ("Scaled, which returns something other than tensors", "torch.library"),
     differentiates: ("torch.func.grad", "outside of the model"),
+    differentiates_rows: ("torch.func", "outside of the model"),
     conditional: ("a branch of torch.cond draws random numbers", "outside of torch.cond"),
     loops_with_dropout: ("Cannot call numel() on tensor with symbolic sizes", "call the model itself"),
     loops_with_an_alias: ("Encountered aliasing during higher order op tracing", "call the model itself"),
