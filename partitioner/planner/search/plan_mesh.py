@@ -42,8 +42,8 @@ from passes.ir.plan import ATTENTION, Plan
 __all__ = ["plan_mesh", "stages_mode", "with_sharding"]
 
 
-_MOST_OPERATIONS = 640
-"""Operations of all contenders together: each costs about 0.4 ms, to choose axes beside the named ones, to shard it and to price it."""
+_MOST_OPERATIONS = 6400
+"""Operations of all contenders together: each costs about 1 ms, to choose axes beside the named ones, to shard it and to price it."""
 
 _OF_A_TILE = 8
 """As many operations without halos one operation of a tile costs."""
