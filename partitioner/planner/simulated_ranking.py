@@ -142,14 +142,20 @@ def _of_search(again: Plan, plan: Plan) -> Plan:
     """Return a plan of the same mesh with the words of the search that found ``plan``, and its gap, which grows as its step does."""
     found = plan.prediction
     gap = None if found.gap is None else 1 - (1 - found.gap) * found.step_time / max(again.step_time, found.step_time)
-    chosen = dataclasses.replace(found.contenders[0], step_time=again.step_time, memory=max(again.memory))
-    contenders = (chosen, *found.contenders[1:])
+    contenders = (again.prediction.contenders[0], *found.contenders[1:])
     return again.predicted(gap=gap, axes_gap=found.axes_gap, searched=found.searched, front=found.front, contenders=contenders)
 
 
 def _contender(plan: Plan, simulation: Simulation) -> Contender:
     """Return a plan as an entry of the list of alternatives, with its simulated step."""
-    return dataclasses.replace(plan.prediction.contenders[0], step_time=simulation.step_time)
+    chosen = plan.prediction.contenders[0]
+    words = chosen.words + (", more than its memory in simulation" if simulation.over_limit else "")
+    return dataclasses.replace(chosen, words=words, step_time=simulation.step_time)
+
+
+def _mesh_words(contender: Contender) -> str:
+    """Return the mesh of a plan in words; a search over meshes reports one plan of each."""
+    return contender.words.partition(",")[0].partition(" with ")[0]
 
 
 def _reported(plan: Plan, simulation: Simulation, ranked: Sequence[Contender], searched: Sequence[Contender], end: str) -> Plan:
@@ -158,8 +164,8 @@ def _reported(plan: Plan, simulation: Simulation, ranked: Sequence[Contender], s
     Args:
         end: what ended the ranking early, in words; empty: nothing.
     """
-    words = {contender.words for contender in ranked}
-    others = [each for each in searched if each.words not in words]
+    meshes = {_mesh_words(contender) for contender in ranked}
+    others = [each for each in searched if _mesh_words(each) not in meshes]
     contenders = (*ranked, *others)[: max(len(searched), len(ranked))]
     prediction = plan.prediction
     runner_up = prediction.runner_up

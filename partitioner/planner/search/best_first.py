@@ -112,8 +112,12 @@ class Option:
     @property
     def words(self) -> str:
         """Describe the candidate in words, for progress and reports."""
+        return self.words_with(self.policy)
+
+    def words_with(self, policy: str) -> str:
+        """Describe the candidate with another policy of recomputation, in words."""
         extra_axes, attention = (False, ATTENTION[0]) if self.cut is None else (self.cut.extra_axes, self.cut.attention)
-        words = plan_words(self.problem.mesh, self.candidate, self.policy, extra_axes=extra_axes, attention=attention)
+        words = plan_words(self.problem.mesh, self.candidate, policy, extra_axes=extra_axes, attention=attention)
         return f"{words}, {self.axes}" if self.axes else words
 
 

@@ -26,7 +26,7 @@ from partitioner.planner.pipeline.problem import PipelineProblems
 from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.best_first import Option, PlanSearch
 from partitioner.planner.search.deadline import Deadline
-from partitioner.planner.search.describe import bound_by, compared, contender, searched_words
+from partitioner.planner.search.describe import bound_by, compared, contender, recomputed_regions, searched_words
 from partitioner.planner.search.infeasible import nothing_fits, nothing_of_trial, too_many_stages, why_infeasible
 from partitioner.planner.search.mesh_problem import MeshProblem, Solution
 from partitioner.planner.search.space import candidates_of
@@ -36,7 +36,7 @@ from passes.graph.provenance import source_name
 from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh
-from passes.ir.plan import Contender, Plan, Prediction
+from passes.ir.plan import Plan, Prediction
 
 __all__ = ["PlanRequest", "Sharding", "describe", "make_plan", "plan_shardings"]
 
@@ -195,19 +195,26 @@ def describe(search: PlanSearch, group: Callable[[Option], Hashable], place: int
     """
     others = search.fastest(group)
     option, solution = others.pop(place)
-    contenders = [contender(other.words, found) for other, found in ((option, solution), *others)]
     alternatives = others or sorted((pair for pair in search.solutions if pair[0] is not option), key=lambda pair: pair[1].step_time)
-    nearest = [contender(other.words, found) for other, found in alternatives[:1]]
-    runner_up = "".join(compared(each.words, each.step_time, solution.step_time, each.spent_on) for each in nearest)
     chosen = search.with_regions(option, solution)
     if chosen is None:
-        return _plan_of(option.problem, solution, runner_up, contenders).predicted(gap=search.gap)
-    plan = dataclasses.replace(_plan_of(option.problem, chosen.solution, runner_up, contenders), regions=chosen.regions)
-    return plan.predicted(gap=max(0.0, 1 - search.bound / plan.step_time))
+        plan, gap = _plan_of(option.problem, solution), search.gap
+    else:
+        solution = chosen.solution
+        plan = dataclasses.replace(_plan_of(option.problem, solution), regions=chosen.regions)
+        gap = max(0.0, 1 - search.bound / plan.step_time)
+    words = option.words_with(recomputed_regions(plan) or option.policy)
+    nearest = [contender(other.words, found) for other, found in alternatives[:1]]
+    contenders = [contender(words, solution), *(contender(other.words, found) for other, found in others)]
+    return plan.predicted(
+        gap=gap,
+        runner_up="".join(compared(each.words, each.step_time, plan.step_time, each.spent_on) for each in nearest),
+        contenders=tuple(contenders[:_MOST_CONTENDERS]),
+    )
 
 
-def _plan_of(problem: MeshProblem, chosen: Solution, runner_up: str, contenders: Sequence[Contender]) -> Plan:
-    """Return a solution as a plan; ``runner_up``: the next best in words, ``contenders``: all compared ones, the chosen one first."""
+def _plan_of(problem: MeshProblem, chosen: Solution) -> Plan:
+    """Return a solution as a plan."""
     graph, request, mesh = problem.part.graph, problem.request, problem.mesh
     candidate, problems = chosen.staged.candidate, chosen.staged.problems
     return Plan(
@@ -223,9 +230,7 @@ def _plan_of(problem: MeshProblem, chosen: Solution, runner_up: str, contenders:
             memory=tuple(chosen.staged.memory[place] for place in problem.place_of_rank),
             call_memory=tuple(chosen.staged.memory_of_sweeps[place] for place in problem.place_of_rank),
             bound_by=bound_by(problems, chosen.staged, chosen.sums),
-            runner_up=runner_up,
             notes=tuple(_notes(graph, problem.part.cost, request, chosen.staged)),
-            contenders=tuple(contenders[:_MOST_CONTENDERS]),
         ),
         batchnorm=request.batchnorm,
         widths=mesh.widths,

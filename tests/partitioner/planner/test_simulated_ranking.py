@@ -64,6 +64,22 @@ def test_the_plan_has_its_simulated_step() -> None:
     torch.testing.assert_close(pm(x), net(x))
 
 
+def test_the_row_of_the_chosen_plan_has_its_memory_and_recomputation() -> None:
+    net, x = (
+        nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))),
+        torch.randn(512, 64),
+    )
+    plain, least = (
+        partition(net, 2, "data", example_inputs=(x,), cluster=CLUSTER, recompute=each, progress=False) for each in ("none", "full")
+    )
+    limit = (max(plain.plan.memory) + max(least.plan.memory)) // 2
+    plan = partition(net, 2, "data", example_inputs=(x,), cluster=CLUSTER, memory_limit=limit, progress=False).plan
+    chosen = plan.prediction.contenders[0]
+    assert plan.recompute == "by region"
+    assert (chosen.step_time, chosen.memory) == (plan.step_time, max(plan.memory))
+    assert re.search(r", recompute .*\d+ .* of \d+ regions$", chosen.words)
+
+
 def test_plans_of_a_search_are_of_unlike_meshes(plans: list[Plan]) -> None:
     assert plans[0] == plans_auto(graph(), CLUSTER, REQUEST)[0]
     assert 1 < len(plans) <= 3
@@ -109,7 +125,10 @@ def test_a_plan_whose_simulated_memory_fits_comes_first(plans: list[Plan], step:
         return dataclasses.replace(step, step_time=seconds[plan], memory=memory)
 
     limits = (peak + 2.0**29,) * 4
-    assert fastest_simulated(plans, simulated, limits, FREE) == plans[1]
+    taken = fastest_simulated(plans, simulated, limits, FREE)
+    assert taken == plans[1]
+    above = [each.words for each in taken.prediction.contenders if "more than its memory in simulation" in each.words]
+    assert above == [f"{plans[0].prediction.contenders[0].words}, more than its memory in simulation"]
     only = fastest_simulated(plans[:1], simulated, limits, FREE)
     assert any(
         re.match(r"The simulated peak of rank \d, .* exceeds its limit of .* by .*: a lower memory_limit=", note) for note in only.notes
