@@ -45,10 +45,14 @@ class StepClock:
         return tuple(_rows(self.schedule))
 
     @cached_property
-    def _last_rows(self) -> tuple[int, ...]:
-        """For each stage, the row of its last action."""
-        rows = {duration % self.schedule.n_stages: row for row, (_, _, _, duration) in enumerate(self._rows)}
-        return tuple(rows[stage] for stage in range(self.schedule.n_stages))
+    def _last_rows(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the row of its last action on each of its ranks."""
+        last: list[dict[int, int]] = [{} for _ in range(self.schedule.n_stages)]  # the first row of a rank -> row
+        first_rows: list[int] = []
+        for row, (previous, _, _, duration) in enumerate(self._rows):
+            first_rows.append(row if previous < 0 else first_rows[previous])
+            last[duration % self.schedule.n_stages][first_rows[row]] = row
+        return tuple(tuple(rows.values()) for rows in last)
 
     @cached_property
     def _counts_of_ranks(self) -> tuple[_MemoryCounts, ...]:
@@ -132,7 +136,7 @@ class StepClock:
             for previous, producer, message, duration in self._rows:
                 free_at, arrives_at = ends[previous + 1], ends[producer + 1] + message_times[message]
                 ends.append((arrives_at if arrives_at > free_at else free_at) + durations[duration])  # noqa: FURB136  max() is slow, per row
-        return tuple(ends[row + 1] for row in self._last_rows)
+        return tuple(max([ends[row + 1] for row in rows]) for rows in self._last_rows)
 
     def _end_with_host_delays(
         self, ends: list[float], durations: Sequence[float], message_times: Sequence[float], shares: Sequence[float]

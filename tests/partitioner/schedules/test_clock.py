@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 from partitioner.planner.pipeline.candidate import StageTimes, simulate_step
 from partitioner.schedules.catalog import SCHEDULES, make_schedule
 from partitioner.schedules.clocks.clock import Timing
+from partitioner.schedules.clocks.step_clock import StepClock
 from partitioner.schedules.clocks.unit_time import Durations, draw, simulate
 from passes.ir.errors import ConfigError, VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
@@ -126,6 +128,19 @@ def test_the_clock_is_the_longest_path(name: str) -> None:
         schedule = make_schedule(name, n_ranks, m)
         groups: list[list[tuple[Action, ...]]] = [[(action,) for action in actions] for actions in schedule.actions]
         assert simulate(schedule, durations).makespan == _longest_path(schedule, durations, groups)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB1P"])
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (3, 1, 2)])
+def test_a_step_ends_with_the_last_rank_of_a_stage(name: str, replicas: tuple[int, ...]) -> None:
+    """Ranks that share a stage take turns: which of them ends last depends on the number of microbatches."""
+    for n_microbatches in range(3, 9):
+        schedule = make_schedule(name, sum(replicas), n_microbatches, 1, replicas)
+        durations = random.Random(n_microbatches).choices(range(1, 9), k=5 * len(replicas))
+        columns = [tuple(map(float, durations[index :: len(replicas)][:5])) for index in range(len(replicas))]
+        times = tuple(StageTimes(*column) for column in columns)
+        clock = StepClock(schedule)
+        assert clock.makespan(*zip(*columns, strict=True)) == pytest.approx(simulate_step(schedule, times).makespan)
 
 
 def test_drawing_scales_with_the_durations() -> None:
