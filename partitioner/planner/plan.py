@@ -105,7 +105,7 @@ class PlanProblem:
                 return plan_mesh(graph, self.cluster, within, self.cost_model, plan.grid, self.models, deadline)
 
             plan = fastest_simulated(plans, simulated, self.limits, deadline, interruptible=tell is not None, smaller=smaller)
-        return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.open_sizes.items()))
+        return _with_calls(plan, self.graph).predicted(sizes=tuple(self.graph.proven_sizes.items()))
 
 
 def _price_per_hour(cluster: Cluster) -> float:

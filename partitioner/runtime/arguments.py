@@ -36,7 +36,6 @@ __all__ = [
     "missing_inputs",
     "refuse_tangents",
     "reorder_keywords",
-    "shape_text",
     "values_on",
 ]
 
@@ -348,7 +347,7 @@ def _check_tensor(leaf: Input, value: Any) -> None:
     if value.dim() != len(leaf.shape):
         is_sample = value.dim() == len(leaf.shape) - 1 and leaf.batch_dim == 0
         raise ConfigError(
-            f"{leaf.name} has {_dimensions(value.dim())}; the model was traced with {len(leaf.shape)}: {shape_text(leaf)}",
+            f"{leaf.name} has {_dimensions(value.dim())}; the model was traced with {len(leaf.shape)}: {leaf.shape_text}",
             remedy=f"pass a tensor of {_dimensions(len(leaf.shape))}{f'; for one sample, {leaf.name}[None]' if is_sample else ''}",
         )
 
@@ -397,16 +396,9 @@ def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool,
         expected = at_batch(traced, batch)
         if value.shape[dim] != expected:
             raise ConfigError(
-                f"{leaf.name} has shape {tuple(value.shape)}; the model was traced with {shape_text(leaf)}",
+                f"{leaf.name} has shape {tuple(value.shape)}; the model was traced with {leaf.shape_text}",
                 remedy="pass that shape, or partition again with example inputs of the new shape",
             )
-
-
-def shape_text(leaf: Input) -> str:
-    """Return the traced shape of an input as text: ``(batch, 3, height, width)``."""
-    names = dict(leaf.open_sizes)
-    sizes = ["batch" if isinstance(size, sympy.Symbol) else names.get(dim, str(size)) for dim, size in enumerate(leaf.shape)]
-    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
 def values_on(values: Any, device: torch.device) -> Any:

@@ -216,7 +216,7 @@ def trace_error(model: nn.Module, error: Exception, clause: str = "") -> TraceEr
             problem = kind.problem.format(error=message, kind=_named_class(message))
             return TraceError(f"{name} cannot be traced: it {problem}", place=place, remedy=remedy)
     return TraceError(
-        f"{name} cannot be traced with the example inputs: {type(error).__name__}: {message}",
+        f"{name} cannot be traced with these inputs: {type(error).__name__}: {message}",
         place=place,
         remedy="call the model itself with the example inputs; if that works, that line does what torch.export does not support" + clause,
     )

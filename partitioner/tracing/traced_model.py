@@ -10,7 +10,7 @@ model is traced again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from partitioner.tracing.trace import Opened, Source, open_trace, source_of, tra
 from passes.analysis.batch_sizes import OpenSizes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, TraceError
-from passes.ir.graph import Autocast, ModelGraph
+from passes.ir.graph import Autocast, Input, ModelGraph
 
 __all__ = ["TracedModel", "trace_model"]
 
@@ -62,14 +62,14 @@ class TracedModel:
     """
 
     def __init__(self, source: Source, graph: ModelGraph, opened: Opened | None) -> None:
-        self._source = source
-        self._opened, self._is_all_open = opened, False
+        self._source, self._opened = source, opened
         layout = source.inputs.batch_layout(0) if opened is None else opened.exported.layout
         self._taken = _sizes_taken(source, layout, {} if opened is None else opened.exported.open_sizes)
+        self._tried = set(source.inputs.sizes_of(layout, _OPEN_AT_FIRST))
         if opened is not None and takes_of_weights(opened.exported.program):
             graph = self._all_open(opened, graph)
         symbols = {} if self._opened is None else self._opened.exported.open_sizes
-        self._names = _unique_names(self._taken, symbols)
+        self._names = {**_names_of_fixed(graph, layout), **_unique_names(self._taken, symbols)}
         self.graph = self._with_names(graph)
 
     def at(self, sizes: Mapping[str, int]) -> ModelGraph:
@@ -89,14 +89,15 @@ class TracedModel:
         lookup = lookup_beyond_table(graph, self._source.model)
         if lookup is not None:
             raise ConfigError(
-                f"the model does not take {_words(sizes)}: it looks up row {lookup.row} of a table that has {lookup.rows}",
+                f"{self._not_taken(sizes)}: it looks up row {lookup.row} of a table that has {lookup.rows}",
                 place=lookup.place,
                 remedy=f"pass inputs that need at most {lookup.rows} rows of it, or build the model with a larger table",
             )
         renamed = named_like(graph, self.graph)
         if renamed is None or not _has_constants_of(graph, self.graph):
+            planned = self._words(self.graph.open_sizes)
             raise ConfigError(
-                f"the model computes with other operations for {_words(sizes)} than for {_words(self.graph.open_sizes)}, which was planned",
+                f"the model computes with other operations for {self._words(sizes)} than for {planned}, which was planned",
                 remedy="partition it again with example inputs of these sizes",
             )
         return self._with_names(renamed)
@@ -107,9 +108,9 @@ class TracedModel:
         if self._opened is None:
             return None, ""
         exported, planned = self._opened.exported, self.graph.open_sizes
-        fixed = [name for pair, name in self._names.items() if pair not in exported.open_sizes and sizes[name] != planned[name]]
-        if fixed and not self._is_all_open:
-            self._open_all(exported.layout)
+        fixed = {pair for pair, name in self._names.items() if pair not in exported.open_sizes and sizes[name] != planned[name]}
+        if not fixed <= self._tried:
+            self._open(fixed)
             return self._from_trace(sizes)
         numbers = {symbol: sizes[self._names[pair]] for pair, symbol in exported.open_sizes.items()}
         differ = any(sizes[self._names[pair]] != numbers[symbol] for pair, symbol in exported.open_sizes.items())
@@ -127,17 +128,24 @@ class TracedModel:
 
     def _all_open(self, opened: Opened, graph: ModelGraph) -> ModelGraph:
         """Trace with all sizes open, if possible, to mark slices of tables by a size (``VARIES``); return the example's graph."""
-        if set(self._taken.values()) <= set(_OPEN_AT_FIRST):
-            return graph
-        self._open_all(opened.exported.layout)
+        self._open(self._source.inputs.other_sizes(opened.exported.layout))
         assert self._opened is not None
         return graph if self._opened is opened else dataclasses.replace(self._opened.graph, notes=graph.notes)
 
-    def _open_all(self, layout: BatchLayout) -> None:
-        """Trace once more with all sizes open; keep the first trace if the model does not allow that."""
-        self._is_all_open = True
-        opened = open_trace(self._source, layout, tuple(self._taken))
-        if isinstance(opened, Opened):
+    def _open(self, wanted: Collection[tuple[int, int]]) -> None:
+        """Trace once more with further sizes open; keep the first trace if the model does not allow that.
+
+        Args:
+            wanted: dimensions to open, pairs (leaf, dimension), besides those in which the model is known to take other sizes.
+        """
+        assert self._opened is not None
+        exported = self._opened.exported
+        others = {pair: None for pair in (*self._taken, *wanted) if pair in exported.open_sizes or pair not in self._tried}
+        if self._tried.issuperset(others):
+            return
+        self._tried.update(others)
+        opened = open_trace(self._source, exported.layout, tuple(others))
+        if isinstance(opened, Opened) and opened.exported.open_sizes.keys() > exported.open_sizes.keys():
             self._opened = opened
 
     def _traced_again(self, sizes: Mapping[str, int], assumption: str) -> ModelGraph:
@@ -151,7 +159,9 @@ class TracedModel:
         except TraceError as error:
             reason = f"it assumes that {assumption}" if assumption else error.problem
             raise ConfigError(
-                f"the model does not take {_words(sizes)}: {reason}", remedy="pass sizes for which the model itself can be called"
+                f"{self._not_taken(sizes)}: {reason}",
+                place=error.place,
+                remedy="pass sizes for which the model itself can be called",
             ) from error
 
     def source_for(self, sizes: Mapping[str, int]) -> Source:
@@ -162,10 +172,39 @@ class TracedModel:
     def _with_names(self, graph: ModelGraph) -> ModelGraph:
         """Return a graph whose inputs say which of their sizes are open."""
         named = tuple(
-            dataclasses.replace(leaf, open_sizes=tuple((dim, name) for (each, dim), name in self._names.items() if each == index))
+            dataclasses.replace(
+                leaf,
+                open_sizes=tuple((dim, name) for (each, dim), name in self._names.items() if each == index),
+                unproven=frozenset(dim for each, dim in self._names if each == index and (each, dim) not in self._taken),
+            )
             for index, leaf in enumerate(graph.inputs)
         )
         return dataclasses.replace(graph, inputs=named, for_sizes=self if any(leaf.open_sizes for leaf in named) else None)
+
+    def _words(self, sizes: Mapping[str, int]) -> str:
+        """Return the sizes of a call as text: ``length 7, width 64``, or ``mel of shape (batch, 80, 7)``."""
+        shapes = [f"{leaf.name} of shape {_at_sizes(leaf, sizes).shape_text}" for leaf in self._unlike(sizes)]
+        return ", ".join(shapes or [f"{name} {sizes[name]}" for name in self.graph.proven_sizes]) or "the example"
+
+    def _not_taken(self, sizes: Mapping[str, int]) -> str:
+        """Return the beginning of an error: the model does not take the sizes of a call."""
+        unlike = self._unlike(sizes)
+        shapes = "; ".join(
+            f"{leaf.name} has shape {_at_sizes(leaf, sizes).shape_text}; the model was traced with {leaf.shape_text}" for leaf in unlike
+        )
+        return (
+            f"{shapes}, and does not take {'that' if len(unlike) == 1 else 'those'}"
+            if unlike
+            else f"the model does not take {self._words(sizes)}"
+        )
+
+    def _unlike(self, sizes: Mapping[str, int]) -> tuple[Input, ...]:
+        """Return the inputs of which a call has another size than planned in a dimension that the model may take in one size alone."""
+
+        def is_unlike(leaf: Input) -> bool:
+            return any(dim in leaf.unproven and sizes[name] != leaf.shape[dim] for dim, name in leaf.open_sizes)
+
+        return tuple(filter(is_unlike, self.graph.inputs))
 
     def call_of(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return args and kwargs of these sizes, to trace the model with."""
@@ -176,8 +215,8 @@ class TracedModel:
 def _sizes_taken(source: Source, layout: BatchLayout, symbols: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
     """Return the sizes that calls may change, pairs (leaf, dimension) -> kind.
 
-    The last dimension of (batch, samples) and (batch, channels, samples) is left out where traces of twice the size, also in all others of
-    this size, show that the model takes one number of features; so is the dimension of channels beside samples.
+    The last dimension of (batch, samples) and (batch, channels, samples) is left out unless traces of twice the size, also in all others of
+    this size, show that the model takes another number; so is the dimension beside it that the first trace has made a number.
     """
     kinds, leaves = source.inputs.other_sizes(layout), source.inputs.leaves
 
@@ -191,9 +230,24 @@ def _sizes_taken(source: Source, layout: BatchLayout, symbols: Mapping[tuple[int
             samples.update(each for each in alike if kinds[each] == "samples")
         elif pair not in samples and len(alike) > 1 and is_taken(pair):
             samples.add(pair)
-    beside = {(leaf, 1) for leaf, dimension in samples if dimension == 2}
-    channels = {pair for pair in beside if pair in kinds and pair not in symbols and not is_taken(pair)}
-    return {pair: kind for pair, kind in kinds.items() if pair not in channels and (kind != "samples" or pair in samples)}
+    beside = {(leaf, dim) for leaf, dim in kinds if (leaf, 2) in kinds and kinds[leaf, 2] == "samples" and dim != 2}
+    return {pair: kind for pair, kind in kinds.items() if (pair in samples if kind == "samples" else pair in symbols or pair not in beside)}
+
+
+def _at_sizes(leaf: Input, sizes: Mapping[str, int]) -> Input:
+    """Return an input with the sizes of a call."""
+    given = {dim: sizes[name] for dim, name in leaf.open_sizes}
+    return dataclasses.replace(leaf, shape=tuple(given.get(dim, size) for dim, size in enumerate(leaf.shape)), open_sizes=())
+
+
+def _names_of_fixed(graph: ModelGraph, layout: BatchLayout) -> dict[tuple[int, int], str]:
+    """Return a name for each size of the inputs that is a number in a graph and not of the batch: ``mel.shape[2]``."""
+    return {
+        (index, dim): f"{leaf.name}.shape[{dim}]"
+        for index, leaf in enumerate(graph.inputs)
+        for dim, size in enumerate(leaf.shape)
+        if isinstance(size, int) and dim != leaf.batch_dim and (index, dim) not in layout.dimensions
+    }
 
 
 def _has_constants_of(graph: ModelGraph, other: ModelGraph) -> bool:
@@ -214,8 +268,3 @@ def _unique_names(kinds: Mapping[tuple[int, int], str], symbols: Mapping[tuple[i
             by_symbol[key] = f"{name}_{taken + 1}" if taken else name
         unique[pair] = by_symbol[key]
     return unique
-
-
-def _words(sizes: Mapping[str, int]) -> str:
-    """Return sizes as text: ``length 7, width 64``."""
-    return ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -71,6 +71,7 @@ class Input:
             cache): a program takes the rank's own part.
         open_sizes: the dimensions besides the batch whose size calls may change, each with the name of the size. Dimensions with one name
             have one size. The graph is for the sizes in ``shape``; the model's graphs for others are ``partitioner.tracing``'s.
+        unproven: those of these dimensions in which the model may take one size alone: the first call with another one shows it.
     """
 
     name: str
@@ -82,6 +83,14 @@ class Input:
     memory_order: tuple[int, ...] | None = None
     resident: bool = False
     open_sizes: tuple[tuple[int, str], ...] = ()
+    unproven: frozenset[int] = frozenset()
+
+    @property
+    def shape_text(self) -> str:
+        """The traced shape as text: ``(batch, 3, height, width)``."""
+        names = {dim: name for dim, name in self.open_sizes if dim not in self.unproven}
+        sizes = ["batch" if isinstance(size, sympy.Symbol) else names.get(dim, str(size)) for dim, size in enumerate(self.shape)]
+        return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
 @dataclass(frozen=True)
@@ -343,6 +352,12 @@ class ModelGraph:
     def open_sizes(self) -> dict[str, int]:
         """The sizes besides the batch that calls may change, by name, as this graph has them: ``{"length": 128}``."""
         return {name: int(leaf.shape[dimension]) for leaf in self.inputs for dimension, name in leaf.open_sizes}
+
+    @property
+    def proven_sizes(self) -> dict[str, int]:
+        """Those of ``open_sizes`` that the model is known to take in other numbers."""
+        unproven = {name for leaf in self.inputs for dimension, name in leaf.open_sizes if dimension in leaf.unproven}
+        return {name: size for name, size in self.open_sizes.items() if name not in unproven}
 
     @property
     def graph(self) -> fx.Graph:

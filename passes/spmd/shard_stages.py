@@ -114,7 +114,7 @@ def _placement(graph: ModelGraph, axes: Axes, name: str, shard: StoredShard | No
     of_dimension = axes.of(name)[shard.dimension]
     index = shard.index_in([axes.sizes[axis] for axis in of_dimension], axes.segments_of(of_dimension))
     if index is None:
-        sizes = ", ".join(f"{name} {size}" for name, size in graph.open_sizes.items())
+        sizes = ", ".join(f"{name} {size}" for name, size in graph.proven_sizes.items())
         raise ConfigError(
             f"{graph.weights.get(name, name)} is stored in parts of its dimension {shard.dimension} that "
             f"the model does not compute with for {sizes or 'these inputs'}",

@@ -89,7 +89,59 @@ class Weighted(nn.Module):
         return logits
 
 
+class Vocoder(nn.Module):
+    """A wave of four samples a frame, beside its frames: the two lengths change together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames, self.wave = nn.ConvTranspose1d(8, 6, 8, stride=4, padding=2), nn.Conv1d(1, 6, 3, padding=1)
+        self.head = nn.Conv1d(6, 1, 1)
+
+    def forward(self, wave: Tensor, frames: Tensor) -> Tensor:
+        samples: Tensor = self.head(torch.tanh(self.wave(wave) + self.frames(frames)))
+        return samples
+
+
+class Mono(nn.Module):
+    """The mean of any number of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv1d(1, 4, 3), nn.Conv1d(4, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.head(torch.relu(self.first(x.mean(1, keepdim=True))))
+        return mixed
+
+
+class Films(nn.Module):
+    """The mean of the frames of a film (batch, frames, 3, height, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frame, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, films: Tensor) -> Tensor:
+        features = self.frame(films.flatten(0, 1)).mean((-1, -2)).unflatten(0, films.shape[:2])
+        logits: Tensor = self.head(features.mean(1))
+        return logits
+
+
 TABLE = 16
+
+
+class Positions(nn.Module):
+    """Every fourth sample of a wave, with a learned position each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.position = nn.Conv1d(3, 8, 4, stride=4), nn.Parameter(torch.randn(TABLE, 8))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.first(x).transpose(1, 2)
+        logits: Tensor = self.head(torch.relu(steps + self.position[: steps.shape[1]]))
+        return logits
 
 
 class Sliced(nn.Module):
@@ -345,3 +397,34 @@ def test_other_numbers_of_features_are_refused(shape: tuple[int, ...], called: t
     pm = partition(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2, "data", example_inputs=(torch.randn(ROWS, *shape),))
     with pytest.raises(ConfigError, match=rf"the model was traced with \({words}\)"):
         pm(torch.randn(ROWS, *called))
+
+
+@pytest.mark.parametrize(
+    ("build", "shapes"),
+    [
+        pytest.param(Vocoder, [[(1, 40), (8, 10)], [(1, 52), (8, 13)], [(1, 28), (8, 7)]], id="related_lengths"),
+        pytest.param(Mono, [[(1, 10)], [(2, 12)], [(6, 10)]], id="channels"),
+        pytest.param(Films, [[(5, 3, 6, 6)], [(2, 3, 6, 6)], [(3, 3, 7, 6)]], id="frames"),
+        pytest.param(Positions, [[(3, 48)], [(3, 64)], [(3, 20)]], id="table"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["data", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp", "tensor", "pipeline"))])
+def test_sizes_that_a_call_shows(build: Callable[[], nn.Module], shapes: list[list[tuple[int, ...]]], mode: str) -> None:
+    model = build()
+    calls = [tuple(torch.randn(ROWS, *shape) for shape in each) for each in shapes]
+    pm = partition(model, 2, mode, example_inputs=calls[0])
+    for call in (*calls, calls[1]):
+        assert_trains_alike(model, pm, call, torch.randn_like(model(*call)), F.mse_loss)
+
+
+def test_a_size_that_the_model_does_not_take_says_why() -> None:
+    model = Vocoder()
+    pm = partition(model, 2, "data", example_inputs=(torch.randn(ROWS, 1, 40), torch.randn(ROWS, 8, 10)))
+    with pytest.raises(
+        ConfigError,
+        match=r"frames has shape \(batch, 8, 11\); the model was traced with \(batch, 8, 10\), and does not take that: .* must match",
+    ) as found:
+        pm(torch.randn(ROWS, 1, 40), torch.randn(ROWS, 8, 11))
+    assert "test_open_sequence.py" in str(found.value.place)
+    with torch.no_grad():
+        torch.testing.assert_close(pm(*(call := (torch.randn(ROWS, 1, 44), torch.randn(ROWS, 8, 11)))), model(*call))
