@@ -13,12 +13,12 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import sympy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from partitioner.tracing.export.dynamic_batch import takes_twice
 from partitioner.tracing.inputs.batch_dims import BatchDims
-from partitioner.tracing.inputs.flatten import BatchLayout
+from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.outputs import add_outputs
 from partitioner.tracing.sizes.names_of_sizes import named_like
 from partitioner.tracing.sizes.table_lookups import lookup_beyond_table
@@ -31,7 +31,7 @@ from passes.ir.graph import Autocast, Input, ModelGraph
 
 __all__ = ["TracedModel", "trace_model"]
 
-_OPEN_AT_FIRST = ("length",)
+_OPEN_AT_FIRST = ("length", "samples")
 """Kinds of sizes that the first trace leaves open. Each takes time to trace: images of another size get a second trace.
 
 A model that takes a part of its weights by numbers gets it at once: these may be heights (``table[:, :height, :width]``)."""
@@ -64,12 +64,12 @@ class TracedModel:
     def __init__(self, source: Source, graph: ModelGraph, opened: Opened | None) -> None:
         self._source, self._opened = source, opened
         layout = source.inputs.batch_layout(0) if opened is None else opened.exported.layout
-        self._taken = _sizes_taken(source, layout, {} if opened is None else opened.exported.open_sizes)
         self._tried = set(source.inputs.sizes_of(layout, _OPEN_AT_FIRST))
         if opened is not None and takes_of_weights(opened.exported.program):
             graph = self._all_open(opened, graph)
-        symbols = {} if self._opened is None else self._opened.exported.open_sizes
-        self._names = {**_names_of_fixed(graph, layout), **_unique_names(self._taken, symbols)}
+        expressions = {} if self._opened is None else self._opened.exported.open_sizes
+        self._taken = _known_sizes(source.inputs, layout, expressions)
+        self._names = {**_names_of_fixed(graph, layout), **_unique_names(self._taken, expressions)}
         self.graph = self._with_names(graph)
 
     def at(self, sizes: Mapping[str, int]) -> ModelGraph:
@@ -112,11 +112,12 @@ class TracedModel:
         if not fixed <= self._tried:
             self._open(fixed)
             return self._from_trace(sizes)
-        numbers = {symbol: sizes[self._names[pair]] for pair, symbol in exported.open_sizes.items()}
-        differ = any(sizes[self._names[pair]] != numbers[symbol] for pair, symbol in exported.open_sizes.items())
+        by_pair = exported.open_sizes.items()
+        numbers = {size: sizes[self._names[pair]] for pair, size in by_pair if isinstance(size, sympy.Symbol)}
+        differ = any(sizes[self._names[pair]] != size.subs(numbers) for pair, size in by_pair)
         if fixed or differ or min(numbers.values(), default=2) < 2 or exported.assumed is None:
             return None, ""
-        names = {symbol: self._names[pair] for pair, symbol in exported.open_sizes.items()}
+        names = {size: self._names[pair] for pair, size in by_pair if isinstance(size, sympy.Symbol)}
         if failing := exported.assumed.failing(names, numbers):
             return None, failing
         limit, failing = exported.assumed.largest_batch(numbers)
@@ -128,7 +129,7 @@ class TracedModel:
 
     def _all_open(self, opened: Opened, graph: ModelGraph) -> ModelGraph:
         """Trace with all sizes open, if possible, to mark slices of tables by a size (``VARIES``); return the example's graph."""
-        self._open(self._source.inputs.other_sizes(opened.exported.layout))
+        self._open(())
         assert self._opened is not None
         return graph if self._opened is opened else dataclasses.replace(self._opened.graph, notes=graph.notes)
 
@@ -136,11 +137,12 @@ class TracedModel:
         """Trace once more with further sizes open; keep the first trace if the model does not allow that.
 
         Args:
-            wanted: dimensions to open, pairs (leaf, dimension), besides those in which the model is known to take other sizes.
+            wanted: dimensions to open, pairs (leaf, dimension), besides those of ``ModelInputs.other_sizes``.
         """
         assert self._opened is not None
         exported = self._opened.exported
-        others = {pair: None for pair in (*self._taken, *wanted) if pair in exported.open_sizes or pair not in self._tried}
+        kinds = self._source.inputs.other_sizes(exported.layout)
+        others = {pair: None for pair in (*kinds, *wanted) if pair in exported.open_sizes or pair not in self._tried}
         if self._tried.issuperset(others):
             return
         self._tried.update(others)
@@ -212,26 +214,18 @@ class TracedModel:
         return inputs.args, inputs.kwargs
 
 
-def _sizes_taken(source: Source, layout: BatchLayout, symbols: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
-    """Return the sizes that calls may change, pairs (leaf, dimension) -> kind.
+def _known_sizes(inputs: ModelInputs, layout: BatchLayout, expressions: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
+    """Return the sizes that a model is known to take in other numbers, pairs (leaf, dimension) -> kind.
 
-    The last dimension of (batch, samples) and (batch, channels, samples) is left out unless traces of twice the size, also in all others of
-    this size, show that the model takes another number; so is the dimension beside it that the first trace has made a number.
+    Those of vectors and sequences of vectors may be numbers of features, unless the trace has left them open.
     """
-    kinds, leaves = source.inputs.other_sizes(layout), source.inputs.leaves
-
-    def is_taken(*pairs: tuple[int, int]) -> bool:
-        return takes_twice(source.model, source.inputs, source.training, pairs)
-
-    samples: set[tuple[int, int]] = set()
-    for pair in (pair for pair, kind in kinds.items() if kind == "samples"):
-        alike = [(leaf, dim) for leaf, dim in kinds if leaves[leaf].shape[dim] == leaves[pair[0]].shape[pair[1]]]
-        if pair not in samples and is_taken(*alike):
-            samples.update(each for each in alike if kinds[each] == "samples")
-        elif pair not in samples and len(alike) > 1 and is_taken(pair):
-            samples.add(pair)
-    beside = {(leaf, dim) for leaf, dim in kinds if (leaf, 2) in kinds and kinds[leaf, 2] == "samples" and dim != 2}
-    return {pair: kind for pair, kind in kinds.items() if (pair in samples if kind == "samples" else pair in symbols or pair not in beside)}
+    kinds = inputs.other_sizes(layout).items()
+    vectors = {
+        index
+        for index, leaf in enumerate(inputs.leaves)
+        if isinstance(leaf, Tensor) and leaf.ndim < 4 and (leaf.is_floating_point() or leaf.is_complex())
+    }
+    return {pair: kind for pair, kind in kinds if pair in expressions or pair[0] not in vectors}
 
 
 def _at_sizes(leaf: Input, sizes: Mapping[str, int]) -> Input:
@@ -256,15 +250,15 @@ def _has_constants_of(graph: ModelGraph, other: ModelGraph) -> bool:
     return all(value is held or (held is not None and not value.is_meta and torch.equal(value, held)) for value, held in pairs)
 
 
-def _unique_names(kinds: Mapping[tuple[int, int], str], symbols: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
-    """Return a name for each size: one for all dimensions of one symbol; ``length``, ``length_2``, ... for several of a kind."""
+def _unique_names(kinds: Mapping[tuple[int, int], str], expressions: Mapping[tuple[int, int], object]) -> dict[tuple[int, int], str]:
+    """Return a name for each size: one for all dimensions of one size; ``length``, ``length_2``, ... for several of a kind."""
     unique: dict[tuple[int, int], str] = {}
-    by_symbol: dict[object, str] = {}
+    by_size: dict[object, str] = {}
     for pair, kind in kinds.items():
         name = "length" if kind == "samples" else kind
-        key = symbols.get(pair, pair)
-        if key not in by_symbol:
-            taken = sum(other.partition("_")[0] == name for other in by_symbol.values())
-            by_symbol[key] = f"{name}_{taken + 1}" if taken else name
-        unique[pair] = by_symbol[key]
+        key = expressions.get(pair, pair)
+        if key not in by_size:
+            taken = sum(other.partition("_")[0] == name for other in by_size.values())
+            by_size[key] = f"{name}_{taken + 1}" if taken else name
+        unique[pair] = by_size[key]
     return unique

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from partitioner.tracing.errors import depends_on_sizes, trace_error, why_fixed
 from partitioner.tracing.export.export import Export, export
-from partitioner.tracing.export.guards import Assumptions, assumptions_of, symbol_of
+from partitioner.tracing.export.guards import Assumptions, assumptions_of, expression_of, symbol_of
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from passes.ir.errors import ConfigError
 from passes.ir.torch_private import TreeSpec
 
-__all__ = ["Exported", "export_fixed", "export_open", "takes_twice", "wrong_dimension"]
+__all__ = ["Exported", "export_fixed", "export_open", "wrong_dimension"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Exported(Export):
         layout: where they hold the batch.
         batch: the symbol of the batch size; None when every size is fixed.
         limit: the largest batch that a program with an open size is the model for; None: any.
-        open_sizes: the other open sizes: (leaf, dimension) -> its symbol.
+        open_sizes: the other open sizes: (leaf, dimension) -> its symbol, or an expression in those of others (``4 * frames``).
         sizes: each of these symbols -> its size in the inputs.
         assumed: what the program assumes of open sizes; None without any.
     """
@@ -50,7 +50,7 @@ class Exported(Export):
     layout: BatchLayout
     batch: sympy.Symbol | None = None
     limit: int | None = None
-    open_sizes: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
+    open_sizes: Mapping[tuple[int, int], sympy.Expr] = field(default_factory=dict)
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     assumed: Assumptions | None = None
 
@@ -101,16 +101,6 @@ def export_open(
 def _takes_another_size(model: nn.Module, inputs: ModelInputs, training: bool, layout: BatchLayout) -> bool:
     """Return whether a trace with fixed sizes holds another batch size: operations fix open sizes that the model itself does not."""
     return isinstance(_at_size(model, inputs, training, layout, 2 * max(_unique_size(inputs, layout), 2)), Exported)
-
-
-def takes_twice(model: nn.Module, inputs: ModelInputs, training: bool, pairs: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a trace with fixed sizes holds twice the sizes in some dimensions, pairs (leaf, dimension)."""
-    doubled = inputs.with_sizes({(leaf, dimension): 2 * inputs.leaves[leaf].shape[dimension] for leaf, dimension in pairs})
-    try:
-        export(model, doubled, training)
-    except Exception:  # noqa: BLE001  torch.export raises every kind
-        return False
-    return True
 
 
 def _refuse_constant(inputs: ModelInputs, layout: BatchLayout, opened: BatchLayout) -> None:
@@ -175,9 +165,10 @@ def _try_layout(
     if not still_open:
         return None
     open_layout, batch = replace(layout, dimensions=still_open), symbol_of(program, *still_open[0])
-    symbols = {pair: symbol for pair in others if (symbol := symbol_of(program, *pair)) is not None}
-    sizes = {symbol: inputs.leaves[leaf].shape[dimension] for (leaf, dimension), symbol in symbols.items() if symbol != batch}
-    open_sizes = {pair: symbol for pair, symbol in symbols.items() if symbol in sizes}
+    found_sizes = {(leaf, dim): expression_of(program, leaf, dim) for leaf, dim in others}
+    symbols = {size: inputs.leaves[leaf].shape[dim] for (leaf, dim), size in found_sizes.items() if isinstance(size, sympy.Symbol)}
+    sizes = {symbol: size for symbol, size in symbols.items() if symbol != batch}
+    open_sizes = {pair: size for pair, size in found_sizes.items() if isinstance(size, sympy.Expr) and size.free_symbols <= sizes.keys()}
     assumed = assumptions_of(program, open_layout, differs_for_one=bool(found.lines_about_one_row))
     return Exported(**vars(found), inputs=inputs, layout=open_layout, batch=batch, open_sizes=open_sizes, sizes=sizes, assumed=assumed)
 

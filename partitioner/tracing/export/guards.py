@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from partitioner.tracing.inputs.flatten import BatchLayout
 from passes.graph.symbolic_sizes import size_of
 
-__all__ = ["Assumptions", "assumptions_of", "bool_of_condition", "symbol_of"]
+__all__ = ["Assumptions", "assumptions_of", "bool_of_condition", "expression_of", "symbol_of"]
 
 _TESTED_SIZES = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
 """Batch sizes that assumptions are tested with. torch.export assumes that a symbolic size is not 0 or 1."""
@@ -28,8 +28,13 @@ _TESTED_SIZES = (*range(2, 130), *(2**power + offset for power in range(7, 21) f
 
 def symbol_of(program: ExportedProgram, leaf: int, dimension: int) -> sympy.Symbol | None:
     """Return the symbol of one size of an input; None if the trace made it static."""
-    size = size_of(_size(program, leaf, dimension))
+    size = expression_of(program, leaf, dimension)
     return size if isinstance(size, sympy.Symbol) else None
+
+
+def expression_of(program: ExportedProgram, leaf: int, dimension: int) -> int | sympy.Expr:
+    """Return one size of an input, an expression in symbols if the trace left it open."""
+    return size_of(_size(program, leaf, dimension))
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ class ModelInputs:
     def other_sizes(self, layout: BatchLayout) -> dict[tuple[int, int], str]:
         """Return the dimensions besides the batch that a model may take in any size, pairs (leaf, dimension) -> its kind.
 
-        Those of indices and masks, the steps of sequences of vectors, the dimensions of space of images, and the last one of other vectors
-        and sequences: samples of a wave, or features. Sizes of zero and one are never left open.
+        Those of indices and masks, the dimensions of space of images, the steps of sequences of vectors, and the last one of vectors and of
+        sequences: samples of a wave, or features. Sizes of zero and one are never left open.
         """
         batch_dims, names = dict(layout.dimensions), dict[tuple[int, int], str]()
         for index, leaf in enumerate(self.leaves):

@@ -420,11 +420,21 @@ def test_sizes_that_a_call_shows(build: Callable[[], nn.Module], shapes: list[li
 def test_a_size_that_the_model_does_not_take_says_why() -> None:
     model = Vocoder()
     pm = partition(model, 2, "data", example_inputs=(torch.randn(ROWS, 1, 40), torch.randn(ROWS, 8, 10)))
-    with pytest.raises(
-        ConfigError,
-        match=r"frames has shape \(batch, 8, 11\); the model was traced with \(batch, 8, 10\), and does not take that: .* must match",
-    ) as found:
+    with pytest.raises(ConfigError, match=r"the model does not take length 40, length_2 11: .* must match") as found:
         pm(torch.randn(ROWS, 1, 40), torch.randn(ROWS, 8, 11))
     assert "test_open_sequence.py" in str(found.value.place)
     with torch.no_grad():
         torch.testing.assert_close(pm(*(call := (torch.randn(ROWS, 1, 44), torch.randn(ROWS, 8, 11)))), model(*call))
+    with pytest.raises(
+        ConfigError, match=r"frames has shape \(batch, 9, 10\); the model was traced with \(batch, 8, length_2\), and does not take that"
+    ):
+        pm(torch.randn(ROWS, 1, 40), torch.randn(ROWS, 9, 10))
+
+
+@pytest.mark.parametrize(("build", "shapes"), [(Vocoder, [[(1, 40), (8, 10)], [(1, 28), (8, 7)]]), (Waves, [[(64,)], [(33,)]])])
+def test_samples_are_left_open_by_the_first_trace(build: Callable[[], nn.Module], shapes: list[list[tuple[int, ...]]]) -> None:
+    model = build()
+    first, second = (tuple(torch.randn(ROWS, *shape) for shape in each) for each in shapes)
+    pm = partition(model, 2, "data", example_inputs=first)
+    with untraced(), torch.no_grad():
+        torch.testing.assert_close(pm(*second), model(*second))
