@@ -25,7 +25,7 @@ from passes.ir.layout import BATCH
 from passes.ir.mesh import ROWS
 from passes.ir.plan import Plan
 from passes.ir.program import at_batch
-from passes.ir.torch_private import FakeTensorMode
+from passes.ir.torch_private import FakeTensorMode, enable_python_dispatcher
 
 __all__ = ["fix_batch", "fixed_for"]
 
@@ -51,7 +51,7 @@ def fix_batch(graph: ModelGraph, batch_size: int) -> ModelGraph:
         return int(at_batch(size_of(size), batch_size))
 
     known = FakeTensorCache()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), enable_python_dispatcher():  # else aten.istft reads values
         for node in graph.graph.nodes:
             if node.op == "placeholder":
                 value = node.meta.get("val")

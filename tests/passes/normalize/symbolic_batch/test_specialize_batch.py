@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from partitioner.tracing.trace import trace
@@ -43,3 +43,26 @@ def test_the_fixed_graph_computes_what_the_model_computes(case: Case) -> None:
     for value, leaf in zip(results, pytree.tree_leaves(expected), strict=True):
         if isinstance(leaf, Tensor):
             torch.testing.assert_close(value, leaf)
+
+
+class Enhanced(nn.Module):
+    """A wave whose spectrum is scaled. ``torch.istft`` reads values of its window, which fake tensors do not have."""
+
+    window: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(16))
+        self.scale = nn.Parameter(torch.rand(9, 1))
+
+    def forward(self, wave: Tensor) -> Tensor:
+        spectrum = torch.stft(wave, 16, 4, window=self.window, return_complex=True)
+        return torch.istft(spectrum * self.scale, 16, 4, window=self.window, length=wave.shape[-1])
+
+
+def test_an_operation_that_reads_values() -> None:
+    model, wave = Enhanced(), torch.randn(6, 40)
+    fixed = fix_batch(trace(model, (torch.randn(4, 40),)), 6)
+    with torch.no_grad():
+        (found,) = fixed.module(*(model.scale if name.startswith("p_") else model.window for name in fixed.weights), wave)
+        torch.testing.assert_close(found, model(wave))
