@@ -10,7 +10,7 @@ model is traced again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -95,9 +95,9 @@ class TracedModel:
             )
         renamed = named_like(graph, self.graph)
         if renamed is None or not _has_constants_of(graph, self.graph):
-            planned = self._words(self.graph.open_sizes)
+            given, planned = (self._words(each, self._unlike(sizes)) for each in (sizes, self.graph.open_sizes))
             raise ConfigError(
-                f"the model computes with other operations for {self._words(sizes)} than for {planned}, which was planned",
+                f"the model computes with other operations for {given} than for {planned}, which was planned",
                 remedy="partition it again with example inputs of these sizes",
             )
         return self._with_names(renamed)
@@ -183,22 +183,19 @@ class TracedModel:
         )
         return dataclasses.replace(graph, inputs=named, for_sizes=self if any(leaf.open_sizes for leaf in named) else None)
 
-    def _words(self, sizes: Mapping[str, int]) -> str:
-        """Return the sizes of a call as text: ``length 7, width 64``, or ``mel of shape (batch, 80, 7)``."""
-        shapes = [f"{leaf.name} of shape {_at_sizes(leaf, sizes).shape_text}" for leaf in self._unlike(sizes)]
-        return ", ".join(shapes or [f"{name} {sizes[name]}" for name in self.graph.proven_sizes]) or "the example"
+    def _words(self, sizes: Mapping[str, int], unlike: Sequence[Input]) -> str:
+        """Return the sizes of a call as text: ``length 7, width 64``, or for inputs ``mel of shape (batch, 80, 7)``."""
+        shapes = [f"{leaf.name} of shape {_at_sizes(leaf, sizes).shape_text}" for leaf in unlike]
+        return ", ".join(shapes or [f"{name} {sizes[name]}" for name in self.graph.proven_sizes])
 
     def _not_taken(self, sizes: Mapping[str, int]) -> str:
         """Return the beginning of an error: the model does not take the sizes of a call."""
         unlike = self._unlike(sizes)
-        shapes = "; ".join(
-            f"{leaf.name} has shape {_at_sizes(leaf, sizes).shape_text}; the model was traced with {leaf.shape_text}" for leaf in unlike
-        )
-        return (
-            f"{shapes}, and does not take {'that' if len(unlike) == 1 else 'those'}"
-            if unlike
-            else f"the model does not take {self._words(sizes)}"
-        )
+        if not unlike:
+            return f"the model does not take {self._words(sizes, ())}"
+        pairs = [(leaf, _at_sizes(leaf, sizes)) for leaf in unlike]
+        shapes = (f"{leaf.name} has shape {given.shape_text}; the model was traced with {leaf.shape_text}" for leaf, given in pairs)
+        return f"{'; '.join(shapes)}, and does not take {'that' if len(unlike) == 1 else 'those'}"
 
     def _unlike(self, sizes: Mapping[str, int]) -> tuple[Input, ...]:
         """Return the inputs of which a call has another size than planned in a dimension that the model may take in one size alone."""

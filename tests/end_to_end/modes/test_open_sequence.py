@@ -438,3 +438,23 @@ def test_samples_are_left_open_by_the_first_trace(build: Callable[[], nn.Module]
     pm = partition(model, 2, "data", example_inputs=first)
     with untraced(), torch.no_grad():
         torch.testing.assert_close(pm(*second), model(*second))
+
+
+class Steps(nn.Module):
+    """A loop over the steps of a sequence in Python: other calls for each length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.new_zeros(x.shape[0], 4)
+        for step in x.unbind(1):
+            hidden = self.cell(step, hidden)
+        return hidden
+
+
+def test_other_calls_for_another_length_are_refused_with_both_shapes() -> None:
+    pm = partition(Steps(), 2, "data", example_inputs=(torch.randn(ROWS, 4, 3),))
+    with pytest.raises(ConfigError, match=r"for x of shape \(batch, 6, 3\) than for x of shape \(batch, 4, 3\), which was planned"):
+        pm(torch.randn(ROWS, 6, 3))
