@@ -133,7 +133,7 @@ def test_the_clock_is_the_longest_path(name: str) -> None:
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB1P"])
 @pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (3, 1, 2)])
 def test_a_step_ends_with_the_last_rank_of_a_stage(name: str, replicas: tuple[int, ...]) -> None:
-    """Ranks that share a stage take turns: which of them ends last depends on the number of microbatches."""
+    """Ranks that share a stage alternate: which of them ends last depends on the number of microbatches."""
     for n_microbatches in range(3, 9):
         schedule = make_schedule(name, sum(replicas), n_microbatches, 1, replicas)
         durations = random.Random(n_microbatches).choices(range(1, 9), k=5 * len(replicas))
