@@ -159,7 +159,7 @@ class PartitionedModel(InspectedModel):
         planned = self.traced
         args, kwargs = converted_inputs((args, kwargs), planned.dtype)
         given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
-        served = self._traces.at(self._served, given.sizes)
+        served = self._traces.at(self._served, given.sizes, given.batch or planned.graph.batch_size)
         check_shapes(served.trace.graph, given.tensors)
         trace = served.trace
         with_microbatches = functools.partial(self._with_microbatches, trace)

@@ -175,15 +175,18 @@ def trace_of_graph(first: Trace, graph: ModelGraph, plan: Plan, tracing: Tracing
 
 
 @gc_paused()
-def trace_of_sizes(planned: Trace, sizes: Mapping[str, int]) -> Trace:
+def trace_of_sizes(planned: Trace, sizes: Mapping[str, int], rows: int) -> Trace:
     """Return the trace for other sizes of the inputs: the same plan and tensors, and programs for these sizes.
+
+    Args:
+        rows: of the call, for the error.
 
     Raises:
         ConfigError: the model does not take them.
     """
     assert planned.graph.for_sizes is not None
     with _in_modes(planned.original, planned.tracing):
-        graph = fixed_for(planned.graph.for_sizes.at(sizes), planned.plan)
+        graph = fixed_for(planned.graph.for_sizes.at(sizes, rows), planned.plan)
     args, kwargs = planned.graph.for_sizes.call_of(sizes)
     tracing = dataclasses.replace(planned.tracing, args=args, kwargs=kwargs)
     cuts = _cuts(planned.original, graph, planned.plan, tracing, planned.assumed.progress, planned=planned.cuts)

@@ -165,7 +165,7 @@ class Traces(Generic[S]):
         inputs = base.bind(call.args, call.kwargs)
         planned = self._for_gradients(base, inputs.requiring_gradient, tracked=call.tracked)
         sizes = inputs.sizes if planned is base else planned.bind(call.args, call.kwargs).sizes  # other traces name them otherwise
-        served = self.at(planned, sizes)
+        served = self.at(planned, sizes, inputs.batch)
         if served is not planned:
             check_shapes(served.trace.graph, inputs.tensors)
         places = _places(base.trace, call, inputs)
@@ -185,15 +185,18 @@ class Traces(Generic[S]):
             self._matches[call.signature] = match
         return match, inputs
 
-    def at(self, planned: S, sizes: Mapping[str, int]) -> S:
+    def at(self, planned: S, sizes: Mapping[str, int], rows: int) -> S:
         """Return the trace for sizes of the inputs besides the batch, by name, made when they first come.
+
+        Args:
+            rows: of the call, for the error.
 
         Raises:
             ConfigError: the model does not take inputs of these sizes.
         """
         if sizes == planned.trace.graph.open_sizes:
             return planned
-        return self._derive(planned, tuple(sizes.values()), lambda: self._serve(trace_of_sizes(planned.trace, sizes)))
+        return self._derive(planned, tuple(sizes.values()), lambda: self._serve(trace_of_sizes(planned.trace, sizes, rows)))
 
     def _for_gradients(self, base: S, requiring: frozenset[str], *, tracked: bool) -> S:
         """Return the trace for a call with gradients on or off: of a model whose code asks for that, another one.

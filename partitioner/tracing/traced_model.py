@@ -28,6 +28,7 @@ from passes.analysis.batch_sizes import OpenSizes
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast, Input, ModelGraph
+from passes.ir.program import at_batch
 
 __all__ = ["TracedModel", "trace_model"]
 
@@ -72,11 +73,12 @@ class TracedModel:
         self._names = {**_names_of_fixed(graph, layout), **_unique_names(self._taken, expressions)}
         self.graph = self._with_names(graph)
 
-    def at(self, sizes: Mapping[str, int]) -> ModelGraph:
+    def at(self, sizes: Mapping[str, int], rows: int) -> ModelGraph:
         """Return the graph for other sizes, with the names of the first graph.
 
         Args:
             sizes: name of a size, as in ``ModelGraph.open_sizes`` -> size.
+            rows: of the call, for the error.
 
         Raises:
             ConfigError: the model does not take these sizes, or computes with other operations for them.
@@ -85,11 +87,11 @@ class TracedModel:
             return self.graph
         graph, assumption = self._from_trace(sizes)
         if graph is None:
-            graph = self._traced_again(sizes, assumption)
+            graph = self._traced_again(sizes, rows, assumption)
         lookup = lookup_beyond_table(graph, self._source.model)
         if lookup is not None:
             raise ConfigError(
-                f"{self._not_taken(sizes)}: it looks up row {lookup.row} of a table that has {lookup.rows}",
+                f"{self._not_taken(sizes, rows)}: it looks up row {lookup.row} of a table that has {lookup.rows}",
                 place=lookup.place,
                 remedy=f"pass inputs that need at most {lookup.rows} rows of it, or build the model with a larger table",
             )
@@ -150,7 +152,7 @@ class TracedModel:
         if isinstance(opened, Opened) and opened.exported.open_sizes.keys() > exported.open_sizes.keys():
             self._opened = opened
 
-    def _traced_again(self, sizes: Mapping[str, int], assumption: str) -> ModelGraph:
+    def _traced_again(self, sizes: Mapping[str, int], rows: int, assumption: str) -> ModelGraph:
         """Trace the model for these sizes alone.
 
         Raises:
@@ -161,7 +163,7 @@ class TracedModel:
         except TraceError as error:
             reason = f"it assumes that {assumption}" if assumption else error.problem
             raise ConfigError(
-                f"{self._not_taken(sizes)}: {reason}",
+                f"{self._not_taken(sizes, rows)}: {reason}",
                 place=error.place,
                 remedy="pass sizes for which the model itself can be called",
             ) from error
@@ -188,12 +190,12 @@ class TracedModel:
         shapes = [f"{leaf.name} of shape {_at_sizes(leaf, sizes).shape_text}" for leaf in unlike]
         return ", ".join(shapes or [f"{name} {sizes[name]}" for name in self.graph.proven_sizes])
 
-    def _not_taken(self, sizes: Mapping[str, int]) -> str:
+    def _not_taken(self, sizes: Mapping[str, int], rows: int) -> str:
         """Return the beginning of an error: the model does not take the sizes of a call."""
         unlike = self._unlike(sizes)
         if not unlike:
             return f"the model does not take {self._words(sizes, ())}"
-        pairs = [(leaf, _at_sizes(leaf, sizes)) for leaf in unlike]
+        pairs = [(leaf, _at_sizes(leaf, sizes, rows)) for leaf in unlike]
         shapes = (f"{leaf.name} has shape {given.shape_text}; the model was traced with {leaf.shape_text}" for leaf, given in pairs)
         return f"{'; '.join(shapes)}, and does not take {'that' if len(unlike) == 1 else 'those'}"
 
@@ -225,10 +227,11 @@ def _known_sizes(inputs: ModelInputs, layout: BatchLayout, expressions: Mapping[
     return {pair: kind for pair, kind in kinds if pair in expressions or pair[0] not in vectors}
 
 
-def _at_sizes(leaf: Input, sizes: Mapping[str, int]) -> Input:
-    """Return an input with the sizes of a call."""
+def _at_sizes(leaf: Input, sizes: Mapping[str, int], rows: int | None = None) -> Input:
+    """Return an input with the sizes of a call, and its rows; None: they stay open."""
     given = {dim: sizes[name] for dim, name in leaf.open_sizes}
-    return dataclasses.replace(leaf, shape=tuple(given.get(dim, size) for dim, size in enumerate(leaf.shape)), open_sizes=())
+    shape = (given.get(dim, size if rows is None else at_batch(size, rows)) for dim, size in enumerate(leaf.shape))
+    return dataclasses.replace(leaf, shape=tuple(shape), open_sizes=())
 
 
 def _names_of_fixed(graph: ModelGraph, layout: BatchLayout) -> dict[tuple[int, int], str]:
@@ -237,7 +240,7 @@ def _names_of_fixed(graph: ModelGraph, layout: BatchLayout) -> dict[tuple[int, i
         (index, dim): f"{leaf.name}.shape[{dim}]"
         for index, leaf in enumerate(graph.inputs)
         for dim, size in enumerate(leaf.shape)
-        if isinstance(size, int) and dim != leaf.batch_dim and (index, dim) not in layout.dimensions
+        if isinstance(size, int) and size > 1 and dim != leaf.batch_dim and (index, dim) not in layout.dimensions
     }
 
 

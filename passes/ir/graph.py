@@ -263,8 +263,8 @@ class Part:
 class SizedGraphs(Protocol):
     """The graphs of one model, one for each choice of the sizes of its inputs besides the batch (``ModelGraph.open_sizes``)."""
 
-    def at(self, sizes: Mapping[str, int]) -> ModelGraph:
-        """Return the graph for these sizes; raise ConfigError if the model does not take them."""
+    def at(self, sizes: Mapping[str, int], rows: int) -> ModelGraph:
+        """Return the graph for these sizes; raise ConfigError if the model does not take them. ``rows``: of the call, for the error."""
 
     def call_of(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return args and kwargs of these sizes, to trace the model with."""

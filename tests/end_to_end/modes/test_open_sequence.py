@@ -403,7 +403,7 @@ def test_other_numbers_of_features_are_refused(shape: tuple[int, ...], called: t
     ("build", "shapes"),
     [
         pytest.param(Vocoder, [[(1, 40), (8, 10)], [(1, 52), (8, 13)], [(1, 28), (8, 7)]], id="related_lengths"),
-        pytest.param(Mono, [[(1, 10)], [(2, 12)], [(6, 10)]], id="channels"),
+        pytest.param(Mono, [[(2, 10)], [(3, 12)], [(6, 10)]], id="channels"),
         pytest.param(Films, [[(5, 3, 6, 6)], [(2, 3, 6, 6)], [(3, 3, 7, 6)]], id="frames"),
         pytest.param(Positions, [[(3, 48)], [(3, 64)], [(3, 20)]], id="table"),
     ],
@@ -426,7 +426,7 @@ def test_a_size_that_the_model_does_not_take_says_why() -> None:
     with torch.no_grad():
         torch.testing.assert_close(pm(*(call := (torch.randn(ROWS, 1, 44), torch.randn(ROWS, 8, 11)))), model(*call))
     with pytest.raises(
-        ConfigError, match=r"frames has shape \(batch, 9, 10\); the model was traced with \(batch, 8, length_2\), and does not take that"
+        ConfigError, match=r"frames has shape \(4, 9, 10\); the model was traced with \(batch, 8, length_2\), and does not take that"
     ):
         pm(torch.randn(ROWS, 1, 40), torch.randn(ROWS, 9, 10))
 
