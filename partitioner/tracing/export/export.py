@@ -133,7 +133,7 @@ def export(
         before = attributes_of(model)
         if model.training != training:
             model.train(training)
-        of_fast_paths = note_fast_paths(model)
+        of_fast_paths = note_fast_paths(model, inputs.autocast)
         _name_keywords(model, inputs.kwargs)
         if layout is not None and one_size:
             _equate_sizes(model, layout)
@@ -150,7 +150,7 @@ def export(
         program.constants.update({name: without_values.get(id(value), value) for name, value in program.constants.items()})
         by_call = LeftByCall(keep_results(program, left.n_results, edits), is_pair=left.n_results > 0)
     lines = _lines_about_batch(record.comparisons, program, layout)
-    notes = (*_notes(lines), *of_fast_paths, *dict.fromkeys(slower), *_lost_words(lost))
+    notes = (*_notes(lines), *sorted(of_fast_paths), *dict.fromkeys(slower), *_lost_words(lost))
     return Export(program, notes, lines, tuple(sorted(record.questions)), tuple(reach.readings), by_call, known.read)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -44,9 +43,19 @@ def default_dtype(precision: str | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def autocast(precision: str | None) -> AbstractContextManager[object]:
-    """Compute as the unpartitioned model does in mixed precision."""
-    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
+@contextlib.contextmanager
+def autocast(precision: str | None) -> Iterator[None]:
+    """Compute as the unpartitioned model does in mixed precision, by the path of encoders that has gradients (``PRECISION_NOTE``)."""
+    if precision != "bf16-mixed":
+        yield
+        return
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def noise_of(precision: str | None) -> float:

@@ -1,4 +1,4 @@
-"""PyTorch's fast path of transformer encoders computes other values at padded positions, and only without gradients: it is noted."""
+"""PyTorch's fast path of transformer encoders, which it takes only without gradients, differs from its other path: it is noted."""
 
 from __future__ import annotations
 
@@ -45,3 +45,18 @@ def test_training_has_no_note() -> None:
     model = Encoder().double()
     x, mask = torch.randn(4, 5, 8, dtype=torch.float64), torch.zeros(4, 5, dtype=torch.bool)
     assert NOTE not in " ".join(partition(model, 2, "model", example_inputs=(x, mask), progress=False).explain().split())
+
+
+def test_precision_under_autocast_on_the_cpu() -> None:
+    model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval(), torch.randn(4, 5, 8)
+    pm = partition(model, 2, "data", example_inputs=(x,), precision="bf16-mixed", progress=False)
+    note = "under torch.no_grad() and autocast on the CPU, PyTorch returns the lower precision"
+    assert note in " ".join(pm.explain().split())
+    assert note not in " ".join(partition(model, 2, "data", example_inputs=(x,), progress=False).explain().split())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        with torch.no_grad():
+            lower = model(x)
+    assert lower.dtype == torch.bfloat16  # else the note is no longer true
+    with torch.no_grad():
+        torch.testing.assert_close(pm(x), expected.detach(), atol=2**-6, rtol=0)
