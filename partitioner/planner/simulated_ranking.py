@@ -154,8 +154,8 @@ def _contender(plan: Plan, simulation: Simulation) -> Contender:
 
 
 def _mesh_words(contender: Contender) -> str:
-    """Return the mesh of a plan in words; a search over meshes reports one plan of each."""
-    return contender.words.partition(",")[0].partition(" with ")[0]
+    """Return the mesh of a plan in words, with what it shards besides; a search over meshes reports one plan of each."""
+    return contender.words.partition(",")[0]
 
 
 def _reported(plan: Plan, simulation: Simulation, ranked: Sequence[Contender], searched: Sequence[Contender], end: str) -> Plan:
