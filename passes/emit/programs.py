@@ -81,6 +81,7 @@ def emit_train_step(lowered: SplitModel, schedule: Schedule, loss: LossForm, dev
         extra = ("target", "loss_fn", *(["loss_weights"] if loss.is_weighted else [])) if rank in lowered.collectors else ()
         emitter = StageEmitter(lowered, rank, schedule.n_microbatches, tags, extra, loss.dtype)
         emitter.prepare(devices[rank])
+        emitter.gather_parameters((item.action for item in script), training=True)
         losses: list[fx.Node] = []
         own = script[:-1] if lowered.writes else script
         for position, item in enumerate(own):
@@ -167,6 +168,7 @@ def emit_call(lowered: SplitModel, n_microbatches: int, devices: Sequence[torch.
 
 def _run_forwards(emitter: StageEmitter, script: Script, *, training: bool) -> tuple[fx.Node, ...]:
     """Write the forwards of a script, whose last item shares the results; return these over the batch."""
+    emitter.gather_parameters((item.action for item in script), training=training)
     for position, item in enumerate(script[:-1]):
         assert item.action is not None
         emitter.section = item.action

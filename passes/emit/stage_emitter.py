@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -26,7 +26,6 @@ from passes.ir.comm.microbatch import add_gradients, add_gradients_in_place, con
 from passes.ir.comm.primitives import all_reduce, wait
 from passes.ir.program import StageCall, StoreGradients
 from passes.ir.schedule import Action, ActionKind
-from passes.stages.split import StageGraph
 
 __all__ = ["StageEmitter"]
 
@@ -66,7 +65,7 @@ class StageEmitter(Emitter):
     def forward(self, action: Action, *, training: bool) -> None:
         """Emit one stage forward; in training also save the values that its backward reads."""
         stage, microbatch = self.lowered.stages[action.stage], action.microbatch
-        arguments: list[fx.Node] = [*self._gathered_parameters(stage, training=training)]
+        arguments: list[fx.Node] = [*self._gathered[stage.index]]
         arguments += [self.size(microbatch)] if stage.has_batch else []
         arguments += [self.model_input(name, microbatch) for name in stage.model_inputs]
         arguments += [self.value(name, microbatch) for name in stage.values]
@@ -88,18 +87,22 @@ class StageEmitter(Emitter):
         if written and len(self._new_values[stage.index, written[0]]) == self._n_forwards(stage.index):
             self._write_buffers(stage.index, written)
 
-    def _gathered_parameters(self, stage: StageGraph, *, training: bool) -> list[fx.Node]:
-        """Return the parameters that a stage's forward takes gathered: gathered before its first microbatch."""
-        gathers = self.lowered.training[stage.index].gathers if training else stage.gathers
-        if gathers is None:
-            return []
-        if stage.index not in self._gathered:
-            name = f"stage{stage.index}_gather_parameters"
-            call = self.call_module(name, lambda: StageCall(gathers, stage.bound), (), name)
-            results = gathers.graph.output_node().args[0]
-            items = enumerate(results)  # type: ignore[arg-type]
-            self._gathered[stage.index] = [self.item(call, index, f"stage{stage.index}_{result}") for index, result in items]
-        return self._gathered[stage.index]
+    def gather_parameters(self, actions: Iterable[Action | None], *, training: bool) -> None:
+        """Emit the gathers of parameters that all microbatches read, of all stages of the rank, in the order of their first forwards.
+
+        They come before what the rank computes: those of a later stage run beside the forwards of an earlier one.
+        """
+        for action in actions:
+            if action is None or action.kind is not ActionKind.FORWARD or action.stage in self._gathered:
+                continue
+            self.section, stage = action, self.lowered.stages[action.stage]
+            gathers = self.lowered.training[stage.index].gathers if training else stage.gathers
+            self._gathered[stage.index] = []
+            if gathers is not None:
+                name = f"stage{stage.index}_gather_parameters"
+                call = self.call_module(name, functools.partial(StageCall, gathers, stage.bound), (), name)
+                results = enumerate(gathers.graph.output_node().args[0])  # type: ignore[arg-type]
+                self._gathered[stage.index] = [self.item(call, index, f"stage{stage.index}_{result}") for index, result in results]
 
     def _n_forwards(self, stage: int) -> int:
         """Return the number of microbatches that the rank runs at a stage."""

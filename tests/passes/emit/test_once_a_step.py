@@ -176,6 +176,19 @@ def test_a_gradient_that_an_earlier_stage_waits_for_is_sent_first() -> None:
             assert not any(node.target in (send, receive) for node in later[first_wait:])
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_parameters_of_all_stages_of_a_rank_are_gathered_before_it_computes(precision: str) -> None:
+    """Their casts, too: the gathers for a later stage run beside the forwards of an earlier one."""
+    x = torch.randn(ROWS, WIDTH)
+    options: dict[str, Any] = {"schedule": "Interleaved1F1B", "stages_per_device": 2, "n_microbatches": 2, "precision": precision}
+    pm = partition(perceptron(depth=8).float(), 4, {"zero1": 2, "pipeline": 2}, example_inputs=(x,), progress=False, **options)
+    for rank in range(4):
+        nodes = list(pm.graph(rank).graph.nodes)
+        gathers = [place for place, node in enumerate(nodes) if node.target is all_gather]
+        assert len({nodes[place].meta["section"].stage for place in gathers}) == 2
+        assert max(gathers) < min(place for place, node in enumerate(nodes) if node.target is wait or node.op == "call_module")
+
+
 def test_what_is_computed_from_the_sum_of_all_microbatches_comes_at_the_end() -> None:
     graph = fx.Graph()
     gradient, x = graph.placeholder("gradient"), graph.placeholder("x")
