@@ -192,7 +192,7 @@ class _Writer:
             ]
             for names, indices in places.items():
                 ranks = self.mesh.group(self.rank, names)
-                for bucket in self._buckets(store, indices):
+                for bucket in self._buckets(store, indices, are_scattered=not any(name in STORED for name in names)):
                     label = f"{node.target}_{bucket[0]}"
                     started = self._call(node, all_reduce, ([parts[index] for index in bucket],), f"all_reduce_{label}", group=ranks)
                     started.meta["reduces"] = tuple(store.names[index] for index in bucket)
@@ -202,9 +202,9 @@ class _Writer:
                         parts[index] = self._call(node, operator.getitem, (summed, position), f"summed_{node.target}_{index}")
         node.args = (parts,)
 
-    def _buckets(self, store: StoreGradients, indices: Sequence[int]) -> list[list[int]]:
+    def _buckets(self, store: StoreGradients, indices: Sequence[int], *, are_scattered: bool) -> list[list[int]]:
         """Group gradients into messages; last those that are there last, as they were scattered in one message at the end."""
-        parts = math.prod(size for name, size in self.mesh.dimensions if name in STORED)
+        parts = math.prod(size for name, size in self.mesh.dimensions if name in STORED) if are_scattered else 1
         sizes = {index: self._bytes(store.names[index]) for index in indices}
         is_late = {index: parts > 1 and size * parts < ALONE_BYTES for index, size in sizes.items()}
         found: list[list[int]] = []

@@ -363,3 +363,21 @@ def test_gradients_are_sent_before_tied_weights_are_summed() -> None:
     torch.testing.assert_close(loss, expected)
     for name, gradient in pm.full_gradients().items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+class ShortSides(nn.Module):
+    """Parameters whose sides are too short for three parts, a large one among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Parameter(torch.rand((2,) * 14).double()), nn.Parameter(torch.rand(2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x * self.table + self.bias
+        return result
+
+
+def test_gradients_that_are_summed_without_being_scattered_share_messages() -> None:
+    """Small ones come late only where they were scattered before."""
+    for collectives in step_of(ShortSides(), torch.randn(9, *(2,) * 14, dtype=torch.float64), "fsdp", 3):
+        assert [(each.kind, each.n_bytes) for each in collectives] == [(all_reduce, (2**14 + 2) * ELEMENT)]
