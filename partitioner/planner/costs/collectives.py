@@ -130,19 +130,21 @@ def fraction_of_message(kind: Collective, size: float, n_ranks: int, n_coalesced
 
 
 def with_coalescing_counts(
-    exchanges: Sequence[Exchange], mesh: Mapping[str, int], copies: Callable[[str], Sequence[str]]
+    exchanges: Sequence[Exchange], graph: fx.Graph, mesh: Mapping[str, int], copies: Callable[[str], Sequence[str]]
 ) -> Iterator[Exchange]:
-    """Set ``Exchange.n_coalesced`` of stored values: the number of small ones along the same mesh dimension.
+    """Set ``Exchange.n_coalesced`` of stored values: the number of small ones of one type along the same mesh dimension.
 
     Args:
+        graph: that computes the values.
         mesh: mesh dimension -> number of ranks.
         copies: the calls of the whole model that a call of a folded block stands for.
     """
-    small = Counter[str]()
+    types = {node.name: getattr(node.meta.get("val"), "dtype", None) for node in graph.nodes}
+    small = Counter[tuple[str, object]]()
     for each in exchanges:
         if each.is_stored and float(each.size) < ALONE_BYTES * mesh[each.dimension]:
-            small[each.dimension] += len(copies(each.reader))
-    return (replace(each, n_coalesced=small[each.dimension]) if each.is_stored else each for each in exchanges)
+            small[each.dimension, types.get(each.value)] += len(copies(each.reader))
+    return (replace(each, n_coalesced=small[each.dimension, types.get(each.value)]) if each.is_stored else each for each in exchanges)
 
 
 _COALESCED: tuple[Collective, ...] = ("all_gather", "reduce_scatter")

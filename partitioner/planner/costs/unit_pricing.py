@@ -21,7 +21,7 @@ from partitioner.planner.costs.collectives import Exchange, GradientSum
 from partitioner.planner.costs.cut_points import CutPoints, Expansion
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
 from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Repeat, Stored
-from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_apart, waiting_for_messages
+from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_for_messages
 from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts, seconds_by_limit
 from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.planner.solvers.stage_problem import Shared, Units, Value
@@ -372,7 +372,7 @@ class _Microbatch:
         Unless backwards are split, an input half waits for both.
         """
         pricing, (_, _, (stored, activations)) = self.pricing, self._messages
-        is_run = bool(stored or sums or any(each.is_saved for each in activations))
+        is_run = bool(stored or activations or sums)
         waiting = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
         each, casting = self._operations[pricing.cost_of_calls], np.zeros((len(pricing.place_of), len(pricing.kinds)))
         again = each[:, :, 0] * pricing.is_recomputed[:, None] + self._repeated[pricing.cost_of_calls] * pricing.is_selected[:, None]
@@ -387,25 +387,7 @@ class _Microbatch:
             )
             for half, of_half in enumerate(of_calls):
                 np.add.at(waiting[half, :, kind], pricing.unit_of_calls, of_half)
-        if not is_run:
-            for activation in activations:
-                unit = pricing.unit_of_calls[activation.place]
-                waiting[:2, unit] += np.array([[activation.forward], [activation.backward]])
-            beside, waited, in_weight_half = self._apart
-            waiting[1:] += np.stack([-waited, in_weight_half]) if is_split else np.stack([-beside, np.zeros_like(beside)])
         return waiting
-
-    @cached_property
-    def _apart(self) -> Floats:
-        """(3, N, K) seconds of messages whose waits change if the halves of backwards do not follow each other (``waiting_apart``)."""
-        pricing, (_, _, (_, activations)) = self.pricing, self._messages
-        of_weight: Floats = self._operations[pricing.cost_of_calls, :, 2]
-        for place, seconds in self._casting.items():
-            of_weight[place] += seconds
-        apart = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
-        for place, longer in waiting_apart(activations, of_weight):
-            apart[:, pricing.unit_of_calls[place]] += longer
-        return apart
 
     @cached_property
     def _casting(self) -> dict[int, Floats]:
@@ -436,18 +418,17 @@ class _Microbatch:
             forward, backward = exchange.seconds(size, links, runs)
             unit, place = pricing.unit_of[exchange.reader], pricing.place_of[exchange.reader]
             is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
-            is_lost = exchange.forward == "all_gather" and not exchange.is_stored and pricing.memory.loses_gathers(exchange.reader)
             is_recomputed = exchange.reader in pricing.memory.recomputed
             if exchange.forward != "all_gather" and exchange.reader in pricing.memory.selected:
                 is_recomputed = False
-            is_repeated = not is_once and (is_lost or is_recomputed)
+            is_repeated = not is_once and is_recomputed
             is_of_step = is_once and not self._is_alone
             is_small = exchange.is_stored and exchange.is_coalesced(size, links)
             if not exchange.is_stored or exchange.forward != "all_gather":
-                is_saved = is_lost and not is_recomputed and pricing.memory.gathers_saved(exchange.reader)
-                backward += (is_repeated and not is_saved) * forward
-                again = (size * (is_lost and not is_recomputed), int(runs > 1), is_saved)
-                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, *again))
+                again = "" if is_recomputed or exchange.forward != "all_gather" else pricing.memory.gathered_again(exchange.reader)
+                backward += is_repeated * forward
+                regathered = (size * (again != ""), int(runs > 1), again == "saved")
+                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, *regathered))
             elif is_of_step and exchange.dimension in SCATTERED_ONCE:
                 once[:, unit] += forward, backward
             elif is_of_step and self.n_stages > 1:
@@ -458,12 +439,10 @@ class _Microbatch:
             else:
                 sent = size * exchange.wider if exchange.backward is not None else 0.0
                 is_read = exchange.regather is not None and exchange.value in pricing.read_by_backward
-                kind = pricing.dtypes.get(exchange.value)
+                kind = pricing.dtypes.get(exchange.value, torch.float32)
                 parameter = pricing.parameter_of(exchange.value)
-                message = Stored(
-                    place, parameter, exchange.dimension, size, sent, links, int(runs > 1), is_read or is_repeated, kind, is_of_step
-                )
-                stored.append(message)
+                sizes, width = (exchange.dimension, size, sent, links, int(runs > 1)), kind.itemsize * exchange.wider
+                stored.append(Stored(place, parameter, *sizes, is_read or is_repeated, kind, is_of_step, width))
                 once[0, unit] += is_of_step * forward
         return seconds, once, (stored, activations)
 

@@ -141,7 +141,7 @@ class ModelPart:
         if self.layouts is None or self.axes is None or self.sizes is None:
             return ()
         exchanges = find_exchanges(self.source.graph, self.axes, self.layouts, self.sizes, self.cost.gradients, self.source.sent)
-        found = with_coalescing_counts(exchanges, dict(self.layouts.mesh), self.source.copies)
+        found = with_coalescing_counts(exchanges, self.source.graph.graph, dict(self.layouts.mesh), self.source.copies)
         return tuple(dataclasses.replace(each, is_beside=self._is_beside(each)) for each in found)
 
     def _is_beside(self, exchange: Exchange) -> bool:

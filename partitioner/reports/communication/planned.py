@@ -162,7 +162,7 @@ class _Planned:
         if self.graph.training:  # ranks compute the loss of their own rows
             layouts = replace(layouts, needs={**layouts.needs, "output": self._own_rows(layouts)})
         known = (self.graph, self.cut.axes, layouts, self.sizes, self.flowing, self.widths, self.stages)
-        for each in with_coalescing_counts(find_exchanges(*known), self.lengths, lambda name: (name,)):
+        for each in with_coalescing_counts(find_exchanges(*known), self.graph.graph, self.lengths, lambda name: (name,)):
             if (stage := self.stage_of(each.reader)) in self._stages:
                 yield from self._of_exchange(each.in_stages(len(self.plan.stages)), stage)
 

@@ -24,7 +24,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.search.mesh_problem import MeshProblem
 from partitioner.planner.sharding.model import CuttableModel
 from partitioner.planner.sharding.stage_submeshes import submesh_parts
-from partitioner.planner.solvers.stage_memory import TransientMemory
+from partitioner.planner.solvers.stage_memory import Floats, TransientMemory
 from partitioner.planner.solvers.stage_problem import Units
 from partitioner.schedules.catalog import SCHEDULES
 from partitioner.tracing.trace import trace
@@ -322,8 +322,12 @@ def price(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel)
 
 
 def sum_beside_backward(problem: MeshProblem, problems: PipelineProblems, staged: StagedModel, dimension: str, links: GroupLinks) -> float:
-    """Return the seconds by which a step is longer for sums over a dimension: a unit's wait for its backward, and for those before them."""
-    halves = problems.prices.times(problems.rows(staged.candidate)).halves[:, :, 0]
+    """Return the seconds by which a step is longer for sums over a dimension: a unit's wait for its backward, and for those before them.
+
+    Messages over one dimension follow each other: a value that is sent while gradients are summed comes later by what is left of the sum.
+    """
+    times = problems.prices.times(problems.rows(staged.candidate))
+    halves = times.halves[:, :, 0]
     sizes = [0.0] * halves.shape[1]
     for each in problem.part.sums:
         if each.dimension == dimension:
@@ -332,7 +336,9 @@ def sum_beside_backward(problem: MeshProblem, problems: PipelineProblems, staged
     if sum(sizes) <= FIRST_BUCKET_BYTES:  # one message, after its last gradient
         last = next(unit for unit, size in enumerate(sizes) if size)
         again = float(halves[0, :last].sum()) if problems.prices.recompute == "full" else 0.0  # before the backward of the region
-        late = max(whole - max(float(halves[1:, :last].sum()) - again, 0.0), 0.0)
+        until_message = computed_until_message(problem, halves - times.waiting[:, :, 0], dimension, last)
+        computed = max(float(halves[1:, :last].sum()) - again, 0.0) if until_message is None else until_message
+        late = max(whole - computed, 0.0)
         return late + links.ring.host_share * (whole - late) + copying(sum(sizes), problem)
     now = free = 0.0
     for unit in reversed(range(len(sizes))):
@@ -340,6 +346,27 @@ def sum_beside_backward(problem: MeshProblem, problems: PipelineProblems, staged
         free = max(now, free) + whole * sizes[unit] / max(sum(sizes), 1.0) if sizes[unit] else free
     late = max(free - now, 0.0)
     return late + links.ring.host_share * (whole - late) + copying(sum(sizes), problem)
+
+
+def computed_until_message(problem: MeshProblem, computing: Floats, dimension: str, last: int) -> float | None:
+    """Return the seconds that a backward computes after a unit's gradients until it sends a value over a dimension; None: it sends none.
+
+    Args:
+        computing: (3, N) seconds that units compute, in the forward and the halves of the backward.
+        last: the unit.
+    """
+    units, cost = problem.part.points.units, problem.part.cost
+    sent = {each.reader: each for each in problem.part.exchanges if each.backward and not each.is_stored and each.dimension == dimension}
+    computed = 0.0
+    for unit in range(last, -1, -1):
+        senders = [name for name in units[unit] if name in sent]
+        in_halves = any(cost.nodes[name].first_half == "activation" for name in senders)
+        is_beside = in_halves and any(sent[name].is_beside for name in senders)
+        if unit < last:
+            computed += float(computing[1, unit]) + (0.0 if is_beside else float(computing[2, unit]))
+        if senders and (unit < last or (in_halves and not is_beside)):  # one kernel: the value first
+            return computed
+    return None
 
 
 def copying(size: float, problem: MeshProblem, places: Sequence[int] | None = None) -> float:

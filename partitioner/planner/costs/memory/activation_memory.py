@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -111,15 +112,13 @@ class UnitMemory:
         """Return recomputed node -> the last ``position`` of a call whose backward needs it, itself or to compute another again."""
         return self._selection.last_need(position)
 
-    def loses_gathers(self, reader: str) -> bool:
-        """Return whether what is gathered for a call is not saved, so that the backward gathers it again."""
-        return self._selection.policy_of[reader] != "none"
-
-    def gathers_saved(self, reader: str) -> bool:
-        """Return whether the backward of a call gathers a shard that the forward saved, which it can do ahead of its use."""
+    def gathered_again(self, reader: str) -> Literal["", "saved", "recomputed"]:
+        """Return from which shards the backward of a call gathers an operand again: saved or recomputed ones; empty: it gathers none."""
         whole = (key for key in self._cost.saved.get(reader, ()) if key in self._cost.part_of)
-        shards = ((key, self._selection.before_gather(key, reader)) for key in whole)
-        return any(shard != key and shard in self._savers for key, shard in shards)
+        shards = [shard for key in whole if (shard := self._selection.before_gather(key, reader)) != key]
+        if not shards:
+            return ""
+        return "saved" if any(shard in self._savers for shard in shards) else "recomputed"
 
     def inputs(self, numbers: Numbers) -> tuple[Shared, ...]:
         """Return the inputs of a step, permanent memory of the stages that read them; ``numbers``: sizes at the step's whole batch."""

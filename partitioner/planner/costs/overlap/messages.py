@@ -55,8 +55,9 @@ class Stored:
         links: along the dimension.
         copies: copies of the message that a rank makes.
         again: whether the backward gathers it, too.
-        kind: what messages can share: the type of an element.
+        kind: what gathers can share: the type of an element.
         is_there: whether it is gathered before all microbatches, so that only its gradient is sent.
+        width: what scatters can share: the bytes of an element of the gradient.
     """
 
     place: int
@@ -69,6 +70,7 @@ class Stored:
     again: bool
     kind: object
     is_there: bool = False
+    width: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ class Activation:
         forward, backward: seconds.
         links: along the dimension.
         is_beside: whether the backward sends it while the weight half of its call is computed.
-        size: bytes of the value, if the backward gathers it again; else 0.
+        size: bytes of the value, if the backward gathers it again for a weight half; else 0.
         copies: copies that a rank makes of that message.
-        is_saved: whether the shard is saved, so that it is gathered one message ahead of its use.
+        is_saved: whether the shard is saved, so that it is gathered one message ahead of its use; else right before that.
     """
 
     place: int
@@ -240,19 +242,25 @@ def gathers_of(
     return found
 
 
-def regathers_of(activations: Sequence[Activation], order: Sequence[tuple[int, float]]) -> dict[int, list[Message]]:
-    """Return index of a call -> the gathers of saved shards that its backward waits for; each starts the next one."""
+def regathers_of(activations: Sequence[Activation], order: Sequence[tuple[int, float]], *, is_split: bool) -> dict[int, list[Message]]:
+    """Return index of a call -> the gathers of shards that its weight half waits for; each of saved ones starts the next one.
+
+    Args:
+        is_split: whether weight halves come after all input halves, which recompute: then recomputed shards are as if saved.
+    """
     found: dict[int, list[Message]] = {}
     values, chain = by_place(activations), list[Message]()
     for index in reversed(range(len(order))):
         for each in values.get(order[index][0], ()):
-            if each.is_saved:
-                message = Message("all_gather", each.dimension, each.links, each.copies)
-                message.add(each.size)
+            if not each.size:
+                continue
+            message = Message("all_gather", each.dimension, each.links, each.copies)
+            message.add(each.size)
+            found.setdefault(index, []).append(message)
+            if each.is_saved or is_split:
                 if chain:
                     chain[-1].following = message
                 chain.append(message)
-                found.setdefault(index, []).append(message)
     return found
 
 
@@ -272,7 +280,7 @@ def reductions_of(stored: Sequence[Stored], sums: Sequence[GradientOfCall], orde
         for each in stored_at.get(place, ()):
             if not each.sent:
                 continue
-            key, message = (each.dimension, each.kind), Message("reduce_scatter", each.dimension, each.links, each.copies)
+            key, message = (each.dimension, each.width), Message("reduce_scatter", each.dimension, each.links, each.copies)
             if each.sent < ALONE_BYTES:
                 small.add(each.parameter)
                 if key in bundles and bundles[key][1].size < BUNDLE_BYTES:

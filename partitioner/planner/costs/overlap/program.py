@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from passes.emit.overlap_collectives import MOST_UNDER_WAY
 
 __all__ = ["Program"]
 
+Owner: TypeAlias = tuple[int, int, float]
+"""Place of a call, direction, weight: as the arguments of ``Program.begin``."""
+
 
 class Program:
     """The steps of one rank, as they are written, and the seconds that calls wait in them; ``activations``: as above."""
@@ -24,53 +28,66 @@ class Program:
         self._activations = by_place(activations)
         self._steps: list[Step] = []
         self._passages: list[Passage] = []
-        self._owners: list[tuple[int, int, float]] = []
+        self._owners: list[Owner] = []
+        self._owner: Owner = (0, 0, 1.0)
         self._under_way: dict[bool, list[Message]] = {False: [], True: []}
-        self._copies: list[tuple[int, int, float, float]] = []
+        self._copies: list[tuple[Owner, float]] = []
         self._chained: list[Message] = []
         self._dimensions: dict[str, int] = {}
 
-    def compute(self, place: int, direction: int, seconds: float, weight: float) -> None:
-        """Append what a call computes.
+    def begin(self, place: int, direction: int, weight: float) -> None:
+        """Begin with a call: what is appended next is computed, sent and waited for by it.
 
         Args:
             direction: 0: forward; 1: backward, or its input half; 2: its weight half.
             weight: how much its waits count.
         """
+        self._owner = place, direction, weight
+
+    def compute(self, seconds: float) -> None:
+        """Append what a call computes."""
         if seconds > 0 and self._steps and self._steps[-1].kind == "compute":
             self._steps[-1].seconds += seconds
         elif seconds > 0:
-            self._steps.append(Step("compute", str(len(self._owners)), "", seconds))
-            self._owners.append((place, direction, weight))
+            self._append("compute", seconds=seconds)
 
-    def exchange(self, place: int, direction: int, beside: Callable[[], None] | None = None) -> None:
+    def exchange(self, beside: Callable[[], None] | None = None) -> None:
         """Append the collectives of values that a call waits for, or that its backward sends.
 
         Args:
             beside: appends what is computed while the first of them runs.
         """
+        place, direction, _ = self._owner
         for each in self._activations.get(place, ()):
-            seconds = (each.forward, each.backward)[direction]
+            seconds = (each.forward, each.backward)[direction > 0]
             if seconds:
                 transfer = self._transfer(passage_of(seconds, 0.0, each.links), each.dimension)
                 if beside is not None and not each.is_beside:
                     beside()
                     beside = None
-                self._steps.append(Step("start", "", "", transfer=transfer))
+                self._append("start", transfer)
                 if beside is not None:
                     beside()
                     beside = None
-                self._steps.append(Step("wait", "", "", transfer=transfer))
+                self._append("wait", transfer)
         if beside is not None:
             beside()
+
+    def start(self, message: Message) -> None:
+        """Append the start of a message, and the copies that the rank makes for it, unless it has started."""
+        if message.transfer is None:
+            self.compute(message.copying)
+            self._copies.append((self._owner, message.copying))
+            message.transfer = self._transfer(message.passage, message.dimension)
+            self._append("start", message.transfer)
 
     def gather(self, messages: Iterable[Message]) -> None:
         """Append the waits for gathers, each after the start of the next one."""
         for message in messages:
             if message.transfer is None:
-                self._start(message)
+                self.start(message)
             if message.following is not None and not message.is_awaited:
-                self._start(message.following)
+                self.start(message.following)
             self._wait(message)
 
     def reduce_all(self, messages: Iterable[Message]) -> None:
@@ -83,7 +100,7 @@ class Program:
         if not all(each.is_awaited for each in message.awaits):
             self._chained.append(message)
             return
-        self._start(message)
+        self.start(message)
         under_way = self._under_way[bool(message.awaits)]
         under_way.append(message)
         while len(under_way) > MOST_UNDER_WAY:
@@ -96,18 +113,24 @@ class Program:
                 self._wait_for_reduction(under_way.pop(0))
 
     def waiting(self, n_calls: int) -> Floats:
-        """Return (3, P) seconds that calls wait on the clock of the simulator, in the directions of ``compute``."""
+        """Return (3, P) seconds that calls wait on the clock of the simulator, in the directions of ``begin``."""
         run = run_ranks([RankWork(0, tuple(self._steps), (), ())], lambda transfer: self._passages[transfer.key])[0][0]
-        waiting, end = np.zeros((3, n_calls)), 0.0
-        for place, direction, weight, seconds in self._copies:
+        waiting, now, computed = np.zeros((3, n_calls)), 0.0, iter(run.computed)
+        ends = {int(each.name): each.end for each in run.transferred}
+        for (place, direction, weight), seconds in self._copies:
             waiting[direction, place] += weight * seconds
-        for each in run.computed:
-            place, direction, weight = self._owners[int(each.name)]
-            waiting[direction, place] += weight * (each.start - end)
-            end = each.end
-        if self._owners:
-            place, direction, weight = self._owners[-1]
-            waiting[direction, place] += weight * max(run.finish - end, 0.0)
+        for step, (place, direction, weight) in zip(self._steps, self._owners, strict=True):
+            if step.kind == "compute":
+                each = next(computed)
+                waiting[direction, place] += weight * (each.start - now)  # what its processor did meanwhile for a transfer
+                now = each.end
+            elif step.kind == "wait":
+                assert step.transfer is not None
+                end = max(now, ends[step.transfer.key])
+                waiting[direction, place] += weight * (end - now)
+                now = end
+        place, direction, weight = self._owner
+        waiting[direction, place] += weight * max(run.finish - now, 0.0)
         return waiting
 
     def _wait_for_reduction(self, message: Message) -> None:
@@ -117,20 +140,17 @@ class Program:
         for each in ready:
             self.reduce(each)
 
-    def _start(self, message: Message) -> None:
-        if message.transfer is None:
-            place, direction, weight = self._owners[-1] if self._owners else (0, 0, 1.0)
-            self.compute(place, direction, message.copying, weight)
-            self._copies.append((place, direction, weight, message.copying))
-            message.transfer = self._transfer(message.passage, message.dimension)
-            self._steps.append(Step("start", "", "", transfer=message.transfer))
-
     def _wait(self, message: Message) -> None:
         if not message.is_awaited:
             message.is_awaited = True
-            self._steps.append(Step("wait", "", "", transfer=message.transfer))
+            self._append("wait", message.transfer)
+
+    def _append(self, kind: Literal["compute", "start", "wait"], transfer: Transfer | None = None, seconds: float = 0.0) -> None:
+        self._steps.append(Step(kind, "", "", seconds, transfer=transfer))
+        self._owners.append(self._owner)
 
     def _transfer(self, passage: Passage, dimension: str) -> Transfer:
         self._passages.append(passage)
         group = -1 - self._dimensions.setdefault(dimension, len(self._dimensions))  # no rank: it waits for no others
-        return Transfer(dimension, "collective", (group,), len(self._passages) - 1, 0)
+        key = len(self._passages) - 1
+        return Transfer(str(key), "collective", (group,), key, 0)

@@ -30,11 +30,10 @@ A folded model has a repeated block once: it is run three times or more, so that
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
-
-import numpy as np
 
 from partitioner.planner.costs.overlap.messages import (
     Activation,
@@ -51,7 +50,7 @@ from partitioner.planner.costs.overlap.messages import (
 from partitioner.planner.costs.overlap.program import Program
 from partitioner.planner.solvers.stage_memory import Floats
 
-__all__ = ["CallSeconds", "FirstHalf", "waiting_apart", "waiting_for_messages"]
+__all__ = ["CallSeconds", "FirstHalf", "waiting_for_messages"]
 
 
 FirstHalf: TypeAlias = Literal["", "activation", "weight"]
@@ -99,39 +98,43 @@ def waiting_for_messages(
         in_pipeline: whether forwards follow forwards, and backwards backwards; else each backward follows its own forward.
         is_split: whether all input halves come before all weight halves; else the waits of both count in the first.
     """
-    activations = [_gathered_late(each) for each in activations] if is_split else activations
     order, program = list(calls_in_order(len(seconds.forward), repeat)), Program(activations)
     backwards = list(backward_order(order, seconds.again, needed))
     chain = list[Message]()  # the forward of a microbatch starts the first gather of the next one
     weights = (1.0,) if is_alone else (0.0, 1.0)
-    ahead = [gathers_of(stored, order, range(len(order)), chain, again=False) for _ in weights]
+    ahead = [gathers_of(stored, order, range(len(order)), [] if in_pipeline else chain, again=False) for _ in weights]
 
     def forward(number: int) -> None:
+        if in_pipeline and number:
+            _start_first(program, ahead[number], [seconds.forward[place] for place, _ in order])
         for call, (place, share) in enumerate(order):
+            program.begin(place, 0, weights[number] * share)
             program.gather(ahead[number].get(call, ()))
-            program.exchange(place, 0)
-            program.compute(place, 0, seconds.forward[place], weights[number] * share)
+            program.exchange()
+            program.compute(seconds.forward[place])
 
     def backward(number: int) -> None:
         gathers = gathers_of(stored, order, [index for index, _ in backwards], [], again=True)
-        reductions, regathers = reductions_of(stored, sums, order), regathers_of(activations, order)
+        reductions, regathers = reductions_of(stored, sums, order), regathers_of(activations, order, is_split=is_split)
         late = list[tuple[int, float, int]]()
         for call, (index, is_recomputation) in enumerate(backwards):
             place, share = order[index][0], weights[number] * order[index][1]
             messages = gathers.get(call, ())
+            program.begin(place, 1, share)
             if is_recomputation:
                 program.gather(messages)
-                program.compute(place, 1, seconds.again[place], share)
+                program.compute(seconds.again[place])
             elif is_split:
                 program.gather(messages)
-                program.compute(place, 1, seconds.of_input[place], share)
-                program.exchange(place, 1)
+                program.compute(seconds.of_input[place])
+                program.exchange()
                 late.append((place, share, index))
             else:
-                _differentiate(program, place, seconds, first[place], messages, regathers.get(index, ()), reductions.get(index, ()), share)
+                _differentiate(program, place, seconds, first[place], messages, regathers.get(index, ()), reductions.get(index, ()))
         for place, share, index in late:
+            program.begin(place, 2, share)
             program.gather(regathers.get(index, ()))
-            program.compute(place, 2, seconds.of_weight[place] + seconds.casting[place], share)
+            program.compute(seconds.of_weight[place] + seconds.casting[place])
             program.reduce_all(reductions.get(index, ()))
         program.finish()
 
@@ -143,28 +146,21 @@ def waiting_for_messages(
     return program.waiting(len(seconds.forward))
 
 
-def _gathered_late(each: Activation) -> Activation:
-    """Return the collectives of a value in a split backward: a gather that a whole backward waits for runs ahead in the weight half."""
-    return dataclasses.replace(each, backward=each.backward - each.forward, is_saved=True) if each.size and not each.is_saved else each
-
-
-def waiting_apart(activations: Sequence[Activation], of_weight: Floats) -> Iterator[tuple[int, Floats]]:
-    """Yield (place of a call, (3, K) seconds of its messages whose waits change if the halves of its backward do not follow each other).
-
-    These are of messages that the input half sends while the weight half is computed; of gathers that are waited for, and then run in
-    weight halves, one message ahead; and of these what weight halves wait.
+def _start_first(program: Program, gathers: Mapping[int, Sequence[Message]], seconds: Sequence[float]) -> None:
+    """Append the start of a forward's first gather, and what a stage that ends in the middle of the model computes after its last one.
 
     Args:
-        of_weight: (P, K) seconds of weight halves.
+        gathers: by number of the call that waits for them, in order.
+        seconds: of the calls.
     """
-    seen = set[int]()
-    for each in activations:
-        seconds, sends = of_weight[each.place], each.is_beside and each.place not in seen
-        shared = np.minimum(each.backward, seconds) * (1 - each.links.ring.host_share) if sends else np.zeros_like(seconds)
-        gathering = each.links.seconds("all_gather", each.size) if each.size else 0.0
-        waited = each.forward if each.size and not each.is_saved else 0.0
-        yield each.place, np.stack([shared, np.full_like(shared, waited), np.maximum(gathering - seconds, 0.0)])
-        seen.add(each.place)
+    if not gathers:
+        return
+    ends, numbers = list(itertools.accumulate(seconds)), list(gathers)
+    middle = bisect.bisect_left(ends, ends[-1] / 2)
+    following = bisect.bisect_right(numbers, middle)
+    program.begin(0, 0, 0.0)
+    program.start(gathers[numbers[0]][0])
+    program.compute(sum(seconds[numbers[max(following - 1, 0)] : numbers[following] if following < len(numbers) else len(seconds)]))
 
 
 def _differentiate(
@@ -175,33 +171,32 @@ def _differentiate(
     gathers: Sequence[Message],
     regathers: Sequence[Message],
     reductions: Sequence[Message],
-    weight: float,
 ) -> None:
     """Append the backward of a call: its halves, each after the messages that it waits for, and the messages that it completes."""
     of_weight, casting = seconds.of_weight[place], seconds.casting[place]
     if first == "weight" and of_weight:
         program.gather(regathers)
-        program.compute(place, 1, of_weight, weight)
+        program.compute(of_weight)
         early = () if casting else reductions
         program.reduce_all(early)
         program.gather(gathers)
-        program.compute(place, 1, seconds.of_input[place], weight)
-        program.exchange(place, 1)
-        program.compute(place, 1, casting, weight)
+        program.compute(seconds.of_input[place])
+        program.exchange()
+        program.compute(casting)
         program.reduce_all(() if early else reductions)
         return
 
     def second() -> None:
         program.gather(regathers)
-        program.compute(place, 1, of_weight + casting, weight)
+        program.compute(of_weight + casting)
         program.reduce_all(reductions)
 
     program.gather(gathers)
     program.gather(() if first == "activation" else regathers)
-    program.compute(place, 1, seconds.of_input[place], weight)
+    program.compute(seconds.of_input[place])
     if first == "activation":
-        program.exchange(place, 1, beside=second)
+        program.exchange(beside=second)
     else:
-        program.compute(place, 1, of_weight + casting, weight)
-        program.exchange(place, 1)
+        program.compute(of_weight + casting)
+        program.exchange()
         program.reduce_all(reductions)

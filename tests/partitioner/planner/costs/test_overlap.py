@@ -69,10 +69,10 @@ def test_of_several_microbatches_the_first_gather_is_ahead_too() -> None:
 
 
 def test_a_forward_after_a_forward_waits_for_its_first_gather() -> None:
-    """It starts with the last call of half a second before it; a backward between the two would hide it."""
-    stored, seconds = [parameter(0), parameter(1)], [[1.0, 0.5], [3.0, 3.0]]
-    assert waits(stored, seconds, is_alone=False)[0] == pytest.approx([0.0, 0.0])
-    assert waits(stored, seconds, is_alone=False, in_pipeline=True)[0] == pytest.approx([0.5, 0.0])
+    """It starts with the call of half a second in which a stage of half of the model ends; a backward between the two would hide it."""
+    stored, seconds = [parameter(0), parameter(1), parameter(2)], [[1.0, 0.5, 1.0], [3.0, 3.0, 3.0]]
+    assert waits(stored, seconds, is_alone=False)[0] == pytest.approx([0.0, 0.0, 0.5])
+    assert waits(stored, seconds, is_alone=False, in_pipeline=True)[0] == pytest.approx([0.5, 0.0, 0.5])
 
 
 def test_scatters_run_in_weight_halves_alone_where_these_are_apart() -> None:
@@ -87,12 +87,20 @@ def test_scatters_run_in_weight_halves_alone_where_these_are_apart() -> None:
 
 def test_gathers_that_whole_backwards_wait_for_run_ahead_in_weight_halves() -> None:
     """Of the gathers for two weight halves of two seconds, a second each, the first is waited for."""
-    activations = tuple(Activation(place, "tensor", 1.0, 1.0, LINKS, size=LARGE) for place in range(2))
+    activations = tuple(Activation(place, "tensor", 1.0, 0.0, LINKS, size=LARGE) for place in range(2))
     seconds = [[1.0, 1.0], [1.0, 1.0]]
     assert sum(waits([], seconds, of_weight=(2.0, 2.0), activations=activations)[1]) == pytest.approx(2.0)
     _, of_input, of_weight = waits([], seconds, of_weight=(2.0, 2.0), activations=activations, is_split=True)
     assert of_input == pytest.approx([0.0, 0.0])
     assert of_weight == pytest.approx([0.0, 1.0])
+
+
+def test_input_halves_wait_for_all_that_they_send() -> None:
+    """The last call of the input halves sends a message of a second, and weight halves follow it."""
+    activations = tuple(Activation(place, "tensor", 0.0, 1.0, LINKS) for place in range(2))
+    halves = waits([], [[1.0, 1.0], [1.0, 1.0]], of_weight=(2.0, 2.0), activations=activations, is_split=True)
+    assert halves[1] == pytest.approx([1.0, 1.0])
+    assert halves[2] == pytest.approx([0.0, 0.0])
 
 
 def test_scatters_stand_before_gathers_on_the_links() -> None:
@@ -104,9 +112,9 @@ def test_scatters_stand_before_gathers_on_the_links() -> None:
 
 
 def test_at_most_two_scatters_are_under_way() -> None:
-    """When the third starts, after 0.75 s, the program waits for the first, which ends after 1.25 s."""
+    """When call 2 has started the third, after 0.75 s, it waits for the first, which ends after 1.25 s; the last call waits for three."""
     stored = [parameter(place, sent=LARGE) for place in range(5)]
-    assert waits(stored, [[9.0] * 5, [0.25] * 5])[1] == pytest.approx([3.5, 0.5, 0.0, 0.0, 0.0])
+    assert waits(stored, [[9.0] * 5, [0.25] * 5])[1] == pytest.approx([2.75, 0.75, 0.5, 0.0, 0.0])
 
 
 def test_sums_follow_the_scatters_whose_results_they_sum() -> None:
@@ -125,6 +133,16 @@ def test_small_parameters_share_a_message() -> None:
     other = [small[0], Stored(1, "w1", "fsdp", 1024.0, 0.0, links, 0, False, torch.bfloat16)]
     assert sum(waits(small, [[0.0, 0.1], [0.0, 0.0]])[0]) == pytest.approx(1.0)
     assert sum(waits(other, [[0.0, 0.1], [0.0, 0.0]])[0]) == pytest.approx(2.0)
+
+
+def test_small_gradients_of_one_type_share_a_message() -> None:
+    """Whatever the types of the parameters that are gathered: of bfloat16 and float32, gradients in float32."""
+    links = GroupLinks(2, Link(1.0, 1e12, "slow to start"))
+    kinds = (torch.float32, torch.bfloat16)
+    for widths, seconds in (((4.0, 4.0), 1.0), ((4.0, 2.0), 2.0)):
+        places = enumerate(zip(kinds, widths, strict=True))
+        small = [Stored(place, f"w{place}", "fsdp", 0.0, 1024.0, links, 0, False, kind, True, width) for place, (kind, width) in places]
+        assert sum(waits(small, [[0.0, 0.0], [0.1, 0.1]])[1]) == pytest.approx(seconds, abs=0.2)
 
 
 def test_calls_are_recomputed_before_the_backward_that_needs_them() -> None:

@@ -43,6 +43,13 @@ SETTINGS: Mapping[str, tuple[Mode, int, Mapping[str, Any]]] = {
         8,
         {"schedule": "1F1B", "n_microbatches": 8, "precision": "bf16-mixed"},
     ),
+    "cut state, interleaved, bfloat16 and float32": (
+        {"zero1": 4, "pipeline": 2},
+        8,
+        {"schedule": "Interleaved1F1B", "n_microbatches": 4, "precision": "bf16-mixed"},
+    ),
+    "gathered parameters and pipeline": ({"fsdp": 4, "pipeline": 2}, 8, {"schedule": "Interleaved1F1B", "n_microbatches": 4}),
+    "selective": ("tensor", 4, {"recompute": "selective", "precision": "bf16-mixed"}),
 }
 
 
