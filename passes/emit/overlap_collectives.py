@@ -10,10 +10,10 @@
     ...                                     sums = wait(pending)             before its first reader
     store(sums)                             store(sums)
 
-At most two reductions of a backward are under way: what a third sends would be a third copy of gradients in memory, since a message is held
-until it is waited for. So the program waits for the first when the third has started. A sum of what another reduction yields, such as a
-gradient that is scattered inside a node and summed over nodes, starts when the program has waited for that one; of these, too, two are
-under way.
+At most two reductions of gradients of parameters are under way in a backward: what a third sends would be a third copy of gradients in
+memory, since a message is held until it is waited for. So the program waits for the first when the third has started. A sum of what another
+reduction yields, such as a gradient that is scattered inside a node and summed over nodes, starts when the program has waited for that one;
+of these, too, two are under way. Reductions of values do not count: what reads their results waits for them.
 
 Sums over all microbatches are sent from the memory in which they were added: the program waits for none of them before the end. They start
 after the gradients that earlier stages wait for are sent. Views of such sums, and sums of them over other ranks, come at the end too.
@@ -45,7 +45,7 @@ from passes.emit.coalesce_collectives import is_held, is_view
 from passes.graph.dependencies import with_ancestors
 from passes.graph.schemas import is_cast_or_view, views_its_arguments, written_arguments
 from passes.ir.comm.functional import AGAIN, FOR_ALL
-from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, reduce_scatter, wait
+from passes.ir.comm.primitives import COLLECTIVES, COMMUNICATION, all_gather, all_reduce, reduce_scatter, wait
 from passes.ir.schedule import Action, ActionKind
 from passes.ir.torch_private import OpOverload
 
@@ -118,7 +118,7 @@ class _Order:
         if node in self._ahead:
             self.place(self._ahead[node])
         self.placed[node] = None
-        if node.target in _REDUCTIONS and not node.meta.get(FOR_ALL):
+        if node.target in _REDUCTIONS and not node.meta.get(FOR_ALL) and not _is_computed_with(node):
             self._wait_for_earlier(node)
         for start in self._starts.get(node, ()):
             self.place(start)
@@ -133,6 +133,17 @@ class _Order:
         while len(self._under_way[kind]) > MOST_UNDER_WAY:
             for user in self._under_way[kind].pop(0).users:
                 self.place(user)
+
+
+def _is_computed_with(value: fx.Node) -> bool:
+    """Return whether a program computes with what a reduction yields, or sends it: it is no gradient of a parameter."""
+    for user in value.users:
+        if user.target is wait or user.target is operator.getitem or (user.op == "call_function" and is_cast_or_view(user)):
+            if _is_computed_with(user):
+                return True
+        elif isinstance(user.target, OpOverload) or (user.target in COMMUNICATION and user.target not in _REDUCTIONS):
+            return True
+    return False
 
 
 def _late_nodes(graph: fx.Graph) -> set[fx.Node]:

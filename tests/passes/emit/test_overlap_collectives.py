@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -11,7 +12,8 @@ from torch import fx, nn
 
 from benchmarks.transformer import gpt
 from partitioner import PartitionedModel, partition
-from passes.ir.comm.primitives import all_gather, all_reduce, reduce_scatter
+from passes.emit.overlap_collectives import overlap_communication
+from passes.ir.comm.primitives import all_gather, all_reduce, reduce_scatter, wait
 from tests.support.running.transparency import assert_step_equals
 
 WIDTH = 512
@@ -61,8 +63,8 @@ def test_weights_are_gathered_one_ahead_of_their_use() -> None:
     gathers = [node for node in place if node.target is all_gather and len(_operands(node)) == 1]  # small weights share a message
     spans = [(place[node], min(place[user] for user in node.users)) for node in gathers]
     assert len(spans) > 8
-    for start, wait in spans:
-        assert sum(start < other < wait for _, other in spans) <= 1
+    for start, end in spans:
+        assert sum(start < other < end for _, other in spans) <= 1
 
 
 def test_a_viewed_gradient_of_an_input_is_reduced_while_that_of_the_weight_is_computed() -> None:
@@ -74,6 +76,22 @@ def test_a_viewed_gradient_of_an_input_is_reduced_while_that_of_the_weight_is_co
     targets = [node.target for node in graph.graph.nodes]
     product, last_reduction = torch.ops.aten.mm.default, max(place for place, target in enumerate(targets) if target is all_reduce)
     assert product in targets[last_reduction:]
+
+
+def test_reductions_of_values_do_not_wait_for_those_of_gradients() -> None:
+    """Two gradients are under way, over a slow link; a value is reduced besides, and read."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    results = []
+    for _ in range(3):
+        start = graph.call_function(reduce_scatter, ([graph.call_function(torch.ops.aten.relu.default, (x,))],))
+        results.append(graph.call_function(operator.getitem, (graph.call_function(wait, (start,)), 0)))
+    read = graph.call_function(torch.ops.aten.tanh.default, (results[-1],))
+    graph.output((read, *results[:2]))
+    overlap_communication([graph])
+    order = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert order.index(torch.ops.aten.tanh.default) < len(order) - 1 - order[::-1].index(wait)
+    assert order[: order.index(torch.ops.aten.tanh.default)].count(wait) == 1
 
 
 def test_views_of_saved_shards_are_gathered_again_one_ahead_of_their_use() -> None:
@@ -88,7 +106,7 @@ def test_views_of_saved_shards_are_gathered_again_one_ahead_of_their_use() -> No
     again = [node for node in place if node.target is all_gather and node.meta.get("again")]
     viewed = [node for node in again if all(each.target is torch.ops.aten.reshape.default for each in _operands(node))]
     spans = [(place[node], min(place[user] for user in node.users)) for node in again]
-    ahead = [sum(start < other < wait for other, _ in spans) for start, wait in spans]
+    ahead = [sum(start < other < end for other, _ in spans) for start, end in spans]
     assert len(viewed) > 4
     assert max(ahead) == 1
     assert ahead.count(1) >= len(viewed) - 1  # the last gathers what is computed again, of the embedding
