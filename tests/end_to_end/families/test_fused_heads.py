@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import Phi3Config, Phi3ForCausalLM
 
 from partitioner import Constraints, PartitionedModel, draw_weight, partition
+from tests.support.running.slow_values import slow
 
 WIDTH, HEAD, LENGTH, ROWS = 24, 4, 8, 4
 SEQUENCE = Constraints(axes={"heads": "tensor", "sequence": "tensor"})
@@ -91,6 +92,9 @@ def by_hand(*blocks: Attention) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*blocks).double(), torch.randn(ROWS, LENGTH, WIDTH).double()
 
 
+OTHER_READS = (("split", False), ("narrow", True))
+"""How attention reads the heads of a fused product, and whether it has a bias."""
+
 MODES = [
     pytest.param({"tensor": 2}, HEADS, id="tensor"),
     pytest.param({"tensor": 2}, SEQUENCE, id="sequence"),
@@ -100,7 +104,7 @@ MODES = [
 
 
 @pytest.mark.parametrize(("mode", "constraints"), MODES)
-@pytest.mark.parametrize(("reads", "bias"), [("slice", True), ("split", False), ("narrow", True)])
+@pytest.mark.parametrize(("reads", "bias"), [("slice", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_READS)])
 def test_by_hand(mode: dict[str, int], constraints: Constraints, reads: Reads, bias: bool) -> None:
     model, x = by_hand(*(Attention(6, 2, reads, bias=bias) for _ in range(2)))
     partitioned = assert_trains_alike(model, x, mode, constraints)
@@ -129,7 +133,7 @@ def test_groups_that_ranks_do_not_divide() -> None:
     assert "rank 1 holds (16, 24)" in drawn
 
 
-@pytest.mark.parametrize("mode", [{"tensor": 4}, {"tensor": 2}])
+@pytest.mark.parametrize("mode", [{"tensor": 4}, *slow({"tensor": 2})])
 @pytest.mark.parametrize("reads", ["returned", "elements", "slice"])
 def test_other_reads_and_fewer_groups_than_ranks(mode: dict[str, int], reads: Reads) -> None:
     """A projection that is returned is gathered by segments; one that is read by elements, or has too few groups, is stored otherwise."""

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cost_models.simulator.result import Simulation
 from partitioner import PartitionedModel, partition
+from tests.support.running.slow_values import slow
 
 ROWS, LENGTH, HEADS = 8, 1024, 16
 SCORES = LENGTH * LENGTH * HEADS * torch.bfloat16.itemsize
@@ -45,7 +46,7 @@ def has_scores(simulation: Simulation, rows: int) -> bool:
     return any(each.bytes >= rows * SCORES for memory in simulation.memory for each in memory.alive)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", *slow("selective", "full")])
 def test_a_pipeline_is_simulated_with_the_fused_kernel(recompute: str) -> None:
     pm = planned("pipeline", recompute)
     found = pm.simulate()
@@ -69,13 +70,13 @@ def test_cpus_compute_scores() -> None:
     assert has_scores(pm.simulate("cpu:1x2"), ROWS // pm.plan.n_microbatches)
 
 
-@pytest.mark.parametrize("mode", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize("mode", ["tensor", *slow("data", "fsdp")])
 def test_sharded_attention_is_planned_as_it_is_simulated(mode: Any) -> None:
     pm = planned(mode)
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.04)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["selective", *slow("none")])
 def test_ranks_keep_their_rows_of_masks_or_draw_them_again(recompute: str) -> None:
     pm = planned("data", recompute)
     assert max(pm.plan.memory) == pytest.approx(max(pm.simulate().peak_memory), rel=0.04)
