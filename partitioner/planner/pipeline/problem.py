@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -124,6 +125,21 @@ class PipelineProblems:
             self._links_of_stages[stage_ranks] = [group_links(ranks, self.cluster) for ranks in stage_ranks]
         links, largest = self._links_of_stages[stage_ranks], float(bucket_fractions.amount.max(initial=0.0))
         return max(sum_seconds(size, filled, largest, link).alone for link, size, filled in zip(links, sizes, buckets, strict=True))
+
+    def shared_weight_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
+        """Return the seconds in which stages on several ranks sum the gradients of weights that they share, such as a tied embedding."""
+        stage_ranks, kinds, sizes = self.order(candidate).stage_ranks, self.kinds(candidate), dict[tuple[int, ...], list[float]]()
+        for item in self.units(candidate).gradients:
+            stages = {bisect_right(starts, unit) - 1 for unit in item.units} if len(item.units) > 1 else set[int]()
+            ranks = tuple(sorted({rank for stage in stages for rank in stage_ranks[stage]}))
+            if len({stage_ranks[stage] for stage in stages}) > 1:
+                sizes.setdefault(ranks, []).append(float(item.of_kind(kinds[min(stages)])))
+        seconds = 0.0
+        for ranks, of_group in sizes.items():
+            filled = shares_of_bucket(np.array(of_group))
+            links = group_links(ranks, self.cluster)
+            seconds += sum_seconds(sum(of_group), float(filled.sum()), float(filled.max()), links).alone
+        return seconds
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
         """Return the cuts that constraints force and allow; raise ConfigError if they do not fit the candidate."""

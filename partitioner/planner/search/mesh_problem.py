@@ -342,18 +342,21 @@ class MeshProblem:
         One stage sums while its backward computes; those of a pipeline end at other times, and sum in what is left.
         """
         starts, stage_ranks = [run.start for run in staged.runs], staged.schedule.stage_ranks
-        of_replicas = problems.sum_seconds(staged.candidate, starts) if staged.candidate.replicas else 0.0
+        between_stages = problems.sum_seconds(staged.candidate, starts) if staged.candidate.replicas else 0.0
+        between_stages += (
+            problems.shared_weight_seconds(staged.candidate, starts) if len(stage_ranks) > 1 and self.submeshes is None else 0.0
+        )
         if not self.part.sums:
-            return of_replicas
+            return between_stages
         if self.submeshes is not None:
-            return of_replicas + self.submeshes.sum_seconds(self._submesh_sums, starts, stage_ranks)
+            return between_stages + self.submeshes.sum_seconds(self._submesh_sums, starts, stage_ranks)
         by_dimension = self._stage_sums.of_ranks(starts, stage_ranks)
         # For each rank, (bytes, buckets) by mesh dimension; ranks with equal ones are priced once.
         of_ranks = set(zip(*(map(tuple, sizes.tolist()) for sizes in by_dimension.values()), strict=True))
         priced = [self.part.sum_seconds(dict(zip(by_dimension, sizes, strict=True)), self.links) for sizes in of_ranks]
         if self.n_places == 1 and staged.candidate.n_microbatches == 1:
             return float(problems.prices.summing(problems.rows(staged.candidate))[:, 0].sum())
-        return of_replicas + max(sum(each.alone for each in seconds.values()) for seconds in priced)
+        return between_stages + max(sum(each.alone for each in seconds.values()) for seconds in priced)
 
     @cached_property
     def _submesh_sums(self) -> dict[int, StageSums]:

@@ -113,7 +113,8 @@ class ModelPart:
             n_stages: number of stages: small collectives of a stage are coalesced.
             adding: whether gradients accumulate over microbatches.
         """
-        exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in self.exchanges]
+        again = self._gathered_by_later_stages if n_stages > 1 else ()
+        exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in (*self.exchanges, *again)]
         key = (tuple(kinds), optimizer, policy, patterns, in_regions)
         if key not in self.known_prices:
             regions = self.source.regions(policy, patterns, in_regions=in_regions)
@@ -143,6 +144,18 @@ class ModelPart:
         exchanges = find_exchanges(self.source.graph, self.axes, self.layouts, self.sizes, self.cost.gradients, self.source.sent)
         found = with_coalescing_counts(exchanges, self.source.graph.graph, dict(self.layouts.mesh), self.source.copies)
         return tuple(dataclasses.replace(each, is_beside=self._is_beside(each)) for each in found)
+
+    @cached_property
+    def _gathered_by_later_stages(self) -> tuple[Exchange, ...]:
+        """The collectives of stored values, as tied weights, that calls far apart read: the stage of the last call gathers them, too."""
+        unit_of, nodes = self.source.points.unit_of, {node.name: node for node in self.source.graph.graph.nodes}
+        found = list[Exchange]()
+        for exchange in self.exchanges:
+            readers = [user.name for user in nodes[exchange.value].users if user.name in unit_of] if exchange.is_stored else []
+            last = max(readers, key=unit_of.__getitem__, default=exchange.reader)
+            if unit_of[last] - unit_of[exchange.reader] > len(self.source.points.units) / 2:
+                found.append(dataclasses.replace(exchange, reader=last))
+        return tuple(found)
 
     def _is_beside(self, exchange: Exchange) -> bool:
         """Return whether the backward sends the gradient of a value while it computes those of its reader's parameters."""
