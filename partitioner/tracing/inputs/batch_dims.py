@@ -2,7 +2,8 @@
 
 batch_dims={"x": 1, "pos": None, "target['labels']": 1}      dimension 1 of x is the batch, pos has none, and so on
 
-A name is that of an argument, for all tensors in it, or of one tensor, as errors name it: ``"batch['pos']"``, ``"args[0]"``.
+A name is that of an argument, for all tensors in it, or of one tensor, as errors name it: ``"batch['pos']"``, ``"args[0]"``. A call may
+leave it out, or pass None: state=None is the first call of a recurrent model, and ``"state[0]"`` is found in the next ones.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def input_dims(given: BatchDims, names: Collection[str], leaves: Collection[Any]
         ConfigError: there is no input of a name, or it does not have the dimension.
     """
     others = {name for name in given if argument_of(name) == TARGET and TARGET not in {*map(argument_of, names), *parameters}}
-    others |= {name for name in given if name in parameters and name not in map(argument_of, names)}
+    others |= {name for name in given if argument_of(name) in parameters and argument_of(name) not in map(argument_of, names)}
     found = _dims_of_leaves({name: dim for name, dim in given.items() if name not in others}, dict(zip(names, leaves, strict=True)), TARGET)
     return {index: found[name] for index, name in enumerate(names) if name in found}
 
@@ -55,15 +56,21 @@ def _dims_of_leaves(given: BatchDims, leaves: Mapping[str, Any], *other_names: s
     """Return name of a leaf -> its dimension, from names of leaves or of their containers; the most exact name of a leaf counts."""
     found: dict[str, int | None] = {}
     for name, dim in sorted(given.items(), key=lambda pair: len(pair[0])):
-        named = [leaf for leaf in leaves if leaf == name or leaf.startswith((f"{name}[", f"{name}."))]
+        named = [leaf for leaf in leaves if _is_in(leaf, name)]
         tensors = [leaf for leaf in named if isinstance(leaves[leaf], Tensor)]
-        if not named:
+        is_left_out = any(leaves[leaf] is None and (_is_in(leaf, name) or _is_in(name, leaf)) for leaf in leaves)
+        if not named and not is_left_out:
             raise _unknown(name, [*leaves, *map(argument_of, leaves), *other_names])
-        if not tensors:
+        if not tensors and not is_left_out:
             raise ConfigError(f"batch_dims names {name}, which is no tensor", remedy="name tensors alone")
         for leaf in tensors:
             found[leaf] = None if dim is None else _dimension(leaf, leaves[leaf], dim)
     return found
+
+
+def _is_in(leaf: str, name: str) -> bool:
+    """Return whether a leaf is the one of a name, or in the container of that name: ``"state[0]"`` is in ``"state"``."""
+    return leaf == name or leaf.startswith((f"{name}[", f"{name}."))
 
 
 def _unknown(name: str, known: Collection[str]) -> ConfigError:

@@ -108,8 +108,28 @@ def test_names_are_those_of_errors() -> None:
     torch.testing.assert_close(pm(x, other, batch={"scale": scale}), Nested()(x, other, batch={"scale": scale}))
 
 
+class Continued(Recurrent):
+    """An LSTM whose state, of the call before, has its batch in dimension 1."""
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Any]:  # type: ignore[override]
+        output, state = self.lstm(x, state)
+        return self.head(output), state
+
+
+@pytest.mark.parametrize("names", all_but([("state[0]", "state[1]")], [("state",), ("state[0]", "state[1]")]))
+@pytest.mark.parametrize("example", all_but(["left out"], ["left out", "None", "given"]))
+def test_an_input_that_some_calls_leave_out(names: tuple[str, ...], example: str) -> None:
+    x, state = torch.randn(3, ROWS, cases.WIDTH, dtype=torch.float64), tuple(torch.randn(2, 1, ROWS, cases.WIDTH, dtype=torch.float64))
+    examples = {"left out": (x,), "None": (x, None), "given": (x, state)}
+    dims = {"x": 1, **dict.fromkeys(names, 1)}
+    pm = partition(Continued(), 2, "pipeline", n_microbatches=2, example_inputs=examples[example], batch_dims=dims)
+    for args in examples.values():
+        torch.testing.assert_close(pm(*args), Continued()(*args))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"plaecs": None}, "did you mean 'places'"),
+    "unknown part": ({"places[0]": None}, r"names 'places\[0\]', and there is no such input"),
     "no such dimension": ({"tokens": 3}, "dimension 3 of tokens is the batch, and tokens has shape"),
     "sizes differ": ({"tokens": 1, "places": 0}, "inputs differ in batch size, as batch_dims says: tokens has 6, places has 4"),
     "no number": ({"tokens": "0"}, r"batch_dims\['tokens'\] must be an int or None"),
