@@ -146,6 +146,8 @@ def variant_for(
 
 
 def first_variant(graph: ModelGraph, plan: Plan, inputs: Inputs = "global") -> Variant:
-    """Return the variant for the plan's own batch."""
-    rows = RowParts(plan.grid, inputs)
-    return variant_for(graph, plan, rows, plan.batch_size, results=results_in_training(graph) if graph.training else "rows")[1]
+    """Return the variant for the plan's own batch, or for that of a graph that is fixed to another one."""
+    rows, batch = RowParts(plan.grid, inputs), plan.batch_size
+    if not graph.serves(batch) and graph.batch_size != batch:
+        batch = rows.batch_size(graph.batch_size)
+    return variant_for(graph, plan, rows, batch, results=results_in_training(graph) if graph.training else "rows")[1]

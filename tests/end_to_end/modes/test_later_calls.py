@@ -72,3 +72,39 @@ def test_stages_whose_first_operations_run_in_another_order() -> None:
     pm = partition(model, 3, "pipeline", example_inputs=(x,), constraints=cuts)
     for swap in (False, True):
         torch.testing.assert_close(pm(x, swap), model(x, swap))
+
+
+class Images(nn.Module):
+    """Takes images of one size as a tensor, of several sizes as a list, whose dimension 0 is no batch: channels."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution, self.head = nn.Conv2d(3, 8, 3, padding=1).double(), nn.Linear(8, 6).double()
+        self.register_buffer("scale", torch.rand(3, 1, 1, dtype=torch.float64))
+
+    def forward(self, images: Tensor | list[Tensor]) -> Tensor:
+        if isinstance(images, list):
+            images = torch.stack([nn.functional.pad(image, (0, 8 - image.shape[2], 0, 8 - image.shape[1])) for image in images])
+        result: Tensor = self.head(self.convolution(images * self.scale).relu().mean((2, 3)))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:a batch of 3 rows does not divide over 2 ranks")
+@pytest.mark.parametrize("mode", ["fsdp", *(pytest.param(mode, marks=pytest.mark.slow) for mode in _MODES if mode != "fsdp")], ids=str)
+def test_arguments_of_one_size_that_is_not_the_batch(mode: Mode) -> None:
+    """The trace of the list is for three channels alone: it is not traced for the eight rows of the plan."""
+    images, target = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.arange(6)
+    calls = [images, [image[:, : 5 + place % 3] for place, image in enumerate(images[:6])]]
+    model = Images()
+    pm = partition(model, n_devices(mode), mode, example_inputs=(images,))
+    for call in calls:
+        torch.testing.assert_close(pm(call), model(call))
+    loss = nn.functional.cross_entropy(model(calls[1]), target)
+    loss.backward()
+    step = pm.train_step(calls[1], target=target, loss_fn=nn.functional.cross_entropy)
+    torch.testing.assert_close(step, loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_gradients()[name], parameter.grad)
