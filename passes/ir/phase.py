@@ -3,7 +3,7 @@
     state ── phase 1 ──> state ── phase 2 ──> state ── ...        an observer gets the name, result and time of each phase
 
 The result of a phase depends on the state before it and on a request. A phase names the fields of the request that it reads, so that
-requests with equal fields share its result.
+requests with equal fields share its result. The caller's autocast is off meanwhile: casts are operations of the graph.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
+
+from passes.ir.graph import without_autocast
 
 __all__ = ["Observer", "Phase", "PhaseRunner", "observing_phases"]
 
@@ -88,15 +90,16 @@ class PhaseRunner(Generic[State, Request]):
         raise KeyError(name)
 
     def _run(self, phase: Phase[State, Request], state: State, request: Request) -> State:
-        """Apply a phase, check the new state, and report it to the observer."""
+        """Apply a phase without the caller's autocast, check the new state, and report it to the observer."""
         if self._tell is not None:
             self._tell(self._phases.index(phase), phase.name)
             self._has_told = True
         start = time.perf_counter()
-        result = phase.apply(state, request)
-        seconds = time.perf_counter() - start
-        if result is not state:
-            self._check(result, phase.name)
+        with without_autocast():  # it would cast again where phases run operations, also those that the model keeps out of autocast
+            result = phase.apply(state, request)
+            seconds = time.perf_counter() - start
+            if result is not state:
+                self._check(result, phase.name)
         observer = _OBSERVER.get()
         if observer is not None:
             observer(phase.name, result, seconds)

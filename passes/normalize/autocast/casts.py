@@ -25,7 +25,7 @@ from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.provenance import place_of
 from passes.graph.schemas import is_autograd_function, written_arguments
 from passes.ir.errors import TraceError
-from passes.ir.graph import Autocast, without_autocast
+from passes.ir.graph import Autocast
 from passes.ir.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode, TreeSpec, pytree
 from passes.normalize.autocast.operation_lists import SINGLE_UNLESS_SAID, may_be_cast, operations_of, overload
 
@@ -49,8 +49,7 @@ def write_casts(module: fx.GraphModule, autocast: Autocast | None) -> None:
     Raises:
         TraceError: an operation changes its precision inside, where no cast of arguments can say it.
     """
-    # The caller's autocast would cast what operations are compared with.
-    with without_autocast(), fake_mode(module.graph), operations_of(autocast), _unreported_failures():
+    with fake_mode(module.graph), operations_of(autocast), _unreported_failures():
         _write_casts_of(module, autocast, {})
 
 

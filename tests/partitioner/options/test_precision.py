@@ -105,6 +105,36 @@ def test_a_region_of_the_model_itself() -> None:
     assert torch.equal(pm(x), model(x))
 
 
+@pytest.mark.parametrize("mode", ["pipeline", pytest.param("model", marks=pytest.mark.slow)])
+def test_a_region_without_autocast_inside_of_the_callers(mode: str) -> None:
+    """Programs are made when they first run, inside of the caller's autocast, which must not cast what the region keeps whole."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                result: Tensor = self.second(hidden.float())
+            return result
+
+    model, x, target = Whole(), torch.randn(4, 6), torch.randn(4, 6)
+    pm = partition(model, 2, mode, example_inputs=(x,), precision="bf16-mixed", progress=False, n_microbatches=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        result, expected = pm(x), model(x)
+        loss = nn.functional.mse_loss(expected, target)
+        step = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+    loss.backward()
+    assert result.dtype == torch.float32
+    assert torch.equal(result, expected)
+    assert torch.equal(step, loss.detach())
+    for one, other in zip(pm.parameters(), model.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
 @pytest.mark.slow
 def test_what_casts_inside_is_refused_by_name() -> None:
     instance = case_named("lstm").build(dtype=torch.float32)
