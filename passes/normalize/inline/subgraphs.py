@@ -21,10 +21,11 @@ from torch import fx
 
 from passes.graph.aliasing import mutated_arguments
 from passes.graph.dependencies import may_require_gradient
+from passes.graph.fake_tensors import fake_mode, fake_result
 from passes.graph.provenance import place_of
 from passes.graph.schemas import returns_argument
 from passes.ir.errors import TraceError
-from passes.ir.torch_private import HigherOrderOperator
+from passes.ir.torch_private import HigherOrderOperator, OpOverload
 
 __all__ = ["adopt", "inline_subgraphs"]
 
@@ -32,6 +33,9 @@ _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _GRAPH_ARGUMENT: Mapping[Any, int] = {_GRAD_MODE: 1, _AUTOCAST: 4}
 """Calls that can be inlined -> which argument is the called graph; its own arguments follow."""
+
+_OF_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""Tags of operators whose results have sizes that depend on values: these are never the argument itself."""
 
 _REMEDIES: Mapping[str, str] = {
     "while_loop": "make a number of steps that Python knows, for step in range(n), and keep what is finished with torch.where",
@@ -58,9 +62,9 @@ def inline_subgraphs(module: fx.GraphModule, without_gradient: Collection[str] =
             module.graph.erase_node(node)
 
 
-def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]) -> None:
-    """Replace a call by the nodes of the graph that it calls, and its items by their results."""
-    inner, arguments, grad_enabled = _callee(module, call)
+def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node], *, around: bool = True) -> None:
+    """Replace a call by the nodes of the graph that it calls, and its items by their results; ``around``: whether gradients flow there."""
+    inner, arguments, grad_enabled = _callee(module, call, around=around)
     graph = module.graph
     detached: dict[fx.Node, fx.Node] = {}
 
@@ -98,18 +102,31 @@ def _inline(module: fx.GraphModule, call: fx.Node, carriers: Collection[fx.Node]
     graph.erase_node(call)
     for node in originals.values():
         if isinstance(node, fx.Node) and isinstance(node.target, HigherOrderOperator):
-            _inline(module, node, carriers)
+            _inline(module, node, carriers, around=grad_enabled)
 
 
 def _result(result: fx.Node, originals: Mapping[fx.Node, Any], read: Callable[[fx.Node], Any]) -> Any:
-    """Return the caller's value of a result; for an in-place operation on an argument, that argument, with its autograd history."""
-    written = result
-    while written.op == "call_function" and (arguments := mutated_arguments(written)) and returns_argument(written.target):
-        written = arguments[0]
-    return originals[written] if written is not result and written.op == "placeholder" else read(result)
+    """Return the caller's value of a result; for an argument that operations return as it is, that argument, with its autograd history."""
+    source = result
+    while (returned := _returned_argument(source)) is not None:
+        source = returned
+    return originals[source] if source is not result and source.op == "placeholder" else read(result)
 
 
-def _callee(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...], bool]:
+def _returned_argument(node: fx.Node) -> fx.Node | None:
+    """Return the argument that an operation returns, not as another tensor: one that it writes, or one that needs no conversion."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    if arguments := mutated_arguments(node):
+        return arguments[0] if returns_argument(node.target) else None
+    if _OF_VALUES.intersection(node.target.tags):
+        return None
+    with fake_mode(node.graph):
+        value = fake_result(node)
+    return next((each for each in node.all_input_nodes if each.meta.get("val") is value), None)
+
+
+def _callee(module: fx.GraphModule, call: fx.Node, *, around: bool) -> tuple[fx.GraphModule, tuple[Any, ...], bool]:
     """Return the called graph, its arguments, and whether gradients flow in it."""
     position = _GRAPH_ARGUMENT.get(call.target)
     if position is None:
@@ -123,7 +140,7 @@ def _callee(module: fx.GraphModule, call: fx.Node) -> tuple[fx.GraphModule, tupl
     inner = module.get_submodule(str(attribute.target))
     assert isinstance(inner, fx.GraphModule)
     assert call.target is not _AUTOCAST or not call.args[2], "casts have been written"
-    return inner, tuple(arguments), call.target is not _GRAD_MODE or bool(call.args[0])
+    return inner, tuple(arguments), bool(call.args[0]) if call.target is _GRAD_MODE else around
 
 
 def adopt(module: fx.GraphModule, call: fx.Node, inner: fx.GraphModule, node: fx.Node) -> fx.Node:

@@ -1,9 +1,12 @@
-"""Regions of ``torch.autocast`` and ``torch.no_grad()`` in a forward, around masks that are made below ``vmap``."""
+"""Regions of ``torch.autocast`` and ``torch.no_grad()`` in a forward, around masks that are made below ``vmap``, and in one another."""
 
 # A module returns Any when it is called.
 # mypy: no-warn-return-any
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 import torch
@@ -70,3 +73,57 @@ def test_region(region: str) -> None:
 @pytest.mark.parametrize("region", ["whole", "part", "nested", "no_grad"])
 def test_regions_in_modes(region: str, mode: str) -> None:
     check(region, mode)
+
+
+class Scaled(nn.Module):
+    """Scales a value by what regions compute of it; the value goes through a conversion there, and is read again after them."""
+
+    def __init__(self, modes: Sequence[Callable[[], AbstractContextManager[object]]], convert: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.scale, self.last = (nn.Linear(6, 6) for _ in range(3))
+        self.modes, self.convert = modes, convert
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode())
+            scale = self.scale(self.convert(hidden)).abs().amax(-1, keepdim=True)
+        return self.last(hidden * scale.to(hidden.dtype))
+
+
+def compare_gradients(model: nn.Module) -> None:
+    x = torch.randn(4, 6)
+    pm = partition(model, 2, "pipeline", n_microbatches=1, example_inputs=(x,), progress=False)
+    model(x).square().mean().backward()
+    pm(x).square().mean().backward()
+    for (name, parameter), own in zip(model.named_parameters(), pm.parameters(), strict=True):
+        assert (own.grad is None) == (parameter.grad is None), name
+        torch.testing.assert_close(own.grad, parameter.grad)
+
+
+def whole() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", enabled=False)
+
+
+CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float": Tensor.float,
+    "type_as": lambda x: x.type_as(x),
+    "other type": Tensor.double,
+    "contiguous": Tensor.contiguous,
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_that_returns_its_argument_in_no_grad(name: str) -> None:
+    """It is the same tensor, which has its gradient after the region."""
+    model = Scaled([torch.no_grad], CONVERSIONS[name])
+    if name == "other type":
+        model.scale.double()
+    compare_gradients(model)
+
+
+@pytest.mark.parametrize("modes", [(torch.no_grad, whole), (torch.no_grad, torch.enable_grad, whole)], ids=["off", "on again"])
+def test_autocast_in_no_grad(modes: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
+    compare_gradients(Scaled(modes, Tensor.float))
