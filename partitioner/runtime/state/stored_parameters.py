@@ -121,6 +121,9 @@ class RankTensor:
         on_same_device: whether that is the device of the parameter.
         writes: for a parameter that the model writes to, True on the one rank whose writes count: they are copied back to the parameter.
             False: writes of this rank must not reach it, so it gets a copy. None: no program writes to it.
+
+    Raises:
+        ConfigError: ``.data`` of the parameter was replaced by a tensor of another shape, dtype or device.
     """
 
     def __init__(self, stored: StoredParameter, block: Block, device: torch.device, *, on_same_device: bool, writes: bool | None) -> None:
@@ -129,6 +132,7 @@ class RankTensor:
         self._device = device
         self._on_same_device = on_same_device
         self.writes = writes
+        stored.check_unchanged()  # programs are bound at their first call, which may come after the replacement
         self.tensor = self._make()
 
     def _make(self) -> Tensor:

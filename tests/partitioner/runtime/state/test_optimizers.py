@@ -115,6 +115,16 @@ def test_values_may_be_replaced_by_way_of_data(mode: Mode) -> None:
     first.data = first.data.double()
 
 
+@pytest.mark.parametrize("values", [torch.ones(4, 4), torch.ones(128), torch.ones(16, 8)], ids=["elements", "dimensions", "dtype"])
+def test_other_data_is_refused_before_the_first_call(values: torch.Tensor) -> None:
+    """A part of a tensor of other sizes would be no part of the parameter."""
+    layer, x = nn.Linear(8, 16).double(), torch.ones(4, 8, dtype=torch.float64)
+    pm = partition(layer, 2, "tensor", example_inputs=(x,), progress=False)
+    pm.weight.data = values.float()
+    with pytest.raises(ConfigError, match=r"weight is torch.float32.* now, and was torch.float64 \(16, 8\)"):
+        pm(x)
+
+
 class Renormed(nn.Module):
     """An embedding that scales the rows that it reads, in place, and a layer that shrinks its weight at every call."""
 
