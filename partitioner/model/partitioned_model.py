@@ -124,14 +124,15 @@ class PartitionedModel(InspectedModel):
                 added to ``.grad`` then.
             CommunicationError: a rank could not communicate.
         """
-        self._checks.before_step(self, in_no_sync=self._accumulation.holds)
-        match, inputs = self._match(args, kwargs, tracked=True)
-        of_parameters = "sum" if self._is_alone and not self._accumulation.holds else self._accumulation.gradients
-        step = prepare_step(match, inputs, StepArguments(target, loss_fn, loss_reduction, of_parameters))
-        loss, gradients = step.run()
-        if gradients:
-            backward_of_inputs(inputs.tensors, step.input_names, gradients)
-        return loss
+        with torch.inference_mode(mode=False):  # with gradients, whatever is around the step
+            self._checks.before_step(self, in_no_sync=self._accumulation.holds)
+            match, inputs = self._match(args, kwargs, tracked=True)
+            of_parameters = "sum" if self._is_alone and not self._accumulation.holds else self._accumulation.gradients
+            step = prepare_step(match, inputs, StepArguments(target, loss_fn, loss_reduction, of_parameters))
+            loss, gradients = step.run()
+            if gradients:
+                backward_of_inputs(inputs.tensors, step.input_names, gradients)
+            return loss
 
     def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         """Return the result of ``model.generate(input_ids, **kwargs)`` of transformers, computed by the ranks.
@@ -156,15 +157,16 @@ class PartitionedModel(InspectedModel):
         ``bool(report)`` says whether all is equal.
         """
         check_values(self._first.state)
-        planned = self.traced
-        args, kwargs = converted_inputs((args, kwargs), planned.dtype)
-        given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
-        served = self._traces.at(self._served, given.sizes, given.batch or planned.graph.batch_size)
-        check_shapes(served.trace.graph, given.tensors)
-        trace = served.trace
-        with_microbatches = functools.partial(self._with_microbatches, trace)
-        with trace.tracing.structure.restored():
-            return check(Subject(trace.original, trace.graph, trace.runtime, trace.state, with_microbatches), args, kwargs)
+        with torch.inference_mode(mode=False):
+            planned = self.traced
+            args, kwargs = converted_inputs((args, kwargs), planned.dtype)
+            given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
+            served = self._traces.at(self._served, given.sizes, given.batch or planned.graph.batch_size)
+            check_shapes(served.trace.graph, given.tensors)
+            trace = served.trace
+            with_microbatches = functools.partial(self._with_microbatches, trace)
+            with trace.tracing.structure.restored():
+                return check(Subject(trace.original, trace.graph, trace.runtime, trace.state, with_microbatches), args, kwargs)
 
     def _with_microbatches(self, trace: Trace, count: int | None) -> PartitionedModel:
         """Return a model that shares tensors and programs, without a last step; with ``count`` microbatches unless that is None.

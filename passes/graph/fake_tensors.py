@@ -40,12 +40,16 @@ def plain_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_mode(graph: fx.Graph) -> Iterator[None]:
-    """Enter the fake mode that a graph was traced in: tensors that are created inside are fake, too."""
+    """Enter the fake mode that a graph was traced in: tensors that are created inside are fake, too.
+
+    Inference mode becomes ``no_grad``: autograd tracks no tensor that was made in it, and graphs serve training, too.
+    """
+    is_tracked = torch.is_grad_enabled()
     modes = (getattr(node.meta.get("val"), "fake_mode", None) for node in graph.nodes)
     mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
     # Composite operations written in C++ (aten.pad) read sizes as numbers, which would fix the batch to the size that was traced;
     # the Python dispatcher takes their symbolic decompositions instead.
-    with mode, enable_python_dispatcher(), plain_autograd():
+    with torch.inference_mode(mode=False), torch.set_grad_enabled(is_tracked), mode, enable_python_dispatcher(), plain_autograd():
         yield
 
 

@@ -127,6 +127,35 @@ def test_a_first_call_in_inference_mode() -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("first", [str, PartitionedModel.verify, *slow(PartitionedModel.explain, PartitionedModel.simulate)])
+def test_reports_in_inference_mode_serve_training(first: Callable[[PartitionedModel], object]) -> None:
+    """The programs that a report describes are those that train."""
+    model, x = switched()
+    pm = partition(copy.deepcopy(model), 2, "pipeline", example_inputs=(x,), progress=False)
+    with torch.inference_mode():
+        first(pm)
+    for found, expected in zip(train_and_validate(pm, x, 1), train_and_validate(model, x, 1), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_steps_without_gradients_around_them(off: Callable[[], Any]) -> None:
+    """A step computes its own gradients, its first call too."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.rand(6, 4, dtype=torch.float64)
+    target = torch.rand(6, 2, dtype=torch.float64)
+    pm = partition(copy.deepcopy(model), 2, "pipeline", example_inputs=(x,), progress=False)
+    with off():
+        loss = pm.train_step(x, target=target, loss_fn=nn.functional.mse_loss)
+        assert pm.check(x)
+    expected = nn.functional.mse_loss(model(x), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(pm.full_gradients(), {name: parameter.grad for name, parameter in model.named_parameters()})
+    pm(x).sum().backward()
+    model(x).sum().backward()
+    torch.testing.assert_close(pm.full_gradients(), {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
