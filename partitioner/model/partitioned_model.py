@@ -26,7 +26,7 @@ from partitioner.model.steps.train_step import StepArguments, prepare_step
 from partitioner.options.precision import converted_inputs
 from partitioner.reports.check.check import Subject, check
 from partitioner.reports.check.report import CheckReport
-from partitioner.runtime.arguments import BoundInputs, bind_inputs, check_shapes
+from partitioner.runtime.arguments import BoundInputs
 from partitioner.runtime.state.optimizers.update_check import check_optimizers
 from partitioner.runtime.state.parameters import check_values
 from partitioner.specialize.make_trace import modes_of
@@ -157,13 +157,12 @@ class PartitionedModel(InspectedModel):
         ``bool(report)`` says whether all is equal.
         """
         check_values(self._first.state)
+        args, kwargs = converted_inputs((args, kwargs), self.traced.dtype)
         with torch.inference_mode(mode=False):
-            planned = self.traced
-            args, kwargs = converted_inputs((args, kwargs), planned.dtype)
-            given = bind_inputs(planned.graph, args, kwargs, any_batch=planned.graph.batch is None)
-            served = self._traces.at(self._served, given.sizes, given.batch or planned.graph.batch_size)
-            check_shapes(served.trace.graph, given.tensors)
-            trace = served.trace
+            call = self._traces.call(args, kwargs, tuple([part.training for part in self._parts]), tracked=True)
+            match, _ = self._traces.find(call) or self._traces.make(call)
+            trace = match.served.trace
+            args, kwargs = trace.arguments.as_traced(args, kwargs)
             with_microbatches = functools.partial(self._with_microbatches, trace)
             with trace.tracing.structure.restored():
                 return check(Subject(trace.original, trace.graph, trace.runtime, trace.state, with_microbatches), args, kwargs)

@@ -28,6 +28,7 @@ from partitioner.runtime.arguments import (
     reorder_keywords,
 )
 from partitioner.runtime.base import Runtime
+from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import pytree
 
@@ -48,6 +49,7 @@ class TracedArguments:
 
     def __init__(self, original: nn.Module, graph: ModelGraph, dtype: torch.dtype | None = None) -> None:
         self._signature, self._graph, self._dtype = inspect.signature(original.forward), graph, dtype
+        self._forward = f"{type(original).__name__}.forward"
 
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_lacking: bool = False, exactly: bool = True) -> bool:
         """Return whether a call passes the arguments that were traced.
@@ -71,9 +73,14 @@ class TracedArguments:
 
     def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the arguments of a call, one for each traced input; None if it has another structure."""
-        args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
+        args, kwargs = self.as_traced(args, kwargs)
         given, tree = pytree.tree_flatten((args, reorder_keywords(self._graph, dict(kwargs))))
         return given if tree == self._graph.input_tree else None
+
+    def as_traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call with the arguments of the trace, positional or by keyword as there; unchanged if it cannot match."""
+        args, kwargs = as_traced(self._graph, self._signature, args, dict(kwargs))
+        return args, dict(kwargs)
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GivenInputs:
         """Return the inputs that a call gives.
@@ -82,8 +89,19 @@ class TracedArguments:
             ConfigError: they do not fit the trace.
         """
         refuse_tangents(pytree.tree_leaves((args, kwargs)))
+        if args or kwargs:  # a rank whose stages read no input may pass none
+            self._check_signature(args, kwargs)
         args, kwargs = as_traced(self._graph, self._signature, *converted_inputs((args, dict(kwargs)), self._dtype))
         return given_inputs(self._graph, args, kwargs, any_batch=self._graph.batch is None)
+
+    def _check_signature(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise ConfigError if ``forward`` of the model has no such arguments, or needs others besides."""
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"the call does not fit {self._forward}: {error}", remedy=f"pass arguments that fit forward{self._signature}"
+            ) from error
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], runtime: Runtime, rows: RowParts) -> BoundInputs:
         """Return the tensors of one call. Ranks agree on the size of the batch and on the inputs that require gradients.

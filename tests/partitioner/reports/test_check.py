@@ -58,6 +58,27 @@ def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     assert report, str(report)
 
 
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        y = self.first(x) if shift is None else self.first(x) + shift
+        return self.last(y) * scale
+
+
+def test_arguments_are_those_of_calls() -> None:
+    """By name, and ones that the example lacks."""
+    x = torch.rand(4, 4)
+    pm = partition(Shifted(), 2, "pipeline", example_inputs=(x,), progress=False)
+    for kwargs in ({"x": x}, {"x": x, "shift": x}, {"x": x, "scale": 2.0}):
+        report = pm.check(**kwargs)
+        assert report, str(report)
+    with pytest.raises(ConfigError, match=r"does not fit Shifted.forward: got an unexpected keyword argument 'mask'"):
+        pm.check(x, mask=x)
+
+
 @pytest.mark.slow
 def test_gradients_of_inputs() -> None:
     case = case_named("residual")
