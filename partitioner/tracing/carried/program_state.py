@@ -194,7 +194,7 @@ class Reach:
         names = self._names[kind] - _OF_EVERY_MODULE
         self._add_own(own, path, names)
         for name in names & own.keys():
-            self._reach(own[name], f"{path}.{name}" if path else name, names)
+            self._reach(own[name], f"{path}.{name}" if path else name, names, of_module=True)
 
     def add_read_elsewhere(self, module: nn.Module, path: str) -> None:
         """Add the attributes of a module that functions read which are not its methods."""
@@ -202,7 +202,7 @@ class Reach:
             own, names = vars(module), frozenset(self._all_names) - _OF_EVERY_MODULE
             self._add_own(own, path, names)
             for name in names & own.keys():
-                self._reach(own[name], f"{path}.{name}" if path else name, names)
+                self._reach(own[name], f"{path}.{name}" if path else name, names, of_module=True)
 
     def _add_own(self, own: dict[str, Any], path: str, names: frozenset[str]) -> None:
         # A text names a part that the model has chosen, as adapters do; later traces are made from those chosen when it was partitioned.
@@ -249,8 +249,12 @@ class Reach:
             codes += self._follow(vars(function)["__wrapped__"], owner)
         return codes
 
-    def _reach(self, value: Any, owner: str, names: frozenset[str]) -> None:
-        """Add the plain values of an object that have these names, and the state that its methods of these names may read."""
+    def _reach(self, value: Any, owner: str, names: frozenset[str], *, of_module: bool = False) -> None:
+        """Add the plain values of an object that have these names, and the state that its methods of these names may read.
+
+        Args:
+            of_module: whether the object is an attribute of a module.
+        """
         if isinstance(value, (*_PLAIN, *_CALLED)):
             self.asks_clock |= isinstance(value, types.BuiltinFunctionType) and value.__name__ in _ASKS
             return
@@ -267,7 +271,7 @@ class Reach:
                 self._add(value.__qualname__, vars(value), set(names), value)
                 self._follow_methods(value, names)
         elif isinstance(value, dict | list | tuple):
-            self._reach_items(value, owner)
+            self._reach_items(value, owner, of_module=of_module)
         elif isinstance(value, random.SystemRandom):
             self.asks_clock = True
         elif hasattr(value, "__dict__"):
@@ -282,13 +286,14 @@ class Reach:
             for name in names & vars(module).keys():
                 self._follow(vars(module)[name], name)
 
-    def _reach_items(self, items: dict[Any, Any] | list[Any] | tuple[Any, ...], owner: str) -> None:
+    def _reach_items(self, items: dict[Any, Any] | list[Any] | tuple[Any, ...], owner: str, *, of_module: bool) -> None:
         if len(items) <= _MOST:
             if isinstance(items, dict):
                 self._add(owner, items, {key for key in items if isinstance(key, str)})
             elif isinstance(items, list):
                 places = self._lists.setdefault(id(items), ListItems(items))
-                self._add(owner, places, set(places))
+                # As in ``_add_own``: a module lists the adapters that it has chosen.
+                self._add(owner, places, {place for place in places if not (of_module and isinstance(places[place], str))})
             for item in items.values() if isinstance(items, dict) else items:
                 self._follow(item, owner)
 

@@ -195,7 +195,6 @@ def change(model: Any) -> None:
     model.base = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).double()
 
 
-@pytest.mark.slow
 def test_a_model_that_is_changed_after_it_was_partitioned() -> None:
     """Other modes are those of the model that was partitioned, and the model stays in its present state."""
     torch.manual_seed(0)
