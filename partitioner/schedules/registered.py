@@ -19,7 +19,7 @@ from partitioner.schedules.kind import ScheduleKind
 from partitioner.schedules.pattern import Move, Rank, numbered
 from passes.ir.arguments.checked import at_least, checked_arguments
 from passes.ir.errors import ConfigError
-from passes.ir.schedule import ActionKind, Schedule
+from passes.ir.schedule import Action, ActionKind, Schedule
 
 __all__ = ["microbatches_of", "read_schedule", "register_schedule"]
 
@@ -163,12 +163,13 @@ def _checked(name: str, function: ScheduleFunction, n_stages: int, stages_per_ra
 
 
 def _check_actions(schedule: Schedule, name: str, rank: int) -> None:
-    """Raise ConfigError unless a rank runs a forward and a backward, or its two halves, of each microbatch of its stages."""
+    """Raise ConfigError unless a rank runs a forward and a backward, or its halves in order, of each microbatch of its stages."""
     found = Counter((action.stage, action.microbatch, action.kind) for action in schedule.actions[rank])
     stages = [stage for stage, ranks in enumerate(schedule.stage_ranks) if ranks == (rank,)]
     for stage, microbatch, kind in found:
         if stage not in stages or microbatch >= schedule.n_microbatches:
             raise ConfigError(f"schedule {name} runs {stage}{kind.value}{microbatch} on rank {rank}", remedy="leave it out")
+    place_of = {action: place for place, action in enumerate(schedule.actions[rank])}
     for stage in stages:
         for microbatch in range(schedule.n_microbatches):
             kinds = "".join(sorted(each.value for each in ActionKind for _ in range(found[stage, microbatch, each])))
@@ -179,3 +180,6 @@ def _check_actions(schedule: Schedule, name: str, rank: int) -> None:
                     remedy=f"run {stage}F{microbatch} and {stage}B{microbatch}, or {stage}F{microbatch}, {stage}I{microbatch} and "
                     f"{stage}W{microbatch}",
                 )
+            half, weights = (Action(stage, kind, microbatch) for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT))
+            if kinds == "FIW" and place_of[weights] < place_of[half]:
+                raise ConfigError(f"schedule {name} runs {weights} before {half}", remedy=f"run {half} first: {weights} reads its results")

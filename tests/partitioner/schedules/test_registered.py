@@ -87,6 +87,7 @@ FOUR = [depth_first(2, 4).to_text().splitlines()[rank] for rank in range(2)]
         ((FOUR[0].replace("0F0,0B0,0F1,0B1", "0F1,0B1,0F0,0B0"), FOUR[1]), "runs 0F1 in place of 0F0"),
         ((FOUR[0] + ",1F0", FOUR[1]), "runs 1F0 on rank 0"),
         ((FOUR[0] + ",0F4", FOUR[1]), "runs 0F4 on rank 0"),
+        ((FOUR[0].replace("0B0,", "0W0,0I0,"), FOUR[1]), "runs 0W0 before 0I0"),
         ((FOUR[0],), "on ranks"),
     ],
 )
