@@ -46,7 +46,8 @@ def read_reduce_dtype(value: torch.dtype | str | None) -> str | None:
     """Return the name of a type of sums: ``torch.bfloat16`` is ``"bfloat16"``; raise ConfigError for one that is not offered."""
     name = str(value).removeprefix("torch.")
     if value is not None and name not in REDUCE_DTYPES:
-        near = get_close_matches(_SHORT.get(name, name), REDUCE_DTYPES, n=1) if isinstance(value, str) else []
+        is_misspelt = isinstance(value, str) and (name in _SHORT or not isinstance(getattr(torch, name, None), torch.dtype))
+        near = get_close_matches(_SHORT.get(name, name), REDUCE_DTYPES, n=1) if is_misspelt else []
         suggestion = f"pass {near[0]!r}" if near else f"choose one of {', '.join(REDUCE_DTYPES)}, or leave it out"
         raise ConfigError(f"there is no reduce_dtype={value!r}", remedy=suggestion)
     return None if value is None else name

@@ -188,7 +188,13 @@ def test_models_of_the_same_plan_have_it() -> None:
 
 @pytest.mark.parametrize(
     ("value", "remedy"),
-    [("bf16", "pass 'bfloat16'"), ("bfloat", "pass 'bfloat16'"), (torch.int8, "choose one of bfloat16"), (torch.float64, "float32")],
+    [
+        ("bf16", "pass 'bfloat16'"),
+        ("bfloat", "pass 'bfloat16'"),
+        (torch.int8, "choose one of bfloat16"),
+        (torch.float64, "float32"),
+        ("float64", "choose one of bfloat16"),
+    ],
 )
 def test_unknown_types_are_refused(value: object, remedy: str) -> None:
     with pytest.raises(ConfigError, match="reduce_dtype") as caught:

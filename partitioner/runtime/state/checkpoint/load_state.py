@@ -72,7 +72,10 @@ def check_entry(name: str, value: Any, shape: Sequence[int], held: Tensor, *, so
     if not isinstance(value, Tensor):
         raise ConfigError(f"{name} is a {type(value).__name__} in the {source}, and a tensor in the model", remedy="pass a tensor")
     if tuple(value.shape) != tuple(shape):
-        raise ConfigError(f"{name} has shape {tuple(value.shape)} in the {source} and {tuple(shape)} in the model")
+        raise ConfigError(
+            f"{name} has shape {tuple(value.shape)} in the {source} and {tuple(shape)} in the model",
+            remedy=f"load the {source} of a model of the same sizes; or leave {name} out, with strict=False",
+        )
     if not torch.can_cast(value.dtype, held.dtype):
         raise ConfigError(
             f"{name} has dtype {value.dtype} in the {source} and {held.dtype} in the model, which cannot hold its values",

@@ -104,6 +104,7 @@ def test_entries_that_do_not_fit(pm: PartitionedModel, changes: Mapping[str, Any
     with pytest.raises(ConfigError) as caught:
         pm.load_state_dict(state)
     assert words in str(caught.value)
+    assert caught.value.remedy
     for name, value in pm.full_state_dict().items():
         assert torch.equal(value, before[name]), name
 
