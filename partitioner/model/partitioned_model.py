@@ -216,7 +216,7 @@ class PartitionedModel(InspectedModel):
     # -- copies --------------------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedModel:
-        """Return a model of the same plan with parameters, buffers and gradients of its own. Every rank must call it."""
+        """Return a model of the same plan with parameters and buffers of its own, without gradients. Every rank must call it."""
         copied = PartitionedModel(copied_trace(self._first))
         self._traces.copy_into(copied._traces)
         copy_tensors(self._first.state, copied._first.state)

@@ -1,6 +1,6 @@
 """Copies of a partitioned model: by ``copy.deepcopy``, ``pickle`` and ``torch.save``.
 
-deepcopy    the same traces and plan; parameters, buffers and gradients are copied, and programs are lowered again when they are used
+deepcopy    the same traces and plan; values are copied, gradients not, as by ``nn.Parameter``; programs are lowered again when used
 pickle      the model with the present values, the example, modes and plan; the model is traced again when it is loaded
             with one rank a process: each process writes its own part, for the same rank to load
 """
@@ -25,7 +25,6 @@ from partitioner.runtime import torchrun
 from partitioner.runtime.base import Runtime
 from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.state.gather import GatheredState
-from partitioner.runtime.state.gradient_slots import copy_gradient
 from partitioner.runtime.state.parameters import State
 from partitioner.specialize.make_trace import first_trace, traced
 from partitioner.specialize.trace import Assumptions, Trace, Tracing
@@ -56,12 +55,11 @@ def _processes(runtime: Runtime) -> tuple[int, ...] | None:
 
 
 def copy_tensors(source: State, target: State) -> None:
-    """Copy values, ``requires_grad`` and gradients of the tensors of this process into those of a model of the same plan."""
+    """Copy values and ``requires_grad`` of the tensors of this process into those of a model of the same plan."""
     for old, new in _pairs(source, target):
         target.copy_into(new, old)
     for one, other in zip(source.stored_parameters(), target.stored_parameters(), strict=True):
         other.parameter.requires_grad_(one.parameter.requires_grad)
-        copy_gradient(one, other)
     for old, new in zip(source.stand_in, target.stand_in, strict=True):
         new.requires_grad_(old.requires_grad)
 

@@ -21,7 +21,7 @@ from partitioner.runtime.state.stored_parameters import Membership, StoredParame
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block
 
-__all__ = ["GradientStore", "ParameterSlot", "copy_gradient", "is_unsummed"]
+__all__ = ["GradientStore", "ParameterSlot", "is_unsummed"]
 
 
 def is_unsummed(parameter: Tensor) -> bool:
@@ -161,16 +161,6 @@ def set_gradient(stored: StoredParameter, gradient: Tensor | None, *, is_sum: bo
         gradient.share = stored.share if is_sum else None
     if stored.parameter.grad is not gradient:
         stored.parameter.grad = gradient
-
-
-def copy_gradient(source: StoredParameter, target: StoredParameter) -> None:
-    """Give a parameter of another model the gradient of the same parameter of this one: a sum, or this rank's term of a sum."""
-    gradient = source.parameter.grad
-    if gradient is None:
-        return
-    set_gradient(target, plain(gradient).clone(), is_sum=not is_unsummed(source.parameter))
-    if is_unsummed(source.parameter):
-        target.parameter._unsummed_gradient = target.parameter.grad  # type: ignore[attr-defined]  # noqa: SLF001  # as _keep_unsummed
 
 
 def _class_of(membership: Membership, *, is_sum: bool) -> type[Tensor]:

@@ -61,8 +61,6 @@ def test_copies_compute_the_same_and_train_apart(mode: str, how: Callable[[Any],
     assert [part.training for part in other.modules()] == [part.training for part in pm.modules()]
     assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in pm.parameters()]
     torch.testing.assert_close(dict(other.state_dict()), dict(pm.state_dict()))
-    if how is copy.deepcopy:
-        torch.testing.assert_close(other.full_gradients(), pm.full_gradients())
     results = []
     for module in (pm, other):
         module.zero_grad()
@@ -73,6 +71,17 @@ def test_copies_compute_the_same_and_train_apart(mode: str, how: Callable[[Any],
         other.up.weight.zero_()
     assert not torch.equal(other(x), results[0])
     torch.testing.assert_close(pm(x).detach(), results[0])
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, saved], ids=["deepcopy", "save"])
+def test_copies_have_no_gradients(how: Callable[[Any], Any]) -> None:
+    """As those of the model: ``nn.Parameter`` copies values alone, and the next backward of a copy is its first."""
+    pm, x = make("data")
+    model = nn.Linear(3, 2)
+    for module, each in ((pm, x), (model, torch.ones(1, 3))):
+        module(each).sum().backward()
+        assert all(parameter.grad is None for parameter in how(module).parameters())
+        assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_copies_inside_other_objects() -> None:
