@@ -25,7 +25,11 @@ from torch.autograd import forward_ad  # says whether a level of forward-mode di
 from torch.distributed import Store  # type: ignore[attr-defined]  # its stub lacks what it has
 from torch.fx._lazy_graph_module import _LazyGraphModule as TorchLazyGraphModule  # writes its Python when it is called
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx  # records what autograd and vmap dispatch as a graph
+from torch.fx.experimental.proxy_tensor import (  # records what autograd and vmap dispatch as a graph, and changes of modes
+    PreDispatchTorchFunctionMode,
+    get_proxy_mode,
+    make_fx,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # makes sizes that are open
 from torch.utils import _pytree  # the structure of arguments and results as torch.export has it
 from torch.utils._python_dispatch import TorchDispatchMode  # sees what operations cast below autocast, and every storage they make
@@ -72,6 +76,7 @@ __all__ = [
     "no_dispatch_modes",
     "no_rules",
     "open_size",
+    "outside_of_autocast",
     "process_group",
     "pytree",
     "records_as_dicts",
@@ -136,6 +141,28 @@ def without_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pair in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(*pair)
+
+
+@contextmanager
+def outside_of_autocast() -> Iterator[None]:
+    """Trace what is inside between regions of autocast: those that the model has entered end before, and begin again after it.
+
+    ``torch.export`` forgets a change of the mode of gradients that comes inside a region.
+
+    with autocast:                     enter autocast
+        with no_grad:                  exit autocast, set_grad_enabled(False), enter autocast
+            y = linear(x)              linear(x)
+                                       exit autocast, set_grad_enabled(True), enter autocast
+                                       exit autocast
+    """
+    stack = torch.overrides._get_current_function_mode_stack()
+    modes = [mode for mode in stack if isinstance(mode, PreDispatchTorchFunctionMode)]
+    regions = [(mode, node.args) for mode in modes for node in mode.enter_autocast_nodes]
+    for mode, _ in reversed(regions):
+        mode.__torch_function__(torch.amp.autocast_mode._exit_autocast, ())
+    yield
+    for mode, arguments in regions:
+        mode.__torch_function__(torch.amp.autocast_mode._enter_autocast, (), arguments)
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -5,6 +5,7 @@
 - Uses of autograd are recorded or refused (``partitioner.tracing.autograd.hooks``).
 - Batch normalisation with ``momentum=None`` counts batches by a tensor (``partitioner.tracing.export.cumulative_averages``).
 - FlexAttention is decomposed (``partitioner.tracing.export.flex_attention``).
+- ``torch.no_grad`` inside of autocast is traced as if it were around it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from partitioner.tracing.autograd.hooks import observe_autograd_use
 from partitioner.tracing.export.cumulative_averages import CumulativeAverages
 from partitioner.tracing.export.flex_attention import attention, is_flex_attention
+from passes.ir.torch_private import outside_of_autocast, set_grad_mode
 
 __all__ = ["WatchedCalls"]
 
@@ -52,6 +54,9 @@ class WatchedCalls(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # the body of a loop or branch
             return func(*args, **(kwargs or {}))
         observe_autograd_use(func, self._questions)
+        if func is set_grad_mode:
+            with outside_of_autocast():
+                return func(*args, **(kwargs or {}))
         known = self._constant_result(func, args) if func in _RANDOM_COMPARISONS else self._averages.result(func, args, kwargs or {})
         if known is not None:
             return known

@@ -127,3 +127,41 @@ def test_a_conversion_that_returns_its_argument_in_no_grad(name: str) -> None:
 @pytest.mark.parametrize("modes", [(torch.no_grad, whole), (torch.no_grad, torch.enable_grad, whole)], ids=["off", "on again"])
 def test_autocast_in_no_grad(modes: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
     compare_gradients(Scaled(modes, Tensor.float))
+
+
+def narrow() -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+IN_AUTOCAST: dict[str, Sequence[Callable[[], AbstractContextManager[object]]]] = {
+    "disabled": (whole, torch.no_grad),
+    "enabled": (narrow, torch.no_grad),
+    "nested": (narrow, whole, torch.no_grad),
+    "on again": (torch.no_grad, narrow, torch.enable_grad),
+}
+
+
+@pytest.mark.parametrize("name", IN_AUTOCAST)
+def test_no_grad_in_autocast(name: str) -> None:
+    """Parameters that are read there have no gradient."""
+    compare_gradients(Scaled(IN_AUTOCAST[name], Tensor.float))
+
+
+def test_computations_around_no_grad_in_autocast() -> None:
+    """A region of autocast goes on after it."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.before, self.inside, self.after = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with narrow():
+                hidden = self.before(x)
+                with torch.no_grad():
+                    inside = self.inside(hidden)
+                result: Tensor = self.after(hidden * inside)
+            return result
+
+    compare_gradients(Around())
