@@ -118,7 +118,7 @@ def test_text_that_is_no_plan(text: str) -> None:
     ("call", "words"),
     [
         (lambda pm: pm(), ("x, scale", "None now")),
-        (lambda pm: pm(X), ("same arguments",)),
+        (lambda pm: pm(X), ("Scaled.forward", "missing a required argument: 'scale'")),
         (lambda pm: pm(X, scale=torch.ones(8, 2), double=False), ("scale", "(8, 2)", "(batch, 1)")),
         (lambda pm: pm(X[:4], scale=torch.ones(8, 1), double=False), ("x has 4", "scale has 8")),
         (lambda pm: pm(X.double(), scale=torch.ones(8, 1), double=False), ("float64", "float32")),

@@ -327,7 +327,7 @@ def test_each_stage_gathers_a_tied_weight_for_itself(mesh: dict[str, int]) -> No
     first, second = nn.Linear(6, 40), nn.Linear(40, 6)
     model = nn.Sequential(first, nn.Tanh(), second, nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 6), first, nn.Tanh(), second).double()
     x, rows = torch.randn(ROWS, 6, dtype=torch.float64), ROWS // 4
-    pm = partition(model, devices=4, mode=mesh, example_inputs=(x,), n_microbatches=2, progress=False)
+    pm = partition(model, devices=4, mode=mesh, example_inputs=(x,), n_microbatches=2, schedule="1F1B", progress=False)
     assert_step_equals(pm, model, x, target=torch.zeros_like(x))
     for rank in range(4):
         sent = [node.meta["bytes"] for node in pm.graph(rank).graph.nodes if node.target is send and "loss" not in node.name]
