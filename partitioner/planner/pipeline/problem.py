@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from partitioner.planner.request import PlanRequest
 from partitioner.planner.solvers.critical_paths import PathCosts
 from partitioner.planner.solvers.min_max_dp import StageCuts, solve
 from partitioner.planner.solvers.shared_rank_memory import fits_together
-from partitioner.planner.solvers.stage_problem import StageProblem, Units, stages_of
+from partitioner.planner.solvers.stage_problem import Shared, StageProblem, Units, stages_of
 from partitioner.schedules.clocks.order import Order, order_of
 from partitioner.schedules.clocks.step_clock import StepClock, step_clock
 from passes.emit.gradient_buckets import BUCKET_BYTES
@@ -127,19 +128,26 @@ class PipelineProblems:
         return max(sum_seconds(size, filled, largest, link).alone for link, size, filled in zip(links, sizes, buckets, strict=True))
 
     def shared_weight_seconds(self, candidate: Candidate, starts: Sequence[int]) -> float:
-        """Return the seconds in which stages on several ranks sum the gradients of weights that they share, such as a tied embedding."""
+        """Return the seconds in which stages on several ranks sum the gradients of weights that they share, such as a tied embedding.
+
+        Where ranks store parts of a weight, they scatter its gradients before, and sum these parts.
+        """
         stage_ranks, kinds, sizes = self.order(candidate).stage_ranks, self.kinds(candidate), dict[tuple[int, ...], list[float]]()
-        for item in self.units(candidate).gradients:
-            stages = {bisect_right(starts, unit) - 1 for unit in item.units} if len(item.units) > 1 else set[int]()
-            ranks = tuple(sorted({rank for stage in stages for rank in stage_ranks[stage]}))
+        for item in self._shared_gradients:
+            stages = {bisect_right(starts, unit) - 1 for unit in item.units}
             if len({stage_ranks[stage] for stage in stages}) > 1:
+                ranks = tuple(sorted({rank for stage in stages for rank in stage_ranks[stage]}))
                 sizes.setdefault(ranks, []).append(float(item.of_kind(kinds[min(stages)])))
         seconds = 0.0
         for ranks, of_group in sizes.items():
             filled = shares_of_bucket(np.array(of_group))
-            links = group_links(ranks, self.cluster)
-            seconds += sum_seconds(sum(of_group), float(filled.sum()), float(filled.max()), links).alone
+            seconds += sum_seconds(sum(of_group), float(filled.sum()), float(filled.max()), group_links(ranks, self.cluster)).alone
         return seconds
+
+    @cached_property
+    def _shared_gradients(self) -> tuple[Shared, ...]:
+        """The gradients that several units compute, as they are stored."""
+        return tuple(item for item in self.prices.gradients.every if len(item.units) > 1)
 
     def restrictions(self, candidate: Candidate) -> Restrictions:
         """Return the cuts that constraints force and allow; raise ConfigError if they do not fit the candidate."""

@@ -61,7 +61,8 @@ def on_a100s(setting: tuple[Any, int, Mapping[str, Any]]) -> PartitionedModel:
     return partition(model, devices, mode, example_inputs=(tokens,), cluster="a100-80gb:1x8", progress=False, **options)
 
 
-def test_stages_that_share_a_weight_each_gather_it() -> None:
+@pytest.mark.parametrize("mesh", [{"pipeline": 2, "fsdp": 4}, {"pipeline": 2, "zero1": 4}], ids=str)
+def test_stages_that_share_a_weight_each_gather_it(mesh: dict[str, int]) -> None:
     """An embedding that is tied to the head, and takes as long to gather as the blocks compute."""
     with torch.device("meta"):
         blocks, tokens = [*gpt(4, 512)][1:-1], torch.zeros(16, 64, dtype=torch.int64)
@@ -69,7 +70,7 @@ def test_stages_that_share_a_weight_each_gather_it() -> None:
         head.weight = embedding.weight
         model = nn.Sequential(embedding, *blocks, head)
     options: dict[str, Any] = {"schedule": "GPipe", "n_microbatches": 2, "recompute": "none"}
-    pm = partition(model, 8, {"pipeline": 2, "fsdp": 4}, example_inputs=(tokens,), cluster="a100-80gb:2x4", progress=False, **options)
+    pm = partition(model, 8, mesh, example_inputs=(tokens,), cluster="a100-80gb:2x4", progress=False, **options)
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
