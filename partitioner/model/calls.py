@@ -248,7 +248,7 @@ class Calls:
         self._left.apply(list(itertools.compress(self._graph.edits, is_known)), known)
         why = "train_step() gives tensors in attributes to its loss function alone, and keeps none"
         unknown = [edit for edit, known_edit in zip(self._graph.edits, is_known, strict=True) if not known_edit]
-        self._left.forget(unknown, why, "read it in loss_fn, or call pm(...)")
+        self._left.forget(unknown, why)
 
     @staticmethod
     def _leaf(output: Output, by_node: Mapping[str, Tensor], inputs: BoundInputs, rows: int) -> Any:

@@ -108,10 +108,10 @@ class LeftAttributes:
             self._values[module, name] = _copied(vars(self._model.get_submodule(module))[name])
         return self._values[module, name]
 
-    def forget(self, edits: Sequence[Edit], why: str, remedy: str) -> None:
+    def forget(self, edits: Sequence[Edit], why: str) -> None:
         """Leave an error in place of the attributes that these edits change."""
         for edit in edits:
-            self._values[edit.module, edit.path[0]] = _Missing(why, remedy)
+            self._values[edit.module, edit.path[0]] = _Missing(why, "read it in loss_fn, or call pm(...)")
 
     @contextlib.contextmanager
     def installed(self, edits: Sequence[Edit], results: Mapping[int, Any]) -> Iterator[None]:

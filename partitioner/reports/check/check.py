@@ -19,7 +19,7 @@ from partitioner.reports.check.by_definition import differences_by_definition, d
 from partitioner.reports.check.compare import Comparison, compare, largest_magnitude
 from partitioner.reports.check.mesh_walk import walk_mesh
 from partitioner.reports.check.node_walk import NodeWalk, walk_nodes
-from partitioner.reports.check.original import Gradients, ModelCall, fresh_call, run_original
+from partitioner.reports.check.original import SEED, Gradients, ModelCall, fresh_call, run_original
 from partitioner.reports.check.report import CheckReport, Difference, Part
 from partitioner.runtime.arguments import BoundInputs, bind_inputs
 from partitioner.runtime.base import Runtime
@@ -33,9 +33,6 @@ from passes.ir.torch_private import pytree
 from passes.stages.split import stage_of_nodes
 
 __all__ = ["Partitioned", "Subject", "check"]
-
-SEED = 2024
-"""Seed of the random numbers that both models draw."""
 
 
 class Partitioned(Protocol):
@@ -119,10 +116,10 @@ def _walk(run: _Check, inputs: BoundInputs, n_microbatches: int) -> NodeWalk:
     originals = run.graph.weights
     tensors = {**{name: run.tensors[original] for name, original in originals.items()}, **run.graph.constants}
     if sharded.cut.is_cut:
-        return walk_mesh(sharded.cut, sharded.stages, tensors, inputs.tensors, inputs.batch, SEED)
+        return walk_mesh(sharded.cut, sharded.stages, tensors, inputs.tensors, inputs.batch)
     differentiation = sharded.everything(inputs.requiring_gradient)
     lowered = sharded.training(differentiation) if differentiation.outputs else sharded.stages
-    return walk_nodes(whole.graph, lowered, tensors, inputs.tensors, microbatch_sizes(inputs.batch, n_microbatches), SEED)
+    return walk_nodes(whole.graph, lowered, tensors, inputs.tensors, microbatch_sizes(inputs.batch, n_microbatches))
 
 
 def _full_tensors(subject: Subject) -> dict[str, Tensor]:
@@ -169,7 +166,7 @@ class _Check:
         self.args, self.kwargs = args, kwargs
         self.tensors = _full_tensors(subject)
         self.buffers = [(buffer, buffer.clone()) for _, buffer in subject.state.named_buffers()]
-        self.reference = run_original(subject.original, self.graph, self.tensors, args, kwargs, batch, SEED)
+        self.reference = run_original(subject.original, self.graph, self.tensors, args, kwargs, batch)
         self.parts: list[Part] = []
         is_cut = partitioned.plan.grid.cutting.size > 1
         # Sharded sums are added in another order: they agree only up to the rounding of the least precise value.

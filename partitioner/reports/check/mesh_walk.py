@@ -14,6 +14,7 @@ from partitioner.options.batch_rows import RowParts
 from partitioner.reports.check.compare import Comparison, compare, largest_magnitude
 from partitioner.reports.check.lockstep import run_in_lockstep
 from partitioner.reports.check.node_walk import NodeWalk, values_of
+from partitioner.reports.check.original import SEED
 from partitioner.reports.check.report import Difference
 from passes.analysis.axes import TensorAxes
 from passes.autograd.staged_model import SplitModel
@@ -28,9 +29,7 @@ from passes.spmd.shards import block_of
 __all__ = ["walk_mesh"]
 
 
-def walk_mesh(
-    staged: StagedCut, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
-) -> NodeWalk:
+def walk_mesh(staged: StagedCut, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int) -> NodeWalk:
     """Run the whole graph and the ranks' graphs, and compare node by node.
 
     Args:
@@ -39,11 +38,10 @@ def walk_mesh(
         tensors: full parameters, buffers and constants by placeholder; they are not written.
         inputs: the model's inputs by placeholder, whole batch.
         batch: rows of the batch.
-        seed: seed of the random numbers that both draw.
     """
     distinct = {id(cut): cut for cut in staged.of_places}.values()
     cuts = [cut for cut in distinct if cut.cut.mesh.size > 1]
-    walks = [_walk_cut(cut, _stages_of_cut(staged, cut, lowered), tensors, inputs, batch, seed) for cut in cuts]
+    walks = [_walk_cut(cut, _stages_of_cut(staged, cut, lowered), tensors, inputs, batch) for cut in cuts]
     differences = [walk.first for walk in walks if walk.first is not None]
     first = min(differences, key=lambda difference: difference.stage, default=None)
     return NodeWalk(tuple(comparison for walk in walks for comparison in walk.comparisons), first)
@@ -55,16 +53,14 @@ def _stages_of_cut(staged: StagedCut, cut: CutModel, lowered: SplitModel) -> Spl
     return replace(lowered, stages=tuple(stage for stage in lowered.stages if staged.of_places[ranks[stage.index][0]] is cut))
 
 
-def _walk_cut(
-    cut: CutModel, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int, seed: int
-) -> NodeWalk:
+def _walk_cut(cut: CutModel, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int) -> NodeWalk:
     """Compare the nodes of these stages with the whole graph; arguments as for ``walk_mesh``."""
     graph = cut.graph
     extents = _extents_of_ranks(cut, batch)
     with torch.no_grad():
         own = {name: tensor.clone() for name, tensor in tensors.items()}
-        values = values_of(graph, {**own, **inputs, "batch": batch}, seed)
-        torch.manual_seed(seed)
+        values = values_of(graph, {**own, **inputs, "batch": batch})
+        torch.manual_seed(SEED)
         shards = run_in_lockstep([part.graph for part in cut.parts], cut.cut.mesh, _inputs_of_ranks(cut, tensors, inputs, batch))
     stages = _stages_by_node(lowered)
     comparisons: list[Comparison] = []

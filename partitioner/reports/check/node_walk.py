@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from partitioner.reports.check.compare import Comparison, compare, largest_magnitude
+from partitioner.reports.check.original import SEED
 from partitioner.reports.check.report import Difference
 from passes.autograd.staged_model import SplitModel
 from passes.graph.provenance import place_of
@@ -65,7 +66,7 @@ class _StageValues:
 
 
 def walk_nodes(
-    whole: ModelGraph, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], sizes: Sequence[int], seed: int
+    whole: ModelGraph, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], sizes: Sequence[int]
 ) -> NodeWalk:
     """Run the whole graph and the stages' graphs, and compare node by node.
 
@@ -75,11 +76,10 @@ def walk_nodes(
         tensors: parameters, buffers and constants by placeholder; they are not written.
         inputs: the model's inputs by placeholder, whole batch.
         sizes: rows of each microbatch.
-        seed: seed of the random numbers that both draw.
     """
     with torch.no_grad():
-        reference = values_of(whole, {**tensors, **inputs, "batch": sum(sizes)}, seed)
-        torch.manual_seed(seed)
+        reference = values_of(whole, {**tensors, **inputs, "batch": sum(sizes)})
+        torch.manual_seed(SEED)
         actual = _run_stages(lowered, _with_own_buffers(whole, tensors), inputs, sizes)
     comparisons: list[Comparison] = []
     first: Difference | None = None
@@ -92,9 +92,9 @@ def walk_nodes(
     return NodeWalk(tuple(comparisons), first)
 
 
-def values_of(graph: ModelGraph, given: Mapping[str, Any], seed: int) -> Values:
+def values_of(graph: ModelGraph, given: Mapping[str, Any]) -> Values:
     """Run a graph and return the tensors of all its calls by node name; the values of its placeholders are not written."""
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     recorder, own = _Recorder(graph.module), _with_own_buffers(graph, given)
     recorder.run(*(own[node.name] for node in graph.graph.nodes if node.op == "placeholder"))
     return recorder.values

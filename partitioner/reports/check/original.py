@@ -17,7 +17,10 @@ from passes.ir.graph import ModelGraph, without_autocast
 from passes.ir.program import call_loss
 from passes.ir.torch_private import pytree
 
-__all__ = ["Gradients", "ModelCall", "Reference", "fresh_call", "run_original"]
+__all__ = ["SEED", "Gradients", "ModelCall", "Reference", "fresh_call", "run_original"]
+
+SEED = 2024
+"""Seed of the random numbers that both models draw."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,12 @@ def run_original(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     batch: int,
-    seed: int,
 ) -> Reference:
     """Call a copy of the original, so that the call changes neither buffers nor attributes of the original.
 
     Args:
         tensors: parameters and buffers by original name.
         batch: rows of the batch.
-        seed: seed of the random numbers that the call draws.
 
     Raises:
         ConfigError: the original cannot be copied.
@@ -106,7 +107,7 @@ def run_original(
     model = _copy(original, graph, tensors)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
     call = fresh_call(graph, args, kwargs, device)
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     with without_autocast() if graph.autocast is None else graph.autocast.enabled():
         result = model(*call.args, **call.kwargs)
     outputs = pytree.tree_leaves(result)

@@ -130,7 +130,7 @@ class _Writer:
         if self._bags.mode == _MAX:
             return self._maximum(rows)
         if self._is_padding is not None:  # a product with zero would spread nan of the table, and give its row a gradient
-            rows = self._filled(rows, self._is_padding, -1, 0.0)
+            rows = self._filled(rows, self._is_padding, 0.0)
         if self._bags.weights is not None:
             rows = self._call(aten.mul.Tensor, rows, self._call(aten.unsqueeze.default, self._bags.weights, -1))
         if self._bags.mode == _MEAN and self._is_padding is None:
@@ -147,13 +147,13 @@ class _Writer:
         """Return the maximum of each bag; the gradient is that of the first of equal elements, as in a bag."""
         if self._is_padding is None:
             return self._first(rows)
-        largest = self._first(self._filled(rows, self._is_padding, -1, -math.inf))
+        largest = self._first(self._filled(rows, self._is_padding, -math.inf))
         is_empty = self._call(aten.all.dim, self._is_padding, 1)
-        return self._filled(largest, is_empty, -1, 0.0)
+        return self._filled(largest, is_empty, 0.0)
 
     def _first(self, rows: fx.Node) -> fx.Node:
         return self._call(operator.getitem, self._call(aten.max.dim, rows, 1), 0)
 
-    def _filled(self, value: fx.Node, mask: fx.Node, dimension: int, number: float) -> fx.Node:
-        """Return a value with a number where a mask, which lacks a dimension, is true."""
-        return self._call(aten.masked_fill.Scalar, value, self._call(aten.unsqueeze.default, mask, dimension), number)
+    def _filled(self, value: fx.Node, mask: fx.Node, number: float) -> fx.Node:
+        """Return a value with a number where a mask, which lacks the last dimension, is true."""
+        return self._call(aten.masked_fill.Scalar, value, self._call(aten.unsqueeze.default, mask, -1), number)

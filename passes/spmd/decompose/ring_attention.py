@@ -121,12 +121,12 @@ class _Ring:
         ranks = self.call(aten.ge.Scalar, self._every(like, self.count), step)
         return self.call(take, ranks, 0, self.over, self.count, [], 0)
 
-    def pieces(self, x: Any, dim: int = -2) -> list[Any]:
-        """Return the pieces of own queries, keys, or of a value with their positions in a dimension."""
+    def pieces(self, x: Any) -> list[Any]:
+        """Return the pieces of own queries, keys, or of a value with their positions in its last dimension but one."""
         if not self.is_zigzag:
             return [x]
-        size = self.value_of(x).shape[dim] // 2
-        return [self.call(aten.narrow.default, x, dim, start, size) for start in (0, size)]
+        size = self.value_of(x).shape[-2] // 2
+        return [self.call(aten.narrow.default, x, -2, start, size) for start in (0, size)]
 
     def whole(self, pieces: Sequence[Any], dim: int) -> Any:
         """Return the inverse of ``pieces``."""
