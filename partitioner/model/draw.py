@@ -13,11 +13,10 @@ from pathlib import Path
 
 from cost_models.text_files import write_text
 from partitioner.model.partitioned_model import PartitionedModel
-from partitioner.reports.pictures.blocks import BlockTable, blocks_svg, blocks_text
+from partitioner.reports.pictures.blocks import BlockTable, blocks_svg, blocks_text, held_blocks
 from partitioner.reports.pictures.diagram import Diagram
 from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.dot import dot_text
-from partitioner.reports.pictures.held import held_blocks
 from partitioner.reports.pictures.partition_diagram import partition_diagram
 from passes.ir.arguments.checked import at_least, checked_arguments
 from passes.ir.errors import ConfigError

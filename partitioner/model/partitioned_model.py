@@ -13,12 +13,11 @@ from torch import Tensor
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.generation.generate import generate
 from partitioner.model.inspection.inspected_model import InspectedModel
-from partitioner.model.module.build_structure import build_structure
+from partitioner.model.module.build_structure import build_structure, with_signature
 from partitioner.model.module.call_checks import CallChecks, RegisteredTensors
 from partitioner.model.module.copies import Pickled, copied_trace, copy_tensors, fill, pickled, restored_trace, tensors_of
 from partitioner.model.module.questions import ANSWERS, refuse_call_in_ddp
 from partitioner.model.module.save_pretrained import save_pretrained
-from partitioner.model.module.signature import with_signature
 from partitioner.model.served_trace import ServedTrace
 from partitioner.model.steps.autograd import backward_of_inputs, outside_inference_mode, prepare_call, tracked_forward, tracks_gradients
 from partitioner.model.steps.loss_in_step import LossInStep

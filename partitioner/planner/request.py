@@ -10,7 +10,7 @@ from typing import Any
 from cost_models.hardware.units import parse_bytes
 from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.constraints import Constraints
-from partitioner.planner.constraints.recompute_patterns import check_patterns
+from partitioner.planner.constraints.modules import check_patterns
 from partitioner.planner.costs.memory.named_regions import Patterns
 from partitioner.schedules.catalog import find_schedule
 from partitioner.schedules.gpipe import GPIPE

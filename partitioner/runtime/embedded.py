@@ -22,8 +22,7 @@ from partitioner.runtime.collectives.exchange import Exchange
 from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.transfers import Exchanged, Transfer
 from partitioner.runtime.collectives.transport import Collective, CollectiveTransport, writes_in_place
-from partitioner.runtime.executor import ProgramSet, Run
-from partitioner.runtime.failed_operation import raise_with_place
+from partitioner.runtime.executor import ProgramSet, Run, raise_with_place
 from passes.ir.comm.primitives import Operation
 from passes.ir.errors import CommunicationError
 from passes.ir.mesh import rank_list

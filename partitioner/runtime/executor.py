@@ -42,7 +42,7 @@ import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
@@ -52,10 +52,12 @@ from partitioner.runtime.collectives.transport import CollectiveTransport
 from partitioner.runtime.recording.recorder import active_recorders, in_profiler_ranges
 from passes.emit.random_state import drawing_calls
 from passes.graph.dependencies import last_uses
+from passes.graph.provenance import place_of
 from passes.ir.comm.primitives import COMMUNICATION, draw_alike, share_random_state, wait
+from passes.ir.errors import ConfigError
 from passes.ir.program import Program, StageCall
 
-__all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call"]
+__all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call", "raise_with_place"]
 
 
 Run = Generator[Any, None, Any]
@@ -346,3 +348,24 @@ def quick_call(node: fx.Node) -> Callable[..., Any]:
     assert callable(node.target)
     takes_arguments = node.kwargs.keys() <= _KEYWORDS and bool(node.args)
     return BINDINGS.get(node.target, node.target) if takes_arguments else node.target
+
+
+_OUT_OF_MEMORY = "allocate memory"
+"""A part of the text of PyTorch's error for memory of the host, by which frameworks recognize it."""
+
+
+def raise_with_place(executable: Executable, error: Exception) -> NoReturn:
+    """Raise ConfigError with place and rank from the error of an operation of the model; raise any other error unchanged.
+
+    Unchanged are errors of a user's hook, and subclasses of RuntimeError, by which callers recognize exhausted memory and broken devices.
+    """
+    node = None
+    if type(error) in (RuntimeError, IndexError) and _OUT_OF_MEMORY not in str(error):
+        node = executable.failed_node(error)
+    if node is None:
+        raise error
+    raise ConfigError(
+        f"rank {executable.program.rank} cannot compute {node.name}: {error}",
+        place=place_of(node),
+        remedy="check the values of the inputs, such as indices beyond the table of an embedding; to compare, call the model with them",
+    ) from error

@@ -15,8 +15,7 @@ from torch import Tensor
 from partitioner.runtime.collectives.random_stream import RandomStream
 from partitioner.runtime.collectives.torch_distributed import all_gather_single, as_bytes, wait_for
 from partitioner.runtime.collectives.transfers import Exchanged, Transfer, exchange
-from partitioner.runtime.executor import Executable, ProgramSet
-from partitioner.runtime.failed_operation import raise_with_place
+from partitioner.runtime.executor import Executable, ProgramSet, raise_with_place
 from partitioner.runtime.process import launcher
 from partitioner.runtime.process.call_order import sample_of
 from partitioner.runtime.process.groups import Connection, Members

@@ -21,8 +21,7 @@ from partitioner.tracing.inputs.batch_dims import BatchDims
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from partitioner.tracing.outputs import add_outputs
 from partitioner.tracing.sizes.names_of_sizes import named_like
-from partitioner.tracing.sizes.table_lookups import lookup_beyond_table
-from partitioner.tracing.sizes.taken_tables import takes_of_weights
+from partitioner.tracing.sizes.table_lookups import lookup_beyond_table, takes_of_weights
 from partitioner.tracing.trace import Opened, Source, open_trace, source_of, trace_source
 from passes.analysis.batch_sizes import OpenSizes
 from passes.graph.lazy_graph_module import gc_paused

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from partitioner.api import partition
 from partitioner.integrations.interface import checked_options, losses_in_steps, share_random_states
-from partitioner.integrations.lightning.averages import copy_average, refuse_reset_statistics
 from partitioner.integrations.lightning.called_modules import ModuleCall, called_modules
 from partitioner.integrations.lightning.clip_norm import clip_norm, has_whole_models
-from partitioner.integrations.lightning.copies import is_copy, refuse_copies_inside, uncalled_copies
+from partitioner.integrations.lightning.copies import copy_average, is_copy, refuse_copies_inside, refuse_reset_statistics, uncalled_copies
 from partitioner.integrations.lightning.first_batch import STEPS, first_batch
 from partitioner.integrations.lightning.optimizer_states import has_other_stages, load_optimizer_state, optimizer_state
 from partitioner.integrations.lightning.partitioned_module import Replacement, refuse_shared, traceable

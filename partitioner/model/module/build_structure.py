@@ -1,19 +1,21 @@
-"""Give a partitioned model the modules of the model, with the parameters and buffers of this process."""
+"""Give a partitioned model the modules of the model, with the parameters and buffers of this process, and the signature of its forward."""
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from partitioner.model.effects.left_attributes import LeftAttributes
-from partitioner.model.module.structure import ModuleInPlan, Source, new_part
+from partitioner.model.module.structure import ModuleInPlan, Source, container_methods, new_part
 from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.parameters import State
 from partitioner.tracing.restore import Structure
 
-__all__ = ["build_structure"]
+__all__ = ["build_structure", "with_signature"]
 
 
 class _Shards(dict[str, Any]):
@@ -90,3 +92,24 @@ def _by_name(named: Iterator[tuple[str, nn.Parameter]]) -> dict[str, list[nn.Par
     for name, parameter in named:
         parts.setdefault(name, []).append(parameter)
     return parts
+
+
+def with_signature(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
+    """Return a subclass whose ``forward`` does what that of ``cls`` does, with the signature of the model's ``forward``.
+
+    Python looks up ``pm[0]`` and ``len(pm)``, too, in the class: it has these methods if the model is a container of torch.
+
+    Readers of signatures (``transformers.Trainer`` removes columns of a data set by it) ask the instance or its class.
+    """
+    signature = inspect.signature(model.forward)
+    bound_to = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+
+    # A copy of the function, not a call of it: another frame would move the line that warnings name.
+    original = cls.forward
+    forward = types.FunctionType(original.__code__, original.__globals__, "forward", original.__defaults__, original.__closure__)
+    forward.__doc__ = original.__doc__
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[bound_to, *(each for each in signature.parameters.values() if each.name != "self")]
+    )
+    methods = {"forward": forward, **container_methods(model)}
+    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__doc__": cls.__doc__})

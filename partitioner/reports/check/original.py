@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partitioner.reports.check.dot_product import DotProduct
+from partitioner.reports.check.compare import largest_magnitude
 from partitioner.runtime.arguments import reorder_keywords
 from passes.ir.errors import ConfigError
-from passes.ir.graph import ModelGraph, without_autocast
+from passes.ir.graph import ModelGraph, Output, without_autocast
 from passes.ir.program import call_loss
 from passes.ir.torch_private import pytree
 
@@ -66,7 +66,7 @@ class Reference:
 
     outputs: list[Any]
     buffers: Mapping[str, Tensor]
-    objective: DotProduct | None
+    objective: _DotProduct | None
     gradients: Gradients | None
     own_gradients: Gradients | None
 
@@ -112,7 +112,7 @@ def run_original(
         result = model(*call.args, **call.kwargs)
     outputs = pytree.tree_leaves(result)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    objective = DotProduct(graph.leaves, outputs, batch)
+    objective = _DotProduct(graph.leaves, outputs, batch)
     if objective.is_empty:
         return Reference(outputs, buffers, None, None, None)
     own_loss = _own_loss(result)
@@ -160,3 +160,62 @@ def _gradients(loss: Tensor, model: nn.Module, call: ModelCall) -> Gradients:
     of_parameters = dict(zip(parameters, gradients[: len(parameters)], strict=True))
     of_inputs = dict(zip(call.requiring, gradients[len(parameters) :], strict=True))
     return Gradients(loss.detach(), {name: of_parameters.get(name) for name, _ in model.named_parameters()}, of_inputs)
+
+
+_SEED = 20
+
+
+class _DotProduct:
+    """A loss over all results of a model: their dot product with random weights.
+
+    Every element of a result has a gradient of its own, so that errors do not cancel. The loss is one for ``train_step``: a mean over
+    the batch, whose target is split into microbatches with the inputs.
+
+    Args:
+        outputs: what the model returns.
+        leaves: the results of one call on the whole batch; those that require gradients enter the loss.
+        batch: rows of the batch.
+
+    Attributes:
+        target: the ``target`` of ``train_step``: the weights.
+        is_empty: whether no result is differentiable.
+        computed_in: the least precise dtype of the differentiable results: the loss, though a double, is no more precise.
+        scale: the largest magnitude of the differentiable results.
+    """
+
+    def __init__(self, outputs: tuple[Output, ...], leaves: list[Any], batch: int) -> None:
+        self.outputs = outputs
+        self.batch = batch
+        generator = torch.Generator().manual_seed(_SEED)
+        weights = [self._weights(output, leaf, generator) for output, leaf in zip(outputs, leaves, strict=True)]
+        weighted = [leaf for leaf, weight in zip(leaves, weights, strict=True) if weight is not None]
+        self.is_empty = not weighted
+        self.computed_in = max((leaf.dtype for leaf in weighted), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        self.scale = max(map(largest_magnitude, weighted), default=0.0)
+        self.target = {"rows": torch.arange(batch), "weights": weights}
+
+    def _weights(self, output: Output, leaf: Any, generator: torch.Generator) -> Tensor | None:
+        """Draw the weights of a result; None if it is not differentiable.
+
+        Dimension 0 is the batch if microbatches split the result (``(batch, elements of a row, ...)``), else it has size 1.
+        """
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return None
+        weights: Tensor = torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf.dtype)
+        if output.combine != "concatenate" or output.batch_dim is None:
+            return weights.unsqueeze(0)
+        rows_first = weights.movedim(output.batch_dim, 0)
+        return rows_first.reshape(self.batch, rows_first.shape[0] // self.batch, *rows_first.shape[1:])
+
+    def __call__(self, result: Any, target: Any) -> Tensor:
+        """Return the dot product over the rows of ``target``; its mean over microbatches, weighted by rows, is that of the batch."""
+        rows = target["rows"].shape[0]
+        products = []
+        for output, leaf, weights in zip(self.outputs, pytree.tree_leaves(result), target["weights"], strict=True):
+            if weights is None:
+                continue
+            has_rows = output.combine == "concatenate" and output.batch_dim is not None
+            as_result = weights.flatten(0, 1).movedim(0, output.batch_dim) if has_rows else weights.squeeze(0)
+            product = (leaf * as_result.to(leaf.device)).sum().real.double()
+            products.append(product / rows * self.batch if output.combine in ("concatenate", "sum") else product)
+        return torch.stack([product.to(products[0].device) for product in products]).sum()

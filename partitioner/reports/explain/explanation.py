@@ -17,12 +17,9 @@ from partitioner.reports.communication.collectives import collectives_of_classes
 from partitioner.reports.communication.planned import planned_communication, planned_transfers
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.communication.transfer import Transfer
-from partitioner.reports.explain.activations import activations_section
 from partitioner.reports.explain.choices import axes_proof, contenders_section, front_section, fullest_rank
 from partitioner.reports.explain.clocks import clocks, stage_seconds
-from partitioner.reports.explain.halos import halos_section
-from partitioner.reports.explain.regions import regions_section
-from partitioner.reports.explain.sharding import axes_section, parameters_section
+from partitioner.reports.explain.sharding import activations_section, axes_section, halos_section, parameters_section, regions_section
 from partitioner.reports.explain.step_memory import peaks_of_step, saved_bytes
 from partitioner.reports.explain.timetable import timetable
 from partitioner.reports.module_names import module_range

@@ -1,4 +1,4 @@
-"""The sharded axes of a mesh, and the layouts of parameters, which are read from the blocks that ranks hold.
+"""How a mesh shards a model: axes, regions of layers, halos, parameters, and the activations that ranks communicate.
 
 axis             size         over    a rank has
 heads               4         tensor  2
@@ -6,23 +6,33 @@ ffn                48         tensor  24
 height, 6 of 8     64 to 512  tile0   32 to 256
 
 blocks.*.up.weight    [ffn/tensor, hidden]    (48, 12)    (24, 12)
+
+Layouts of parameters are read from the blocks that ranks hold.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from partitioner.reports.communication.value_layouts import axes_text
+from cost_models.hardware.units import format_seconds
+from partitioner.reports.communication.value_layouts import ValueLayouts, axes_text, changes_of
+from partitioner.reports.module_names import module_range
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.table import Table
 from passes.analysis.axis_names import axes_named
+from passes.graph.provenance import module_path
+from passes.ir.comm.primitives import COLLECTIVES, send
+from passes.ir.errors import first_few
 from passes.ir.layout import BATCH
-from passes.ir.mesh import STORED, WIDTH, Mesh
+from passes.ir.mesh import ROWS, STORED, TILES, WIDTH, Mesh
+from passes.ir.plan import Plan
+from passes.spmd.shard_graph import CutModel
 from passes.spmd.shards import Block
 
-__all__ = ["axes_section", "parameters_section", "tensor_layout"]
+__all__ = ["activations_section", "axes_section", "halos_section", "parameters_section", "regions_section", "tensor_layout"]
 
 _FEW = 3
 
@@ -117,3 +127,108 @@ def _groups(mesh: Mesh, name: str, ranks: tuple[int, ...]) -> tuple[tuple[int, .
     """Return the groups of some ranks along a mesh dimension."""
     members = frozenset(ranks)
     return tuple(dict.fromkeys(tuple(other for other in mesh.group(rank, (name,)) if other in members) for rank in ranks))
+
+
+_WHOLE = "nothing: every rank computes all of it"
+
+
+def regions_section(explained: Explained) -> Table | None:
+    """Return the table of runs of weighted layers by sharded axis; None if every mesh dimension shards the same axis in all layers.
+
+    over   layers                          cut along
+    tile0  down.0.0 ... down.2.3           height
+    tile0  bottom.0, bottom.3              batch
+    tile0  grow.0 ... head                 height
+    """
+    rows = [("over", "layers", "cut along")]
+    for index, (name, _) in enumerate(explained.planned.widest.layouts.mesh):
+        runs = [(words, tuple(modules)) for words, modules in _runs(explained, index)] if name in (*TILES, *ROWS) else []
+        if len({words for words, _ in runs}) > 1:
+            rows += [(name, _layers(modules), words) for words, modules in runs]
+    return Table(rows, "<<<") if len(rows) > 1 else None
+
+
+def _runs(explained: Explained, index: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield (sharded axis, modules) of consecutive weighted calls that mesh dimension ``index`` shards along the same axis."""
+    cut, names = explained.planned.widest, explained.planned_axis_names
+    calls = []
+    for node in cut.graph.graph.nodes:
+        if node.name in cut.layouts.cuts and node.name not in cut.layouts.casts and _reads_weights(cut, node.name):
+            sharded = cut.layouts.cuts[node.name][index]
+            calls.append((_WHOLE if sharded is None else names[sharded.axis].partition("[")[0], module_path(node)))
+    for words, run in itertools.groupby(calls, key=lambda call: call[0]):
+        yield words, list(dict.fromkeys(path for _, path in run if path))
+
+
+def _reads_weights(cut: CutModel, name: str) -> bool:
+    """Return whether a call reads a parameter of two or more dimensions, or a cast of one."""
+    held = (cut.graph.parameters, cut.layouts.casts)
+    return any(any(operand.name in names for names in held) and operand.meta["val"].dim() > 1 for operand in cut.axes.operands[name])
+
+
+def _layers(modules: Sequence[str]) -> str:
+    if len(modules) > 2:
+        return f"{modules[0]} ... {modules[-1]}"
+    return ", ".join(modules) or "(the model itself)"
+
+
+def activations_section(explained: Explained) -> Table | None:
+    """Return the table of communicated activations and gradients of activations, one row for each layout; None if there are none.
+
+    value                layout                                         becomes
+    add_4                [batch/data, sequence, hidden]                 sent
+    linear_1 and 7 more  [batch, sequence, hidden] partial over tensor  [batch, sequence, hidden]
+    """
+    layouts = ValueLayouts(explained)
+    stored = {*explained.graph.parameters, *explained.graph.buffers, *explained.graph.constants}
+    names: dict[tuple[str, str, bool], dict[str, None]] = {}  # (layout, becomes, is a gradient) -> names of values
+    for of_class in explained.classes:
+        for node in of_class.program.module.graph.nodes:
+            if node.target is send and node.meta["message"].kind in ("activation", "gradient"):
+                message = node.meta["message"]
+                is_gradient = message.kind == "gradient"
+                names.setdefault((layouts.of(message.value, gradient=is_gradient), "sent", is_gradient), {})[message.value] = None
+            if node.target in COLLECTIVES:
+                for change, is_gradient in changes_of(node):
+                    if change.value not in stored:
+                        before, _, after = layouts.of_change(change, gradient=is_gradient).partition(" -> ")
+                        names.setdefault((before, after, is_gradient), {})[change.value] = None
+    rows = [("value", "layout", "becomes")]
+    for (before, after, is_gradient), alike in names.items():
+        rows.append((f"{'gradient of ' if is_gradient else ''}{first_few(list(alike), 1)}", before, after))
+    return Table(rows, "<<<") if names else None
+
+
+_WORDS = {"exchange": "in every layer", "overlap": "while it computes", "recompute": "once"}
+
+
+def halos_section(plan: Plan) -> Table | None:
+    """Return the table of the halo strategy of each segment of layers, beside the price of every other one; None if there are none.
+
+    layers             a halo moves      layer by layer  meanwhile         once for all
+    down.0 ... bottom  once            6 messages  812 us     790 us  1 message  302 us
+    up.0               in every layer  2 messages  211 us     431 us  1 message  388 us
+    """
+    if not plan.halos:
+        return None
+    rows = [("layers", "a halo moves", "layer by layer", "", "meanwhile", "once for all", "")]
+    rows += [
+        (
+            module_range(halo.modules) if len(halo.modules) < 2 else " ... ".join(name or "(the model itself)" for name in halo.modules),
+            _WORDS[halo.strategy],
+            _messages(halo.exchange_messages),
+            format_seconds(halo.exchange_time),
+            format_seconds(halo.overlap_time),
+            _messages(halo.recompute_messages),
+            format_seconds(halo.recompute_time),
+        )
+        for halo in plan.halos
+    ]
+    footnote = (
+        "messages: of a forward; times: predicted, forward and backward; meanwhile: borders alone wait; once: the overlap is computed twice"
+    )
+    return Table(rows, "<<>>>>>", footnote)
+
+
+def _messages(count: int) -> str:
+    return f"{count} message{'' if count == 1 else 's'}"

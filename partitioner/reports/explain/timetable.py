@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partitioner.schedules.clocks.unit_time import draw
+from partitioner.schedules.clocks.unit_time import Durations, draw, simulate
 from passes.ir.schedule import ActionKind, Schedule
 
 __all__ = ["timetable"]
@@ -15,11 +15,12 @@ _WORDS = {
 }
 
 
-def timetable(schedule: Schedule, width: int) -> list[str]:
+def timetable(schedule: Schedule, width: int = 132, *, idle: bool = False) -> list[str]:
     """Return a line for each rank, and a last line that explains them.
 
     Args:
         width: letters of the longest line; a longer drawing keeps its beginning and its end.
+        idle: also report the idle share in units of time; leave it out beside a predicted share, which differs.
     """
     drawn = draw(schedule).splitlines()
     longest = max(len(line) for line in drawn)
@@ -31,4 +32,5 @@ def timetable(schedule: Schedule, width: int) -> list[str]:
         lines = [f"{line[: label + shown]} ... {line[len(line) - shown - 1 :]}" for line in lines]
     kinds = {action.kind for action in schedule}
     words = ", ".join(f"{kind.value} {text}" for kind, text in _WORDS.items() if kind in kinds)
-    return [*lines, f"a cell is a unit of time, as if every action took equally long; {words}"]
+    share = f"; {100 * simulate(schedule, Durations()).bubble_fraction:.0f} % of the ranks' time is idle" if idle else ""
+    return [*lines, f"a cell is a unit of time, as if every action took equally long; {words}{share}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TypeAlias
@@ -15,16 +16,14 @@ from cost_models.simulator.result import Simulation
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import notes_of, sections, summary
 from partitioner.reports.page.frame import framed, page_file, tiles_html
-from partitioner.reports.page.program_html import program_html
-from partitioner.reports.pictures.blocks import blocks_svg
-from partitioner.reports.pictures.communication_matrix import matrix_html
+from partitioner.reports.pictures.blocks import blocks_svg, cut_weights
+from partitioner.reports.pictures.bytes_html import bars_html, matrix_html
 from partitioner.reports.pictures.diagram_svg import diagram_svg
-from partitioner.reports.pictures.held import cut_weights
-from partitioner.reports.pictures.memory_bars import bars_html
 from partitioner.reports.pictures.partition_diagram import partition_diagram
 from partitioner.reports.sources import Explained, RankClass
 from partitioner.reports.tables.devices import DeviceTable
 from partitioner.reports.tables.table import Table
+from passes.ir.comm.primitives import COMMUNICATION
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import rank_list
 
@@ -142,7 +141,7 @@ def _programs(explained: Explained) -> str:
         if sum(map(len, shown)) >= _PROGRAM_BYTES:
             break
         (graph,) = comment_programs(explained, [of_class.program])
-        shown.append(program_html(_ranks_on(explained, of_class), graph.print_readable(print_output=False), is_open=not shown))
+        shown.append(_program_html(_ranks_on(explained, of_class), graph.print_readable(print_output=False), is_open=not shown))
     search = '<div class="search"><input id="search" type="search" placeholder="all_reduce blocks.0 ..." aria-label="search the programs">'
     search += '<span id="count" class="lead"></span></div>'
     return f"{search}{''.join(shown)}{_left_out(explained, len(shown))}"
@@ -167,3 +166,23 @@ def _left_out(explained: Explained, n_shown: int) -> str:
 def _notes(explained: Explained) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in notes_of(explained))
     return f"<ol>{notes}</ol>" if notes else ""
+
+
+_COMMUNICATION = re.compile(rf"= ({'|'.join(function.__name__ for function in COMMUNICATION)})\(")
+
+
+def _program_html(title: str, code: str, *, is_open: bool) -> str:
+    """Return a program as an expandable section, calls that communicate highlighted."""
+    lines = "".join(_line(line) for line in code.strip().splitlines())
+    opened = " open" if is_open else ""
+    return f'<details{opened}><summary>{escape(title)}</summary><pre class="program">{lines}</pre></details>'
+
+
+def _line(line: str) -> str:
+    """Return a line as a ``<b>`` element with the class ``comment`` or ``communication``, or none."""
+    if line.lstrip().startswith("#"):
+        return f'<b class="comment">{escape(line)}</b>'
+    code, hash_sign, comment = line.partition("  # ")
+    kind = ' class="communication"' if _COMMUNICATION.search(code) else ""
+    comment_html = f'<span class="comment">{hash_sign}{escape(comment)}</span>' if hash_sign else ""
+    return f"<b{kind}>{escape(code) or ' '}{comment_html}</b>"

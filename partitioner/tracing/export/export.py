@@ -36,7 +36,7 @@ from partitioner.tracing.export.fast_path import note_fast_paths
 from partitioner.tracing.export.forward_context import entered_in_forward
 from partitioner.tracing.export.guards import symbol_of
 from partitioner.tracing.export.known_values import KnownValues, refuse_written_buffers
-from partitioner.tracing.export.on_meta.meta_models import attributes_as_cpu
+from partitioner.tracing.export.on_meta.constructed import attributes_as_cpu
 from partitioner.tracing.export.replaced import TraceRecord, devices_as_cpu, replaced
 from partitioner.tracing.export.watched_calls import WatchedCalls
 from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs

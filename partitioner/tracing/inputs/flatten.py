@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from partitioner.tracing.inputs.argument_types import check_argument
 from partitioner.tracing.inputs.batch_dims import other_batch
 from partitioner.tracing.inputs.kv_caches import register_caches
 from passes.ir.errors import ConfigError
@@ -220,7 +219,7 @@ def flatten_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         ) from error
     for name, value in zip([*_positional_names(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
         for leaf in tree_leaves(value, is_leaf=lambda each: isinstance(each, PackedSequence)):
-            check_argument(name, leaf)
+            _check_argument(name, leaf)
     leaves, tree = tree_flatten((args, kwargs))
     names = []
     for name, value in zip([*_positional_names(signature, len(args)), *kwargs], [*args, *kwargs.values()], strict=True):
@@ -330,3 +329,44 @@ def _keys_of_mapping(tree: TreeSpec) -> list[Any] | None:
     except (TypeError, ValueError, KeyError):
         return None
     return keys if len(keys) == tree.num_children and leaf_numbers == sorted(leaf_numbers) else None
+
+
+_TAKEN = (Tensor, int, float, bool, str, type(None))
+"""Types of leaves that a trace takes."""
+
+_REMEDIES = (
+    ("BlockMask", "create it in forward, create_block_mask(...) of the inputs; or pass the mask as a tensor"),
+    ("PackedSequence", "pass the padded tensor, and compute its mask from the lengths"),
+    ("Cache", "pass a DynamicCache, or none; pm.generate(...) keeps a cache of each rank's own"),
+    ("ndarray", "pass a tensor: torch.from_numpy(array)"),
+    ("Image", "pass a tensor of its pixels"),
+    ("Generator", "draw from the default generator, and seed it: torch.manual_seed(0)"),
+    ("set", "pass a list or a tuple"),
+    ("dict_", "pass a list or a tuple"),
+    ("generator", "pass a list or a tuple"),
+    ("range", "pass its ends as numbers, or a list"),
+    ("function", "keep it in the model, as an attribute"),
+    ("method", "keep it in the model, as an attribute"),
+    ("Module", "make it a submodule of the model: self.layer = layer"),
+)
+"""Part of the name of a class -> the remedy, for the class and those that it is derived from."""
+
+_REMEDY = "pass tensors, numbers and strings, in tuples, lists, dicts or dataclasses; keep other objects in the model, as attributes"
+
+
+def _check_argument(name: str, value: Any) -> None:
+    """Raise ConfigError for a leaf of the arguments that is neither a tensor nor a number, a string or None."""
+    kind = type(value)
+    if (isinstance(value, _TAKEN) and not _is_enum(kind)) or kind.__name__ in ("SymInt", "SymFloat", "SymBool"):
+        return
+    classes = ["Module"] if isinstance(value, nn.Module) else [each.__name__ for each in kind.__mro__]
+    remedy = next((remedy for part, remedy in _REMEDIES if any(part in each for each in classes)), _REMEDY)
+    if _is_enum(kind):
+        remedy = "pass its value, a number or a string"
+    raise ConfigError(
+        f"{name} is {'an' if kind.__name__[:1].lower() in 'aeiou' else 'a'} {kind.__name__}, which a trace cannot take", remedy=remedy
+    )
+
+
+def _is_enum(kind: type) -> bool:
+    return hasattr(kind, "__members__")

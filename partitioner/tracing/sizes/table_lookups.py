@@ -1,26 +1,31 @@
-"""Find lookups of rows that a table does not have, from positions that the model computes itself.
+"""Find uses of tables that depend on sizes: slices, and lookups of rows that a table does not have.
 
     positions = arange(129)                  length 129
     embedding(table, positions)              a table of 64 rows: row 128 does not exist
+    table[:, :height, :width]                traced for images of 8 x 8: aten.slice(aten.slice(table, 1, 0, 8), 2, 0, 8)
 
-A trace does not see this: it computes no values. Positions are computed here, from sizes and buffers alone; indices that depend on the
-inputs are found when a program runs.
+A trace does not see a missing row: it computes no values. Positions are computed here, from sizes and buffers alone; indices that depend
+on the inputs are found when a program runs.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from passes.graph.provenance import place_of
-from passes.graph.schemas import draws
+from passes.graph.schemas import bound_arguments, draws, packet
 from passes.ir.errors import Place
 from passes.ir.graph import ModelGraph
+from passes.ir.torch_private import OpOverload
+from passes.normalize.symbolic_batch import TAKING
 
-__all__ = ["Lookup", "lookup_beyond_table"]
+__all__ = ["Lookup", "lookup_beyond_table", "takes_of_weights"]
 
 aten = torch.ops.aten
 
@@ -92,3 +97,25 @@ class _ComputedValues:
             tensor = self._model.get_buffer(self._graph.buffers[name])
         has_values = tensor is not None and not tensor.is_meta and not tensor.is_floating_point()
         return tensor.cpu() if tensor is not None and has_values else None
+
+
+def takes_of_weights(program: ExportedProgram) -> bool:
+    """Return whether a program slices a table that it computes from weights alone: several elements of a dimension, from the start."""
+    inputs = set(program.graph_signature.user_inputs)
+    of_weights: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name not in inputs:
+            of_weights.add(node)
+        elif node.op == "call_function" and node.all_input_nodes and of_weights.issuperset(node.all_input_nodes):
+            of_weights.add(node)
+            if isinstance(node.target, OpOverload) and packet(node.target) in TAKING and _takes_some(node):
+                return True
+    return False
+
+
+def _takes_some(node: fx.Node) -> bool:
+    """Return whether a call may take a number of elements from the start."""
+    bound = bound_arguments(node)
+    if "end" not in bound:
+        return "tensors" not in bound  # what is joined of weights alone is the same for every size
+    return bound["start"] in (None, 0) and isinstance(bound["end"], int) and 1 < bound["end"] < sys.maxsize

@@ -35,8 +35,7 @@ from passes.graph.schemas import draws
 from passes.ir.layout import Layout, Placement, Replicate, Shard, Varying
 from passes.ir.mesh import WIDTH
 from passes.spmd.commute.min_cut import min_cut
-from passes.spmd.commute.readers import reads_of_values
-from passes.spmd.propagate.layouts import Layouts
+from passes.spmd.propagate.layouts import Layouts, reads_of_values
 from passes.stages.boundary_layouts import is_whole
 
 __all__ = ["summed_where_small"]

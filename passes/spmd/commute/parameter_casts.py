@@ -27,8 +27,7 @@ from passes.analysis.layout_facts import LayoutFacts
 from passes.graph.equivalence import argument_key
 from passes.ir.layout import Placement, Replicate, Shard, Varying
 from passes.ir.mesh import WIDTH
-from passes.spmd.commute.readers import reads_of_values
-from passes.spmd.propagate.layouts import Cut, Layouts
+from passes.spmd.propagate.layouts import Cut, Layouts, reads_of_values
 from passes.stages.boundary_layouts import is_whole
 
 __all__ = ["cast_where_stored"]

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from passes.analysis.axes import returned_values
+from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.routed_rows import Route
 from passes.ir.layout import Layout
 
-__all__ = ["Cut", "Intervals", "Layouts", "Ring"]
+__all__ = ["Cut", "Intervals", "Layouts", "Ring", "reads_of_values"]
 
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
 """For each rank along a mesh dimension, where its interval starts and stops."""
@@ -70,3 +72,13 @@ class Layouts:
     routes: Mapping[str, Route] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
     equal_casts: Mapping[str, str] = field(default_factory=dict)
+
+
+def reads_of_values(facts: LayoutFacts, layouts: Layouts) -> dict[str, list[tuple[str, Layout]]]:
+    """Return value -> its readers, each with the layout in which it reads the value."""
+    reads: dict[str, list[tuple[str, Layout]]] = {}
+    for node in facts.graph.graph.nodes:
+        operands = returned_values(node) if node.op == "output" else facts.axes.operands.get(node.name, ())
+        for operand, need in zip(operands, layouts.needs.get(node.name, ()), strict=False):
+            reads.setdefault(operand.name, []).append((node.name, need))
+    return reads

@@ -14,7 +14,7 @@ from torch import nn
 from partitioner import PartitionedModel, partition
 from partitioner.reports.communication.summary import transfers
 from partitioner.reports.communication.transfer import Transfer
-from partitioner.reports.explain.activations import activations_section
+from partitioner.reports.explain.sharding import activations_section
 from partitioner.reports.sources import Explained, RankClass
 from partitioner.reports.tables.devices import device_table
 

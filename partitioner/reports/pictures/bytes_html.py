@@ -1,4 +1,4 @@
-"""The bytes that each rank sends to each other rank, as an HTML table; darker cells have more bytes."""
+"""Bytes of ranks as HTML: those that each sends to each other one, as a table, and those of its peak memory by category, as bars."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from cost_models.hardware.units import format_bytes
 
-__all__ = ["matrix_html"]
+__all__ = ["bars_html", "matrix_html"]
 
 _READABLE = 16
 """Largest number of ranks with numbers in the cells; with more ranks, numbers are tooltips only."""
 
 
 def matrix_html(sent: Mapping[tuple[int, int], int], classes: Sequence[Sequence[int]]) -> str:
-    """Return the table of classes of ranks; of few ranks, each is one.
+    """Return the table of classes of ranks, darker where there are more bytes; of few ranks, each is a class.
 
     Args:
         sent: (source, destination) -> the bytes of a step.
@@ -42,3 +42,19 @@ def matrix_html(sent: Mapping[tuple[int, int], int], classes: Sequence[Sequence[
     return (
         f'<table class="{kind}"><caption>from rank (down) to rank (across){alike}</caption><tr><th></th>{head}</tr>{"".join(rows)}</table>'
     )
+
+
+def bars_html(memory: Sequence[Mapping[str, int]], labels: Sequence[str]) -> str:
+    """Return the bars; ``memory`` has for each device, or class of equal ones, category -> bytes at its peak."""
+    most = max((sum(sizes.values()) for sizes in memory), default=0) or 1
+    names = list(memory[0]) if memory else []
+    keys = "".join(f'<span class="key"><i style="--colour: var(--{name})"></i>{name}</span>' for name in names)
+    rows = []
+    for label, sizes in zip(labels, memory, strict=True):
+        parts = "".join(
+            f'<i style="width: {100 * size / most:.2f}%; --colour: var(--{name})" title="{name}: {format_bytes(size)}"></i>'
+            for name, size in sizes.items()
+            if size
+        )
+        rows.append(f'<span>{label}</span><span class="bar">{parts}</span><span>{format_bytes(sum(sizes.values()))}</span>')
+    return f'<p>{keys}<span class="key">at the moment of each device\'s peak</span></p><div class="bars">{"".join(rows)}</div>'
