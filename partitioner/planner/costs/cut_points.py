@@ -76,10 +76,17 @@ class CutPoints:
     replicated: Mapping[str, tuple[int, ...]]
     depth: tuple[int, ...]
 
-    @property
+    @cached_property
     def unit_of(self) -> dict[str, int]:
         """Node -> its unit."""
         return {node: index for index, unit in enumerate(self.units) for node in unit}
+
+    def readers(self, placeholder: fx.Node) -> tuple[int, ...]:
+        """Return the units that read a placeholder, directly or through replicated nodes, in order."""
+        units = set[int]()
+        for user in placeholder.users:
+            units.update([self.unit_of[user.name]] if user.name in self.unit_of else self.replicated.get(user.name, ()))
+        return tuple(sorted(units))
 
 
 def find_cut_points(graph: ModelGraph, at: Collection[str] | None = None) -> CutPoints:

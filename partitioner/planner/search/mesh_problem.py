@@ -92,7 +92,8 @@ class MeshProblem:
         self.mesh, self.part, self.cost_model, self.submeshes = mesh, part, cost_model, submeshes
         self.devices = request.devices
         links = links or LinkTable(cluster)
-        self.links, self.places = links.of(mesh), links.places(mesh, all_talk=bool(request.replicas))
+        all_talk = bool(request.replicas) or part.source.shares_weights
+        self.links, self.places = links.of(mesh), links.places(mesh, all_talk=all_talk)
         ranks = pipelines(mesh)[0]
         self.request = dataclasses.replace(request, devices=tuple(request.devices[rank] for rank in ranks))
         self.kinds = tuple(dict.fromkeys(self.places.devices))

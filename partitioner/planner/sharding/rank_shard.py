@@ -150,8 +150,8 @@ class ModelPart:
         """The collectives of stored values, as tied weights, that calls far apart read: the stage of the last call gathers them, too."""
         unit_of, nodes = self.source.points.unit_of, {node.name: node for node in self.source.graph.graph.nodes}
         found = list[Exchange]()
-        for exchange in self.exchanges:
-            readers = [user.name for user in nodes[exchange.value].users if user.name in unit_of] if exchange.is_stored else []
+        for exchange in (each for each in self.exchanges if each.is_stored and each.reader in unit_of):
+            readers = [user.name for user in nodes[exchange.value].users if user.name in unit_of]
             last = max(readers, key=unit_of.__getitem__, default=exchange.reader)
             if unit_of[last] - unit_of[exchange.reader] > len(self.source.points.units) / 2:
                 found.append(dataclasses.replace(exchange, reader=last))
@@ -276,6 +276,15 @@ class PartGraph:
             if units:
                 users.update(zip(self.copies(node.name), self.places(units), strict=False))
         return users
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether several units read one parameter: ranks that do not follow each other in a pipeline may then sum its gradients."""
+        return any(
+            node.name in self.graph.parameters and len(self.points.readers(node)) > 1
+            for node in self.graph.graph.nodes
+            if node.op == "placeholder"
+        )
 
     def places(self, units: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
         """Translate units of the folded graph into units of the whole model: one tuple for each repeat of the block."""

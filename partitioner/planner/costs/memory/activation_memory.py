@@ -62,7 +62,7 @@ class UnitMemory:
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._unit_of = points.unit_of
         lasting = dict.fromkeys((*graph.parameters, *graph.buffers, *graph.constants))
-        items = ((name, Shared(int(cost.bytes[name]), self._users(name))) for name in lasting)
+        items = ((name, Shared(int(cost.bytes[name]), points.readers(self._nodes[name]))) for name in lasting)
         stored = {name: item for name, item in items if item.amount and item.units}
         trained = {name: item for name, item in stored.items() if name in graph.parameters and name in cost.gradients}
         copies = 1 + optimizer_states(optimizer)
@@ -122,7 +122,7 @@ class UnitMemory:
 
     def inputs(self, numbers: Numbers) -> tuple[Shared, ...]:
         """Return the inputs of a step, permanent memory of the stages that read them; ``numbers``: sizes at the step's whole batch."""
-        sizes = ((round(numbers[self._cost.bytes[name]]), self._users(name)) for name in self._inputs)
+        sizes = ((round(numbers[self._cost.bytes[name]]), self._points.readers(self._nodes[name])) for name in self._inputs)
         return tuple(Shared(size, units) for size, units in sizes if size and units)
 
     def kept(self, numbers: Numbers, share: float, *, alone: bool) -> tuple[Shared, ...]:
@@ -195,13 +195,6 @@ class UnitMemory:
         while sources and node.name not in sources:
             node = next(each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor))
         return int(node.meta["val"].dtype.itemsize)
-
-    def _users(self, placeholder: str) -> tuple[int, ...]:
-        """Return the units that need a placeholder, directly or through replicated nodes."""
-        units = set[int]()
-        for user in self._nodes[placeholder].users:
-            units.update([self._unit_of[user.name]] if user.name in self._unit_of else self._points.replicated.get(user.name, ()))
-        return tuple(sorted(units))
 
 
 def _without_derived(cost: GraphCost, selection: CheckpointSelection) -> GraphCost:

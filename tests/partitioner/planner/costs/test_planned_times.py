@@ -74,6 +74,37 @@ def test_stages_that_share_a_weight_each_gather_it(mesh: dict[str, int]) -> None
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
+def test_stages_that_share_a_weight_need_not_follow_each_other() -> None:
+    """The first and the third of four; only neighbours send activations."""
+    with torch.device("meta"):
+        shared, x = nn.Linear(2048, 2048), torch.ones(16384, 2048)
+        model = nn.Sequential(shared, nn.Tanh(), nn.Linear(2048, 2048), nn.Tanh(), shared, nn.Tanh(), nn.Linear(2048, 2048))
+    ranks = Constraints(pin={"2": 1, "4": 2, "6": 3})
+    pm = partition(model, 4, "pipeline", example_inputs=(x,), constraints=ranks, cluster="a100-80gb:1x4", progress=False)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
+
+
+class Masked(nn.Module):
+    """Reads a mask by row and column, as transformers' masks are made, before each of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
+        allowed = mask[rows, torch.arange(9, device=x.device)]
+        y: Tensor = self.second(torch.tanh(self.first(x * allowed)) * allowed) * allowed
+        return y
+
+
+def test_what_every_stage_gathers_to_compute_a_mask() -> None:
+    """No unit reads it."""
+    mesh, inputs = {"data": 2, "pipeline": 2}, (torch.ones(4, 9), torch.ones(4, 9, dtype=torch.bool))
+    pm = partition(Masked(), 4, mesh, example_inputs=inputs, cluster="cpu:1x4", progress=False)
+    assert pm.plan.step_time > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_plan_and_simulation_agree(name: str) -> None:
