@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -369,35 +371,43 @@ def evaluate_on_one_rank() -> None:
         step(case, instance, pm)
 
 
+@contextlib.contextmanager
+def second_step() -> Iterator[None]:
+    """Tell a loss that this is the second step by a variable that it does not capture: a loss that captures another is tried first."""
+    os.environ["SECOND_STEP"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["SECOND_STEP"]
+
+
 def failing_loss() -> None:
     """Raise in the loss of the second step, on the rank that computes it."""
     _, instance, pm = partitioned("linear")
-    steps: list[int] = []
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        if len(steps) == 1:
+        if "SECOND_STEP" in os.environ:
             raise ValueError("no such label: 17")
         return nn.functional.mse_loss(output, target)
 
     pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
-    steps.append(1)
-    pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
+    with second_step():
+        pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
 
 
 def silent_loss() -> None:
     """Wait in the loss until some rank has timed out."""
     _, instance, pm = partitioned("linear")
-    has_failed = [connect_anew(pm.traced.runtime, 4).record.first]  # in a list, whose items do not tell one loss from another
-    steps: list[int] = []
+    has_failed = [connect_anew(pm.traced.runtime, 4).record.first]
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        while steps and has_failed[0]() is None:
+        while "SECOND_STEP" in os.environ and has_failed[0]() is None:
             time.sleep(0.05)
         return nn.functional.mse_loss(output, target)
 
     pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
-    steps.append(1)
-    pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
+    with second_step():
+        pm.train_step(*instance.args, target=instance.target, loss_fn=loss_fn)
 
 
 def use_after_failure() -> str:
