@@ -127,6 +127,7 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
     tensors: dict[str, Tensor] = {}
     batches: dict[str, int] = {}
     sizes: dict[str, dict[str, int]] = {}  # name of a size -> input -> its size
+    given_leaves: list[tuple[Input, Tensor]] = []
     lacking: list[Input] = []
     for leaf, value in zip(graph.inputs, given, strict=True):
         if leaf.dtype is None:
@@ -141,10 +142,13 @@ def given_inputs(graph: ModelGraph, args: tuple[Any, ...], kwargs: Mapping[str, 
             batches[leaf.name] = _rows_of(graph, leaf, value)
         for dim, name in leaf.open_sizes:
             sizes.setdefault(name, {}).setdefault(leaf.name, value.shape[dim])
-        _check_sizes(graph, leaf, value, any_batch, any_size=True)
-        _warn_of_memory_order(leaf, value)
+        given_leaves.append((leaf, value))
         if leaf.placeholder is not None:
             tensors[leaf.placeholder] = value
+    rows = next(iter(batches.values()), graph.batch_size)
+    for leaf, value in given_leaves:
+        _check_sizes(graph, leaf, value, rows, any_batch, any_size=True)
+        _warn_of_memory_order(leaf, value)
     of_names = {name: _one_size(name, of_inputs) for name, of_inputs in sizes.items()}
     return GivenInputs(tensors, _batch_of(graph, batches, lacking), tuple(leaf.name for leaf in lacking), of_names)
 
@@ -160,9 +164,10 @@ def refuse_tangents(values: Iterable[object]) -> None:
 
 def check_shapes(graph: ModelGraph, tensors: Mapping[str, Tensor]) -> None:
     """Raise ConfigError if a given tensor has not the sizes of the graph, but for its batch; ``tensors``: placeholder -> tensor."""
-    for leaf in graph.inputs:
-        if leaf.placeholder is not None and leaf.placeholder in tensors:
-            _check_sizes(graph, leaf, tensors[leaf.placeholder], any_batch=True)
+    given = [(leaf, tensors[leaf.placeholder]) for leaf in graph.inputs if leaf.placeholder is not None and leaf.placeholder in tensors]
+    rows = next((_rows_of(graph, leaf, tensor) for leaf, tensor in given if leaf.batch_dim is not None), graph.batch_size)
+    for leaf, tensor in given:
+        _check_sizes(graph, leaf, tensor, rows, any_batch=True)
 
 
 def _one_size(name: str, of_inputs: Mapping[str, int]) -> int:
@@ -386,9 +391,13 @@ def _rows_of(graph: ModelGraph, leaf: Input, value: Tensor) -> int:
     return size // max(per_row, 1)
 
 
-def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, any_batch: bool, any_size: bool = False) -> None:
-    """Raise ConfigError if a dimension differs from the traced size; with ``any_batch`` the batch may, with ``any_size`` open sizes."""
-    batch = _rows_of(graph, leaf, value) if leaf.batch_dim is not None else graph.batch_size
+def _check_sizes(graph: ModelGraph, leaf: Input, value: Tensor, rows: int, any_batch: bool, any_size: bool = False) -> None:
+    """Raise ConfigError if a dimension differs from the traced size; with ``any_batch`` the batch may, with ``any_size`` open sizes.
+
+    Args:
+        rows: of the batch, for inputs that hold none; their sizes may follow from it (one offset more than rows).
+    """
+    batch = _rows_of(graph, leaf, value) if leaf.batch_dim is not None else rows
     open_dims = {dim for dim, _ in leaf.open_sizes} if any_size else set[int]()
     for dim, traced in enumerate(leaf.shape):
         if (dim == leaf.batch_dim and any_batch) or dim in open_dims:

@@ -68,7 +68,8 @@ class TracedModel:
         if opened is not None and takes_of_weights(opened.exported.program):
             graph = self._all_open(opened, graph)
         expressions = {} if self._opened is None else self._opened.exported.open_sizes
-        self._taken = _known_sizes(source.inputs, layout, expressions)
+        known = _known_sizes(source.inputs, layout, expressions)
+        self._taken = {pair: kind for pair, kind in known.items() if not _has_batch(graph, *pair)}
         self._names = {**_names_of_fixed(graph, layout), **_unique_names(self._taken, expressions)}
         self.graph = self._with_names(graph)
 
@@ -224,6 +225,12 @@ def _known_sizes(inputs: ModelInputs, layout: BatchLayout, expressions: Mapping[
         if isinstance(leaf, Tensor) and leaf.ndim < 4 and (leaf.is_floating_point() or leaf.is_complex())
     }
     return {pair: kind for pair, kind in kinds if pair in expressions or pair[0] not in vectors}
+
+
+def _has_batch(graph: ModelGraph, leaf: int, dimension: int) -> bool:
+    """Return whether a size of an input follows from the batch, such as that of offsets with one more at the end."""
+    size = graph.inputs[leaf].shape[dimension]
+    return isinstance(size, sympy.Expr) and graph.batch in size.free_symbols
 
 
 def _at_sizes(leaf: Input, sizes: Mapping[str, int], rows: int | None = None) -> Input:

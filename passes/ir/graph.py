@@ -89,8 +89,13 @@ class Input:
     def shape_text(self) -> str:
         """The traced shape as text: ``(batch, 3, height, width)``."""
         names = {dim: name for dim, name in self.open_sizes if dim not in self.unproven}
-        sizes = ["batch" if isinstance(size, sympy.Symbol) else names.get(dim, str(size)) for dim, size in enumerate(self.shape)]
+        sizes = [names.get(dim, _size_text(size)) for dim, size in enumerate(self.shape)]
         return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def _size_text(size: int | sympy.Expr) -> str:
+    """Return a traced size as text, such as ``batch + 1``."""
+    return str(size.subs(dict.fromkeys(size.free_symbols, sympy.Symbol("batch"))) if isinstance(size, sympy.Expr) else size)
 
 
 @dataclass(frozen=True)

@@ -255,8 +255,10 @@ class _Localizer:
         for place, (layout, axes) in enumerate(zip(self.layouts.results[node.name], self.axes.tensors[node.name], strict=True)):
             if node.name not in self.layouts.wide:
                 self.resharder.register(node, place, copy, layout, axes)
-            value = copy.meta["val"] if isinstance(copy.meta["val"], Tensor) else copy.meta["val"][place]
-            self._check_shape(node, self.halos.shape(node, axes, layout), value)
+            is_alone = isinstance(copy.meta["val"], Tensor)
+            value = copy.meta["val"] if is_alone else copy.meta["val"][place]
+            if is_alone or _is_read(node, place):  # what a kernel gives for its backward may depend on whether there is one
+                self._check_shape(node, self.halos.shape(node, axes, layout), value)
 
     def _check_shape(self, node: fx.Node, expected: Sequence[Size], value: Tensor) -> None:
         """Raise PartitionError if a part of a value has another shape than its layout says."""
@@ -466,6 +468,11 @@ class _Localizer:
             return list(shape)
         symbol, value = self.graph.batch, self.batch.meta["val"]
         return [size if isinstance(size, int) else sympy.lambdify(symbol, size)(value) for size in shape]
+
+
+def _is_read(node: fx.Node, place: int) -> bool:
+    """Return whether a call reads a result of a call that gives several."""
+    return any(not is_item(user) or (user.args[1] == place and user.users) for user in node.users)
 
 
 def _equal(first: Sequence[Size], second: Sequence[Size]) -> bool:

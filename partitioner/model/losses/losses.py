@@ -301,9 +301,10 @@ class Losses:
         except Exception as error:
             rows = f"{sizes.rows} of {batch} rows" if sizes.rows < batch else f"{batch} rows"
             of_all_rows = f"; if it takes all {batch} rows, {_BATCH_REMEDY}" if sizes.rows < batch else ""
+            without = "; without target= the second argument is None" if target is None else ""
             raise ConfigError(
                 f"loss_fn fails on outputs of {rows}: {type(error).__name__}: {error}",
-                remedy=f"call it as train_step does, loss_fn(model(x), target){of_all_rows}",
+                remedy=f"call it as train_step does, loss_fn(model(x), target){without}{of_all_rows}",
             ) from error
 
     def _agreed(self, step: _Step, question: str, answer: str | None) -> str | None:

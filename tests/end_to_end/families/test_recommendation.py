@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
+from partitioner import ConfigError
 from tests.support.models.case import Case, Inputs, classes, mean_squared_error, real
+from tests.support.running.slow_values import slow
 from tests.support.running.transparency import first_difference, make_partitioned
 
 WIDTH, DENSE, WORDS, PADDING = 6, 5, 12, 0
@@ -49,6 +51,21 @@ class Largest(nn.Module):
         return self.head(self.bag(ids))
 
 
+class Sparse(nn.Module):
+    """Bags of the ids between offsets, of which there is one more than rows, as torchrec and fbgemm pass them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.bottom = nn.EmbeddingBag(WORDS, WIDTH, mode="sum", include_last_offset=True), nn.Linear(DENSE, WIDTH)
+
+    def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.bottom(dense) * self.bag(ids, offsets)
+
+
+def sparse(generator: Generator, rows: int) -> Inputs:
+    return (real(generator, rows, DENSE), classes(generator, WORDS, 3 * rows), torch.arange(0, 3 * rows + 1, 3)), {}
+
+
 def padded(generator: Generator, rows: int, length: int) -> Tensor:
     """Draw ids; the first bag has nothing but padding."""
     ids = classes(generator, WORDS, rows, length)
@@ -63,6 +80,7 @@ def inputs(generator: Generator, rows: int) -> Inputs:
 
 
 DLRM = Case("dlrm", Recommendation, inputs, real, mean_squared_error)
+SPARSE = Case("sparse", Sparse, sparse, lambda generator, rows: real(generator, rows, WIDTH), mean_squared_error)
 LARGEST = Case(
     "largest",
     Largest,
@@ -93,6 +111,20 @@ LARGEST = Case(
 )
 def test_training(case: Case, mode: str | Mapping[str, int], devices: int, options: dict[str, Any]) -> None:
     assert first_difference(case, mode=mode, devices=devices, **options) is None
+
+
+@pytest.mark.parametrize("mode", ["data", "fsdp", *slow("tensor", "pipeline", {"pipeline": 2, "data": 2})])
+def test_an_input_with_one_more_element_than_rows(mode: str | Mapping[str, int]) -> None:
+    """Its size follows from the batch; calls with other numbers of rows pass others."""
+    instance = SPARSE.build()
+    pm = make_partitioned(instance, mode=mode, devices=4 if isinstance(mode, Mapping) else 2)
+    generator = torch.Generator().manual_seed(1)
+    for rows in (4, 8, 12):
+        arguments = sparse(generator, rows)[0]
+        torch.testing.assert_close(pm(*arguments), instance.model(*arguments))
+    arguments = sparse(generator, 12)[0]
+    with pytest.raises(ConfigError, match=r"offsets has shape \(8,\); the model was traced with \(batch \+ 1,\)"):
+        pm(*arguments[:2], torch.arange(8))
 
 
 @pytest.mark.parametrize("mode", ["data", "fsdp"])

@@ -165,6 +165,11 @@ def test_a_loss_that_is_known_fails_on_another_target(pm: PartitionedModel) -> N
             pm.train_step(X, target=target, loss_fn=nn.functional.mse_loss)
 
 
+def test_a_loss_of_the_output_alone(pm: PartitionedModel) -> None:
+    with pytest.raises(ConfigError, match=r"takes 1 positional argument .*\n.*without target= the second argument is None"):
+        pm.train_step(X, loss_fn=lambda output: output.mean())
+
+
 def test_what_a_plan_freezes(pm: PartitionedModel) -> None:
     with pytest.raises(ConfigError, match="cannot be moved"):
         pm.double()
