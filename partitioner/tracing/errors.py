@@ -68,6 +68,13 @@ def _checks_distribution(error: Exception) -> bool:
     return _BY_VALUES(error) and _is_raised_within(error, "torch.distributions.")
 
 
+def _packs_sequences(error: Exception) -> bool:
+    """Return whether packing sequences fails, or a recurrent layer that reads packed ones."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_globals.get("__name__") == "torch.nn.modules.rnn"]
+    of_layer = any(isinstance(frame.f_locals.get("batch_sizes"), torch.Tensor) for frame in frames)
+    return of_layer or _is_raised_within(error, "torch.nn.utils.rnn")
+
+
 def _transforms_function(error: Exception) -> bool:
     """Return whether a transformation of a function by ``torch.func`` fails."""
     return _mentions("functorch")(error) or _is_raised_within(error, "torch._functorch.apis", "torch._functorch.vmap")
@@ -94,6 +101,13 @@ _KINDS = (
         "compute it outside of the model, in loss_fn for instance, or from operations whose sizes do not depend on values",
         whatever_size=True,
         chooses=True,
+    ),
+    _Kind(
+        _packs_sequences,
+        "packs sequences, so that the values of their lengths decide how many rows each step computes",
+        "call the layer on the padded batch, and leave padding out afterwards: y[torch.arange(y.shape[0]), lengths - 1] is the last output "
+        "of each row; a layer of two directions reads padding, so make it two layers, and flip the rows of one by their lengths",
+        whatever_size=True,
     ),
     _Kind(
         _checks_distribution,

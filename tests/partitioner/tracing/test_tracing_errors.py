@@ -237,6 +237,25 @@ def test_refused_by_module_and_line(function: Callable[..., Any]) -> None:
     torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
 
 
+class Packed(nn.Module):
+    """A recurrent layer of packed sequences, from a state that it makes itself or from a given one."""
+
+    def __init__(self, with_state: bool) -> None:
+        super().__init__()
+        self.layer, self.with_state = nn.GRU(6, 6, batch_first=True), with_state
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y, _ = self.layer(packed, x.new_zeros(1, x.shape[0], 6) if self.with_state else None)
+        return nn.utils.rnn.pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])[0]
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_packed_sequences_are_refused(with_state: bool) -> None:
+    with pytest.raises(TraceError, match=r"it packs sequences.*\n.*module layer.*\n.*the padded batch.*lengths - 1"):
+        trace(Packed(with_state), (torch.ones(4, 5, 6), torch.tensor([5, 3, 1, 2])))
+
+
 @pytest.mark.parametrize("function", [straight_through_rows, learns_elsewhere, returns_an_object])
 def test_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(TraceError, match=r"blocks\.1|requires a gradient|not made of tensors"):
