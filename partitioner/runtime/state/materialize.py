@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -101,7 +101,9 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
         each for each in graph.parameters if each in read and each in placeholder_before and state.is_whole_here(placeholder_before[each])
     ]
     anew = [each for each in whole if blocks[each] != state.blocks[placeholder_before[each]]]
-    unavailable = [name for placeholder, name in not_held.items() if placeholder not in anew]
+    shared = {each: _shared_buffer(state, placeholder_before.get(each), blocks[each]) for each in not_held if each in graph.buffers}
+    shared = {each: tensors for each, tensors in shared.items() if tensors and not _written(graph, [each])}
+    unavailable = [name for placeholder, name in not_held.items() if placeholder not in anew and placeholder not in shared]
     unavailable += [
         graph.parameters[each] for each in _written_parameters(graph) if placeholder_before[each] not in _written_parameters(state.graph)
     ]
@@ -114,9 +116,11 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
     for rank, tensors in state.copies.items():
         copies[rank] = {placeholder: tensors[each] for placeholder, each in placeholder_before.items() if each in tensors}
         copies[rank].update(_copies(graph.constants, blocks, rank, state.devices[rank]))
+        copies[rank].update({placeholder: tensors[rank] for placeholder, tensors in shared.items() if rank in tensors})
     stored = {placeholder: state.stored[each] for placeholder, each in placeholder_before.items() if each in state.stored}
     held = {placeholder: state.blocks[each] for placeholder, each in placeholder_before.items()}
     held.update({placeholder: blocks[placeholder] for placeholder in (*graph.constants, *anew)})
+    held.update({placeholder: {**held[placeholder], **blocks[placeholder]} for placeholder in shared})
     read_anew = {placeholder: stored[placeholder] for placeholder in anew}
     written = _written_parameters(graph)
     binder = _ParameterBinder(held, state.devices, device_keys(state.devices), read_anew, state.followers, state.gradients, written)
@@ -130,6 +134,24 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
         )
 
     return replace(state, graph=graph, copies=copies, bound=BoundParameters(tuple(copies), bind), blocks=held, stored=stored)
+
+
+def _shared_buffer(state: State, placeholder: str | None, blocks: Mapping[int, Block]) -> dict[int, Tensor]:
+    """Return rank -> the tensor of another rank on its device that holds the same block of a buffer; empty if a rank has none.
+
+    A rank that only reads a buffer may read that of another one: there is one tensor, so no copy grows old.
+
+    Args:
+        blocks: rank -> the block that it reads.
+    """
+    keys = device_keys(state.devices)
+    if placeholder is None or not state.equal_buffers or len(state.copies) < len(keys):
+        return {}
+    tensors = {rank: own[placeholder] for rank, own in state.copies.items() if placeholder in own}
+    held = {(keys[rank], state.blocks[placeholder][rank]): tensor for rank, tensor in sorted(tensors.items(), reverse=True)}
+    if any((keys[rank], block) not in held for rank, block in blocks.items()):
+        return {}
+    return {rank: held[keys[rank], block] for rank, block in blocks.items()}
 
 
 @dataclass(frozen=True)
@@ -183,8 +205,13 @@ class _ParameterBinder:
 
 def _written_parameters(graph: ModelGraph) -> frozenset[str]:
     """Return the placeholders of the parameters that the model itself writes to (an embedding with ``max_norm``)."""
+    return _written(graph, graph.parameters)
+
+
+def _written(graph: ModelGraph, placeholders: Collection[str]) -> frozenset[str]:
+    """Return those of some placeholders whose tensors the model itself writes to."""
     memory = aliasing(graph.graph)
-    return frozenset(node.name for node in graph.graph.nodes if node.name in graph.parameters and memory.written(node))
+    return frozenset(node.name for node in graph.graph.nodes if node.name in placeholders and memory.written(node))
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:

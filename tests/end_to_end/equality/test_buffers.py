@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,67 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def model(name: str) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name]()
+
+
+class ScaledForEvaluation(nn.Module):
+    """Two results; evaluation scales both by a buffer that training does not read, or that it writes for the first one alone.
+
+    Args:
+        is_trained: whether training writes it.
+    """
+
+    scale: Tensor
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.is_trained = nn.Linear(8, 8), nn.Linear(8, 8), is_trained
+        self.register_buffer("scale", torch.rand(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        z = self.last(y.tanh())
+        if not self.training:
+            return y * self.scale, z * self.scale
+        if self.is_trained:
+            with torch.no_grad():
+                self.scale.lerp_(y.mean(0), 0.5)
+        return y, z
+
+
+@pytest.mark.parametrize(
+    ("is_trained", "mode"),
+    [
+        (False, {"pipeline": 2}),
+        (True, {"pipeline": 2}),
+        *(
+            pytest.param(trained, {"pipeline": 2, other: 2}, marks=pytest.mark.slow)
+            for trained in (False, True)
+            for other in ("fsdp", "tensor")
+        ),
+    ],
+)
+def test_evaluation_reads_buffers_of_other_stages(is_trained: bool, mode: dict[str, int]) -> None:
+    """In one process there is one tensor, which training, checkpoints and writes of the caller change for all stages."""
+    model, x = ScaledForEvaluation(is_trained), torch.randn(8, 8)
+    pm = partition(model, 2 ** len(mode), mode, example_inputs=(x,))
+
+    def assert_equal(*partitioned: nn.Module) -> None:
+        for each in partitioned:
+            torch.testing.assert_close(each.eval()(x), model.eval()(x))
+            each.train()
+        model.train()
+
+    assert_equal(pm)
+    torch.testing.assert_close(pm(x), model(x))
+    copied = copy.deepcopy(pm)
+    assert_equal(pm, copied)
+    values = {name: value + 1 for name, value in model.state_dict().items()}
+    for each in (model, pm, copied):
+        each.load_state_dict(values)
+    assert_equal(pm, copied)
+    for each in (model, pm):
+        each.get_buffer("scale").fill_(3.0)
+    assert_equal(pm)
 
 
 @pytest.mark.parametrize(
