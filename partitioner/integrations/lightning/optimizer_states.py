@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.runtime import torchrun
+from partitioner.runtime.state.optimizers.named_groups import named_groups
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import STAGES
 
@@ -35,10 +35,10 @@ def optimizer_state(models: Sequence[PartitionedModel], optimizer: Optimizer) ->
     if model is None:
         return optimizer.state_dict()
     whole = model.full_optimizer_state_dict(optimizer)
-    groups = _whole_groups(model, whole["param_groups"])
-    numbers = _numbers(groups)
+    names = [name for group in whole["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
     state = {numbers[name]: entries for name, entries in whole["state"].items() if name in numbers and entries}
-    numbered = [{**_options(group), "params": [numbers[name] for name in group["params"]]} for group in groups]
+    numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
     return {"state": state, "param_groups": numbered}
 
 
@@ -52,7 +52,7 @@ def load_optimizer_state(models: Sequence[PartitionedModel], optimizer: Optimize
     if model is None:
         optimizer.load_state_dict(dict(state_dict))
         return
-    groups = _whole_groups(model, model.full_optimizer_state_dict(optimizer)["param_groups"])
+    groups = named_groups(model.traced.state, model.traced.runtime, optimizer)
     saved = state_dict["param_groups"]
     saved_sizes, own_sizes = ([len(group["params"]) for group in each] for each in (saved, groups))
     if saved_sizes != own_sizes:
@@ -63,9 +63,9 @@ def load_optimizer_state(models: Sequence[PartitionedModel], optimizer: Optimize
     keys = [key for group in saved for key in group["params"]]
     names = [name for group in groups for name in group["params"]]
     states = state_dict["state"]
-    named_groups = [{**_options(group), "params": named["params"]} for group, named in zip(saved, groups, strict=True)]
+    renamed = [{**group, "params": named["params"]} for group, named in zip(saved, groups, strict=True)]
     named_states = {name: states.get(key, {}) for key, name in zip(keys, names, strict=True)} if states else {}
-    model.load_optimizer_state_dict(optimizer, {"state": named_states, "param_groups": named_groups})
+    model.load_optimizer_state_dict(optimizer, {"state": named_states, "param_groups": renamed})
 
 
 def _staged(models: Sequence[PartitionedModel], optimizer: Optimizer) -> PartitionedModel | None:
@@ -74,34 +74,3 @@ def _staged(models: Sequence[PartitionedModel], optimizer: Optimizer) -> Partiti
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = [model for model in staged if any(id(parameter) in given for parameter in model.parameters())]
     return own[0] if own else (staged[0] if len(staged) == 1 and len(models) == 1 else None)
-
-
-def _whole_groups(model: PartitionedModel, own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of all ranks as one, with names in the order of the model."""
-    order = {name: place for place, name in enumerate(model.traced.state.parameter_names)}
-    of_ranks: list[Any] = [None] * torchrun.world_size()
-    dist.all_gather_object(of_ranks, [[name for name in group["params"] if model.traced.state.held(name)] for group in own])
-    if len({len(groups) for groups in of_ranks}) > 1:
-        raise ConfigError(
-            f"the optimizers of the ranks have {', '.join(str(len(groups)) for groups in of_ranks)} parameter groups",
-            remedy="make the same groups on every rank, also those that are empty there",
-        )
-    whole = []
-    for index, group in enumerate(own):
-        for rank, groups in enumerate(of_ranks):
-            if groups[index] != sorted(groups[index], key=order.__getitem__):
-                raise ConfigError(
-                    f"group {index} of the optimizer of rank {rank} has its parameters in another order than the model",
-                    remedy="make groups from model.named_parameters(), in its order",
-                )
-        names = sorted({name for groups in of_ranks for name in groups[index]}, key=order.__getitem__)
-        whole.append({**_options(group), "params": names})
-    return whole
-
-
-def _numbers(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
