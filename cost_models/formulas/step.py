@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +26,7 @@ from cost_models.formulas.model import BATCH, ModelFormula
 from cost_models.formulas.program import ROWS, Amount, Message, ProgramWork
 from cost_models.formulas.symbols import readable
 from cost_models.hardware.clusters import Link
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.tensor_spec import Size
 
 __all__ = ["StepFormula", "StepShape", "step_formula"]
@@ -100,8 +99,7 @@ class StepFormula:
         """
         unknown = sorted(set(values) - set(self.defaults))
         if unknown:
-            near = get_close_matches(unknown[0], self.defaults, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            meant = did_you_mean(unknown[0], self.defaults, str)
             raise ConfigError(
                 f"evaluate(): there is no symbol {', '.join(unknown)}", remedy=f"{meant}the symbols are {', '.join(self.defaults)}"
             )

@@ -11,7 +11,6 @@ A device and a link are described in ``cost_models.hardware.devices``.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from cost_models.hardware.units import parse_bytes
 from cost_models.text_files import read_toml
 from passes.ir.arguments.checked import at_least, check_fields, checked_arguments, checked_names
 from passes.ir.arguments.conform import conform
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 
 __all__ = ["Cluster", "Device", "Level", "Link"]
 
@@ -280,5 +279,4 @@ def _named(name: str, kinds: Mapping[str, _Kind]) -> _Kind:
 
 
 def _choices(name: str, known: Mapping[str, _Kind]) -> str:
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"choose one of {', '.join(known)}, or describe your own"
+    return f"{did_you_mean(name, known)}choose one of {', '.join(known)}, or describe your own"

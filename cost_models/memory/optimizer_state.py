@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 
 __all__ = ["OPTIMIZER_STATES", "optimizer_states", "training_bytes"]
 
@@ -38,11 +37,8 @@ def optimizer_states(optimizer: str) -> int:
     2
     """
     if optimizer not in OPTIMIZER_STATES:
-        close = difflib.get_close_matches(optimizer.lower(), OPTIMIZER_STATES, n=1)
-        remedy = f"choose one of {', '.join(OPTIMIZER_STATES)}"
-        raise ConfigError(
-            f"the state of optimizer {optimizer!r} is not known", remedy=f"did you mean {close[0]!r}? {remedy}" if close else remedy
-        )
+        remedy = f"{did_you_mean(optimizer, OPTIMIZER_STATES)}choose one of {', '.join(OPTIMIZER_STATES)}"
+        raise ConfigError(f"the state of optimizer {optimizer!r} is not known", remedy=remedy)
     return OPTIMIZER_STATES[optimizer]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from typing import NoReturn
 
 import partitioner
 from partitioner.cli.options import CODES, FORMATS, Commands, add_command, add_json, numbers
 from partitioner.cli.partition_options import add_partition_options
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 
 __all__ = ["command_parser", "option_flags"]
 
@@ -26,8 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else []
-        meant = f"did you mean {near[0]}? " if near else ""
+        meant = did_you_mean(found[1], re.findall(r"[\w-]+", found[2]), str) if found else ""
         raise ConfigError(f"{self.prog}: {message}", remedy=f"{meant}{self.prog} --help lists what it takes")
 
 

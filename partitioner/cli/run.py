@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import os
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from partitioner.cli.parser import command_parser, option_flags
-from passes.ir.errors import ConfigError, PartitionError, PartitionWarning
+from passes.ir.errors import ConfigError, PartitionError, PartitionWarning, did_you_mean
 
 __all__ = ["EXIT_CODES", "main"]
 
@@ -60,8 +59,7 @@ def _check_known(arguments: argparse.Namespace, unknown: Sequence[str]) -> None:
     if not unknown:
         return
     word = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
-    near = difflib.get_close_matches(word, option_flags(arguments.help_text()), n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
+    meant = did_you_mean(word, option_flags(arguments.help_text()), str)
     kind = "option" if word.startswith("-") else "argument"
     raise ConfigError(
         f"partitioner {arguments.command} has no {kind} {word}", remedy=f"{meant}partitioner {arguments.command} --help lists the options"

@@ -17,7 +17,6 @@ import_optional(module)           the part of an integration that imports its fr
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import inspect
 import random
@@ -32,7 +31,7 @@ from torch import nn
 from partitioner.api import partition
 from partitioner.model.module.questions import preparing
 from partitioner.model.partitioned_model import PartitionedModel
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 
 __all__ = [
     "checked_options",
@@ -112,9 +111,8 @@ def checked_options(options: Mapping[str, Any], given: Mapping[str, str], taker:
         if name in given:
             raise ConfigError(f"{name} is no option of {taker}: {given[name]}", remedy="leave it out")
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{taker} has no option {name!r}", remedy=f"{meant}its options are {', '.join(names)}")
+            remedy = f"{did_you_mean(str(name), names, str)}its options are {', '.join(names)}"
+            raise ConfigError(f"{taker} has no option {name!r}", remedy=remedy)
     return dict(options)
 
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.mesh import DIMENSIONS, STAGES, STORED, TILE, TILES, WIDTH, Mesh
 
 __all__ = [
@@ -184,8 +183,7 @@ def _full_name(name: str) -> str:
     """Return the full name of a mesh dimension, or ``"auto"``; raise ConfigError for an unknown one."""
     name = dimension_named(name)
     if name not in (*DIMENSIONS, "auto"):
-        near = get_close_matches(str(name), (*DIMENSIONS, "auto"), n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
+        meant = did_you_mean(str(name), (*DIMENSIONS, "auto"))
         raise ConfigError(f"there is no mode {name!r}", remedy=f"{meant}choose one of {', '.join(DIMENSIONS)}, auto")
     return name
 

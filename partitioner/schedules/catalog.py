@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from partitioner.schedules.kind import ScheduleKind
 from partitioner.schedules.one_f_one_b import ONE_F_ONE_B
 from partitioner.schedules.zbv import ZBV
 from partitioner.schedules.zero_bubble import ZERO_BUBBLE
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
 
@@ -46,10 +45,8 @@ def find_schedule(name: str) -> ScheduleKind:
     known = {**SCHEDULES, **_added}
     if name in known:
         return known[name]
-    names = {each.lower(): each for each in known}
-    closest = [names[match] for match in difflib.get_close_matches(name.lower(), names, n=1)]
-    remedy = f"choose one of {', '.join(known)}, or register it: register_schedule"
-    raise ConfigError(f"there is no schedule {name!r}", remedy=f"did you mean {closest[0]!r}? {remedy}" if closest else remedy)
+    remedy = f"{did_you_mean(name, known)}choose one of {', '.join(known)}, or register it: register_schedule"
+    raise ConfigError(f"there is no schedule {name!r}", remedy=remedy)
 
 
 @lru_cache(maxsize=16)

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
 
 from passes.analysis.axes import Axes
 from passes.graph.dependencies import parameter_values
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import BATCH, SPACE
 
@@ -177,8 +176,7 @@ def axes_named(wanted: str, names: Sequence[str]) -> tuple[int, ...]:
     matching = tuple(axis for axis, name in enumerate(names) if _matches(wanted, name))
     if not matching:
         known = sorted({name.partition("[")[0] for name in names} - {"rest"})
-        near = get_close_matches(wanted, known, n=1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
+        meant = did_you_mean(wanted, known)
         raise ConfigError(
             f"the model has no axis {wanted!r}: no loop of that kind runs through it from its inputs, or an operation needs it whole",
             remedy=f"{meant}shard one that it has: {', '.join(known)}",

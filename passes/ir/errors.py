@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -16,6 +17,7 @@ __all__ = [
     "Place",
     "TraceError",
     "VerificationError",
+    "did_you_mean",
     "first_few",
     "level_of_caller",
 ]
@@ -119,6 +121,17 @@ def first_few(names: Sequence[object], most: int = 3) -> str:
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
+
+
+def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
+    """Return ``"did you mean 'adamw'? "`` for a name that is like a known one, whatever the case; else an empty text.
+
+    Args:
+        shown: formats the known name.
+    """
+    by_lower_case = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    return f"did you mean {shown(by_lower_case[close[0]])}? " if close else ""
 
 
 def level_of_caller() -> int:

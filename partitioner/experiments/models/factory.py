@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from partitioner.experiments.models.transformers_config import transformers_model
-from passes.ir.errors import ConfigError, PartitionError, Place
+from passes.ir.errors import ConfigError, PartitionError, Place, did_you_mean
 
 __all__ = ["FactoryResult", "call_factory", "check_factory_result", "relative_to", "source_name"]
 
@@ -149,8 +148,7 @@ def _check_fits(factory: Callable[..., Any], text: str, args: Sequence[Any], kwa
     except TypeError as error:
         known = list(signature.parameters)[0 if first is None else 1 :]
         unknown = next((name for name in kwargs if name not in known), None)
-        near = difflib.get_close_matches(unknown, known, n=1) if unknown is not None else []
-        meant = f"did you mean {near[0]}? " if near else ""
+        meant = did_you_mean(unknown, known, str) if unknown is not None else ""
         raise ConfigError(f"{text}: {error}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
 
 

@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from partitioner.experiments.results.row import FACTS, NUMBERS, RATES, Row
 from partitioner.reports.pictures.chart import Picture
 from partitioner.reports.tables.table import align, html_table
 from passes.ir.arguments.checked import checked_arguments
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.plan import Plan
 
 __all__ = ["FORMATS", "TEXTS", "Results", "cell", "columns_of", "heading"]
@@ -171,8 +170,7 @@ class Results:
         """
         row = next((row for row in self.table if row.key == key), None)
         if row is None:
-            near = get_close_matches(key, [row.key for row in self.table], n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            meant = did_you_mean(key, [row.key for row in self.table], str)
             raise ConfigError(f"no row has the key {key!r}", remedy=f'{meant}pass row["key"] of a row whose status is "ok"')
         if not row.plan:
             raise ConfigError(

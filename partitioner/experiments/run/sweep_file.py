@@ -12,7 +12,6 @@ Paths of models and clusters are relative to the folder of the file.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import tomllib
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from partitioner.experiments.models.factory import relative_to
 from partitioner.experiments.run.sweep import sweep
 from partitioner.experiments.run.sweep_options import GRID, option_names
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 
 __all__ = ["read_sweep"]
 
@@ -46,9 +45,8 @@ def read_sweep(path: str | Path) -> dict[str, Any]:
     known = list(dict.fromkeys(name for name in (*inspect.signature(sweep).parameters, *GRID, *option_names()) if name not in _BY_CALLER))
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
-            raise ConfigError(f"the sweep file {path} has an unknown {name!r}", remedy=f"{meant}choose from {', '.join(known)}")
+            remedy = f"{did_you_mean(name, known, str)}choose from {', '.join(known)}"
+            raise ConfigError(f"the sweep file {path} has an unknown {name!r}", remedy=remedy)
     for name in _NEEDED:
         if name not in arguments:
             raise ConfigError(f"the sweep file {path} has no {name}", remedy=f"write {example}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import itertools
 import json
@@ -15,7 +14,7 @@ from partitioner.api import partition
 from partitioner.options.arguments import EXAMPLES, VALUES
 from partitioner.options.constraints import Constraints
 from passes.ir.arguments.conform import conform, hints_of
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 
 __all__ = ["GRID", "NOT_IN_SWEEPS", "OF_TRACE", "option_grid", "option_names", "read_options"]
 
@@ -88,14 +87,8 @@ def _check_name(name: str, beside: Collection[str]) -> None:
         return
     if name in NOT_IN_SWEEPS:
         raise ConfigError(f"a sweep takes no {name}: {NOT_IN_SWEEPS[name]}", remedy=f"leave out {name}")
-    meant = _meant(name, [*beside, *GRID, *option_names()])
+    meant = did_you_mean(name, [*beside, *GRID, *option_names()], str)
     raise ConfigError(f"sweep() has no {name!r}", remedy=f"{meant}its options are those of partition: {', '.join(option_names())}")
-
-
-def _meant(name: str, known: Collection[str]) -> str:
-    """Return ``"did you mean precision? "`` for a name that is similar to a known one; else an empty text."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}? " if near else ""
 
 
 def _values(name: str, value: Any) -> list[Any]:
@@ -114,7 +107,8 @@ def _checked(name: str, value: Any) -> Any:
     if name == "constraints" and isinstance(value, Mapping):
         unknown = next((field for field in value if field not in _FIELDS), None)
         if unknown is not None:
-            raise ConfigError(f"constraints have no {unknown!r}", remedy=f"{_meant(unknown, _FIELDS)}choose from {', '.join(_FIELDS)}")
+            remedy = f"{did_you_mean(unknown, _FIELDS, str)}choose from {', '.join(_FIELDS)}"
+            raise ConfigError(f"constraints have no {unknown!r}", remedy=remedy)
         value = Constraints(**value)
     if name == "batch_dims" and isinstance(value, Mapping):
         value = {key: None if dimension == "none" else dimension for key, dimension in value.items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from difflib import get_close_matches
 
 from torch import fx
 
@@ -20,7 +19,7 @@ from partitioner.options.mode import dimension_named
 from partitioner.planner.constraints.tile_grid import fits, tile_axes
 from passes.analysis.axes import Axes
 from passes.analysis.axis_names import axes_named, batch_axes, space_axes
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import SPACE, Shard
 from passes.ir.mesh import DIMENSIONS, ROWS, SEQUENCE, STAGES, TILE, TILES, Mesh
@@ -68,12 +67,11 @@ def check_dimensions(constraints: Constraints, mesh: Mesh) -> None:
     for said, dimension in named:
         if dimension not in mesh.names and not _dimensions_named(dimension, mesh):
             is_known = dimension in (*DIMENSIONS, *TILES)
-            near = () if is_known else get_close_matches(dimension, DIMENSIONS, n=1)
             raise ConfigError(
                 f"{said} names the mesh dimension {dimension!r}, and the mesh has {', '.join(mesh.names)}",
                 remedy=f'choose one of these, or add it: mode={{"{dimension}": 2, ...}}'
                 if is_known
-                else f"{''.join(f'did you mean {each!r}? ' for each in near)}a mesh may have the dimensions {', '.join(DIMENSIONS)}",
+                else f"{did_you_mean(dimension, DIMENSIONS)}a mesh may have the dimensions {', '.join(DIMENSIONS)}",
             )
         if dimension in STAGES:
             raise ConfigError(f"{said}: {dimension!r} cuts the graph, not axes", remedy="use device_map, split_spec or pin for stages")

@@ -8,13 +8,12 @@ leave it out, or pass None: state=None is the first call of a recurrent model, a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.graph import ModelGraph
 
 __all__ = ["TARGET", "BatchDims", "accidental_batch", "argument_of", "input_dims", "no_batch_remedy", "other_batch", "target_dims"]
@@ -76,9 +75,8 @@ def _is_in(leaf: str, name: str) -> bool:
 def _unknown(name: str, known: Collection[str]) -> ConfigError:
     """Return the error for a name that no input has."""
     names = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(name, names, n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"batch_dims names {name!r}, and there is no such input", remedy=f"{meant}the names are {', '.join(names)}")
+    remedy = f"{did_you_mean(name, names)}the names are {', '.join(names)}"
+    return ConfigError(f"batch_dims names {name!r}, and there is no such input", remedy=remedy)
 
 
 def _dimension(name: str, tensor: Tensor, dim: int) -> int:

@@ -12,13 +12,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from passes.ir.arguments.conform import conform, hints_of
 from passes.ir.arguments.describe import described
-from passes.ir.errors import ConfigError
+from passes.ir.errors import ConfigError, did_you_mean
 
 __all__ = ["Rule", "at_least", "check_fields", "checked_arguments", "checked_names", "each_of", "one_of", "positive", "read_by"]
 
@@ -110,8 +109,7 @@ def _bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs
         known = [parameter for parameter in signature.parameters if parameter != "self"]
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
         unknown = None if takes_any else next((keyword for keyword in kwargs if keyword not in known), None)
-        near = get_close_matches(unknown, known, n=1) if unknown is not None else []
-        meant = f"did you mean {near[0]}? " if near else ""
+        meant = did_you_mean(unknown, known, str) if unknown is not None else ""
         problem = error if unknown is None else f"got an unexpected keyword argument {unknown!r}"  # before those that are missing
         raise ConfigError(f"{name}(): {problem}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
 
@@ -142,8 +140,7 @@ def one_of(choices: Collection[str]) -> Rule:
 
     def rule(name: str, value: Any) -> None:
         if value not in choices:
-            near = get_close_matches(value, choices, n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
+            meant = did_you_mean(value, choices)
             listed = ", ".join(f'"{choice}"' for choice in choices)
             raise ConfigError(f"there is no {name}={value!r}", remedy=f"{meant}choose one of {listed}")
 
