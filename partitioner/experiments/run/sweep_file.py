@@ -13,10 +13,10 @@ Paths of models and clusters are relative to the folder of the file.
 from __future__ import annotations
 
 import inspect
-import tomllib
 from pathlib import Path
 from typing import Any
 
+from cost_models.text_files import read_toml
 from partitioner.experiments.models.factory import relative_to
 from partitioner.experiments.run.sweep import sweep
 from partitioner.experiments.run.sweep_options import GRID, option_names
@@ -37,11 +37,7 @@ def read_sweep(path: str | Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, lacks a required argument, or has an unknown one.
     """
     example = 'devices = [2, 4], modes = ["data", "pipeline"] and, below [models], net = "net.py:factory"'
-    try:
-        arguments = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"the sweep file {path} cannot be read: {reason}", remedy=f"write TOML: {example}") from error
+    arguments = read_toml(path, "the sweep file", f"write TOML: {example}")
     known = list(dict.fromkeys(name for name in (*inspect.signature(sweep).parameters, *GRID, *option_names()) if name not in _BY_CALLER))
     for name in arguments:
         if name not in known:
