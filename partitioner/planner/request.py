@@ -7,8 +7,6 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cost_models.hardware.units import parse_bytes
-from cost_models.memory.optimizer_state import optimizer_states
 from partitioner.options.constraints import Constraints
 from partitioner.planner.constraints.modules import check_patterns
 from partitioner.planner.costs.memory.named_regions import Patterns
@@ -18,11 +16,9 @@ from partitioner.schedules.kind import check_forwards
 from partitioner.tracing.inputs.batch_dims import accidental_batch
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
-from passes.ir.plan import OBJECTIVES, RECOMPUTE
+from passes.ir.plan import OBJECTIVES
 
 __all__ = ["PlanRequest", "recompute_fields"]
-
-MODES = ("auto", "model", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -89,25 +85,12 @@ class PlanRequest:
         self._check_replicas(graph)
 
     def checked(self) -> PlanRequest:
-        """Return this request; raise ConfigError for the first argument that is invalid for every model."""
-        if self.mode not in MODES:
-            raise ConfigError(f"there is no mode {self.mode!r}", remedy=f"choose one of {', '.join(MODES)}")
-        if not self.devices:
-            raise ConfigError("there must be at least one device", remedy="pass devices=1 or more")
-        for policy in (self.recompute, *(policy for _, policy in self.patterns)):
-            if policy is not None and policy not in RECOMPUTE:
-                raise ConfigError(f"there is no recompute {policy!r}", remedy=f"choose one of {', '.join(RECOMPUTE)}")
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(f"there is no objective {self.objective!r}", remedy=f"choose one of {', '.join(OBJECTIVES)}")
-        if self.time_limit is not None and not self.time_limit > 0:
-            raise ConfigError(f"a search cannot take {self.time_limit} seconds", remedy="pass a time_limit above 0, or leave it out")
-        optimizer_states(self.optimizer)
-        if self.memory_limit is not None:
-            parse_bytes(self.memory_limit)
+        """Return this request; raise ConfigError for the first combination of arguments that is invalid for every model.
+
+        ``partitioner.options.arguments`` has checked each argument by itself.
+        """
         self._check_schedule()
         count = self.n_microbatches
-        if count is not None and count < 1:
-            raise ConfigError(f"a step cannot have {count} microbatches", remedy="pass 1 or more")
         if count is not None and count > 1 and self.mode == "model":
             problem = f'n_microbatches={count} does not fit a mode without a "pipeline" dimension, which cuts no batch'
             raise ConfigError(problem, remedy='use mode "pipeline"')
@@ -126,8 +109,6 @@ class PlanRequest:
                 f"stages_per_device={self.stages_per_rank} cannot be combined with replicated stages, {{'pipeline': {self.replicas}}}",
                 remedy="remove stages_per_device",
             )
-        elif self.stages_per_rank is not None and self.stages_per_rank < 1:
-            raise ConfigError(f"{self.stages_per_rank} stages on each device is too few", remedy="pass 1 or more")
 
     def _check_microbatches(self, graph: ModelGraph) -> None:
         count = self.n_microbatches

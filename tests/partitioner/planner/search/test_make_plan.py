@@ -260,15 +260,10 @@ def test_too_little_memory_says_what_is_missing_and_what_would_do() -> None:
 @pytest.mark.parametrize(
     ("count", "fields", "message"),
     [
-        (0, {}, "at least one device"),
-        (2, {"mode": "sideways"}, "no mode 'sideways'"),
         (2, {"schedule": "1f1b"}, "did you mean '1F1B'"),
         (2, {"schedule": "ZBV", "stages_per_rank": 3}, "exactly 2"),
-        (2, {"stages_per_rank": 0}, "0 stages"),
-        (2, {"n_microbatches": 0}, "0 microbatches"),
         (2, {"mode": "model", "n_microbatches": 2}, "cuts no batch"),
         (2, {"mode": "model", "schedule": "1F1B"}, "schedule='1F1B' does not fit a mode without a \"pipeline\" dimension"),
-        (2, {"recompute": "everything"}, "no recompute"),
         (2, {"optimizer": "magic"}, "'magic'"),
         (2, {"memory_limit": "lots"}, "'lots'"),
         (12, {"schedule": "1F1B"}, "12 stages, the model can be cut into 9"),
@@ -277,7 +272,7 @@ def test_too_little_memory_says_what_is_missing_and_what_would_do() -> None:
 )
 def test_bad_requests_are_refused_by_name(count: int, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_plan(stack(), equal_devices(max(count, 1)), request(count, **fields))
+        make_plan(stack(), equal_devices(count), request(count, **fields))
 
 
 def test_a_cluster_that_is_too_small_is_refused() -> None:
