@@ -7,19 +7,25 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from partitioner.specialize.programs import results_in_training
+from partitioner.specialize.request import Request
+from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.trace import Trace
 from passes.analysis.axis_names import axis_names
 from passes.autograd.staged_model import SplitModel
+from passes.emit.programs import LossForm
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.ir.schedule import Schedule
+from passes.normalize.loss_alone import results_of_step
 from passes.spmd.shard_graph import CutModel
 from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import Block
 from passes.verify.value_specs import ValueSpecs, describe_values
 
-__all__ = ["MANY_NODES", "MANY_RANKS", "Blocks", "Explained", "LoweredModel", "RankClass"]
+__all__ = ["MANY_NODES", "MANY_RANKS", "Blocks", "Explained", "InspectedPrograms", "RankClass"]
 
 MANY_RANKS = 16
 """Above so many ranks, reports read one program for each class of equal ranks: programs of all take long."""
@@ -52,18 +58,66 @@ class RankClass:
 
 
 @dataclass(frozen=True)
-class LoweredModel:
-    """A partitioned model as its programs are lowered.
+class InspectedPrograms:
+    """The programs that reports describe.
 
     Attributes:
-        staged: the sharded model, for every pipeline position.
-        stages: the stages of the first pipeline, with their training graphs when the model trains.
-        pipelines: the stages of every pipeline, without autograd.
+        trace: the model.
+        request: of a training step, of a ``call`` (``pm(...)`` and ``backward()``), or of a forward, for the plan's batch.
     """
 
-    staged: StagedCut
-    stages: SplitModel
-    pipelines: Sequence[SplitModel]
+    trace: Trace
+    request: Request
+
+    @classmethod
+    def of(cls, trace: Trace, last_step: Request | None) -> InspectedPrograms:
+        """Return the programs of the last training step; without one, of a step that differentiates all results, or of a forward."""
+        batch, programs, graph = trace.plan.batch_size, trace.programs, trace.graph
+        if graph.training and last_step is not None:
+            return cls(trace, last_step)
+        if graph.training:
+            request = programs.request(batch, results=results_in_training(graph), kept=results_of_step(graph))
+            everything = programs.sharded(request).everything(frozenset())
+            if everything.outputs:
+                return cls(trace, request.train_step(everything, LossForm()))
+        return cls(trace, programs.request(batch))
+
+    @classmethod
+    def of_call(cls, trace: Trace) -> InspectedPrograms:
+        """Return the programs of a step by ``pm(...)`` and ``backward()`` of all results; of a forward where there is no gradient."""
+        is_gathered = not any(output.combine in ("mean", "sum") for output in trace.graph.outputs)
+        request = trace.programs.request(trace.plan.batch_size, results="whole" if is_gathered else "rows")
+        everything = trace.programs.sharded(request).everything(frozenset())
+        if not (trace.graph.training and everything.outputs):
+            return cls.of(trace, None)
+        return cls(trace, request.call(everything))
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model, sharded for the plan's batch."""
+        return self.trace.programs.sharded(self.request)
+
+    @property
+    def stages(self) -> SplitModel:
+        """The stages that the programs run."""
+        differentiation = self.request.differentiation
+        return self.sharded.stages if differentiation is None else self.sharded.training(differentiation)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """One program for each rank."""
+        return self.trace.programs.get(self.request).programs
+
+    def classes(self) -> tuple[RankClass, ...]:
+        """Return the programs by classes of equal ranks; of few ranks, each is a class, and its program the one that runs."""
+        size = self.trace.plan.n_ranks
+        if size <= MANY_RANKS:
+            return RankClass.of_each(self.programs)
+        programs, representative_of = self.sharded.representatives(self.request, "first")
+        members: dict[int, list[int]] = {}
+        for rank in range(size):
+            members.setdefault(representative_of[rank], []).append(rank)
+        return tuple(RankClass(program, tuple(members[program.rank])) for program in sorted(programs, key=lambda program: program.rank))
 
 
 @dataclass(frozen=True)
@@ -75,9 +129,7 @@ class Explained:
         graph: the graph of the whole model.
         planned: the sharded model by which ranks store parameters.
         blocks: the blocks of parameters that ranks hold.
-        lower: lowers the model.
-        programs_of_ranks: returns the programs of all ranks.
-        classes_of_ranks: returns the programs by classes of equal ranks.
+        inspect: returns the programs that reports describe.
         planned_schedule: the schedule of a training step, if the model trains a parameter; None otherwise.
         limits: the memory limit of each rank in bytes; empty: not known.
         planned_for: the hardware that the plan is for; empty if the programs run on it.
@@ -88,9 +140,7 @@ class Explained:
     graph: ModelGraph
     planned: StagedCut
     blocks: Blocks
-    lower: Callable[[], LoweredModel]
-    programs_of_ranks: Callable[[], Sequence[Program]]
-    classes_of_ranks: Callable[[], Sequence[RankClass]]
+    inspect: Callable[[], InspectedPrograms]
     planned_schedule: Schedule | None
     limits: Sequence[float] = ()
     planned_for: str = ""
@@ -101,23 +151,18 @@ class Explained:
         return len(self.graph.graph.nodes) > MANY_NODES
 
     @functools.cached_property
-    def _lowered_model(self) -> LoweredModel:
-        return self.lower()
+    def _inspected(self) -> InspectedPrograms:
+        return self.inspect()
 
-    @property
+    @functools.cached_property
     def lowered(self) -> SplitModel:
         """The stages of the first pipeline, with their training graphs when the model trains."""
-        return self._lowered_model.stages
+        return self._inspected.stages
 
-    @property
+    @functools.cached_property
     def pipelines(self) -> Sequence[SplitModel]:
         """The stages of every pipeline, without autograd."""
-        return self._lowered_model.pipelines
-
-    @property
-    def staged(self) -> StagedCut:
-        """The sharded model that the programs are lowered from, for every pipeline position."""
-        return self._lowered_model.staged
+        return self._inspected.sharded.pipelines
 
     @property
     def schedule(self) -> Schedule | None:
@@ -127,12 +172,12 @@ class Explained:
     @functools.cached_property
     def programs(self) -> Sequence[Program]:
         """The programs of all ranks, written when they are first read: those of many ranks take long."""
-        return self.programs_of_ranks()
+        return self._inspected.programs
 
     @functools.cached_property
     def classes(self) -> Sequence[RankClass]:
         """The programs by classes of equal ranks, written when they are first read."""
-        return self.classes_of_ranks()
+        return self._inspected.classes()
 
     @property
     def rank_classes(self) -> tuple[tuple[int, ...], ...]:
@@ -145,10 +190,10 @@ class Explained:
     def mesh(self) -> Mesh:
         return self.plan.grid
 
-    @property
+    @functools.cached_property
     def cut(self) -> CutModel:
         """The sharded model of the programs; if stages have their own tensor-parallel degrees, that of the largest."""
-        return self.staged.widest
+        return self._inspected.sharded.cut.widest
 
     @property
     def is_cut(self) -> bool:

@@ -14,7 +14,6 @@ from cost_models.simulator.result import Simulation
 from cost_models.text_files import write_text
 from partitioner.model.effects.left_attributes import LeftAttributes
 from partitioner.model.generation.decoder import Decoder
-from partitioner.model.inspection.inspected_programs import InspectedPrograms, explained, table_of_devices
 from partitioner.model.inspection.simulate import Step, machine_of, simulate
 from partitioner.model.inspection.simulate_inference import INFERENCE_EXAMPLES, INFERENCE_VALUES, InferenceTable, simulate_inference
 from partitioner.model.module.model_state import ModelState
@@ -25,13 +24,15 @@ from partitioner.reports.cost_formula import cost_formula
 from partitioner.reports.dump_passes import dump_passes
 from partitioner.reports.explain.explanation import explanation
 from partitioner.reports.page.build import page_html
-from partitioner.reports.sources import Explained
-from partitioner.reports.tables.devices import DeviceTable
+from partitioner.reports.sources import Explained, InspectedPrograms
+from partitioner.reports.tables.devices import DeviceTable, device_table
 from partitioner.runtime.record import Recording, record
 from partitioner.specialize.make_trace import modes_of
-from partitioner.specialize.sharded_model import ShardedModel
+from partitioner.specialize.request import Request
+from partitioner.specialize.sharded_model import ShardedModel, schedule_of_step
 from partitioner.specialize.trace import Trace
 from partitioner.specialize.traces import Traces
+from passes.emit.programs import LossForm
 from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import ConfigError
@@ -183,12 +184,13 @@ class InspectedModel(ModelState):
 
     def explained(self) -> Explained:
         """Return the model, its plan and its programs as reports read them."""
-        return explained(self.traced, self._served.last_step)
+        return _explained(self.traced, self._served.last_step)
 
     @gc_paused()
     def device_table(self) -> DeviceTable:
         """Return the table that ``print`` shows: a line for each rank, of many ranks for each class of equal ones."""
-        return table_of_devices(self.traced, self._served.last_step)
+        sources = self.explained()
+        return sources.once("devices", lambda: device_table(sources))
 
     def __repr__(self) -> str:
         return self.device_table().text()
@@ -206,3 +208,17 @@ class InspectedModel(ModelState):
     def _served(self) -> ServedTrace:
         """The trace in the modes that its modules have now, for a call as in the example; made when it is first used."""
         return self._traces.in_modes(modes_of(self))
+
+
+def _explained(trace: Trace, last_step: Request | None) -> Explained:
+    """Return a model and its plan as reports read them, with the programs of the last training step."""
+
+    def make() -> Explained:
+        trains = trace.graph.training and bool(trained)
+        schedule = schedule_of_step(trace.plan, trace.plan.n_microbatches, (last_step and last_step.loss) or LossForm())
+        parts = (trace.name, trace.plan, trace.graph, trace.cuts.plan_cut, trace.state.blocks)
+        limits, planned_for = trace.assumed.limits, trace.assumed.planned_for(trace.plan)
+        return Explained(*parts, lambda: InspectedPrograms.of(trace, last_step), schedule if trains else None, limits, planned_for)
+
+    trained = trace.state.gradients.trained
+    return trace.reported(("explained", last_step, trained), (trace.cuts, trace.state), make)

@@ -8,8 +8,8 @@ from cost_models.cost_model import Roofline
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.result import Simulation
 from cost_models.simulator.simulate import Representatives, simulate_programs
-from partitioner.model.inspection.inspected_programs import InspectedPrograms
 from partitioner.options.arguments import read_cluster
+from partitioner.reports.sources import InspectedPrograms
 from partitioner.specialize.simulate_plan import is_inlined
 from partitioner.specialize.trace import Trace
 from passes.graph.lazy_graph_module import gc_paused

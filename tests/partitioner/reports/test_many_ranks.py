@@ -26,8 +26,9 @@ def planned(mesh: dict[str, int], devices: int, rows: int = 32, **options: Any) 
 
 def with_all_programs(pm: PartitionedModel) -> Explained:
     """Return what reports read, with the program of every rank, in which every call is inlined."""
-    explained = pm.explained()
-    return dataclasses.replace(explained, classes_of_ranks=lambda: RankClass.of_each(explained.programs))
+    explained = dataclasses.replace(pm.explained())
+    vars(explained)["classes"] = RankClass.of_each(explained.programs)
+    return explained
 
 
 def communicated(explained: Explained) -> list[Transfer]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import partition
-from partitioner.model.inspection.inspected_programs import InspectedPrograms
+from partitioner.reports.sources import InspectedPrograms
 from partitioner.tracing.trace import trace
 from passes.graph.schemas import draws
 from passes.ir.program import StageCall
