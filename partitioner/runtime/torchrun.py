@@ -123,12 +123,6 @@ class TorchrunRuntime:
         except PartitionError as error:
             self.members.explain(error)
             raise
-        with self._reporting_errors() as connection:
-            yield connection
-
-    @contextlib.contextmanager
-    def _reporting_errors(self) -> Iterator[Connection]:
-        """Like ``failing_together``, inside a collective step."""
         try:
             yield self._connection
         except BaseException as error:

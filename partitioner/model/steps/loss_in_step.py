@@ -234,28 +234,18 @@ class _RandomStates:
     """The random states of a process before a step; ``devices``: of its ranks, empty if the model draws no random numbers."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._is_kept = bool(devices)
         self._accelerators = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-        self._states = self._now()
-
-    def _now(self) -> tuple[Tensor, list[Tensor]] | None:
-        return (torch.get_rng_state(), [torch.cuda.get_rng_state(each) for each in self._accelerators]) if self._is_kept else None
-
-    def _set(self, states: tuple[Tensor, list[Tensor]] | None) -> None:
-        if states is not None:
-            torch.set_rng_state(states[0])
-            for device, state in zip(self._accelerators, states[1], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        self._states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._accelerators)] if devices else []
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Draw inside as the step has drawn."""
-        now = self._now()
-        self._set(self._states)
-        try:
+        with torch.random.fork_rng(devices=self._accelerators, enabled=bool(self._states)):
+            if self._states:
+                torch.set_rng_state(self._states[0])
+                for device, state in zip(self._accelerators, self._states[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
             yield
-        finally:
-            self._set(now)
 
 
 def _check_unchanged(versions: Versions, *, has_written: bool) -> None:
