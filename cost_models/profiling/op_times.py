@@ -145,7 +145,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class Calibrated(Roofline):
     """The analytic model with measured rates for each family of operations and dtype; a roofline for families that have none.
 
     Attributes:
@@ -158,13 +158,9 @@ class Calibrated:
         """Return the seconds of an op: a linear model with the rates of its family and dtype, else the roofline."""
         rates = self.rates.get((work.family, dtype))
         if rates is None:
-            return Roofline().operation_time(work, device, dtype)
+            return super().operation_time(work, device, dtype)
         moved = work.bytes + work.beside
         return float(work.flops * rates.per_flop + moved * rates.per_byte + work.launches * rates.per_launch)
-
-    def transfer_time(self, size: float, link: Link) -> float:
-        """Return ``latency + bytes / bandwidth``."""
-        return Roofline().transfer_time(size, link)
 
 
 def fitted(samples: Iterable[Sample]) -> Calibrated:

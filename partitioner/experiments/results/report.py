@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from cost_models.hardware.units import format_seconds
+from cost_models.hardware.units import format_bytes, format_flops, format_seconds
 from cost_models.text_files import write_text
 from partitioner.experiments.results.pareto import numbers_of_front
 from partitioner.experiments.results.plots import PLOTS, best_at_each
 from partitioner.experiments.results.results import TEXTS, Results, cell, columns_of, heading
 from partitioner.experiments.results.row import Row
+from partitioner.planner.search.describe import recomputed_regions
 from partitioner.reports.explain.choices import contenders_section, front_section
+from partitioner.reports.module_names import module_range
 from partitioner.reports.page.frame import framed, page_file, tiles_html
-from partitioner.reports.tables.plan_lines import plan_lines
 from passes.ir.errors import ConfigError
-from passes.ir.mesh import mesh_words
+from passes.ir.mesh import mesh_words, rank_list
 from passes.ir.plan import Plan
 
 __all__ = ["report_html", "write_report"]
@@ -150,7 +151,7 @@ def _plans(rows: Sequence[Row]) -> str:
     for number, row in sorted(with_plan.items(), key=lambda item: (item[1].model, item[1].step_time or 0.0, item[0])):
         plan = Plan.from_json(row.plan)
         tables = [contenders_section(plan), front_section(plan)]
-        lines = [*plan_lines(plan), *(line for table in tables if table is not None for line in ("", *table.lines()))]
+        lines = [*_plan_lines(plan), *(line for table in tables if table is not None for line in ("", *table.lines()))]
         words = f"{row.model}, {mesh_words(plan.grid, plan.replicas)}: {format_seconds(row.step_time or 0.0)} a step"
         report = escape("\n".join(lines))
         parts.append(f'<details><summary>{escape(words)}</summary><pre id="plan-{number}">{report}</pre></details>')
@@ -167,3 +168,28 @@ def _failures(rows: Sequence[Row]) -> str:
         first = escape(reason.splitlines()[0])
         parts.append(f"<details><summary>{count} &times; {first}</summary><pre>{escape(reason)}</pre><ul>{items}</ul></details>")
     return "".join(parts)
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    """Return a plan as lines, one decision or prediction each."""
+    lines = [
+        f"mesh          {mesh_words(plan.grid, plan.replicas)}",
+        f"devices       {', '.join(plan.devices)}",
+        f"axes          {', '.join(f'{axis} over {over}' for axis, over in plan.axes) or 'none is cut'}",
+        f"schedule      {plan.schedule}",
+        f"batch         {plan.batch_size}",
+        f"microbatches  {plan.n_microbatches}",
+        f"recompute     {recomputed_regions(plan) or plan.recompute}",
+        *([f"sums in       {plan.reduce_dtype}"] if plan.reduce_dtype else []),
+        f"step time     {format_seconds(plan.step_time)}",
+        f"bound by      {plan.prediction.bound_by}",
+    ]
+    for index, stage in enumerate(plan.stages):
+        lines += [
+            f"stage {index}       {rank_list(stage.ranks)}, {module_range(stage.modules)}",
+            f"  parameters  {stage.parameter_count:,}, {format_bytes(stage.parameter_bytes)}",
+            f"  forward     {format_flops(stage.flops)}, {format_seconds(stage.forward_time)}, sends {format_bytes(stage.send_bytes)}",
+            f"  backward    {format_seconds(stage.backward_time)}, keeps {format_bytes(stage.activation_bytes)}",
+        ]
+    lines += [f"peak memory   rank {rank}: {format_bytes(peak)}" for rank, peak in enumerate(plan.memory)]
+    return lines + [f"note          {note}" for note in plan.notes]

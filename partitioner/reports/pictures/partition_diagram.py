@@ -6,26 +6,31 @@ its modules.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from cost_models.hardware.units import format_bytes
 from partitioner.reports.communication.purpose import dimensions_of
 from partitioner.reports.communication.value_layouts import changes_of
 from partitioner.reports.pictures.diagram import Arrow, Box, Diagram, Lane
-from partitioner.reports.pictures.modules import ModuleRun, module_runs, suitable_depth
 from partitioner.reports.sources import Explained
 from partitioner.reports.tables.devices import headline
+from passes.autograd.staged_model import SplitModel
 from passes.emit.communication_plan import Message
 from passes.emit.inline_stages import TIMES
+from passes.graph.provenance import module_path
 from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.primitives import COLLECTIVES, send
+from passes.ir.graph import ModelGraph
 from passes.ir.mesh import owning_pipelines, pipelines
+from passes.stages.split import StageGraph
 
-__all__ = ["partition_diagram"]
+__all__ = ["ModuleRun", "module_runs", "partition_diagram", "suitable_depth"]
 
 _LANES = 8
 """Ranks that are drawn by default: the first ones, or of many ranks the first of each class of equal ones."""
@@ -207,3 +212,60 @@ class _Builder:
 def _operation(node: fx.Node) -> str:
     """Return ``"linear"`` for ``aten.linear.default``."""
     return str(node.target).removeprefix("aten.").split(".")[0] if "." in str(node.target) else getattr(node.target, "__name__", node.name)
+
+
+_MOST_RUNS, _DEEPEST = 20, 8
+"""Largest number of runs of a pipeline that fit a page; largest depth that is tried."""
+
+
+@dataclass(frozen=True)
+class ModuleRun:
+    """Consecutive operations of one stage and one module.
+
+    Attributes:
+        stage: index of the stage.
+        module: the module's path, truncated to the depth; empty for the model itself.
+        operations: nodes of the stage's graph.
+        parameters: placeholders of parameters that no earlier run of the stage reads.
+    """
+
+    stage: int
+    module: str
+    operations: tuple[fx.Node, ...]
+    parameters: tuple[fx.Node, ...]
+
+
+def suitable_depth(lowered: SplitModel) -> int:
+    """Return the largest module depth whose runs fit a page; 1 if none does."""
+    fitting = [depth for depth in range(1, _DEEPEST + 1) if len(module_runs(lowered, depth)) <= _MOST_RUNS]
+    return max(fitting, default=1)
+
+
+def module_runs(lowered: SplitModel, depth: int) -> list[ModuleRun]:
+    """Return the runs of a pipeline, in order; at depth 2, ``blocks.0.up`` belongs to module ``blocks.0``."""
+    return [run for stage in lowered.stages for run in _runs(lowered.graph, stage, depth)]
+
+
+def _runs(graph: ModelGraph, stage: StageGraph, depth: int) -> list[ModuleRun]:
+    """Group the calls of a stage that yield tensors by module, then give each parameter to the first run that reads it."""
+    calls = [node for node in stage.module.graph.nodes if node.op == "call_function" and _is_tensor(node.meta.get("val"))]
+    runs, read_before = [], set[fx.Node]()
+    for module, group in itertools.groupby(calls, key=lambda node: ".".join(_module(node).split(".")[:depth])):
+        nodes = tuple(group)
+        read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source.name in graph.parameters)
+        runs.append(ModuleRun(stage.index, module, nodes, tuple(source for source in read if source not in read_before)))
+        read_before.update(read)
+    return runs
+
+
+def _module(node: fx.Node) -> str:
+    """Return the path of a node's module; a node without one, for example a cast of a parameter, takes that of its first user."""
+    while not node.meta.get("nn_module_stack") and node.users and next(iter(node.users)).op != "output":
+        node = next(iter(node.users))
+    return module_path(node)
+
+
+def _is_tensor(value: object) -> bool:
+    """Return whether a node's value is a tensor, or a tuple or list with one."""
+    values: Sequence[object] = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(element, Tensor) for element in values)

@@ -21,7 +21,7 @@ from partitioner.reports.pictures.diagram import Arrow, Box, Diagram, Lane
 from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.dot import dot_text
 from partitioner.reports.pictures.layers import arrange
-from partitioner.reports.pictures.modules import module_runs
+from partitioner.reports.pictures.partition_diagram import module_runs
 from passes.ir.comm.primitives import send
 from passes.spmd.shards import Block
 from tests.support.models.attention.gpt import Gpt
