@@ -22,7 +22,7 @@ from passes.rules.bind import MisfitError, bind
 from passes.rules.call import Call, call_of
 from passes.rules.language import Line, parse
 from passes.rules.loops import Loops
-from passes.rules.tables import ALONG, CONTRACTIONS, CREATION, ELEMENTWISE, INDEXING, LAYERS, LOSSES, RESHAPES, SHAPES, SPACE
+from passes.rules.tables import ALONG, CONTRACTIONS, CREATION, ELEMENTWISE, INDEXING, LAYERS, LOSSES, MATRICES, RESHAPES, SHAPES, SPACE
 
 __all__ = ["RULES", "Rule", "derive_rule_by", "loops_of", "loops_of_call", "register_rule", "registered_rule", "rule_of"]
 
@@ -34,7 +34,7 @@ Rule: TypeAlias = "str | Callable[[Call], str | Loops | None]"
 def _rules_of_tables() -> Iterator[tuple[Any, Rule]]:
     """Yield (op, rule) of all tables; later tables override earlier ones."""
     tables: tuple[Mapping[Any, list[Any]], ...] = (
-        ELEMENTWISE, CREATION, CONTRACTIONS, LAYERS, SPACE, LOSSES, RESHAPES, SHAPES, INDEXING, ALONG,
+        ELEMENTWISE, CREATION, CONTRACTIONS, LAYERS, SPACE, LOSSES, RESHAPES, SHAPES, INDEXING, ALONG, MATRICES,
     )  # fmt: skip
     for rule, operators in itertools.chain.from_iterable(table.items() for table in tables):
         for operator in operators:

@@ -15,13 +15,14 @@ from passes.rules.ops import conv_pool as spatial
 from passes.rules.ops import einsum as contractions
 from passes.rules.ops import grouped_mm as grouped
 from passes.rules.ops import indexing
+from passes.rules.ops import linear_algebra as algebra
 from passes.rules.ops import nn_layers as layers
 from passes.rules.ops import shape as views
 from passes.rules.ops import slice_concat as moving
 from passes.rules.ops import unfold_fold as patches
 from passes.rules.ops.channel_statistics import channel_statistics
 
-__all__ = ["ALONG", "CONTRACTIONS", "CREATION", "ELEMENTWISE", "INDEXING", "LAYERS", "LOSSES", "RESHAPES", "SHAPES", "SPACE"]
+__all__ = ["ALONG", "CONTRACTIONS", "CREATION", "ELEMENTWISE", "INDEXING", "LAYERS", "LOSSES", "MATRICES", "RESHAPES", "SHAPES", "SPACE"]
 
 aten = torch.ops.aten
 
@@ -195,6 +196,26 @@ INDEXING: Mapping[Any, list[Any]] = {
 }
 """Ops that read or write elements at indices."""
 
+MATRICES: Mapping[Any, list[Any]] = {
+    "batch* rows! columns! -> batch*": [aten.det, aten.linalg_det, aten.logdet],
+    "batch* rows! columns! -> batch*, batch*": [aten.linalg_slogdet, aten.slogdet],
+    "batch* rows! columns! -> batch* rows! columns!": [
+        aten.inverse, aten.linalg_inv, aten.linalg_cholesky, aten.cholesky, aten.linalg_matrix_exp, aten.matrix_exp,
+        aten.linalg_matrix_power, aten.matrix_power,
+    ],
+    "batch* rows! columns! -> batch* columns! rows!": [aten.linalg_pinv],
+    "batch* rows! columns! -> batch* values!": [aten.linalg_eigvalsh, aten.linalg_svdvals],
+    "batch* rows! columns! -> batch* values!, batch* rows! columns!": [aten.linalg_eigh],
+    "batch* rows! right, batch* rows! columns! -> batch* rows! right": [aten.cholesky_solve],
+    algebra.solved(vectors=True): [aten.linalg_solve],
+    algebra.solved(vectors=False): [aten.linalg_solve_triangular],
+    algebra.singular_values: [aten.linalg_svd],
+    algebra.orthogonal_triangular: [aten.linalg_qr],
+    algebra.diagonal_matrices: [aten.diag_embed],
+    algebra.crossed: [aten.cross, aten.linalg_cross],
+}  # fmt: skip
+"""Decompositions, solutions and functions of matrices in the last two dimensions, and products of vectors."""
+
 ALONG: Mapping[Any, list[Any]] = {
     layers.reduced("sum", "linear self"): [aten.sum],
     layers.reduced("sum"): [aten.nansum, aten.count_nonzero],
@@ -203,8 +224,9 @@ ALONG: Mapping[Any, list[Any]] = {
     layers.reduced("min"): [aten.amin, aten.all, aten.min.default],
     layers.reduced("whole"): [
         aten.aminmax,
-        aten.argmax, aten.argmin, aten.linalg_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max.dim, aten.median, aten.min.dim,
-        aten.mode, aten.nanmean, aten.norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean, aten.nanmedian,
+        aten.argmax, aten.argmin, aten.linalg_matrix_norm, aten.linalg_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max.dim,
+        aten.median, aten.min.dim, aten.mode, aten.nanmean, aten.norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean,
+        aten.nanmedian,
     ],
     "...": [aten.max.other, aten.min.other],
     layers.along(): [

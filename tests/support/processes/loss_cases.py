@@ -30,6 +30,7 @@ MEANS: Mapping[str, Loss] = {
     "constant_and_mean": lambda o, t: 1.5 + (o - F.one_hot(t, WIDTH)).pow(2).mean(),
     "sum_by_rows": lambda o, t: o.pow(2).sum() / o.shape[0],
     "preference": lambda o, t: -F.logsigmoid(o[:, 0] - o[:, 1]).mean(),
+    "matrix_norms": lambda o, t: torch.linalg.matrix_norm(o.reshape(-1, 2, 3) - t[:, None, None]).mean(),
     "weighted": lambda o, t: F.cross_entropy(o, t, weight=WEIGHT),
     "weighted_module": nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=2, label_smoothing=0.2),
     "weighted_nll": lambda o, t: 2 * F.nll_loss(F.log_softmax(o, -1), t, weight=torch.tensor([3.0, 1.0, 0.5, 2.0, 1.0, 4.0]).to(o)),

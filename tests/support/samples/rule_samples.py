@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def samples() -> Iterator[Sample]:
     """Yield every call that is written by hand."""
     yield from itertools.chain(
-        products(), attention(), convolutions(), normalisations(), recurrent(), space(), losses(), creation(), elementwise(),
+        products(), matrices(), attention(), convolutions(), normalisations(), recurrent(), space(), losses(), creation(), elementwise(),
         views(), pieces(), indexing(), along(),
     )  # fmt: skip
 
@@ -89,6 +89,48 @@ def products() -> Iterator[Sample]:
         yield Sample(grouped_mm, real(7, 6), real(3, 6, 5), group)
         yield Sample(grouped_mm, real(7, 6), real(3, 5, 6), group, transposed=True)
         yield Sample(grouped_outer, real(7, 6), real(7, 5), group, 3)
+
+
+def matrices() -> Iterator[Sample]:
+    tall, wide = real(2, 3, 5, 4), real(3, 4, 5)
+    square = tall.mT @ tall + torch.eye(4)
+    for operator in (
+        *(
+            aten.det,
+            aten.linalg_det,
+            aten.logdet,
+            aten.linalg_slogdet,
+            aten.slogdet,
+            aten.linalg_eigh,
+            aten.linalg_eigvalsh,
+            aten.matrix_exp,
+        ),
+        *(aten.inverse, aten.linalg_inv, aten.linalg_cholesky, aten.cholesky, aten.linalg_matrix_exp),
+    ):
+        yield Sample(operator.default, square)
+        yield Sample(operator.default, square[0, 0])
+    for operator in (aten.linalg_matrix_power, aten.matrix_power):
+        yield Sample(operator.default, square, 2)
+    for x in (tall, wide, square):
+        yield Sample(aten.linalg_pinv.atol_rtol_tensor, x)
+        yield Sample(aten.linalg_svdvals.default, x)
+        for is_full in (False, True):
+            yield Sample(aten.linalg_svd.default, x, is_full)
+        for mode in ("reduced", "complete"):
+            yield Sample(aten.linalg_qr.default, x, mode)
+        for order in ("fro", "nuc"):
+            yield Sample(aten.linalg_matrix_norm.str_ord, x, order)
+        yield Sample(aten.linalg_matrix_norm.default, x, 2, [0, -1], True)
+    for right in (real(2, 3, 4, 6), real(3, 4, 6), real(4, 6)):
+        yield Sample(aten.cholesky_solve.default, right, square)
+        yield Sample(aten.linalg_solve.default, square, right)
+        yield Sample(aten.linalg_solve_triangular.default, square, right, upper=False)
+    yield Sample(aten.linalg_solve.default, square, real(2, 3, 4))
+    yield Sample(aten.linalg_solve_triangular.default, square[0, :, :3, :3], real(3, 3), upper=True)
+    for offset in (0, -1):
+        yield Sample(aten.diag_embed.default, real(2, 3, 4), offset)
+    for operator in (aten.cross, aten.linalg_cross):
+        yield Sample(operator.default, real(4, 3, 5), real(1, 3, 5), dim=-2)
 
 
 def attention() -> Iterator[Sample]:
