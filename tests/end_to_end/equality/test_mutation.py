@@ -335,6 +335,7 @@ MODES: list[tuple[int, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Every rank of .* computes .* whole")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", [*VIEWS, *IMAGES, "circular"])
 def test_every_mode_trains_as_the_model_or_refuses(name: str, recompute: str) -> None:

@@ -31,6 +31,7 @@ def planned(model: nn.Module, x: torch.Tensor, limit: float | None) -> Partition
     return partition(model, 4, "auto", example_inputs=(x,), cluster="l4:1x4", memory_limit=bytes_left, recompute="none", progress=False)
 
 
+@pytest.mark.filterwarnings("ignore:train_step.. fits into the memory limit")
 @pytest.mark.parametrize("limit", [9.5, *slow(9.3)])
 def test_auto_where_memory_forces_it(limit: float) -> None:
     """Tiles throughout hold all weights, stages alone the whole image. Tiles end at some depth, and channels are cut, within a stage."""
