@@ -34,9 +34,34 @@ from passes.ir.torch_private import OpOverload
 from passes.rules.call import Call, tensors_in
 from passes.rules.registry import loops_of_call
 
-__all__ = ["OperationCost", "call_of_node", "call_work", "forward_work", "line_of", "node_work", "operation_cost", "tensor_shapes"]
+__all__ = [
+    "OperationCost",
+    "Recomputation",
+    "call_of_node",
+    "call_work",
+    "forward_work",
+    "line_of",
+    "node_work",
+    "operation_cost",
+    "tensor_shapes",
+]
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """The work of a backward that computes a decomposed call again; what the call writes to buffers is not written again.
+
+    Attributes:
+        result: of its result, from statistics that are saved.
+        statistics: of its statistics, which its backward reads.
+        both: of both.
+    """
+
+    result: Work
+    statistics: Work
+    both: Work
 
 
 @dataclass(frozen=True)
@@ -56,7 +81,7 @@ class OperationCost:
         passed: bytes of each tensor among its arguments whose gradient is that of the result, or a view of it.
         known: whether the operator is in the table; if not, it is priced by its bytes alone, and assumed to keep all it touches.
         gradient_order: arguments in the order in which the backward computes their gradients; empty if one kernel computes all.
-        repeated: of a backward that recomputes the forward, but for what it has communicated, which is saved; None: as the forward.
+        repeated: of a backward that recomputes the forward; None: as the forward.
     """
 
     dtype: torch.dtype
@@ -70,7 +95,7 @@ class OperationCost:
     passed: tuple[Size, ...]
     known: bool
     gradient_order: tuple[str, ...] = ()
-    repeated: Work | None = None
+    repeated: Recomputation | None = None
     derived: Size = 0
 
     @property

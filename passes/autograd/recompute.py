@@ -99,9 +99,9 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
     """Return the values that ``"selective"`` saves: results of calls that are not recomputed, and values no larger than their sources.
 
     A call may become several: attention may become scores, weights and a product, of which the product alone is read by other calls. Inner
-    copies of values that are saved for a recomputed call are copied again. Of ranks with parts of different sizes, all save the same,
-    whatever the sizes: a rank that gathers a value again while another has saved values computed from it would wait for a message that is
-    not sent. Of inner values they save the further results of operations.
+    copies of values that are saved for a recomputed call are copied again; what is made from its messages alone is saved instead of them.
+    Of ranks with parts of different sizes, all save the same, whatever the sizes: a rank that gathers a value again while another has saved
+    values computed from it would wait for a message that is not sent. Of inner values they save the further results of operations.
 
     Args:
         calls: node of the forward -> the call of the model that it is computed for.
@@ -121,6 +121,8 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
             kept.update([node] if node in results or is_small else [])
             if computed_by(node).target is aten.clone.default and node not in results:
                 copies[node] = of_inputs
+        elif not is_free and _replaces_messages(node, of_inputs, nodes, calls):
+            kept.add(node)
         elif not is_free:
             read_again |= of_inputs
         made_from[node] = frozenset({node}) if node in kept else of_inputs
@@ -136,6 +138,16 @@ def _results_of_calls(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, s
         if leaves or any(reader in results and (is_item(reader) or nodes.is_view(reader)) for reader in readers):
             results.add(node)
     return results
+
+
+def _replaces_messages(node: fx.Node, sources: Iterable[fx.Node], nodes: JointNodes, calls: Mapping[fx.Node, str]) -> bool:
+    """Return whether a value of a recomputed call is saved instead of the messages of the call that it is made from: it is no larger.
+
+    Such as a mean instead of the sum over ranks.
+    """
+    messages = [each for each in sources if isinstance(each.meta.get("val"), Tensor)]
+    are_of_call = all(_is_sent_or_drawn(each, nodes) and calls.get(each) == calls.get(node) for each in messages)
+    return bool(messages) and are_of_call and nodes.bytes_of(node) <= sum(map(nodes.bytes_of, messages))
 
 
 def _is_sent_or_drawn(node: fx.Node, nodes: JointNodes) -> bool:

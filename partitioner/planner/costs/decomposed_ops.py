@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from cost_models.graph_cost import GraphCost
-from cost_models.ops.cost import OperationCost
+from cost_models.ops.cost import OperationCost, Recomputation
 from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import reduced_in_parts
 from partitioner.planner.costs.part_sizes import PartSizes
@@ -128,12 +128,21 @@ def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decompos
     return dataclasses.replace(
         cost,
         forward=_work(cost.forward, (each.forward for each in of_forward), size),
-        repeated=_work(cost.forward, (each.repeated or each.forward for each in of_forward), size),
+        repeated=_recomputation(cost.forward, [each for each in of_forward if not each.updates], size),
         backward_input=_work(cost.backward_input, (each.activation for each in kernels), size),
         backward_weight=_work(dataclasses.replace(of_weights, then=()), (each.weight for each in kernels), size),
         keeps=cost.keeps + derived,
         derived=derived,
     )
+
+
+def _recomputation(forward: Work, kernels: Sequence[Kernels], size: Size) -> Recomputation:
+    """Return the work of computing a call again; ``forward``, ``size``: as ``whole`` and ``size`` of ``_work``."""
+    of_result = [each.repeated or each.forward for each in kernels]
+    of_both = [each.forward for each in kernels]
+    of_statistics = [(both[0] - each[0], both[1] - each[1]) for both, each in zip(of_both, of_result, strict=True)]
+    alone = dataclasses.replace(forward, then=())
+    return Recomputation(_work(forward, of_result, size), _work(alone, of_statistics, size), _work(forward, of_both, size))
 
 
 def _kernels_of(node: fx.Node, kernels: Mapping[str, Kernels]) -> list[Kernels]:

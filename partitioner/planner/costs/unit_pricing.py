@@ -72,11 +72,11 @@ class UnitPricing:
         self.policy: Recompute = recompute if cost.gradients else "none"  # a forward alone recomputes nothing
         self.memory = UnitMemory(graph, cost, points, optimizer, self.policy, regions)
         self.unit_of = points.unit_of
-        self.distinct = tuple(dict.fromkeys(cost.nodes.values()))
-        self.calls = self._count_calls(frozenset(cost.nodes))
-        self.repeated_calls, self.recomputed_calls = (
-            self._count_calls(each) if each else None for each in (self.memory.selected, self.memory.recomputed - self.memory.selected)
-        )
+        self.recomputed = {name: self._recomputed_cost(name) for name in cost.nodes if name in self.memory.recomputed}
+        self.distinct = tuple(dict.fromkeys((*cost.nodes.values(), *self.recomputed.values())))
+        self._column = {cost: index for index, cost in enumerate(self.distinct)}
+        self.calls = self._count_calls(cost.nodes)
+        self.recomputed_calls = self._count_calls(self.recomputed) if self.recomputed else None
         self.numbers, self._known_seconds, self.expansion = cache(Numbers), known_seconds, expansion
         self._known_operations: dict[tuple[int, float], Floats] = {}
         self._known_kept: dict[tuple[int, float, bool], tuple[Shared, ...]] = {}
@@ -145,11 +145,6 @@ class UnitPricing:
             seconds = [[self._seconds(cost, kind, rows, share) for kind in self.kinds] for cost in self.distinct]
             self._known_operations[rows, share] = np.array(seconds)
         return self._known_operations[rows, share]
-
-    def repeated(self, rows: int, share: float) -> Floats:
-        """Return (C, K) seconds of each distinct operation in a backward that recomputes it, but for what it has communicated."""
-        costs = [cost if cost.repeated is None else replace(cost, forward=cost.repeated) for cost in self.distinct]
-        return np.array([[self._seconds(cost, kind, rows, share)[0] for kind in self.kinds] for cost in costs])
 
     def _seconds(self, cost: OperationCost, device: Device, rows: int, share: float) -> Triple:
         key = (cost, device, rows, share)
@@ -236,8 +231,7 @@ class UnitPricing:
     @cached_property
     def cost_of_calls(self) -> list[int]:
         """(P,) the number of each call's cost among the distinct ones."""
-        column = {cost: index for index, cost in enumerate(self.distinct)}
-        return [column[self.cost.nodes[name]] for name in self.place_of]
+        return [self._column[self.cost.nodes[name]] for name in self.place_of]
 
     @cached_property
     def first_halves(self) -> list[FirstHalf]:
@@ -245,23 +239,26 @@ class UnitPricing:
         return [self.cost.nodes[name].first_half for name in self.place_of]
 
     @cached_property
-    def is_selected(self) -> Floats:
-        """(P,) 1 for each call that ``"selective"`` computes again, else 0."""
-        return np.array([float(name in self.memory.selected) for name in self.place_of])
+    def cost_of_recomputed_calls(self) -> dict[int, int]:
+        """Place of a call that the backward computes again -> the number of that cost among the distinct ones."""
+        return {place: self._column[self.recomputed[name]] for name, place in self.place_of.items() if name in self.recomputed}
 
-    @cached_property
-    def is_recomputed(self) -> Floats:
-        """(P,) 1 for each call that the backward computes again, with its messages, else 0."""
-        return np.array([float(name in self.memory.recomputed - self.memory.selected) for name in self.place_of])
+    def _recomputed_cost(self, name: str) -> OperationCost:
+        """Return the cost of a call whose forward is what the backward computes again."""
+        cost = self.cost.nodes[name]
+        if cost.repeated is None:
+            return cost
+        if name in self.memory.selected:
+            return replace(cost, forward=cost.repeated.result)
+        return replace(cost, forward=cost.repeated.statistics if name in self.memory.unread else cost.repeated.both)
 
-    def _count_calls(self, nodes: frozenset[str]) -> Floats:
+    def _count_calls(self, costs: Mapping[str, OperationCost]) -> Floats:
         """Return (N, C) how many of the nodes are in each unit and have each distinct cost."""
-        column = {cost: index for index, cost in enumerate(self.distinct)}
         calls = np.zeros((len(self.points.units), len(self.distinct)))
         for index, unit in enumerate(self.points.units):
             for name in unit:
-                if name in nodes:
-                    calls[index, column[self.cost.nodes[name]]] += 1
+                if name in costs:
+                    calls[index, self._column[costs[name]]] += 1
         return calls
 
 
@@ -291,10 +288,6 @@ class _Microbatch:
     def _operations(self) -> Floats:
         return self.pricing.operations(self.rows, self._share)
 
-    @cached_property
-    def _repeated(self) -> Floats:
-        return self.pricing.repeated(self.rows, self._share)
-
     @property
     def _is_alone(self) -> bool:
         """Whether the batch is one microbatch."""
@@ -307,8 +300,6 @@ class _Microbatch:
         halves: Floats = np.einsum("nc,ckh->hnk", pricing.calls, self._operations)
         if pricing.recomputed_calls is not None:
             halves[1] += pricing.recomputed_calls @ self._operations[:, :, 0]
-        if pricing.repeated_calls is not None:
-            halves[1] += pricing.repeated_calls @ self._repeated
         waiting = waiting[:, :, None] + self._waits
         halves = halves + waiting
         expansion = pricing.expansion
@@ -375,7 +366,9 @@ class _Microbatch:
         is_run = bool(stored or activations or sums)
         waiting = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
         each, casting = self._operations[pricing.cost_of_calls], np.zeros((len(pricing.place_of), len(pricing.kinds)))
-        again = each[:, :, 0] * pricing.is_recomputed[:, None] + self._repeated[pricing.cost_of_calls] * pricing.is_selected[:, None]
+        again = np.zeros_like(casting)
+        for place, column in pricing.cost_of_recomputed_calls.items():
+            again[place] = self._operations[column, :, 0]
         for place, seconds in self._casting.items():
             casting[place] = seconds
         for kind in range(len(pricing.kinds)) if is_run else ():

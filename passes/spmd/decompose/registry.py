@@ -34,6 +34,7 @@ class Kernels:
         weight: those of the gradients of parameters.
         keeps: number of tensors like the result that are saved for the backward, in addition to those of the undecomposed op.
         repeated: those of a recomputation for which the statistics are saved; None: those of the call.
+        updates: whether they write to buffers: no recomputation runs them.
     """
 
     forward: tuple[int, int] = (0, 0)
@@ -41,6 +42,7 @@ class Kernels:
     weight: tuple[int, int] = (0, 0)
     keeps: int = 0
     repeated: tuple[int, int] | None = None
+    updates: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ _NORMALIZED = Kernels((10, 4), (8, 8), repeated=(1, 2))
 _OF_A_COPY = Kernels((1, 5), repeated=(0, 0))
 """A copy in float32 is written, and read twice instead of the input."""
 
-_OF_CHANNELS = {"": _NORMALIZED, "weight": Kernels(activation=(1, 0)), "running_mean": Kernels((14, 0), repeated=(0, 0))}
+_OF_CHANNELS = {"": _NORMALIZED, "weight": Kernels(activation=(1, 0)), "running_mean": Kernels((14, 0), updates=True)}
 """Running statistics are updated by many small kernels."""
 
 _OF_GROUPS = {

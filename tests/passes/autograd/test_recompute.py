@@ -243,3 +243,13 @@ def test_programs_recompute_what_the_plan_names(mode: dict[str, int]) -> None:
 def loss_of(result: Any) -> Tensor:
     """Return the mean of the squares of a result."""
     return torch.as_tensor((result**2).mean())
+
+
+def test_means_are_saved_instead_of_sums_over_ranks() -> None:
+    """A selective recomputation of batch normalization starts from the mean and the variance of all ranks."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    pm = partition(model, 2, "data", example_inputs=(torch.ones(4, 4, 8, 8),), progress=False, recompute="selective")
+    calls = [node for node in pm.graphs[0].graph.nodes if node.op == "call_function"]
+    assert [node.target for node in calls].count(torch.ops.partitioner.normalize.default) == 2, "it is computed again"
+    quotients = [node for node in calls if node.target is torch.ops.aten.div.Tensor and "all_reduce" in node.args[0].name]
+    assert len(quotients) == 2

@@ -48,6 +48,7 @@ class UnitMemory:
     Attributes:
         recomputed: the nodes that the backward recomputes.
         selected: those of them whose policy is ``"selective"``.
+        unread: those of them of which the backward reads the statistics alone.
         region_of: node -> the number of its region.
         fixed: permanent memory that does not depend on the batch: parameters, buffers, optimizer state.
         gradients: parameter gradients, held from the first backward on.
@@ -79,6 +80,7 @@ class UnitMemory:
         self._cost = cost = _without_derived(cost, selection)
         self.recomputed = selection.recomputed
         self.region_of = selection.region_of
+        self.unread = selection.unread
         self.selected = frozenset(name for name in selection.recomputed if selection.policy_of[name] == "selective")
         self._touching: dict[int, list[str]] = {}
         for name, steps in cost.touched.items():

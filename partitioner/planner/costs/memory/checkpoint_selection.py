@@ -65,6 +65,7 @@ class CheckpointSelection:
 
     Attributes:
         recomputed: the nodes that the backward recomputes.
+        unread: those of them whose results it does not read: it recomputes their statistics.
         savers: saved allocation -> the nodes whose backward needs it, or values recomputed from it.
         needed: the same if nothing were recomputed, and gathered values were saved whole.
         region_of: node -> the number of its region.
@@ -92,6 +93,7 @@ class CheckpointSelection:
         self._gathered = {cost.maker[each]: float(self._numbers[cost.allocation_bytes[each]]) for each in gathered}
         self._received = {cost.part_of[each]: each for each in received}
         self.recomputed: frozenset[str] = frozenset()
+        self.unread: frozenset[str] = frozenset()
         self.needed: Mapping[int, Collection[str]] = self._savers(gathered=True)
         self.savers = self.needed
         policies = frozenset(self.policy_of.values())
@@ -155,15 +157,19 @@ class CheckpointSelection:
         """Select the nodes to recompute: those of ``nodes`` that a backward needs, directly or through others of them, and their views."""
         self.recomputed = nodes
         self.savers = self._savers(gathered=False)
-        needed = {self._cost.maker[allocation] for allocation in self.needed}
+        read = {self._cost.maker[allocation] for allocation in self.needed}
+        needed = set(read)
         for name, node in reversed(self._nodes.items()):
-            if name in nodes and (any(user.name in needed and user.name in nodes for user in node.users) or self._has_buffers(name)):
-                needed.add(name)
+            is_read = name in nodes and any(user.name in needed and user.name in nodes for user in node.users)
+            read.update([name] if is_read else [])
+            needed.update([name] if is_read or (name in nodes and self._has_buffers(name)) else [])
         for name, node in self._nodes.items():
             is_view = name in nodes and not self._cost.nodes[name].forward.launches
             if is_view and any(source.name in nodes & needed for source in node.all_input_nodes):
                 needed.add(name)
+                read.add(name)
         self.recomputed = nodes & needed
+        self.unread = self.recomputed - read
 
     def _sums(self, selective: frozenset[str]) -> frozenset[str]:
         """Return the results that are saved instead of an operand that no other call reads, if they have no more elements.

@@ -84,6 +84,30 @@ def test_stages_that_share_a_weight_need_not_follow_each_other() -> None:
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_batch_normalization_is_computed_again(recompute: str) -> None:
+    """Without its running statistics, and without a result that the backward does not read: a sum of residuals follows."""
+
+    def block() -> nn.Module:
+        return Residual(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64))
+
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(block() for _ in range(8))), torch.ones(64, 64, 28, 28)
+    pm = partition(model, 8, "data", example_inputs=(x,), cluster="h100:1x8", progress=False, recompute=recompute)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.03)
+
+
+class Residual(nn.Module):
+    """Adds its input to its result."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
 class Masked(nn.Module):
     """Reads a mask by row and column, as transformers' masks are made, before each of two layers."""
 
