@@ -49,7 +49,10 @@ def total(sizes: Iterable[Size]) -> Any:
     counts = Counter(sizes)
     numbers = sum(size * count for size, count in counts.items() if not isinstance(size, sympy.Basic))
     symbolic = [size * count for size, count in counts.items() if isinstance(size, sympy.Basic)]
-    return sympy.Add(numbers, *symbolic) if symbolic else numbers
+    if not symbolic:
+        return numbers
+    result = sympy.Add(numbers, *symbolic)
+    return int(result) if result.is_Integer else result
 
 
 @dataclass(frozen=True)

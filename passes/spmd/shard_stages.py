@@ -9,10 +9,8 @@ Each ``CutModel`` is of the whole model; a stage is taken from the one for its s
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -27,7 +25,7 @@ from passes.ir.graph import ModelGraph, Results
 from passes.ir.layout import BATCH, Layout, Placement, Replicate, Shard
 from passes.ir.mesh import ROWS, STORED, Mesh, pipelines
 from passes.ir.plan import Plan
-from passes.rules.loops import Size
+from passes.ir.tensor_spec import Size, numel
 from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from passes.spmd.shards import Block
 from passes.stages.split import stage_of_nodes
@@ -60,7 +58,7 @@ class StoredShard:
     @classmethod
     def of(cls, sizes: Sequence[Size], dimension: int, index: int, ranks: int, segments: tuple[int, ...] = ()) -> StoredShard:
         """Return the shard along one of the axes of a dimension, of these sizes."""
-        return cls(dimension, _product(sizes[:index]), sizes[index], _product(sizes[index + 1 :]), ranks, segments)
+        return cls(dimension, numel(sizes[:index]), sizes[index], numel(sizes[index + 1 :]), ranks, segments)
 
     def index_in(self, sizes: Sequence[Size], segments: tuple[int, ...] = ()) -> int | None:
         """Return the index of the axis, among some of these sizes, by which ranks have the same elements; None if there is none."""
@@ -74,10 +72,6 @@ class StoredShard:
         if not isinstance(self.size, int) or not isinstance(other.size, int):
             return False
         return self.size * self.inner == other.size * other.inner and self.size % self.ranks == other.size % self.ranks == 0
-
-
-def _product(sizes: Iterable[Size]) -> Size:
-    return functools.reduce(operator.mul, sizes, 1)
 
 
 StoredShards: TypeAlias = tuple[StoredShard | None, ...]

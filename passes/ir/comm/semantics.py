@@ -21,7 +21,7 @@ import sympy
 from passes.ir.comm.index_ranges import Segment, from_text, length, segments
 from passes.ir.comm.primitives import all_gather, all_reduce, all_to_all, halo_add, halo_exchange, reduce_scatter
 from passes.ir.errors import VerificationError
-from passes.ir.tensor_spec import Size, TensorSpec
+from passes.ir.tensor_spec import Size, TensorSpec, total
 
 __all__ = ["CollectiveSpec", "collective_arguments", "collective_spec"]
 
@@ -115,7 +115,7 @@ class _Describer:
         exchanges = []
         for tensor, dim, sizes in zip(self.tensors, dims, self._sizes(arguments["sizes"]), strict=True):
             parts = self._parts(tensor, dim, sizes)
-            whole = tensor.resized(dim, _total(parts))
+            whole = tensor.resized(dim, total(parts))
             exchanges.append(((tensor,) * self.n_ranks, _cut(tensor, dim, parts), whole))
         return _along("all_gather", dims), exchanges
 
@@ -136,7 +136,7 @@ class _Describer:
             pieces = self._pieces(tensor, split_dims[index], split_sizes[index])
             own, dim = pieces[self.position], concat_dims[index]
             parts = self._parts(own, dim, concat_sizes[index])
-            exchanges.append((pieces, _cut(own, dim, parts), own.resized(dim, _total(parts))))
+            exchanges.append((pieces, _cut(own, dim, parts), own.resized(dim, total(parts))))
         return f"{_along('all_to_all', split_dims)} to {_listed(concat_dims)}", exchanges
 
     def halos(self, arguments: Mapping[str, Any], *, adjoint: bool) -> tuple[str, list[_Exchange]]:
@@ -203,7 +203,7 @@ class _Describer:
             if sympy.fraction(size)[1] != 1:
                 raise VerificationError(f"{self.name} cuts {tensor} along dimension {dim} into {self.n_ranks} equal pieces")
             return (tensor.resized(dim, int(size) if size.is_Integer else size),) * self.n_ranks
-        if not self.same_size(_total(sizes), whole):
+        if not self.same_size(total(sizes), whole):
             raise VerificationError(f"{self.name} cuts {tensor} along dimension {dim} into pieces of sizes {_listed(sizes)}")
         return _cut(tensor, dim, sizes)
 
@@ -222,15 +222,6 @@ def _cut(tensor: TensorSpec, dim: int, sizes: Sequence[Size]) -> tuple[TensorSpe
     """Return for each size the tensor resized along a dimension; equal sizes share one object."""
     of_size = {size: tensor.resized(dim, size) for size in set(sizes)}
     return tuple(of_size[size] for size in sizes)
-
-
-def _total(sizes: Sequence[Size]) -> Size:
-    """Return the sum of sizes: an int if it is one."""
-    numbers = [size for size in sizes if isinstance(size, int)]
-    if len(numbers) == len(sizes):
-        return sum(numbers)
-    result = sympy.Add(*sizes)
-    return int(result) if result.is_Integer else result
 
 
 def _along(name: str, dims: Sequence[int]) -> str:
