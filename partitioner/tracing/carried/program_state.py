@@ -191,22 +191,20 @@ class Reach:
             return
         if kind not in self._names:
             self._names[kind] = frozenset(self._names_of_class(kind))
-        names = self._names[kind] - _OF_EVERY_MODULE
-        self._add_own(own, path, names)
-        for name in names & own.keys():
-            self._reach(own[name], f"{path}.{name}" if path else name, names, of_module=True)
+        self._add_own(own, path, self._names[kind])
 
     def add_read_elsewhere(self, module: nn.Module, path: str) -> None:
         """Add the attributes of a module that functions read which are not its methods."""
         if not is_library(_file_of(type(module))):
-            own, names = vars(module), frozenset(self._all_names) - _OF_EVERY_MODULE
-            self._add_own(own, path, names)
-            for name in names & own.keys():
-                self._reach(own[name], f"{path}.{name}" if path else name, names, of_module=True)
+            self._add_own(vars(module), path, frozenset(self._all_names))
 
     def _add_own(self, own: dict[str, Any], path: str, names: frozenset[str]) -> None:
+        """Add the attributes of a module that have these names, and what they may read."""
+        names -= _OF_EVERY_MODULE
         # A text names a part that the model has chosen, as adapters do; later traces are made from those chosen when it was partitioned.
         self._add(path or "the model", own, {name for name in names if not isinstance(own.get(name), str)})
+        for name in names & own.keys():
+            self._reach(own[name], f"{path}.{name}" if path else name, names, of_module=True)
 
     def _names_of_class(self, kind: type[nn.Module]) -> set[str]:
         """Return the names in the code of the forward of a class, and of its methods that this may call."""
