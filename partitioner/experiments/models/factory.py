@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from partitioner.experiments.models.transformers_config import transformers_model
-from passes.ir.errors import ConfigError, PartitionError, Place, did_you_mean
+from passes.ir.arguments.checked import bind
+from passes.ir.errors import ConfigError, PartitionError, Place
 
 __all__ = ["FactoryResult", "call_factory", "check_factory_result", "relative_to", "source_name"]
 
@@ -63,7 +64,7 @@ def call_factory(text: str, given: Mapping[str, Any] = _NOTHING) -> FactoryResul
     kwargs = {**kwargs, **given}
     where, _, name = source.rpartition(":")
     if where == TRANSFORMERS:
-        _check_fits(transformers_model, text, args, kwargs, first=name)
+        _check_fits(transformers_model, text, args, kwargs, n_before=1)
         return FactoryResult(*transformers_model(name, *args, **kwargs))
     if not where or not name:
         raise ConfigError(f"{text!r} names no factory", remedy=_HOW)
@@ -137,19 +138,13 @@ def _literal(text: str, node: ast.expr) -> Any:
         raise ConfigError(f"{ast.unparse(node)} in {text} is no literal", remedy=_LITERALS) from error
 
 
-def _check_fits(factory: Callable[..., Any], text: str, args: Sequence[Any], kwargs: Mapping[str, Any], first: str | None = None) -> None:
-    """Raise ConfigError if a factory does not take these arguments; ``first`` stands before them."""
+def _check_fits(factory: Callable[..., Any], text: str, args: Sequence[Any], kwargs: Mapping[str, Any], n_before: int = 0) -> None:
+    """Raise ConfigError if a factory does not take these arguments, after ``n_before`` others."""
     try:
         signature = inspect.signature(factory)
     except ValueError:  # a builtin without one
         return
-    try:
-        signature.bind(*(() if first is None else (first,)), *args, **kwargs)
-    except TypeError as error:
-        known = list(signature.parameters)[0 if first is None else 1 :]
-        unknown = next((name for name in kwargs if name not in known), None)
-        meant = did_you_mean(unknown, known, str) if unknown is not None else ""
-        raise ConfigError(f"{text}: {error}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
+    bind(text, signature.replace(parameters=list(signature.parameters.values())[n_before:]), args, kwargs)
 
 
 def _names_module(where: str) -> bool:

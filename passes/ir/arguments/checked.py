@@ -19,7 +19,7 @@ from passes.ir.arguments.conform import conform, hints_of
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError, did_you_mean
 
-__all__ = ["Rule", "at_least", "check_fields", "checked_arguments", "checked_names", "each_of", "one_of", "positive", "read_by"]
+__all__ = ["Rule", "at_least", "bind", "check_fields", "checked_arguments", "checked_names", "each_of", "one_of", "positive", "read_by"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +49,7 @@ def checked_arguments(
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            bound = _bind(_name(function, signature, args), signature, args, kwargs)
+            bound = bind(f"{_name(function, signature, args)}()", signature, args, kwargs)
             try:
                 _check(function, signature, bound, values, examples)
             except ConfigError as error:
@@ -94,15 +94,19 @@ def checked_names(kind: type[T]) -> type[T]:
         try:
             initialize(self, *args, **kwargs)
         except TypeError:
-            _bind(kind.__name__, signature, (self, *args), kwargs)  # afterwards: valid calls, of which there are many, take no time
+            bind(f"{kind.__name__}()", signature, (self, *args), kwargs)  # afterwards: valid calls, of which there are many, take no time
             raise
 
     of_kind.__init__ = checked
     return kind
 
 
-def _bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """Bind arguments to a signature; a misfit raises ConfigError, which suggests a parameter with a similar name."""
+def bind(call: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    """Bind arguments to a signature; a misfit raises ConfigError, which suggests a parameter with a similar name.
+
+    Args:
+        call: names the call in the error.
+    """
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -111,7 +115,7 @@ def _bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs
         unknown = None if takes_any else next((keyword for keyword in kwargs if keyword not in known), None)
         meant = did_you_mean(unknown, known, str) if unknown is not None else ""
         problem = error if unknown is None else f"got an unexpected keyword argument {unknown!r}"  # before those that are missing
-        raise ConfigError(f"{name}(): {problem}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
+        raise ConfigError(f"{call}: {problem}", remedy=f"{meant}its arguments are {', '.join(known) or 'none'}") from error
 
 
 def _check(
