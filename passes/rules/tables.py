@@ -83,6 +83,7 @@ LAYERS: Mapping[Any, list[Any]] = {
 SPACE: Mapping[Any, list[Any]] = {
     _uncut_space(1): [aten.max_pool1d_with_indices, aten.adaptive_max_pool1d],
     _uncut_space(2): [aten.max_pool2d_with_indices, aten.adaptive_max_pool2d, aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa],  # noqa: SLF001
+    "batch* channels height! width!, batch* channels height! width! -> batch* channels height'! width'!": [aten.max_unpool2d],
     _uncut_space(3): [aten.max_pool3d_with_indices, aten.adaptive_max_pool3d],
     spatial.pool(1, "max"): [aten.max_pool1d],
     spatial.pool(2, "max"): [aten.max_pool2d],
@@ -226,7 +227,7 @@ ALONG: Mapping[Any, list[Any]] = {
         aten.aminmax,
         aten.argmax, aten.argmin, aten.linalg_matrix_norm, aten.linalg_norm, aten.linalg_vector_norm, aten.logsumexp, aten.max.dim,
         aten.median, aten.min.dim, aten.mode, aten.nanmean, aten.norm, aten.prod, aten.std, aten.std_mean, aten.var, aten.var_mean,
-        aten.nanmedian,
+        aten.nanmedian, aten.quantile.scalar, aten.nanquantile.scalar,
     ],
     "...": [aten.max.other, aten.min.other],
     layers.along(): [
@@ -234,11 +235,13 @@ ALONG: Mapping[Any, list[Any]] = {
         aten.logcumsumexp, aten.softmax, aten.sort,
     ],
     layers.along("dim", "linear self"): [aten.cumsum],
-    layers.compared: [aten.cosine_similarity, aten.pairwise_distance],
+    layers.compared: [aten.cosine_similarity, aten.linalg_vecdot, aten.pairwise_distance],
     layers.transformed: [
         aten.fft_fft, aten.fft_fft2, aten.fft_fftn, aten.fft_ifft, aten.fft_ifft2, aten.fft_ifftn, aten.fft_irfft, aten.fft_irfft2,
         aten.fft_irfftn, aten.fft_rfft, aten.fft_rfft2, aten.fft_rfftn, aten.fft_fftshift, aten.fft_ifftshift,
     ],
+    "batch* samples!, window! -> batch* frequencies! frames!; linear self": [aten.stft],
+    "batch* frequencies! frames!, window! -> batch* samples!; linear self": [aten.istft],
     layers.glu: [aten.glu],
     layers.selected_along: [aten.topk, aten.kthvalue],
     layers.difference: [aten.diff],

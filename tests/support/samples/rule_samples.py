@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import functional as F
 
 from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
@@ -223,6 +224,9 @@ def space() -> Iterator[Sample]:
         yield Sample(operator.vec, image, [9, 9], False, None)
     yield Sample(aten.upsample_trilinear3d.vec, volume, [5, 5, 5], False, None)
     yield Sample(aten.pixel_shuffle.default, real(2, 8, 3, 5), 2)
+    for rank in (3, 4):
+        pooled, places = F.max_pool2d(real(2, 3, 6, 8)[(0,) * (4 - rank)], 2, return_indices=True)
+        yield Sample(aten.max_unpool2d.default, pooled, places, [6, 8])
     yield Sample(aten.pixel_unshuffle.default, real(2, 3, 4, 6), 2)
     yield Sample(aten.channel_shuffle.default, real(2, 12, 3), 3)
     yield Sample(aten.native_channel_shuffle.default, real(2, 12, 3, 2), 3)

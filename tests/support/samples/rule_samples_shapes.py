@@ -186,6 +186,9 @@ def along() -> Iterator[Sample]:
     yield Sample(aten.linalg_vector_norm.default, x, 2, [1])
     yield Sample(aten.norm.ScalarOpt_dim, x, 2, [1])
     yield Sample(aten.norm.Scalar, x)
+    for operator in (aten.quantile, aten.nanquantile):
+        yield Sample(operator.scalar, x, 0.25, 1)
+        yield Sample(operator.scalar, x, 0.5, None, True)
     yield Sample(aten.nanmean.default, x, [1])
     yield Sample(aten.prod.default, x)
     yield Sample(aten.prod.dim_int, x, 1)
@@ -200,8 +203,13 @@ def along() -> Iterator[Sample]:
     yield Sample(aten.glu.default, x, 1)
     yield Sample(aten.linalg_norm.default, x, None, [1])
     yield Sample(aten.cosine_similarity.default, x, real(4, 1), 1)
+    yield Sample(aten.linalg_vecdot.default, x, real(3, 1, 5), dim=0)
     yield Sample(aten.pairwise_distance.default, x, real(4, 5))
     yield Sample(aten.pairwise_distance.default, x, real(4, 5), 2.0, 1e-6, True)
+    yield from spectra(x)
+
+
+def spectra(x: Tensor) -> Iterator[Sample]:
     complex_ = torch.complex(x, x.flip(0))
     for name in ("fft", "ifft"):
         yield Sample(getattr(aten, f"fft_{name}").default, complex_, None, 1)
@@ -209,6 +217,10 @@ def along() -> Iterator[Sample]:
         yield Sample(getattr(aten, f"fft_{name}n").default, complex_)
         yield Sample(getattr(aten, f"fft_{name}shift").default, x, [1])
     yield Sample(aten.fft_rfft.default, x, None, 1)
+    for window in (None, positive(4)):
+        yield Sample(aten.stft.default, real(3, 16), 4, 2, window=window, return_complex=True)
+        yield Sample(aten.istft.default, torch.complex(real(2, 3, 7), real(2, 3, 7)), 4, 2, window=window, center=True)
+    yield Sample(aten.stft.center, real(16), 4, return_complex=True)
     yield Sample(aten.fft_rfft2.default, x)
     yield Sample(aten.fft_rfftn.default, x, None, [0, 1])
     yield Sample(aten.fft_irfft.default, complex_, None, 1)
