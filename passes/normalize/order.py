@@ -24,6 +24,7 @@ from passes.normalize.inline.subgraphs import inline_subgraphs
 from passes.normalize.inline.vmap import inline_vmap
 from passes.normalize.randomness.draw_order import draw_in_memory_order
 from passes.normalize.randomness.recurrent_dropout import call_layer_by_layer
+from passes.normalize.rows.affine_grids import write_grids
 from passes.normalize.rows.embedding_bags import write_bags
 from passes.normalize.rows.row_orders import keep_rows_in_order
 from passes.normalize.shared.equal_computations import share_equal_computations
@@ -163,7 +164,7 @@ def _tidy(exported: ExportedGraph, _: Sizes) -> ExportedGraph:
     return replace(exported, graph=graph, n_bases=add_bases(graph, exported.inputs))
 
 
-FUNCTIONAL = ("functionalize", "remove_noise", "embedding_bags", "causal_masks", "row_orders", "draw_order", "tidy")
+FUNCTIONAL = ("functionalize", "remove_noise", "embedding_bags", "affine_grids", "causal_masks", "row_orders", "draw_order", "tidy")
 """The steps after which no call writes memory, except the declared writes of buffers."""
 
 NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
@@ -178,14 +179,15 @@ NORMALIZE: tuple[Phase[ExportedGraph, Sizes], ...] = (
     Phase("functionalize", _functionalize),
     Phase("remove_noise", _rewriting(lambda exported: remove_noise(exported.graph, exported.without_gradient))),
     Phase("embedding_bags", _rewriting(lambda exported: write_bags(exported.graph))),
+    Phase("affine_grids", _rewriting(lambda exported: write_grids(exported.graph))),
     Phase("causal_masks", _causal_masks),
     Phase("row_orders", _rewriting(lambda exported: keep_rows_in_order(exported.graph))),
     Phase("draw_order", _draw_order),
     Phase("tidy", _tidy),
 )
 """The order: one name for each tensor, operators of control flow inlined, ``vmap`` inlined, casts as calls, subgraphs inlined, equal casts
-and tables shared, lengths numbers, sizes read from the batch, no writes, no no-ops, bags as lookups, causal masks by their name,
-rows in their own order, draws in the order of memory, names."""
+and tables shared, lengths numbers, sizes read from the batch, no writes, no no-ops, bags as lookups, affine grids as products, causal masks
+by their name, rows in their own order, draws in the order of memory, names."""
 
 _N_FOR_ALL_SIZES = [phase.name for phase in NORMALIZE].index("fix_sizes")
 """The steps before ``fix_sizes`` are the same for all sizes."""

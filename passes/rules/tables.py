@@ -304,7 +304,7 @@ CREATION: Mapping[Any, list[Any]] = {
     indexing.histogram: [aten.histc],
     indexing.bincount: [aten.bincount],
     indexing.all_whole: [
-        aten.embedding_bag, aten.masked_scatter, aten.masked_select, aten.nonzero, aten.searchsorted,
+        aten.affine_grid_generator, aten.embedding_bag, aten.masked_scatter, aten.masked_select, aten.nonzero, aten.searchsorted,
         aten.where.default,
     ],
 }  # fmt: skip

@@ -153,6 +153,7 @@ def indexing() -> Iterator[Sample]:
     yield Sample(aten.nonzero.default, flags(4, 5))
     yield Sample(aten.where.default, flags(4, 5))
     yield Sample(aten.embedding_bag.default, real(10, 4), whole(10, 6), torch.tensor([0, 2]))
+    yield Sample(aten.affine_grid_generator.default, real(2, 2, 3), [2, 1, 4, 5], False)
     yield Sample(aten.searchsorted.Tensor, torch.linspace(0, 1, 5, dtype=torch.float64), positive(4, 6))
 
 
