@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -42,8 +41,7 @@ class Recording:
         encoded = {f"{rank}": _encode(recorder) for rank, recorder in recorders.items()}
         of_ranks = {int(rank): _decode(tensor) for rank, tensor in runtime.collect(encoded).items() if tensor is not None}
         ranks = tuple(sorted(of_ranks))
-        computed = [piece for rank in ranks for piece in of_ranks[rank].computed]
-        communicated = [piece for rank in ranks for piece in of_ranks[rank].communicated]
+        computed, communicated = ([piece for rank in ranks for piece in of_ranks[rank][kind]] for kind in (0, 1))
         start = min((piece.start for piece in (*computed, *communicated)), default=0.0)
         self._timeline = Timeline("measured", ranks, _shifted(computed, start), _shifted(communicated, start))
 
@@ -57,23 +55,15 @@ def record(runtime: Runtime) -> Iterator[Recording]:
     result.finish(recorders, runtime)
 
 
-@dataclass(frozen=True)
-class _OfRank:
-    """Recording of one rank."""
-
-    computed: tuple[Slice, ...]
-    communicated: tuple[Slice, ...]
-
-
 def _encode(recorder: Recorder) -> torch.Tensor:
     """Encode what a rank recorded as a tensor of bytes, which runtimes carry between processes."""
     kinds = [[dataclasses.astuple(piece) for piece in kind] for kind in (recorder.computed, recorder.communicated)]
     return torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
 
 
-def _decode(tensor: torch.Tensor) -> _OfRank:
-    computed, communicated = json.loads(bytes(tensor.cpu().tolist()).decode())
-    return _OfRank(tuple(Slice(*each) for each in computed), tuple(Slice(*each) for each in communicated))
+def _decode(tensor: torch.Tensor) -> list[list[Slice]]:
+    """Return the slices of computing, and those of communicating, of a rank."""
+    return [[Slice(*each) for each in kind] for kind in json.loads(bytes(tensor.cpu().tolist()).decode())]
 
 
 def _shifted(slices: Sequence[Slice], start: float) -> tuple[Slice, ...]:

@@ -6,6 +6,7 @@ tied       one name of a tied parameter is enough (``lm_head.weight`` of transfo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -41,14 +42,10 @@ def load_safetensors(state: State, runtime: Runtime, path: Path, *, strict: bool
     """
     state.check_names()
     names = [name for name in state.names if name.startswith(prefix)]
-    try:
-        files = SafetensorsFiles(path)
-    except ConfigError as error:
-        runtime.agree("the safetensors files", error.problem)
-        raise
-    with files:
-        saved = {f"{prefix}{name}": name for name in files.names}
+    with contextlib.ExitStack() as stack:
         try:
+            files = stack.enter_context(SafetensorsFiles(path))
+            saved = {f"{prefix}{name}": name for name in files.names}
             result = _compared(state, names, saved.keys(), strict=strict, prefix=prefix)
             for name in (name for name in names if name in saved):
                 check_entry(name, files.like(saved[name]), state.like(name).shape, state.like(name), source="files")
