@@ -13,7 +13,6 @@ parameter that is whole where it is used is updated there, by the same optimizer
 from __future__ import annotations
 
 import inspect
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partitioner.runtime.base import Runtime
-from partitioner.runtime.state.optimizers.named_groups import options_of
+from partitioner.runtime.state.optimizers.named_groups import as_bytes, from_bytes, options_of
 from partitioner.runtime.state.optimizers.owner_plan import OwnedParameter, OwnerPlan, Sharded, choose_owners, update_cost
 from partitioner.runtime.state.optimizers.state_hooks import OptimizerStates, model_of
 from partitioner.runtime.state.optimizers.update_check import reads_of, register_optimizer
@@ -180,10 +179,8 @@ class OwnerOptimizer(WholeStateOptimizer):
             for parameter in self.param_groups[number]["params"]:
                 if id(parameter) in self._names:
                     own[self._names[id(parameter)]] = (number, str(parameter.dtype).removeprefix("torch."))
-        text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-        rank = self._runtime.local_ranks[0]
-        answers = self._runtime.collect({str(rank): text.to(self._runtime.devices[rank])})
-        of_rank = {int(rank): json.loads(bytes(answer.tolist())) for rank, answer in answers.items() if answer is not None}
+        answers = self._runtime.collect({str(self._runtime.local_ranks[0]): as_bytes(own)})
+        of_rank = {int(rank): from_bytes(answer) for rank, answer in answers.items() if answer is not None}
         merged = {name: _Listed(*entry) for entries in of_rank.values() for name, entry in entries.items()}
         for name, entry in merged.items():
             if self._state_of_model.is_cut(name) and len(of_rank) > 1:
