@@ -1,4 +1,4 @@
-"""Restore a model's attributes after tracing, since its forward may change them."""
+"""The attributes of a model: its own ones, and to restore all after tracing, since its forward may change them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Structure", "preserve"]
+__all__ = ["OF_EVERY_MODULE", "Structure", "own_attributes", "preserve"]
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes in which ``nn.Module`` keeps its own state."""
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module other than those in which ``nn.Module`` keeps its own state."""
+    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
 
 
 @contextlib.contextmanager

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from partitioner.tracing.restore import own_attributes
 from passes.ir.errors import ConfigError
 
 __all__ = ["is_traced_attribute", "read_attribute"]
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes in which ``nn.Module`` keeps its own state."""
 
 _SIMPLE = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), type, slice, range, enum.Enum),
@@ -97,9 +95,10 @@ _METHOD = (
 
 def is_traced_attribute(module: nn.Module, name: str, value: object) -> bool:
     """Return whether a module of the model has an attribute of this name with another value than the traced one."""
-    if name not in vars(module) or name in _OF_EVERY_MODULE:
+    own = own_attributes(module)
+    if name not in own:
         return False
-    present = vars(module)[name]
+    present = own[name]
     try:
         return present is not value and not bool(present == value)
     except (RuntimeError, TypeError, ValueError):  # of arrays

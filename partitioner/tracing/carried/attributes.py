@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 from partitioner.tracing.carried.left_results import Contents, attribute_contents, edits_of_call, without_left
 from partitioner.tracing.carried.same_computation import same_computation
 from partitioner.tracing.carried.watched_values import is_watched_list, watched
-from partitioner.tracing.restore import preserve
+from partitioner.tracing.restore import own_attributes, preserve
 from passes.ir.errors import Place, TraceError
 from passes.ir.graph import APPENDED, Edit, Result
 
@@ -34,7 +34,6 @@ __all__ = ["CarriedValueError", "attributes_of", "record_left", "refuse_carried_
 Attributes = Mapping[str, object]
 """Path of an attribute, of an item in one, or of a length -> its value; of an object of another kind that is no function, its type."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith("_forward_"))
 _PLAIN = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, Tensor)
 _CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict)
@@ -44,7 +43,7 @@ _MOST = 10_000
 
 def attributes_of(model: nn.Module) -> Attributes:
     """Return the attributes of all modules, by path."""
-    return _by_path(model, {module: vars(module) for module in model.modules()})
+    return _by_path(model, {module: own_attributes(module) for module in model.modules()})
 
 
 def _by_path(model: nn.Module, attributes: Mapping[nn.Module, Mapping[str, object]]) -> Attributes:
@@ -52,8 +51,7 @@ def _by_path(model: nn.Module, attributes: Mapping[nn.Module, Mapping[str, objec
     found: dict[str, object] = {}
     for module, values in attributes.items():
         for name, value in values.items() if module in names else ():  # forward may replace modules
-            if name not in _OF_EVERY_MODULE:
-                _add(_path(names[module], name), value, found, frozenset())
+            _add(_path(names[module], name), value, found, frozenset())
     return found
 
 
@@ -117,8 +115,8 @@ def record_left(model: nn.Module, asking: set[str] | None = None) -> Iterator[Le
         for module in model.modules():
             left.modules[module] = dict(vars(module)["_modules"])
             left.hooks[module] = {name: _without(vars(module)[name], own_hooks) for name in _HOOKS}
-            own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-            left.attributes[module] = {name: _mapped(value, lambda _, leaf: leaf, "", frozenset()) for name, value in own.items()}
+            own = own_attributes(module).items()
+            left.attributes[module] = {name: _mapped(value, lambda _, leaf: leaf, "", frozenset()) for name, value in own}
         left.edits, results = edits_of_call(model, before)
         left.n_results = len(results)
         return (result, results) if results else None

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from partitioner.tracing.carried.watched_values import is_watched_list
+from partitioner.tracing.restore import own_attributes
 from passes.graph.canonicalize import remove_dead
 from passes.ir.graph import APPENDED, Edit, Result
 from passes.ir.torch_private import tree_flatten
 
 __all__ = ["Contents", "LeftByCall", "attribute_contents", "edits_of_call", "keep_results", "without_left"]
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _SYMBOLIC = (torch.SymInt,)
 
@@ -56,10 +56,7 @@ class _Content:
 
 def attribute_contents(model: nn.Module) -> Contents:
     """Return the attributes of all modules, with the items of lists and dicts, as they are now."""
-    return {
-        module: {name: _content(value, frozenset()) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-        for module in model.modules()
-    }
+    return {module: {name: _content(value, frozenset()) for name, value in own_attributes(module).items()} for module in model.modules()}
 
 
 def _content(value: Any, around: frozenset[int]) -> Any:
@@ -76,11 +73,10 @@ def edits_of_call(model: nn.Module, before: Contents) -> tuple[tuple[Edit, ...],
     edits: list[Edit] = []
     for path, module in model.named_modules():
         of_module = before.get(module, {})
-        for name, value in vars(module).items():
-            if name not in _OF_EVERY_MODULE:
-                for keys, new in _changes((name,), of_module.get(name, _NOTHING), value):
-                    edit = _edit(path, keys, new, results)
-                    edits += [] if edit is None else [edit]
+        for name, value in own_attributes(module).items():
+            for keys, new in _changes((name,), of_module.get(name, _NOTHING), value):
+                edit = _edit(path, keys, new, results)
+                edits += [] if edit is None else [edit]
     return tuple(edits), results
 
 

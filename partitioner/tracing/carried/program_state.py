@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partitioner.tracing.restore import OF_EVERY_MODULE
+
 __all__ = ["CLOCKS", "ClosureCells", "Reach", "Reading", "is_library", "preserve_program", "reach_of"]
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -34,7 +36,6 @@ _CALLED = (Tensor, nn.Module, types.BuiltinFunctionType)
 _MOST = 64
 """Items of a container that are looked at."""
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _LIBRARIES = tuple(
     str(path) for path in (Path(torch.__file__).parent, *(Path(__file__).parents[3] / name for name in ("partitioner", "passes")))
 )
@@ -200,7 +201,7 @@ class Reach:
 
     def _add_own(self, own: dict[str, Any], path: str, names: frozenset[str]) -> None:
         """Add the attributes of a module that have these names, and what they may read."""
-        names -= _OF_EVERY_MODULE
+        names -= OF_EVERY_MODULE
         # A text names a part that the model has chosen, as adapters do; later traces are made from those chosen when it was partitioned.
         self._add(path or "the model", own, {name for name in names if not isinstance(own.get(name), str)})
         for name in names & own.keys():

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from partitioner.tracing.export.on_meta.recorded_constructor import RecordedConstructor, run_recorded
+from partitioner.tracing.restore import own_attributes
 from passes.ir.torch_private import tree_leaves, tree_map_only
 
 __all__ = ["ConstructedTensors", "attributes_as_cpu"]
@@ -69,8 +70,8 @@ class ConstructedTensors:
     def attribute(self, tensor: Tensor) -> _Found:
         """Return the values of a tensor that a module has among its attributes, on the CPU; a reason if they are not known."""
         for path, module in self.modules.items():
-            for key, value in vars(module).items():
-                index = next((index for index, leaf in enumerate(_leaves(key, value)) if leaf is tensor), None)
+            for key, value in own_attributes(module).items():
+                index = next((index for index, leaf in enumerate(tree_leaves(value)) if leaf is tensor), None)
                 if index is not None:
                     return self._found(path, lambda module, key=key, index=index: _leaf(module, key, index), tensor)  # type: ignore[misc]
         return "it is no attribute of a module"
@@ -162,7 +163,7 @@ def _constructed(module: nn.Module, dtype: torch.dtype) -> Sequence[tuple[nn.Mod
 
 def _kept_arguments(module: nn.Module) -> list[dict[str, Any]] | str:
     """Return the arguments that a module was constructed with, by its attributes of these names, with every value of other flags."""
-    attributes = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    attributes = own_attributes(module)
     known: dict[str, Any] = {}
     flags: list[str] = []
     for name, parameter in list(inspect.signature(type(module).__init__).parameters.items())[1:]:
@@ -180,7 +181,6 @@ def _kept_arguments(module: nn.Module) -> list[dict[str, Any]] | str:
     return [{**known, **dict(zip(flags, values, strict=True))} for values in itertools.product((True, False), repeat=len(flags))]
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 
 
@@ -192,8 +192,9 @@ def _difference(new: nn.Module, old: nn.Module, names: frozenset[str] | None) ->
     """
     if type(new) is not type(old):
         return "the class"
-    shared = [name for name in vars(new) if name in vars(old) and name not in _OF_EVERY_MODULE and (names is None or name in names)]
-    pairs = ((name, vars(new)[name], vars(old)[name]) for name in shared)
+    values, others = own_attributes(new), own_attributes(old)
+    shared = [name for name in values if name in others and (names is None or name in names)]
+    pairs = ((name, values[name], others[name]) for name in shared)
     return next((name for name, value, other in pairs if _is_plain(value) and _is_plain(other) and value != other), None)
 
 
@@ -206,13 +207,8 @@ def _is_plain(value: Any) -> bool:
     return all(_is_plain(each) for each in value) if isinstance(value, tuple | list) else isinstance(value, _PLAIN)
 
 
-def _leaves(key: str, value: Any) -> Sequence[Any]:
-    """Return the leaves of an attribute that is no table of a module."""
-    return () if key in _OF_EVERY_MODULE else tree_leaves(value)
-
-
 def _leaf(module: nn.Module, key: str, index: int) -> Any:
-    leaves = _leaves(key, vars(module).get(key))
+    leaves = tree_leaves(vars(module).get(key))
     return leaves[index] if index < len(leaves) else None
 
 
@@ -234,8 +230,8 @@ def attributes_as_cpu(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     found = [
         (module, name, value)
         for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and any(_is_on_meta(leaf) for leaf in tree_leaves(value))
+        for name, value in own_attributes(module).items()
+        if any(_is_on_meta(leaf) for leaf in tree_leaves(value))
     ]
     known, unknown = _computed.setdefault(model, {}) if found else {}, dict[int, tuple[Tensor, Tensor]]()
     constructed = ConstructedTensors.of(model) if found else None
