@@ -15,9 +15,9 @@ from cost_models.hardware.units import format_bytes, format_seconds
 from cost_models.simulator.result import Simulation
 from partitioner.reports.communication.comments import comment_programs
 from partitioner.reports.explain.explanation import notes_of, sections, summary
+from partitioner.reports.page.bytes_html import bars_html, matrix_html
 from partitioner.reports.page.frame import framed, page_file, tiles_html
 from partitioner.reports.pictures.blocks import blocks_svg, cut_weights
-from partitioner.reports.pictures.bytes_html import bars_html, matrix_html
 from partitioner.reports.pictures.diagram_svg import diagram_svg
 from partitioner.reports.pictures.partition_diagram import partition_diagram
 from partitioner.reports.sources import Explained, RankClass
