@@ -110,16 +110,17 @@ class PlanCuts:
         read_by_stage = self._read_by_stage(variant, devices)
         may_replicate = plan_cut.widest.cut.rows and len(plan.stages) > 1
         read_by_any = read_by_replicable(plan_cut.widest.graph) if may_replicate else frozenset[str]()
-        read_by = {
-            rank: read_by_any.union(*(names for names, ranks in zip(read_by_stage, plan.stage_ranks, strict=True) if position in ranks))
-            for rank, position in sorted(positions.items())
-        }
+        read_on = [*zip(read_by_stage, plan.stage_ranks, strict=True)]
         placeholders = (*graph.parameters, *graph.buffers, *graph.constants)
-        readers = {name: [rank for rank, names in read_by.items() if name in names] for name in placeholders}
+        readers = {
+            name: [rank for rank, place in sorted(positions.items()) if any(name in names and place in ranks for names, ranks in read_on)]
+            for name in placeholders
+        }
         readers_of_module: defaultdict[str, set[int]] = defaultdict(set)
         for name, path in graph.weights.items():
             readers_of_module[path.rpartition(".")[0]].update(readers[name])
         beside = {name: sorted(readers_of_module[path.rpartition(".")[0]]) for name, path in graph.buffers.items()}
+        readers.update({name: sorted(positions) for name in read_by_any if name in readers})
         near = self._ranks_near(read_by_stage, positions)
         first = [rank for rank, position in positions.items() if position in plan.stage_ranks[0]]  # no stage reads any parameter
         holders = {name: readers[name] or beside.get(name) or near.get(name, first) for name in placeholders}

@@ -23,6 +23,9 @@ from passes.spmd.shards import Block, whole_block
 __all__ = ["materialize", "state_of_trace"]
 
 
+_LIKE_THIS_CALL = "partition the model with an example like this call, in these modes, and load pm.full_state_dict() into it"
+
+
 def materialize(
     model: nn.Module,
     graph: ModelGraph,
@@ -110,8 +113,9 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
     if unavailable:
         raise ConfigError(
             f"the call reads {first_few(unavailable)} on other ranks, or in other parts, than these hold since the model was partitioned",
-            remedy="partition the model with an example like this call, in these modes, and load pm.full_state_dict() into it",
+            remedy=_LIKE_THIS_CALL,
         )
+    _refuse_stale_copies(state, graph, blocks, placeholder_before)
     copies = {}
     for rank, tensors in state.copies.items():
         copies[rank] = {placeholder: tensors[each] for placeholder, each in placeholder_before.items() if each in tensors}
@@ -134,6 +138,20 @@ def state_of_trace(state: State, graph: ModelGraph, blocks: Mapping[str, Mapping
         )
 
     return replace(state, graph=graph, copies=copies, bound=BoundParameters(tuple(copies), bind), blocks=held, stored=stored)
+
+
+def _refuse_stale_copies(
+    state: State, graph: ModelGraph, blocks: Mapping[str, Mapping[int, Block]], placeholder_before: Mapping[str, str]
+) -> None:
+    """Raise ConfigError if a trace writes a buffer on some of the ranks that hold it alone, and the copies of others do not follow."""
+    stale = []
+    for placeholder in _written(graph, graph.buffers):
+        held = state.blocks[placeholder_before[placeholder]]
+        followed = owners(held.items()).values() if state.equal_buffers and len(state.copies) == len(state.devices) else held
+        if not blocks[placeholder].keys() >= set(followed):
+            stale.append(graph.buffers[placeholder])
+    if stale:
+        raise ConfigError(f"the call writes {first_few(stale)} on one stage, and ranks of another one read copies", remedy=_LIKE_THIS_CALL)
 
 
 def _shared_buffer(state: State, placeholder: str | None, blocks: Mapping[int, Block]) -> dict[int, Tensor]:

@@ -113,6 +113,48 @@ class ScaledForEvaluation(nn.Module):
         return y, z
 
 
+class CachedForEvaluation(nn.Module):
+    """Evaluation adds its results to a cache. A mask is computed from a buffer, which every stage may do for itself.
+
+    Args:
+        masked_by: the buffer that the mask is computed from.
+    """
+
+    cache: Tensor
+    limit: Tensor
+
+    def __init__(self, masked_by: str) -> None:
+        super().__init__()
+        self.first, self.last, self.masked_by = nn.Linear(8, 8), nn.Linear(8, 8), masked_by
+        self.register_buffer("cache", torch.zeros(8))
+        self.register_buffer("limit", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.last(self.first(x).tanh()) * (self.get_buffer(self.masked_by) < 0.5)
+        if self.training:
+            return z
+        self.cache.add_(z.detach().mean(0))
+        return z + self.cache
+
+
+def test_evaluation_writes_a_buffer_that_training_does_not_read() -> None:
+    """It is held where the other buffer is read for a result, not where stages could read that."""
+    model, x = CachedForEvaluation("limit").double(), torch.randn(8, 8, dtype=torch.float64)
+    pm = partition(model, 4, {"pipeline": 2, "fsdp": 2}, example_inputs=(x,))
+    for each in (model, pm):
+        each.eval()
+    for _ in range(3):
+        torch.testing.assert_close(pm(x), model(x))
+    torch.testing.assert_close(pm.full_state_dict()["cache"], model.cache)
+
+
+def test_evaluation_that_writes_a_buffer_which_other_stages_read_is_refused() -> None:
+    model, x = CachedForEvaluation("cache"), torch.randn(8, 8)
+    pm = partition(model, 4, {"pipeline": 2, "fsdp": 2}, example_inputs=(x,))
+    with pytest.raises(ConfigError, match="the call writes cache on one stage, and ranks of another one read copies"):
+        pm.eval()(x)
+
+
 @pytest.mark.parametrize(
     ("is_trained", "mode"),
     [
