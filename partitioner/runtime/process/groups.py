@@ -24,6 +24,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: defaults of its functions keep the group that is there at its import
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # its stub lacks what it has
 
 from partitioner.runtime.collectives.torch_distributed import wait_for
