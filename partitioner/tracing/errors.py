@@ -21,6 +21,7 @@ from passes.graph.schemas import bound_arguments, packet
 from passes.ir.errors import Place, TraceError
 
 __all__ = [
+    "checks_distribution",
     "depends_on_sizes",
     "refuse_data_dependent",
     "refuse_mixed_products",
@@ -63,7 +64,7 @@ def _is_raised_within(error: Exception, *modules: str) -> bool:
     return any(frame.f_globals.get("__name__", "").startswith(modules) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _checks_distribution(error: Exception) -> bool:
+def checks_distribution(error: Exception) -> bool:
     """Return whether a distribution of torch checks its arguments, or a sample, by their values."""
     return _BY_VALUES(error) and _is_raised_within(error, "torch.distributions.")
 
@@ -110,9 +111,9 @@ _KINDS = (
         whatever_size=True,
     ),
     _Kind(
-        _checks_distribution,
+        checks_distribution,
         "has a distribution of torch check its arguments, or a sample, which reads the values of tensors",
-        "pass validate_args=False to the distribution, or call torch.distributions.Distribution.set_default_validate_args(False)",
+        "leave validate_args=True out: then traces make distributions that do not check",
         whatever_size=True,
     ),
     _Kind(

@@ -11,7 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from partitioner.tracing.carried.decisions import Run, drawn_from, refuse_decisi
 from partitioner.tracing.carried.generators import generators_of
 from partitioner.tracing.carried.left_results import LeftByCall, keep_results
 from partitioner.tracing.carried.program_state import Reading, preserve_program, reach_of
+from partitioner.tracing.errors import checks_distribution
 from partitioner.tracing.export.cumulative_averages import CumulativeAverages
+from partitioner.tracing.export.distributions import UNCHECKED_NOTE, check_by_default, unchecked
 from partitioner.tracing.export.fast_path import note_fast_paths
 from partitioner.tracing.export.forward_context import entered_in_forward
 from partitioner.tracing.export.guards import symbol_of
@@ -105,6 +107,26 @@ def export(
         TraceError: forward computes with an attribute that the call before has changed, or by what is no tensor and no argument.
         Exception: whatever ``torch.export`` raises.
     """
+    options: dict[str, Any] = {"one_size": one_size, "others": others}
+    try:
+        return _export_once(model, inputs, training, layout, **options)
+    except Exception as error:
+        if not (checks_distribution(error) and check_by_default()):
+            raise
+    with unchecked():
+        found = _export_once(model, inputs, training, layout, **options)
+    return replace(found, notes=(*found.notes, UNCHECKED_NOTE))
+
+
+def _export_once(
+    model: nn.Module,
+    inputs: ModelInputs,
+    training: bool,
+    layout: BatchLayout | None,
+    *,
+    one_size: bool,
+    others: Sequence[tuple[int, int]],
+) -> Export:
     shapes: Any = ShapesCollection()
     for index, dimensions in _by_leaf((*(() if layout is None else layout.dimensions), *others)).items():
         shapes[inputs.leaves[index]] = dict.fromkeys(dimensions, Dim.AUTO)

@@ -209,7 +209,7 @@ CASES: dict[Callable[..., Any], tuple[str, str]] = {
     keeps_gradients: ("keeps the gradient of a tensor by a hook (retain_grad)", "torch.autograd.grad"),
     hooks_a_leaf: ("sets a hook on a tensor (register_post_accumulate_grad_hook)", "torch.autograd.Function"),
     connectionist_loss: ("aten._ctc_loss", "outside of the model"),
-    draws_from_a_distribution: ("a distribution of torch check its arguments", "validate_args=False"),
+    draws_from_a_distribution: ("a distribution of torch check its arguments", "leave validate_args=True out"),
     correlations: ("aten.equal.default, which reads the values of a tensor", "outside of the model"),
     fails: ("RuntimeError", "call the model itself"),
 }
