@@ -141,13 +141,15 @@ def _results_of_calls(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, s
 
 
 def _replaces_messages(node: fx.Node, sources: Iterable[fx.Node], nodes: JointNodes, calls: Mapping[fx.Node, str]) -> bool:
-    """Return whether a value of a recomputed call is saved instead of the messages of the call that it is made from: it is no larger.
+    """Return whether a value of a recomputed call is saved instead of the messages of the call that it alone is made from, if no larger.
 
-    Such as a mean instead of the sum over ranks.
+    Such as a mean instead of the sum over ranks. A backward that reads a message, as that of a norm reads its input, needs it saved.
     """
     messages = [each for each in sources if isinstance(each.meta.get("val"), Tensor)]
-    are_of_call = all(_is_sent_or_drawn(each, nodes) and calls.get(each) == calls.get(node) for each in messages)
-    return bool(messages) and are_of_call and nodes.bytes_of(node) <= sum(map(nodes.bytes_of, messages))
+    are_replaced = all(
+        _is_sent_or_drawn(each, nodes) and calls.get(each) == calls.get(node) and each.users.keys() <= {node} for each in messages
+    )
+    return bool(messages) and are_replaced and nodes.bytes_of(node) <= sum(map(nodes.bytes_of, messages))
 
 
 def _is_sent_or_drawn(node: fx.Node, nodes: JointNodes) -> bool:

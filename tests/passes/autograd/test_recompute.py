@@ -253,3 +253,21 @@ def test_means_are_saved_instead_of_sums_over_ranks() -> None:
     assert [node.target for node in calls].count(torch.ops.partitioner.normalize.default) == 2, "it is computed again"
     quotients = [node for node in calls if node.target is torch.ops.aten.div.Tensor and "all_reduce" in node.args[0].name]
     assert len(quotients) == 2
+
+
+def test_a_norm_of_a_sum_over_ranks_is_computed_again() -> None:
+    """Its backward reads the sum, which is saved all the same."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(8, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.last(self.norm(self.first(x)))
+            return y
+
+    axes = Constraints(axes={"features": "tensor"})
+    pm = partition(Normed(), 2, "tensor", example_inputs=(torch.ones(4, 8),), progress=False, recompute="selective", constraints=axes)
+    targets = [node.target for node in pm.graphs[0].graph.nodes]
+    assert targets.count(torch.ops.aten.native_layer_norm.default) == 2
