@@ -1,6 +1,6 @@
 """Trace distributions of torch without the checks of their arguments and samples, which read values of tensors.
 
-As ``python -O`` does, and as ``torch.distributions.Distribution.set_default_validate_args(False)``. A distribution that is made with
+As ``python -O`` does, and a first ``torch.compile``, for the whole process. A distribution that is made with
 ``validate_args=True`` checks all the same.
 """
 

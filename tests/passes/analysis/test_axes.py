@@ -321,10 +321,10 @@ def test_a_merged_batch_keeps_its_axes() -> None:
 def test_an_operation_without_a_rule_is_named_and_keeps_its_axes_apart() -> None:
     class Unruled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.pinv(x)
+            return torch.rot90(x, 1, (1, 2))
 
     graph, axes = analysed(Unruled(), torch.randn(BATCH, 4, 3))
-    assert any("pinv" in operator for operator in axes.unruled.values())
+    assert any("rot90" in operator for operator in axes.unruled.values())
     given = axes.of(next(leaf.placeholder for leaf in graph.inputs if leaf.placeholder is not None))
     assert not {axis for each in given for axis in each} & {axis for each in of_result(graph, axes) for axis in each}
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal, kl_divergence
+from torch.distributions import Categorical, Distribution, Normal, kl_divergence
 
 from partitioner import partition
 from partitioner.tracing.export.distributions import UNCHECKED_NOTE, check_by_default
 from passes.ir.errors import TraceError
+
+
+@pytest.fixture(autouse=True)
+def checks() -> Iterator[None]:
+    """Distributions check by default; a first ``torch.compile`` turns that off for the process."""
+    kept = check_by_default()
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(kept)
 
 
 class Autoencoder(nn.Module):
@@ -83,10 +93,7 @@ def test_checks_that_are_asked_for_are_refused() -> None:
 
 
 def test_no_note_where_the_program_does_not_check() -> None:
-    torch.distributions.Distribution.set_default_validate_args(False)
-    try:
-        pm = partition(Autoencoder(), 2, "data", example_inputs=(torch.ones(4, 8),), progress=False)
-        assert not check_by_default()
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(True)
+    Distribution.set_default_validate_args(False)
+    pm = partition(Autoencoder(), 2, "data", example_inputs=(torch.ones(4, 8),), progress=False)
+    assert not check_by_default()
     assert UNCHECKED_NOTE not in pm.plan.notes
