@@ -72,6 +72,10 @@ class Parts(Protocol):
         """Those that are gathered once a step, and kept whole until its last backward."""
 
     @property
+    def summed(self) -> frozenset[str]:
+        """The calls whose results are the sums of what ranks compute."""
+
+    @property
     def scattered_once(self) -> Mapping[str, Size]:
         """Parameter -> bytes of its whole gradient, if gradients are added over microbatches before they are scattered."""
 
@@ -100,6 +104,7 @@ class GraphCost:
         gathered_once: whole parameters, and casts of them, that are gathered once a step, and kept whole until its last backward.
         scattered_once: parameter -> bytes of its whole gradient, of those whose gradients are added over microbatches before they are
             scattered.
+        summed: calls whose results are the sums of what ranks compute.
         gradients: nodes whose gradient the backward computes.
         unknown: operators that are not in the table, by name, sorted: priced by their bytes alone.
     """
@@ -120,6 +125,7 @@ class GraphCost:
     gathered_again: Mapping[int, Collection[str]]
     gathered_once: frozenset[int]
     scattered_once: Mapping[str, Size]
+    summed: frozenset[str]
     gradients: frozenset[str]
     unknown: tuple[str, ...]
 
@@ -281,7 +287,6 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         touched[node.name] = kept.touched(node, call.inputs, read)
         if len(cost.gradient_order) > 1:
             differentiated[node.name] = tuple(kept.read(node, node_leaves(bound[name]), read) for name in cost.gradient_order)
-    unknown = {str(call.node.target) for call in reading.calls if not (nodes[call.node.name].known or call.node.target in COLLECTIVES)}
     output = graph.graph.output_node()
     results = tuple(output.all_input_nodes)
     read = _read_by(output, results, shapes, parts)
@@ -308,9 +313,16 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
         gathered_again=again,
         gathered_once=kept.made_by(frozenset() if parts is None else parts.gathered_once),
         scattered_once={} if parts is None else parts.scattered_once,
+        summed=frozenset() if parts is None else parts.summed,
         gradients=reading.flowing,
-        unknown=tuple(sorted(unknown)),
+        unknown=_unknown(reading, nodes),
     )
+
+
+def _unknown(reading: Reading, costs: Mapping[str, OperationCost]) -> tuple[str, ...]:
+    """Return the operators that are not in the table, sorted."""
+    nodes = (call.node for call in reading.calls)
+    return tuple(sorted({str(node.target) for node in nodes if not (costs[node.name].known or node.target in COLLECTIVES)}))
 
 
 class _Kept:

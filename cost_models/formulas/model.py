@@ -145,6 +145,7 @@ class _SymbolicSizes:
 
     gathered_again: frozenset[str] = frozenset()
     gathered_once: frozenset[str] = frozenset()
+    summed: frozenset[str] = frozenset()
     scattered_once: Mapping[str, Size] = MappingProxyType({})
 
     def __init__(self, axes: Axes, symbols: Mapping[int, sympy.Symbol]) -> None:

@@ -17,7 +17,7 @@ from cost_models.graph_cost import Fetched, Shapes
 from passes.analysis.axes import Axes, TensorAxes, is_item, returned_values
 from passes.ir.comm.index_ranges import from_text, length
 from passes.ir.graph import ModelGraph
-from passes.ir.layout import Layout, Replicate, Shard
+from passes.ir.layout import Layout, Partial, Replicate, Shard
 from passes.ir.mesh import GATHERED_AGAIN, GATHERED_ONCE, SCATTERED_ONCE
 from passes.ir.tensor_spec import TensorSpec
 from passes.rules.loops import Size
@@ -58,6 +58,12 @@ class PartSizes:
         indices = [index for index, (name, _) in enumerate(self._layouts.mesh) if name in names]
         held = (*self._graph.parameters, *self._layouts.casts)
         return frozenset(name for name in held if any(isinstance(self._layouts.results[name][0][index], Shard) for index in indices))
+
+    @cached_property
+    def summed(self) -> frozenset[str]:
+        """The calls whose results are the sums of what ranks compute."""
+        layouts = self._layouts.results.items()
+        return frozenset(name for name, of_results in layouts if any(isinstance(each, Partial) for layout in of_results for each in layout))
 
     @cached_property
     def scattered_once(self) -> dict[str, Size]:

@@ -271,3 +271,12 @@ def test_a_norm_of_a_sum_over_ranks_is_computed_again() -> None:
     pm = partition(Normed(), 2, "tensor", example_inputs=(torch.ones(4, 8),), progress=False, recompute="selective", constraints=axes)
     targets = [node.target for node in pm.graphs[0].graph.nodes]
     assert targets.count(torch.ops.aten.native_layer_norm.default) == 2
+
+
+def test_a_sum_over_ranks_is_no_value_that_is_computed_again() -> None:
+    """An embedding whose rows are over the ranks: the sum is a message, which is saved."""
+    layers = [nn.Embedding(64, 8), nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)]
+    options: dict[str, Any] = {"recompute": "selective", "constraints": Constraints(axes={"vocab": "tensor"}), "progress": False}
+    tokens = torch.zeros(4, 6, dtype=torch.int64)
+    pm = partition(nn.Sequential(*layers), 2, "tensor", example_inputs=(tokens,), **options)
+    assert pm.plan.recomputed == ("layer_norm", "gelu")

@@ -99,7 +99,8 @@ class CheckpointSelection:
         policies = frozenset(self.policy_of.values())
         repeatable = within - self._entering()
         full = frozenset(name for name in repeatable if self.policy_of[name] == "full" and self._can_recompute(self._nodes[name]))
-        selective = frozenset(name for name in repeatable if self.policy_of[name] == "selective")
+        # What ranks sum is a message, which is saved.
+        selective = frozenset(name for name in repeatable - cost.summed if self.policy_of[name] == "selective")
         if "selective" in policies and selected is None:
             self._select(full, selective)
         elif policies != {"none"}:
