@@ -61,7 +61,7 @@ def on_a100s(setting: tuple[Any, int, Mapping[str, Any]]) -> PartitionedModel:
     return partition(model, devices, mode, example_inputs=(tokens,), cluster="a100-80gb:1x8", progress=False, **options)
 
 
-@pytest.mark.parametrize("mesh", [{"pipeline": 2, "fsdp": 4}, {"pipeline": 2, "zero1": 4}], ids=str)
+@pytest.mark.parametrize("mesh", [{"pipeline": 2, "fsdp": 4}, *slow({"pipeline": 2, "zero1": 4})], ids=str)
 def test_stages_that_share_a_weight_each_gather_it(mesh: dict[str, int]) -> None:
     """An embedding that is tied to the head, and takes as long to gather as the blocks compute."""
     with torch.device("meta"):
@@ -84,7 +84,7 @@ def test_stages_that_share_a_weight_need_not_follow_each_other() -> None:
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["full", *slow("selective")])
 def test_batch_normalization_is_computed_again(recompute: str) -> None:
     """Without its running statistics, and without a result that the backward does not read: a sum of residuals follows."""
 
