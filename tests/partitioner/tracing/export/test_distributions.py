@@ -1,4 +1,4 @@
-"""Models with distributions of torch train as in one piece; their checks, which read values, are left out of the trace alone."""
+"""Models with distributions of torch train as unpartitioned ones do; their checks, which read values, are left out of the trace alone."""
 
 from __future__ import annotations
 
