@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from partitioner import partition
 
-__all__ = ["MODELS", "Setting", "measured"]
-
 GPU, GIB = "cuda:0", 2**30
 PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 

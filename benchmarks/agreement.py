@@ -30,8 +30,6 @@ from benchmarks.rounds import table
 from partitioner import PartitionWarning, partition
 from passes.ir.errors import InfeasiblePlanError
 
-__all__ = ["MODELS", "Setting", "main"]
-
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 LAYERS, LENGTH = 8, 4096

@@ -24,8 +24,6 @@ from partitioner.planner.search.describe import words_of
 from partitioner.specialize.simulate_plan import timed_programs
 from passes.ir.plan import Plan
 
-__all__ = ["chosen"]
-
 POLICIES = ("full", "seqsel")
 
 

@@ -30,8 +30,6 @@ from torch.multiprocessing.spawn import spawn
 from examples import elastic_training
 from partitioner import PartitionedModel, partition
 
-__all__ = ["Ending", "Outcome", "Training", "can_make_nodes", "cut_link", "outcome", "small_disk", "train"]
-
 ROOT = Path(__file__).parent.parent
 _FAULT = "FAULT "
 _RAISED = "RAISED "

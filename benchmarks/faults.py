@@ -17,8 +17,6 @@ from pathlib import Path
 from benchmarks.fault_injection import Outcome, can_make_nodes, cut_link, outcome, small_disk, train
 from benchmarks.rounds import say
 
-__all__ = ["faults"]
-
 LINK_TIMEOUT = 20.0
 
 

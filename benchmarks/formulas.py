@@ -14,8 +14,6 @@ import torch
 from benchmarks.transformer import VOCABULARY, gpt
 from partitioner import partition
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Print seconds for a grid, and for single points of it."""

@@ -31,8 +31,6 @@ from torch import nn
 
 from partitioner import PartitionedModel, PartitionError, partition
 
-__all__ = ["MODELS", "MODES", "Latency", "latencies"]
-
 DEVICES = 4
 MODES = ("model", "pipeline", "data", "fsdp", "tensor", "sequence", "tile", "auto")
 REPORTS: Mapping[str, Callable[[PartitionedModel], object]] = {

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from passes.ir.torch_private import TorchDispatchMode, tree_leaves
 
-__all__ = ["LiveStorages", "held", "peak_of"]
-
 
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of what operators make, from when a storage is made to when nothing holds it; what was there before is not counted.

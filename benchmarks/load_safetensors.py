@@ -30,8 +30,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.live_storages import LiveStorages, held
 from partitioner import partition
 
-__all__ = ["main"]
-
 MIB = 2**20
 PARTS, NEW_TOKENS = 4, 8
 PROMPT = torch.arange(100, 116).view(2, 8)

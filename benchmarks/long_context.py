@@ -31,8 +31,6 @@ from passes.ir.comm.primitives import all_gather, all_to_all, halo_add, halo_exc
 from passes.ir.plan import ATTENTION
 from passes.ir.schedule import Action
 
-__all__ = ["Subject"]
-
 WIDTH, HEADS, LAYERS, ROWS = 256, 8, 2, 1
 ELEMENT = 4
 """Bytes of a number in float32."""

@@ -28,8 +28,6 @@ from torch import nn
 from partitioner import Constraints, PartitionedModel, partition
 from passes.ir.comm.primitives import COLLECTIVES, all_gather, all_reduce, all_to_all, reduce_scatter
 
-__all__ = ["MODELS", "Counted", "counted"]
-
 ROWS, LENGTH, VOCABULARY, WIDTH, FFN, LAYERS, HEADS = 8, 256, 2048, 256, 1024, 2, 8
 ELEMENT = 4
 """Bytes of a number in float32."""

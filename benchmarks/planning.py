@@ -28,8 +28,6 @@ from partitioner.planner.search.auto import plans_auto
 from partitioner.planner.search.describe import words_of
 from partitioner.tracing.trace import trace
 
-__all__ = ["Planned", "planned"]
-
 WIDTH, HEADS, LENGTH, VOCABULARY = 12288, 96, 2048, 50257
 A_NODE = 8
 

@@ -15,9 +15,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["Measured", "measure", "milliseconds", "ratio", "run_tables", "say", "table"]
-
-
 Name = TypeVar("Name", bound=Hashable)
 """Of a contestant."""
 

@@ -21,8 +21,6 @@ import torch
 from benchmarks.field.models import Sizes, decoder
 from partitioner import partition
 
-__all__ = ["timed"]
-
 CASES: Mapping[str, tuple[Sizes, int, int, str, Mapping[str, int]]] = {
     "70B": (Sizes(8192, 64, 8, 128, 28672, 128256), 80, 16, "h100:8x8", {"pipeline": 8, "tensor": 8}),
     "405B": (Sizes(16384, 128, 8, 128, 53248, 128256), 126, 2048, "h100:2048x8", {"pipeline": 16, "zero1": 128, "tensor": 8}),

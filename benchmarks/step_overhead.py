@@ -26,8 +26,6 @@ from partitioner.runtime.embedded import EmbeddedRuntime
 from partitioner.runtime.executor import ProgramSet
 from partitioner.specialize.make_trace import first_trace
 
-__all__ = ["MODES", "Overhead", "overhead"]
-
 MODES: Mapping[str, tuple[int, str]] = {
     "pipeline": (2, "pipeline"),
     "data": (2, "data"),

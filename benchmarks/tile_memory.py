@@ -23,8 +23,6 @@ from examples.streamed_decoder import error as largest_error
 from partitioner import partition
 from partitioner.tracing.trace import trace
 
-__all__ = ["decoders"]
-
 SIZE, TILES, SHARE = 64, 36, 8
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["VOCABULARY", "Block", "gpt", "loss_of"]
-
 VOCABULARY = 512
 """How many tokens there are."""
 

@@ -13,8 +13,6 @@ from cost_models.ops.cost import OperationCost
 from cost_models.ops.tile_efficiency import product_time
 from cost_models.ops.work import Values, Work
 
-__all__ = ["CostModel", "Roofline", "call_seconds"]
-
 
 class CostModel(Protocol):
     """Prices of operations and messages for the planner and the simulator. Times are in seconds."""

@@ -26,8 +26,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["Fetched", "GraphCost", "Parts", "Reading", "Shapes", "graph_cost", "nodes_with_gradient", "read_graph"]
-
 aten = torch.ops.aten
 
 Shapes: TypeAlias = Mapping[fx.Node, tuple[TensorSpec, ...]]

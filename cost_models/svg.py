@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from html import escape
 
-__all__ = ["INK", "Colour", "document", "palette"]
-
 Colour = tuple[str, str]
 """On a light page, and on a dark one."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from passes.ir.errors import ConfigError
 
-__all__ = ["read_text", "read_toml", "write_text"]
-
 
 def read_text(path: str | Path, what: str, remedy: str) -> str:
     """Return the text of a file.

@@ -16,8 +16,6 @@ from cost_models.formulas.symbols import Numbers
 from cost_models.graph_cost import graph_cost
 from partitioner.tracing.trace import trace
 
-__all__ = ["SHAPES", "Counted", "Shape", "counted"]
-
 VOCABULARY, LENGTH = 50257, 2048
 
 STATE_BYTES = 16

@@ -13,8 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NOTEBOOKS", "executed"]
-
 NOTEBOOKS = sorted((Path(__file__).parent / "notebooks").glob("*.ipynb"))
 
 _SHOWN = {"_repr_html_": "text/html", "_repr_svg_": "image/svg+xml"}

@@ -54,8 +54,6 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
 
-__all__ = ["partition"]
-
 
 @checked_arguments(VALUES, EXAMPLES)
 @gc_paused()

@@ -62,8 +62,6 @@ from passes.tiling.rewrite import tiled_graph
 from passes.tiling.steps import is_streamed
 from passes.verify.programs import verify
 
-__all__ = ["PHASES", "Kind", "Lowered", "Lowerer", "Target", "differentiate_stages", "values_requiring_gradient"]
-
 Kind: TypeAlias = Literal["train_step", "forward", "training_forward", "backward", "call"]
 """Kind of a set of programs: a training step; a forward; a forward that also returns what ``backward`` takes; that backward; both."""
 

@@ -21,8 +21,6 @@ from benchmarks.advice.gallery import gallery, row_table
 from partitioner.experiments import sweep
 from partitioner.experiments.results.row import Row
 
-__all__ = ["answer"]
-
 
 def answer(case: Case, store: str | None, workers: int) -> tuple[Row, ...]:
     """Return the rows of a case: that of ``"auto"`` first, then those of its meshes."""

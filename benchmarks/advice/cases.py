@@ -12,8 +12,6 @@ from torch import nn
 from benchmarks.field.memory import UNet
 from benchmarks.field.models import Sizes, decoder, of_transformers
 
-__all__ = ["CASES", "Case"]
-
 Mesh = Mapping[str, int]
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

@@ -8,8 +8,6 @@ from benchmarks.advice.cases import Case
 from cost_models.hardware.units import format_bytes, format_seconds
 from partitioner.experiments.results.row import Row
 
-__all__ = ["gallery", "ratio", "row_table"]
-
 _PAGE = """# Which mesh for which model
 
 The plans of `mode="auto"` for models that people train, beside meshes typed by hand. Every step is simulated from the emitted programs. A

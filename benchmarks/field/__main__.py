@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.field import data, memory, published, tensor
 
-__all__ = ["PARTS", "main"]
-
 PARTS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "tensor": tensor.main,
     "data": data.main,

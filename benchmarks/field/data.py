@@ -51,8 +51,6 @@ from partitioner import PartitionWarning, partition
 from passes.ir.comm.primitives import all_gather, all_reduce, reduce_scatter
 from passes.ir.torch_private import TorchDispatchMode, tree_leaves
 
-__all__ = ["Traffic", "main", "peer"]
-
 RANKS, LAYERS, WIDTH = 4, 4, 512
 Mode = str | Mapping[str, int]
 

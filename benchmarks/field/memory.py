@@ -37,8 +37,6 @@ from benchmarks.live_storages import LiveStorages
 from benchmarks.transformer import VOCABULARY, Block, gpt
 from partitioner import PartitionWarning, partition
 
-__all__ = ["MODELS", "main"]
-
 MIB = 2**20
 ROUNDS = 5
 RANKS = (1, 2, 4)

@@ -27,8 +27,6 @@ from benchmarks.rounds import table
 from cost_models.hardware.clusters import Cluster
 from partitioner import Constraints, PartitionedModel, partition
 
-__all__ = ["Row", "main", "partitioned", "rows"]
-
 LAYERS, WIDTH, PARAMETERS = 126, 16384, 405.85e9
 AXES = ("sequence", "heads", "ffn", "vocab")
 LIMIT = "80GB"

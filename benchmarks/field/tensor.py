@@ -67,8 +67,6 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.ir.program import Program
 
-__all__ = ["Counted", "counted", "formula_bytes", "main", "traced"]
-
 RANKS = (2, 4, 8)
 PRECISIONS = (None, "bf16-true", "bf16-mixed")
 NAMES = ("heads", "ffn", "vocab")

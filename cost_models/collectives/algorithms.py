@@ -20,8 +20,6 @@ from typing import Literal, TypeAlias
 from cost_models.collectives import alpha_beta as communication
 from cost_models.hardware.clusters import Cluster, Level, Link
 
-__all__ = ["Collective", "Group", "GroupLinks", "group_links", "message_links", "port", "slowest_link"]
-
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "halo_exchange"]
 """Kind of collective."""
 

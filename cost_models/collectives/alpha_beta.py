@@ -23,19 +23,6 @@ from collections.abc import Sequence
 from cost_models.hardware.clusters import Link
 from passes.ir.tensor_spec import Size
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gathered_all_reduce",
-    "halo_exchange",
-    "hierarchical_all_reduce",
-    "reduce_scatter",
-    "send_receive",
-    "tree_all_reduce",
-]
-
 
 def send_receive(size: Size, link: Link) -> Size:
     """Return the time of one message."""

@@ -28,8 +28,6 @@ from passes.graph.provenance import module_path
 from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import Size, TensorSpec, numel, total
 
-__all__ = ["BATCH", "SEQUENCE", "ModelFormula", "OperationFormula", "model_formula"]
-
 BATCH = sympy.Symbol("batch", positive=True)
 """Rows of a step."""
 

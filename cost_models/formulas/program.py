@@ -29,8 +29,6 @@ from passes.ir.schedule import Action, ActionKind
 from passes.ir.tensor_spec import Size, TensorSpec, total
 from passes.verify.value_specs import ValueSpecs
 
-__all__ = ["ROWS", "Amount", "Message", "ProgramWork", "program_work"]
-
 ROWS = sympy.Symbol("rows", positive=True)
 """Rows of one microbatch of one rank."""
 

@@ -29,8 +29,6 @@ from cost_models.hardware.clusters import Link
 from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.tensor_spec import Size
 
-__all__ = ["StepFormula", "StepShape", "step_formula"]
-
 MICROBATCHES, REPLICAS = sympy.symbols("microbatches replicas", positive=True)
 FLOP_RATE, MEMORY_BANDWIDTH, LAUNCH_OVERHEAD = sympy.symbols("flop_rate memory_bandwidth launch_overhead", positive=True)
 

@@ -13,8 +13,6 @@ import sympy
 from passes.ir.errors import TraceError
 from passes.ir.tensor_spec import Size
 
-__all__ = ["Numbers", "readable"]
-
 
 def _modular_indexing(base: int, divisor: int, modulus: int) -> int:
     return base // divisor % modulus

@@ -17,8 +17,6 @@ import torch
 from cost_models.hardware.devices import Device, Link
 from cost_models.hardware.measure import STEPS, measure_machine
 
-__all__ = ["Machine", "cache_folder", "detect"]
-
 _FORMAT = 2
 
 

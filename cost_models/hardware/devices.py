@@ -18,8 +18,6 @@ import torch
 from passes.ir.arguments.checked import check_fields, checked_names
 from passes.ir.errors import ConfigError
 
-__all__ = ["MOST_DEVICES", "SAME_DEVICE", "Device", "Level", "Link", "check", "check_count", "parse_device"]
-
 MOST_DEVICES = 2**17
 """More devices than any machine has: a number beyond it is a mistake, and its list of devices alone would fill the memory."""
 

@@ -27,8 +27,6 @@ from cost_models.hardware.devices import Device, Link
 from cost_models.hardware.timer import median_seconds
 from passes.ir.comm.backends import GATHERED_BYTES
 
-__all__ = ["Measuring", "gloo_link", "measure_machine", "processor_name"]
-
 Measuring = Callable[[str], None]
 """Called with the name of the next measurement."""
 

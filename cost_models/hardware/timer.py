@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["median_seconds"]
-
-
 _CACHE_BYTES = 2**24
 """More than the caches that a core has for itself, and than its part of those that it shares."""
 

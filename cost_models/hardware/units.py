@@ -7,8 +7,6 @@ import re
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError
 
-__all__ = ["enough_bytes", "format_bytes", "format_flops", "format_seconds", "parse_bytes"]
-
 _FACTORS = {
     "b": 1,
     **{f"{prefix.lower()}b": 1000 ** (power + 1) for power, prefix in enumerate("KMGT")},

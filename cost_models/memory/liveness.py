@@ -19,8 +19,6 @@ from passes.graph.aliasing import memory_keys
 from passes.graph.symbolic_sizes import size_at
 from passes.ir.graph import ModelGraph
 
-__all__ = ["forward_peak", "given_bytes", "step_peak"]
-
 
 def given_bytes(graph: ModelGraph) -> int:
     """Return the bytes of inputs and parameters, which are held throughout."""

@@ -9,8 +9,6 @@ import torch
 
 from passes.ir.errors import ConfigError, did_you_mean
 
-__all__ = ["OPTIMIZER_STATES", "optimizer_states", "training_bytes"]
-
 OPTIMIZER_STATES: Mapping[str, int] = MappingProxyType(
     {
         "none": 0,

@@ -12,8 +12,6 @@ import torch
 from passes.ir.tensor_spec import TensorSpec
 from passes.rules.call import Call
 
-__all__ = ["arguments_with", "at_numbers"]
-
 
 def arguments_with(call: Call, tensor: Callable[[str, TensorSpec], Any], device: torch.device) -> dict[str, Any]:
     """Parameter -> argument with tensors and devices replaced, to run the call.

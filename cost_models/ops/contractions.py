@@ -26,19 +26,6 @@ from passes.rules.call import Call
 from passes.rules.loops import Dimension, Loops
 from passes.rules.registry import loops_of_call
 
-__all__ = [
-    "Products",
-    "as_attention",
-    "attention",
-    "attention_gradients",
-    "cell",
-    "contraction",
-    "input_gradient",
-    "layers",
-    "operand_gradients",
-    "weight_gradients",
-]
-
 aten = torch.ops.aten
 
 

@@ -34,18 +34,6 @@ from passes.ir.torch_private import OpOverload
 from passes.rules.call import Call, tensors_in
 from passes.rules.registry import loops_of_call
 
-__all__ = [
-    "OperationCost",
-    "Recomputation",
-    "call_of_node",
-    "call_work",
-    "forward_work",
-    "line_of",
-    "node_work",
-    "operation_cost",
-    "tensor_shapes",
-]
-
 aten = torch.ops.aten
 
 

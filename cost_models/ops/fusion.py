@@ -26,8 +26,6 @@ from cost_models.ops.work import Work
 from passes.graph.schemas import packet
 from passes.ir.tensor_spec import Size
 
-__all__ = ["Fusion", "fused"]
-
 aten = torch.ops.aten
 
 Fusion = Literal["none", "hand", "compiled"]

@@ -17,8 +17,6 @@ from cost_models.ops.work import Family
 from passes.graph.schemas import packet
 from passes.rules.call import Call
 
-__all__ = ["gradient_order"]
-
 _APART: Collection[Family] = ("pointwise", "matrix product")
 """Families of operators whose backward has a kernel for each gradient."""
 

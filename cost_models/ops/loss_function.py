@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["copies_in_loss"]
-
 _COPIES = 3
 """Logarithms of probabilities, their gradient, and that of the results, all alive at once."""
 

@@ -28,8 +28,6 @@ from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 from passes.spmd.decompose.attention_block import attention_block, attention_block_backward
 
-__all__ = ["OPERATIONS", "Operation"]
-
 aten = torch.ops.aten
 
 

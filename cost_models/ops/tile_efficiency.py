@@ -22,8 +22,6 @@ import torch
 from cost_models.hardware.clusters import Device
 from cost_models.ops.work import Product
 
-__all__ = ["product_time"]
-
 _SPLITS = (1, 2, 4, 8, 16, 32)
 """Into how many parts a sum may be cut."""
 

@@ -17,8 +17,6 @@ from cost_models.ops.call import at_numbers
 from passes.ir.tensor_spec import Size
 from passes.rules.call import Call
 
-__all__ = ["NO_WORK", "Family", "Gradients", "Half", "Product", "Values", "Work", "flops_of"]
-
 Family = Literal["matrix product", "convolution", "attention", "recurrent", "normalisation", "reduction", "pointwise", "movement", "other"]
 """Operations whose kernels are alike: what an efficiency is known for."""
 

@@ -13,8 +13,6 @@ from passes.ir.arguments.conform import conform
 from passes.ir.errors import ConfigError
 from passes.rules.call import Call
 
-__all__ = ["MeasurementStore"]
-
 _TABLE = """
 CREATE TABLE IF NOT EXISTS operation_times (
     machine TEXT NOT NULL, call TEXT NOT NULL, seconds REAL, measured_at REAL NOT NULL, PRIMARY KEY (machine, call)

@@ -22,8 +22,6 @@ from time import monotonic
 
 from passes.rules.call import Call
 
-__all__ = ["Paces"]
-
 _LENGTH = 16
 """Samples of a stretch, at most: a second or two of timing."""
 

@@ -32,9 +32,6 @@ from passes.ir.torch_private import FakeTensorMode, OpOverload
 from passes.rules.call import Call
 from passes.stages.split import StageGraph
 
-__all__ = ["Kernels", "kernels_of"]
-
-
 Kernels: TypeAlias = Mapping[Half, tuple[Call, ...]]
 """For each part of a call the calls that it becomes."""
 

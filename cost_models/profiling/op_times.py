@@ -34,8 +34,6 @@ from passes.ir.arguments.checked import checked_arguments, read_by
 from passes.ir.tensor_spec import TensorSpec
 from passes.rules.call import Call, tensors_in
 
-__all__ = ["Calibrated", "MeasuredCosts", "Rates", "Sample", "fitted", "measure_call"]
-
 
 class MeasuredCosts:
     """Times measured on this machine.

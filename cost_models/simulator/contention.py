@@ -19,8 +19,6 @@ from cost_models.cost_model import CostModel
 from cost_models.hardware.clusters import Cluster
 from cost_models.simulator.tasks import Transfer
 
-__all__ = ["Passage", "Passages"]
-
 
 @dataclass(frozen=True)
 class Passage:

@@ -26,8 +26,6 @@ from cost_models.simulator.storages import Storage
 from cost_models.simulator.tasks import Rise, Step, Transfer
 from passes.ir.errors import VerificationError
 
-__all__ = ["Change", "RankRun", "Slice", "run_ranks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from cost_models.simulator.events import Change, RankRun
 from cost_models.simulator.storages import CATEGORIES, Storage
 
-__all__ = ["Alive", "DeviceMemory", "MemoryCurve", "memory_of"]
-
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 _ACTION = re.compile(r"\d+[FBIW]\d+")
 _SHOWN = 40

@@ -10,8 +10,6 @@ from cost_models.simulator.storages import Held
 from passes.ir.comm import primitives as communication
 from passes.ir.comm.index_ranges import largest_message
 
-__all__ = ["copied_bytes", "moved_bytes"]
-
 
 def moved_bytes(
     function: Callable[..., Any],

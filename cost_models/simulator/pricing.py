@@ -33,8 +33,6 @@ from passes.ir.torch_private import OpOverload
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 from passes.rules.call import Call
 
-__all__ = ["NodePrices", "is_mask", "is_part_of_mask", "share_taken"]
-
 
 class NodePrices:
     """Prices nodes on one device; equal calls are priced once.

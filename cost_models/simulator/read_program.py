@@ -41,9 +41,6 @@ from passes.ir.schedule import Action, ActionKind
 from passes.ir.tensor_spec import Size
 from passes.verify.abstract_interpreter import UNKNOWN, AbstractInterpreter
 
-__all__ = ["RankWork", "Templates", "gradient_nodes", "passed_on", "read_program"]
-
-
 Templates: TypeAlias = dict[Any, tuple[int, StageTemplate]]
 """Stages that were read, and by which rank."""
 

@@ -27,8 +27,6 @@ from passes.ir.program import StageCall
 from passes.ir.torch_private import OpOverload
 from passes.verify.abstract_interpreter import UNKNOWN
 
-__all__ = ["Arguments", "Given", "GraphReader", "Group", "StageTemplate", "read_stage", "template_of"]
-
 aten = torch.ops.aten
 
 _COPIES = frozenset({aten.clone, aten._to_copy})  # noqa: SLF001  the operator's own name

@@ -11,8 +11,6 @@ from cost_models.simulator.storages import CATEGORIES
 from cost_models.simulator.timeline import Timeline
 from passes.ir.mesh import rank_numbers
 
-__all__ = ["Simulation"]
-
 
 @dataclass(frozen=True)
 class Simulation:

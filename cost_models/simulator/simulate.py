@@ -29,8 +29,6 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.mesh import Mesh
 from passes.ir.program import Program
 
-__all__ = ["Representatives", "simulate_programs"]
-
 Group: TypeAlias = tuple[int, ...]
 Pair: TypeAlias = tuple[int, int]
 

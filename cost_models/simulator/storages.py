@@ -14,8 +14,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["CATEGORIES", "Category", "Held", "Storage", "leaves_of", "storages_of"]
-
 Category = Literal["parameters", "gradients", "optimizer", "activations", "communication"]
 """Category of memory."""
 

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from cost_models.simulator.storages import CATEGORIES, Storage
 
-__all__ = ["Rise", "Step", "Transfer", "combine_storages", "merge_compute_steps"]
-
 _INDEX = {category: index for index, category in enumerate(CATEGORIES)}
 
 

@@ -26,8 +26,6 @@ from cost_models.svg import Colour, document, palette
 from cost_models.text_files import write_text
 from passes.ir.arguments.checked import checked_arguments
 
-__all__ = ["Timeline"]
-
 _MICRO = 1e6
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["CODES", "FORMATS", "STANDARD_OUTPUT", "Commands", "add_command", "add_json", "numbers"]
-
 Commands = Any
 """The private type of the result of ``argparse.ArgumentParser.add_subparsers``."""
 

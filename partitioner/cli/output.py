@@ -10,8 +10,6 @@ from typing import Any
 from cost_models.text_files import write_text
 from partitioner.cli.options import STANDARD_OUTPUT
 
-__all__ = ["say", "write_json"]
-
 
 def write_json(arguments: argparse.Namespace, what: str, value: Any) -> None:
     """Write a result where ``--json`` says: to a file, to standard output, or not at all.

@@ -11,8 +11,6 @@ from partitioner.cli.options import CODES, FORMATS, Commands, add_command, add_j
 from partitioner.cli.partition_options import add_partition_options
 from passes.ir.errors import ConfigError, did_you_mean
 
-__all__ = ["command_parser", "option_flags"]
-
 
 def option_flags(help_text: str) -> list[str]:
     """Return the options that the help of a command lists."""

@@ -20,8 +20,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.mesh import pipelines
 from passes.ir.plan import Plan
 
-__all__ = ["check", "inspect", "plan", "simulate"]
-
 _BESIDE_PLAN = ("devices", "training", "optimizer", "precision", "inputs", "batch_dims", "progress")
 """Options that may be given beside ``--plan``; all others decide something that the plan decides already."""
 

@@ -25,17 +25,6 @@ from typing import Any
 from partitioner.options.mode import mode_text, parse_mode
 from passes.ir.errors import ConfigError
 
-__all__ = [
-    "NOT_IN_TEXT",
-    "Keyword",
-    "add_partition_options",
-    "constraint_keywords",
-    "flags_of",
-    "given_constraints",
-    "given_options",
-    "keywords",
-]
-
 NOT_IN_TEXT: Mapping[str, str] = MappingProxyType(
     {
         "model": "the factory returns it",

@@ -15,8 +15,6 @@ from typing import TextIO
 from partitioner.cli.parser import command_parser, option_flags
 from passes.ir.errors import ConfigError, PartitionError, PartitionWarning, did_you_mean
 
-__all__ = ["EXIT_CODES", "main"]
-
 EXIT_CODES = {"worked": 0, "found against it": 1, "wrong request": 2, "defect": 3, "interrupted": 130}
 """Exit code of the process by outcome, for scripts."""
 

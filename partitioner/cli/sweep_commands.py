@@ -14,8 +14,6 @@ from partitioner.experiments.run.sweep import sweep
 from partitioner.experiments.run.sweep_file import read_sweep
 from passes.ir.errors import ConfigError
 
-__all__ = ["report", "run_sweep"]
-
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Run the sweep of a file; options of the command line override those of the file."""

@@ -11,8 +11,6 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-__all__ = ["check_shadowed_packages"]
-
 _FOLDER = Path(__file__).resolve().parents[2]
 """Has the three packages beside each other, installed or in a checkout."""
 

@@ -32,8 +32,6 @@ from passes.ir.graph import Input, ModelGraph, Output, Result, without_autocast
 from passes.ir.program import at_batch
 from passes.ir.torch_private import pytree
 
-__all__ = ["Calls"]
-
 _AUTOCAST = ("cpu", "cuda")
 
 

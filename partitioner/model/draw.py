@@ -21,8 +21,6 @@ from partitioner.reports.pictures.partition_diagram import partition_diagram
 from passes.ir.arguments.checked import at_least, checked_arguments
 from passes.ir.errors import ConfigError
 
-__all__ = ["Drawing", "WeightDrawing", "draw", "draw_weight"]
-
 
 @dataclass(frozen=True)
 class Drawing:

@@ -35,8 +35,6 @@ from passes.emit.programs import LossReduction
 from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import TraceError
 
-__all__ = ["PartitionedModel"]
-
 
 class PartitionedModel(InspectedModel):
     """A model whose layers run on several devices; returned by ``partition``.

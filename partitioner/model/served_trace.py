@@ -13,8 +13,6 @@ from partitioner.runtime.arguments import BoundInputs
 from partitioner.specialize.request import Request
 from partitioner.specialize.trace import Trace
 
-__all__ = ["ServedTrace"]
-
 
 @dataclass(eq=False)
 class ServedTrace:

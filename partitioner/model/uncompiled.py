@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["call_uncompiled"]
-
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="a partitioned model runs programs of several ranks: compile around it without fullgraph=True"

@@ -19,8 +19,6 @@ from partitioner.schedules.registered import read_schedule
 from passes.ir.arguments.checked import Rule, at_least, each_of, one_of, positive, read_by
 from passes.ir.plan import BATCHNORM, OBJECTIVES, RECOMPUTE
 
-__all__ = ["EXAMPLES", "VALUES", "positional", "read_cluster"]
-
 
 def read_cluster(cluster: Cluster | str | None) -> Cluster | None:
     """Return the hardware of ``cluster=``, from its name if it is one."""

@@ -18,8 +18,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, Mesh
 from passes.ir.torch_private import pytree
 
-__all__ = ["Inputs", "RowParts"]
-
 Inputs = Literal["global", "local"]
 """Whether each process passes the whole batch under torchrun, or its own rows."""
 

@@ -12,8 +12,6 @@ from passes.ir.errors import ConfigError, PartitionWarning, Place, first_few, le
 from passes.ir.graph import ModelGraph, RowMixing
 from passes.ir.plan import Plan
 
-__all__ = ["check_values_per_channel", "first_names", "microbatch_effects", "warn_of_microbatches", "why_uncut"]
-
 _REMEDY = (
     "n_microbatches=1 gives the unpartitioned model's numbers; the planner chooses it when n_microbatches and "
     'batchnorm="local" are left out'

@@ -14,8 +14,6 @@ from cost_models.profiling.op_times import Calibrated, MeasuredCosts
 from passes.ir.arguments.conform import conform
 from passes.ir.errors import ConfigError
 
-__all__ = ["CheckedCosts", "checked_costs"]
-
 
 class CheckedCosts:
     """Asks another cost model and checks each answer.

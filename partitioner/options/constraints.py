@@ -18,8 +18,6 @@ from passes.ir.errors import PartitionWarning, first_few, level_of_caller
 from passes.ir.mesh import SEQUENCE, TILE
 from passes.ir.plan import ATTENTION
 
-__all__ = ["TENSOR", "Constraints", "pattern_expression"]
-
 TENSOR = "tensor"
 """The mesh dimension of the patterns of ``tp_plan``."""
 

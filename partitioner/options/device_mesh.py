@@ -17,8 +17,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, TILE, TILES, Mesh
 from passes.ir.plan import Plan
 
-__all__ = ["check_plan_on", "mode_on", "processes_of"]
-
 _Mode = str | Mapping[str, int | Sequence[int]]
 
 

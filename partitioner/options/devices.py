@@ -16,8 +16,6 @@ from partitioner.options.mode import ranks_of_mesh
 from passes.ir.errors import ConfigError
 from passes.ir.plan import Plan
 
-__all__ = ["DevicesArgument", "Placement", "hardware_of", "implied_devices", "resolve_devices"]
-
 DevicesArgument = int | Sequence[str | torch.device] | Cluster | DeviceMesh | None
 """The types of ``devices=``."""
 

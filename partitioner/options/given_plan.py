@@ -24,8 +24,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import TILE, TILES, Mesh
 from passes.ir.plan import BATCHNORM, OBJECTIVES, Plan
 
-__all__ = ["check_fits", "check_options", "plan_on"]
-
 _REMEDY = "make the plan again, or correct the entry"
 
 

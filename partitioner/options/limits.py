@@ -12,8 +12,6 @@ from passes.ir.mesh import rank_list
 from passes.ir.plan import Plan
 from passes.stages.split import stage_of_nodes
 
-__all__ = ["check_shared_stages", "check_stage_degrees", "shared_by_unlike_stages", "written_buffers"]
-
 
 def written_buffers(graph: ModelGraph) -> dict[fx.Node, list[str]]:
     """Return node -> the buffers that it writes, for writes that depend on the rows of a batch, such as running statistics."""

@@ -19,21 +19,6 @@ from typing import Any
 from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.mesh import DIMENSIONS, STAGES, STORED, TILE, TILES, WIDTH, Mesh
 
-__all__ = [
-    "REST",
-    "SHORT_NAMES",
-    "dimension_named",
-    "dimension_sizes",
-    "dimensions_of_one",
-    "mode_text",
-    "parse_mode",
-    "ranks_of_mesh",
-    "ranks_of_stages",
-    "resolve_mode",
-    "sequential_tiles",
-    "without_rest",
-]
-
 SHORT_NAMES = {
     "dp": "data",
     "pp": "pipeline",

@@ -26,8 +26,6 @@ from passes.ir.mesh import STAGES, Mesh
 from passes.ir.plan import REDUCE_DTYPES
 from passes.ir.torch_private import pytree
 
-__all__ = ["autocast_of", "check_scaler", "converted_inputs", "converted_model", "read_reduce_dtype", "true_dtype"]
-
 TRUE = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 """Precision -> dtype to which parameters and all floating-point inputs are converted."""
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Progress", "ProgressBar"]
-
 
 class _Line:
     """A line of the error stream that is overwritten.

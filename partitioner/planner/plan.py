@@ -28,8 +28,6 @@ from passes.ir.mesh import Mesh, ranks_at_places
 from passes.ir.plan import Plan
 from passes.normalize.loss_alone import own_loss
 
-__all__ = ["PlanProblem"]
-
 _FOR_SIMULATIONS = 0.3
 """Fraction of a time limit that a search over all meshes leaves for the simulations of its best plans."""
 

@@ -18,8 +18,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import OBJECTIVES
 
-__all__ = ["PlanRequest", "recompute_fields"]
-
 
 @dataclass(frozen=True)
 class PlanRequest:

@@ -39,8 +39,6 @@ from passes.tiling.backward import differentiate_tiles, tiles_requiring_gradient
 from passes.tiling.peak_memory import stream_size
 from passes.tiling.rewrite import grid_over, tiled_graph
 
-__all__ = ["plan_stream"]
-
 
 def plan_stream(
     graph: ModelGraph, tiles: int | Sequence[int], cluster: Cluster, request: PlanRequest, cost_model: CostModel | None = None

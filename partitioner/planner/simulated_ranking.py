@@ -22,8 +22,6 @@ from partitioner.planner.search.describe import compared
 from passes.ir.errors import PartitionError
 from passes.ir.plan import Contender, Plan
 
-__all__ = ["MOST_SIMULATED", "Simulated", "fastest_simulated"]
-
 Simulated: TypeAlias = Callable[[Plan], Simulation]
 """Simulates the step of a plan; raises PartitionError if it cannot be lowered."""
 

@@ -25,8 +25,6 @@ from passes.ir.mesh import ROWS, Mesh
 from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
 
-__all__ = ["cost_formula"]
-
 
 def cost_formula(model: Explained, cluster: Cluster, optimizer: str) -> StepFormula:
     """Return the formulas of a plan.

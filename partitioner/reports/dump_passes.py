@@ -28,8 +28,6 @@ from passes.ir.plan import Plan
 from passes.normalize.order import ExportedGraph
 from passes.pipeline import Lowered, Lowerer, Target
 
-__all__ = ["dump_passes"]
-
 
 def dump_passes(folder: Path, trace: Callable[[], ModelGraph], plan: Plan, target: Target) -> None:
     """Trace and lower a model once more, and write the graph, or the programs, after each phase.

@@ -6,8 +6,6 @@ import itertools
 import re
 from collections.abc import Sequence
 
-__all__ = ["module_range", "short_name"]
-
 _NUMBERED = re.compile(r"(.*?)(\d+)$")
 _BLOCK = re.compile(r"[^.]+(\.[^.]+)*?\.\d+(?=\.|$)")
 """The path of the outermost module with a number."""

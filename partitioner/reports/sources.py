@@ -25,8 +25,6 @@ from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import Block
 from passes.verify.value_specs import ValueSpecs, describe_values
 
-__all__ = ["MANY_NODES", "MANY_RANKS", "Blocks", "Explained", "InspectedPrograms", "RankClass"]
-
 MANY_RANKS = 16
 """Above so many ranks, reports read one program for each class of equal ranks: programs of all take long."""
 

@@ -23,22 +23,6 @@ from passes.ir.program import at_batch
 from passes.ir.torch_private import has_tangent, pytree
 from passes.normalize.randomness.draw_order import memory_order
 
-__all__ = [
-    "BoundInputs",
-    "GivenInputs",
-    "as_traced",
-    "bind_inputs",
-    "check_shapes",
-    "check_target",
-    "given_inputs",
-    "is_as_traced",
-    "may_be_traced",
-    "missing_inputs",
-    "refuse_tangents",
-    "reorder_keywords",
-    "values_on",
-]
-
 
 @dataclass(frozen=True)
 class BoundInputs:

@@ -13,8 +13,6 @@ from partitioner.runtime.collectives.transfers import Exchanged, Transfer
 from partitioner.runtime.executor import ProgramSet
 from partitioner.runtime.process.groups import Members
 
-__all__ = ["Runtime"]
-
 
 class Runtime(Protocol):
     """Runs programs. ``partitioner.runtime.embedded`` has all ranks here, ``partitioner.runtime.torchrun`` one."""

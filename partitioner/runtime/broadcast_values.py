@@ -13,8 +13,6 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import level_of_caller
 
-__all__ = ["broadcast_values"]
-
 _SAMPLED = 64
 """Number of elements of a tensor that its digest contains one by one; all others enter as the sum of their bits."""
 

@@ -27,8 +27,6 @@ from passes.ir.comm.primitives import Operation
 from passes.ir.errors import CommunicationError
 from passes.ir.mesh import rank_list
 
-__all__ = ["EmbeddedRuntime"]
-
 
 @dataclass(frozen=True)
 class _Receive:

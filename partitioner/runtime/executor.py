@@ -57,10 +57,8 @@ from passes.ir.comm.primitives import COMMUNICATION, draw_alike, share_random_st
 from passes.ir.errors import ConfigError
 from passes.ir.program import Program, StageCall
 
-__all__ = ["BINDINGS", "Executable", "ProgramSet", "quick_call", "raise_with_place"]
-
-
 Run = Generator[Any, None, Any]
+"""A running program: yields at each message that it waits for, and returns its results."""
 
 
 class Executable:

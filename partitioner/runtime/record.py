@@ -20,8 +20,6 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.recording.recorder import Recorder, recording
 from passes.ir.errors import ConfigError
 
-__all__ = ["Recording", "record"]
-
 
 class Recording:
     """The timeline of all ranks inside ``pm.record()``. Under torchrun all processes leave the block together."""

@@ -20,8 +20,6 @@ from __future__ import annotations
 from partitioner.schedules.kind import ScheduleKind
 from partitioner.schedules.pattern import Move, Rank, on, v_shaped
 
-__all__ = ["DUALPIPE_V", "dualpipe_v"]
-
 
 def dualpipe_v(rank: Rank) -> list[Move]:
     """Alternate forwards of one stage with backwards of the other; only the first and the last backwards are split."""

@@ -12,8 +12,6 @@ import dataclasses
 
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["forwards_first", "in_sweeps"]
-
 
 def forwards_first(schedule: Schedule) -> Schedule:
     """Return the schedule with each rank's forwards in front; the order among forwards, and among other actions, stays.

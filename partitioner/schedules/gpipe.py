@@ -14,8 +14,6 @@ from __future__ import annotations
 from partitioner.schedules.kind import InFlight, ScheduleKind
 from partitioner.schedules.pattern import Move, Rank, looped, on
 
-__all__ = ["GPIPE", "gpipe"]
-
 
 def gpipe(rank: Rank) -> list[Move]:
     """Run all forwards, then all backwards."""

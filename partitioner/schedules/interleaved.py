@@ -20,8 +20,6 @@ from partitioner.schedules.kind import ScheduleKind
 from partitioner.schedules.one_f_one_b import alternate, one_f_one_b
 from partitioner.schedules.pattern import Move, Rank, looped, on
 
-__all__ = ["INTERLEAVED", "interleaved"]
-
 
 def interleaved(rank: Rank) -> list[Move]:
     """Run microbatches in groups of R: each group passes the rank's stages one after the other, backwards in the opposite order.

@@ -15,8 +15,6 @@ from partitioner.schedules.pattern import Move, Rank, numbered, v_shaped
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["MOST_FORWARDS", "Awaiting", "InFlight", "ScheduleKind", "check_forwards", "in_flight_while_awaiting", "peak_in_flight"]
-
 
 class InFlight(NamedTuple):
     """For each stage, the microbatches in flight if each rank has one stage.

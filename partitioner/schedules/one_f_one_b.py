@@ -19,8 +19,6 @@ from itertools import chain, zip_longest
 from partitioner.schedules.kind import InFlight, ScheduleKind
 from partitioner.schedules.pattern import Move, Rank, looped, on
 
-__all__ = ["ONE_F_ONE_B", "alternate", "one_f_one_b"]
-
 
 def one_f_one_b(rank: Rank) -> list[Move]:
     """Run as many forwards as ranks come after, then one forward, one backward alternately, then the backwards that are left."""

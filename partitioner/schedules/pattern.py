@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from passes.ir.schedule import Action, ActionKind
 
-__all__ = ["Move", "Rank", "looped", "numbered", "on", "v_shaped"]
-
 Move = tuple[int, ActionKind]
 """A stage and what it computes."""
 

@@ -21,8 +21,6 @@ from passes.ir.arguments.checked import at_least, checked_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["microbatches_of", "read_schedule", "register_schedule"]
-
 ScheduleFunction = Callable[[int, int], Schedule]
 """A function of stages and microbatches."""
 

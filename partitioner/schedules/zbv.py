@@ -17,8 +17,6 @@ from __future__ import annotations
 from partitioner.schedules.kind import ScheduleKind
 from partitioner.schedules.pattern import Move, Rank, on, v_shaped
 
-__all__ = ["ZBV", "zbv"]
-
 
 def zbv(rank: Rank) -> list[Move]:
     """Fill up to 2R activations, keep them at 2R, drain input gradients first."""

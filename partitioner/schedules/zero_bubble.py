@@ -18,8 +18,6 @@ from partitioner.schedules.kind import InFlight, ScheduleKind
 from partitioner.schedules.one_f_one_b import alternate
 from partitioner.schedules.pattern import Move, Rank, looped, on
 
-__all__ = ["ZERO_BUBBLE", "zero_bubble"]
-
 
 def zero_bubble(rank: Rank) -> list[Move]:
     """Run forwards and input gradients as 1F1B; the weight gradients stay as many microbatches late as ranks come before."""

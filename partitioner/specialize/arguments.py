@@ -32,8 +32,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import pytree
 
-__all__ = ["TracedArguments"]
-
 _NONE = "none"
 """The text on which ranks agree where no input requires a gradient."""
 

@@ -23,8 +23,6 @@ from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
 from passes.normalize.autocast.operation_lists import traced_in
 
-__all__ = ["decides", "refuse_changes"]
-
 
 def decides(graph: ModelGraph) -> bool:
     """Return whether state besides arguments and parameters decides what a trace computes, so that each call must check it."""

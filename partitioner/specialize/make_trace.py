@@ -37,20 +37,6 @@ from passes.ir.torch_private import tree_flatten, tree_leaves, tree_unflatten
 from passes.normalize.specialize_batch import fixed_for
 from passes.spmd.shard_stages import StoredLayouts
 
-__all__ = [
-    "example_of",
-    "first_trace",
-    "modes_after_train",
-    "modes_of",
-    "modes_of_trace",
-    "requiring_in_trace",
-    "trace_for",
-    "trace_of_graph",
-    "trace_of_sizes",
-    "traced",
-    "with_requiring",
-]
-
 
 def example_of(trace: Trace) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the arguments that a model was traced with."""

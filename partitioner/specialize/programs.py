@@ -22,8 +22,6 @@ from passes.ir.graph import ModelGraph, Results
 from passes.ir.plan import Plan
 from passes.normalize.loss_alone import results_in_parts, results_of_step
 
-__all__ = ["Programs", "Tensors", "first_variant", "results_in_training", "variant_for"]
-
 
 def results_in_training(graph: ModelGraph) -> Results:
     """Return the form of results in training: ``"rows"`` if an output is a mean or sum, else ``"whole"`` if one is mixed, else ``"loss"``.

@@ -11,8 +11,6 @@ from passes.emit.programs import LossForm
 from passes.ir.graph import Results
 from passes.pipeline import Kind
 
-__all__ = ["Request", "Variant"]
-
 
 @dataclass(frozen=True)
 class Variant:

@@ -26,8 +26,6 @@ from passes.spmd.shard_stages import StagedCut, StoredLayouts
 from passes.spmd.shards import Block
 from passes.stages.split import read_by_one_stage
 
-__all__ = ["PlanCuts"]
-
 
 class PlanCuts:
     """The cuts of a model by a plan, each made when first asked for.

@@ -22,8 +22,6 @@ from passes.ir.schedule import Schedule
 from passes.pipeline import Lowerer, Target, values_requiring_gradient
 from passes.spmd.shard_stages import StagedCut
 
-__all__ = ["ShardedModel", "representatives_of", "schedule_of_step"]
-
 
 class ShardedModel:
     """One traced graph, sharded by a plan for one kind of batch.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from passes.ir.torch_private import forward_ad_level, tree_flatten
 
-__all__ = ["Call", "Signature", "call_of", "kind_of"]
-
 _PLAIN = (bool, int, str, type(None))
 """Types of values that are equal if their type and ``==`` say so."""
 

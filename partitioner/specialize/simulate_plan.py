@@ -39,8 +39,6 @@ from passes.normalize.loss_alone import results_of_step
 from passes.normalize.specialize_batch import fix_batch
 from passes.pipeline import Lowered, Lowerer, Target, values_requiring_gradient
 
-__all__ = ["Timed", "Traced", "is_inlined", "is_uniform", "simulate_plan", "simulate_timed", "timed_programs"]
-
 _MOST_NODES = 100_000
 """Programs with more nodes are simulated by representatives, whose stages stay calls."""
 

@@ -26,8 +26,6 @@ from partitioner.tracing.restore import Structure
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.plan import Plan
 
-__all__ = ["Assumptions", "Trace", "Tracing"]
-
 _Report = TypeVar("_Report")
 
 

@@ -35,8 +35,6 @@ from passes.ir.errors import ConfigError, PartitionWarning, TraceError, level_of
 from passes.ir.graph import Autocast, Input
 from passes.ir.torch_private import pytree
 
-__all__ = ["Match", "Served", "Traces"]
-
 _Modes = tuple[bool, ...]
 
 _TRACES_ANNOUNCED = 8

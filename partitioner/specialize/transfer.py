@@ -35,8 +35,6 @@ from passes.ir.plan import Plan, Stage
 from passes.spmd.shard_stages import StagedCut, StoredLayouts, StoredShards
 from passes.stages.split import stage_of_nodes
 
-__all__ = ["held_by_stage", "positions_of", "stages_where_held", "stored_as_in", "transferred_plan"]
-
 _Key = tuple[str, str, int]
 """Module path, operation, number of equal calls before."""
 

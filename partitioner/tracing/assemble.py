@@ -26,8 +26,6 @@ from passes.ir.torch_private import OpOverload, is_wrapped
 from passes.normalize.order import ExportedGraph, Normalizer
 from passes.normalize.randomness.draw_order import draws, memory_order
 
-__all__ = ["Assembly", "Lifted", "assemble", "read_signature", "refuse_learned_constants"]
-
 aten = torch.ops.aten
 
 

@@ -20,17 +20,6 @@ from passes.graph.provenance import place_of
 from passes.graph.schemas import bound_arguments, packet
 from passes.ir.errors import Place, TraceError
 
-__all__ = [
-    "checks_distribution",
-    "depends_on_sizes",
-    "refuse_data_dependent",
-    "refuse_mixed_products",
-    "refuse_sparse",
-    "refuse_unplaceable",
-    "trace_error",
-    "why_fixed",
-]
-
 
 @dataclass(frozen=True)
 class _Kind:

@@ -16,8 +16,6 @@ from passes.graph.provenance import checkpoint_of
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import WEIGHTED, Combine, ModelGraph, Output
 
-__all__ = ["REPEATED_WRITES", "add_outputs"]
-
 REPEATED_WRITES = (
     "is written under torch.utils.checkpoint: PyTorch may write it twice in a training step, forward and when it computes the region "
     "again; the programs write it once. To have the model do so, leave the checkpoint out and pass recompute="

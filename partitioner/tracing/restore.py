@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["OF_EVERY_MODULE", "Structure", "own_attributes", "preserve"]
-
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Attributes in which ``nn.Module`` keeps its own state."""
 

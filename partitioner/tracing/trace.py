@@ -24,8 +24,6 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import TraceError
 from passes.ir.graph import Attribute, Autocast, ModelGraph
 
-__all__ = ["Opened", "Source", "open_trace", "source_of", "trace", "trace_source"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Source:

@@ -29,8 +29,6 @@ from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast, Input, ModelGraph
 from passes.ir.program import at_batch
 
-__all__ = ["TracedModel", "trace_model"]
-
 _OPEN_AT_FIRST = ("length", "samples")
 """Kinds of sizes that the first trace leaves open. Each takes time to trace: images of another size get a second trace.
 

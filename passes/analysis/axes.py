@@ -34,8 +34,6 @@ from passes.rules.ops.fused_heads import FusedHeads, loops_of_fused_heads
 from passes.rules.registry import loops_of
 from passes.rules.window import Window
 
-__all__ = ["Axes", "TensorAxes", "find_axes", "is_item", "returned_values"]
-
 TensorAxes = tuple[tuple[int, ...], ...]
 """For each dimension of a tensor its axes, outermost first."""
 

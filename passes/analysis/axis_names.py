@@ -24,8 +24,6 @@ from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.graph import ModelGraph
 from passes.ir.layout import BATCH, SPACE
 
-__all__ = ["axes_named", "axis_names", "batch_axes", "beside_rows", "expert_axes", "has_axis", "head_axes", "short_names", "space_axes"]
-
 _BY_ROLE = (
     *((role, role) for role in SPACE),
     ("vocab", "vocab"),

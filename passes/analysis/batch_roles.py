@@ -32,8 +32,6 @@ from passes.rules.call import Call, Operand
 from passes.rules.loops import Dimension, LocalCall, Loops
 from passes.rules.registry import loops_of_call
 
-__all__ = ["Mixed", "Role", "Roles", "RowNumbers", "Rows", "Same", "Total", "batch_dimension", "roles_by_rule"]
-
 aten = torch.ops.aten
 
 

@@ -29,8 +29,6 @@ from passes.rules.ops.channel_statistics import channel_statistics
 from passes.rules.registry import rule_of
 from passes.rules.tables import RESHAPES
 
-__all__ = ["EXCEPTIONS", "BatchFlow", "combination", "follow_batch", "result_roles"]
-
 aten = torch.ops.aten
 
 

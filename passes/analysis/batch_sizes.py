@@ -23,8 +23,6 @@ from passes.ir.tensor_spec import TensorSpec
 from passes.ir.torch_private import tree_leaves
 from passes.rules.call import Call, Operand, call_of
 
-__all__ = ["FittedSizes", "OpenSizes", "Sizes", "depends_on", "pair_nodes"]
-
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

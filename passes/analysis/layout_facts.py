@@ -18,8 +18,6 @@ from passes.graph.dependencies import may_require_gradient
 from passes.graph.symbolic_sizes import ValueBytes
 from passes.ir.graph import ModelGraph
 
-__all__ = ["LayoutFacts"]
-
 
 @dataclass(frozen=True, eq=False)
 class LayoutFacts:

@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-__all__ = ["Lifetime", "held_at", "lifetimes"]
-
 Key = TypeVar("Key")
 
 

@@ -20,8 +20,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, Mesh
 from passes.rules.ops.fused_heads import find_fused_heads
 
-__all__ = ["find_axes_to_cut", "merge_short_axes"]
-
 
 def find_axes_to_cut(graph: ModelGraph, mesh: Mesh) -> Axes:
     """Return the axes of a model, with short ones merged so that the mesh can shard them."""

@@ -13,8 +13,6 @@ from torch import Tensor, fx
 
 from passes.analysis.axes import Axes
 
-__all__ = ["summed_together"]
-
 
 def summed_together(graph: fx.Graph, axes: Axes) -> frozenset[str]:
     """Return the names of values that add several partial sums, and of those that reach such an addition through linear calls only."""

@@ -20,8 +20,6 @@ from passes.graph.dependencies import is_differentiable
 from passes.graph.schemas import is_deterministic, packet
 from passes.ir.graph import ModelGraph
 
-__all__ = ["read_by_replicable", "replicable_nodes"]
-
 aten = torch.ops.aten
 
 _CUTS_GRADIENT = frozenset(

@@ -27,8 +27,6 @@ from passes.ir.graph import ModelGraph
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.rules.ops.grouped_mm import grouped_mm
 
-__all__ = ["GROUP", "MATRICES", "Route", "find_routes", "has_rows_of"]
-
 MATRICES = 1
 """The place of the experts' matrices among the tensors of a ``grouped_mm``."""
 

@@ -14,8 +14,6 @@ from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 
-__all__ = ["takes_row_statistics", "values_per_channel"]
-
 aten = torch.ops.aten
 _BATCH_NORMS = (aten.batch_norm, aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm)
 

@@ -16,8 +16,6 @@ from passes.autograd.partition_joint import DifferentiatedStage
 from passes.graph.equivalence import TRACED, ValueKey, graph_key
 from passes.stages.split import StageGraph
 
-__all__ = ["form_of", "renamed"]
-
 _BOUND = ValueKey(strides=True, requires_grad=True)
 """Parameters, buffers and constants: they keep their strides, where the other inputs of a stage are contiguous."""
 

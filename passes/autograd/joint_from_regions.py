@@ -28,8 +28,6 @@ from passes.graph.canonicalize import simplify
 from passes.graph.fake_tensors import fake_mode
 from passes.stages.split import StageGraph
 
-__all__ = ["differentiate_regions", "tracked_outputs"]
-
 
 @dataclass(frozen=True)
 class _Values:

@@ -21,8 +21,6 @@ from passes.graph.symbolic_sizes import bytes_of
 from passes.ir.comm.functional import COLLECTIVES, all_gather, replicate, take, vary
 from passes.ir.mesh import GATHERED_AGAIN, GATHERED_ONCE
 
-__all__ = ["JointNodes", "computed_by"]
-
 aten = torch.ops.aten
 
 _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to

@@ -23,8 +23,6 @@ from torch import Tensor, fx
 from passes.graph.schemas import bound_arguments, call_with
 from passes.normalize.randomness.kernel_order import suggested_format
 
-__all__ = ["LAYOUT_SENSITIVE", "request_layouts"]
-
 aten = torch.ops.aten
 
 LAYOUT_SENSITIVE: Mapping[Any, tuple[str, ...]] = {

@@ -29,8 +29,6 @@ from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.schemas import draws
 from passes.ir.comm.functional import AGAIN, makes_memory
 
-__all__ = ["DifferentiatedStage", "split_backward"]
-
 aten = torch.ops.aten
 
 

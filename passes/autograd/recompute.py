@@ -32,8 +32,6 @@ from passes.ir.comm.functional import COLLECTIVES, all_gather, keep_first, local
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 from passes.spmd.decompose.ring_attention import RING_STATE
 
-__all__ = ["Recompute", "kept_values"]
-
 aten = torch.ops.aten
 
 Recompute: TypeAlias = Literal["none", "selective", "full", "by region"]

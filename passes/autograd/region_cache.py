@@ -24,8 +24,6 @@ from passes.graph.equivalence import LAID_OUT, graph_key
 from passes.graph.fake_tensors import fake_mode
 from passes.stages.split import StageGraph
 
-__all__ = ["RegionTemplate", "RegionTemplates"]
-
 
 @dataclass(frozen=True)
 class RegionTemplate:

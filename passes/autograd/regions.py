@@ -22,8 +22,6 @@ from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.repeated_subgraphs import longest_run, signatures
 from passes.stages.split import StageGraph
 
-__all__ = ["Region", "RegionStep", "region_module", "region_stage", "regions_of"]
-
 aten = torch.ops.aten
 
 _LEAST = 6

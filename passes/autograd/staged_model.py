@@ -15,8 +15,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan
 from passes.stages.split import StageGraph, split_stages
 
-__all__ = ["Differentiation", "SplitModel", "cut_stages", "reached_gradients"]
-
 
 @dataclass(frozen=True)
 class Differentiation:

@@ -32,8 +32,6 @@ from passes.ir.torch_private import make_fx, pytree, use_lazy_graph_module
 from passes.normalize.functional.functionalize import functionalize
 from passes.stages.split import StageGraph
 
-__all__ = ["Joint", "contiguous_like", "differentiate", "differentiate_from", "example_of", "returned_nodes"]
-
 _SOURCE = "from_node"
 """Key in ``meta`` under which PyTorch's interpreter records the source nodes of a traced one, the last that of the stage."""
 

@@ -26,8 +26,6 @@ from passes.graph.schemas import views_its_arguments, written_arguments
 from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["ALONE_BYTES", "BUNDLE_BYTES", "bytes_of_bundle", "coalesce_collectives", "is_held", "is_view"]
-
 BUNDLE_BYTES = 4 * 2**20
 """How many bytes a rank gives to coalesced scatters: about where a message stops being dominated by its latency."""
 

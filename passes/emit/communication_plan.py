@@ -16,8 +16,6 @@ from typing import Literal
 from passes.autograd.staged_model import SplitModel
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Item", "Message", "Script", "differentiated_outputs", "gradient_sources", "number_messages", "step_scripts", "sweep_scripts"]
-
 MessageKind = Literal["activation", "gradient", "output", "loss"]
 
 

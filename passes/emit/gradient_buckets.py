@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "gradient_buckets"]
-
 BUCKET_BYTES = 8 * 2**20
 """How large a message of gradients is at least. Measured on gloo: 25 MiB, as DistributedDataParallel has, leave too much for the end."""
 

@@ -39,8 +39,6 @@ from passes.ir.program import StageCall
 from passes.ir.schedule import Action, ActionKind
 from passes.tiling.steps import is_streamed
 
-__all__ = ["TIMES", "Inline", "communicates", "inline_stages", "inlined"]
-
 Inline: TypeAlias = Literal["all", "first", "none"]
 """Inlined calls of stages that communicate: all; of equal calls, which differ in the microbatch alone, the first; or none. Calls
 that communicate once a step are inlined in any case."""

@@ -31,8 +31,6 @@ from passes.ir.comm.functional import FOR_ALL, all_gather, all_reduce, makes_mem
 from passes.ir.mesh import GATHERED_ONCE, SCATTERED_ONCE
 from passes.stages.split import StageGraph
 
-__all__ = ["communicating_once"]
-
 aten = torch.ops.aten
 
 _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to

@@ -49,8 +49,6 @@ from passes.ir.comm.primitives import COLLECTIVES, COMMUNICATION, all_gather, al
 from passes.ir.schedule import Action, ActionKind
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["MOST_UNDER_WAY", "overlap_communication"]
-
 _REDUCTIONS = frozenset({all_reduce, reduce_scatter})
 
 MOST_UNDER_WAY = 2

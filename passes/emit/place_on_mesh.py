@@ -41,8 +41,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, STORED, WIDTH, Mesh, receivers
 from passes.ir.program import Program, StoreGradients
 
-__all__ = ["Gradients", "arrange_collectives", "place_on_mesh"]
-
 Gradients = Literal["sum", "keep", "add"]
 """Handling of gradients of ranks with their own rows: sum them; keep each rank's part for a later step; sum
 them together with the parts that were kept (``passes.ir.comm.unsummed``)."""

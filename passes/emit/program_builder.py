@@ -31,9 +31,6 @@ from passes.ir.graph import Input, Total
 from passes.ir.program import StageCall
 from passes.ir.schedule import Action
 
-__all__ = ["Emitter"]
-
-
 Arrivals = Mapping[tuple[int, int], Sequence[Message]]
 
 

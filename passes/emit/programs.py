@@ -40,8 +40,6 @@ from passes.ir.comm.primitives import all_reduce, wait
 from passes.ir.program import LossCall, Program, ProgramKind
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["LossForm", "LossReduction", "emit_backward", "emit_call", "emit_forward", "emit_train_step"]
-
 LossReduction = Literal["mean", "sum", "batch"]
 """Reduction of a loss over the rows of a batch: mean, sum, or a function of all rows at once."""
 

@@ -24,8 +24,6 @@ from passes.ir.comm.primitives import draw_alike, share_random_state
 from passes.ir.program import LossCall, Program, StageCall
 from passes.ir.schedule import Action, ActionKind
 
-__all__ = ["drawing_calls", "share_state"]
-
 
 def share_state(programs: Sequence[Program], group: tuple[int, ...], loss_rank: int | None) -> None:
     """Share the state of the random generator in the programs of all ranks, in place, if any of them draws.

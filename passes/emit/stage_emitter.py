@@ -27,8 +27,6 @@ from passes.ir.comm.primitives import all_reduce, wait
 from passes.ir.program import StageCall, StoreGradients
 from passes.ir.schedule import Action, ActionKind
 
-__all__ = ["StageEmitter"]
-
 
 class StageEmitter(Emitter):
     """Writes the calls of a rank's stages; keeps their saved values and gradients until they are used."""

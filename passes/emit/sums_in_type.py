@@ -21,8 +21,6 @@ from torch import Tensor, fx
 from passes.graph.program_printer import ProgramModule
 from passes.ir.comm.primitives import all_reduce
 
-__all__ = ["sum_gradients_in"]
-
 aten = torch.ops.aten
 
 _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to

@@ -32,23 +32,6 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.comm.primitives import draw_alike
 from passes.ir.torch_private import OpOverload, tree_leaves
 
-__all__ = [
-    "OWN_MEMORY",
-    "Aliasing",
-    "Allocations",
-    "MemoryOf",
-    "aliasing",
-    "allocations",
-    "memory_key",
-    "memory_keys",
-    "mutated_arguments",
-    "new_memory",
-    "shares_memory",
-    "tensors_of",
-    "viewed_node",
-    "writes_statistics",
-]
-
 aten = torch.ops.aten
 
 

@@ -21,8 +21,6 @@ from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.provenance import place_of
 from passes.ir.errors import VerificationError
 
-__all__ = ["declared_writes", "returning_writes", "verify_writes", "writing_module"]
-
 aten = torch.ops.aten
 
 _WRITES = frozenset({aten.copy_.default, aten.index_copy_.default})

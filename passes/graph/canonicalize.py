@@ -36,9 +36,6 @@ from passes.graph.schemas import bound_arguments, drops_nothing
 from passes.ir.graph import VARIES
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["has_effect", "remove_dead", "remove_noise", "simplify"]
-
-
 aten = torch.ops.aten
 _EVERYTHING = 2**63 - 1
 

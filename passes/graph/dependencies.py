@@ -10,8 +10,6 @@ from torch import fx
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import tree_leaves
 
-__all__ = ["boundary", "is_differentiable", "last_uses", "may_require_gradient", "parameter_values", "with_ancestors"]
-
 
 def with_ancestors(
     nodes: Iterable[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes

@@ -32,23 +32,6 @@ from passes.graph.aliasing import memory_keys, mutated_arguments
 from passes.graph.symbolic_sizes import size_of, traced_size
 from passes.ir.graph import ModelGraph
 
-__all__ = [
-    "COPY",
-    "IN_MEMORY",
-    "LAID_OUT",
-    "TRACED",
-    "ByIdentity",
-    "ValueKey",
-    "argument_key",
-    "by_value",
-    "call_key",
-    "constant_key",
-    "graph_digest",
-    "graph_key",
-    "target_name",
-    "weights_digest",
-]
-
 
 class ByIdentity:
     """Key of an object that equals no other. It keeps the object alive, so that no later one has its address."""

@@ -22,8 +22,6 @@ from passes.graph.schemas import node_leaves, views_its_arguments, written_argum
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import OpOverload, enable_python_dispatcher, without_saved_tensors_hooks
 
-__all__ = ["FakeTensorCache", "call_like", "fake_mode", "fake_result", "memory_among", "plain_autograd"]
-
 aten = torch.ops.aten
 
 

@@ -19,8 +19,6 @@ from torch import fx
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import TorchLazyGraphModule
 
-__all__ = ["LazyGraphModule", "gc_paused", "rewritten"]
-
 
 class LazyGraphModule(TorchLazyGraphModule):
     """An ``fx.GraphModule`` that generates ``forward`` and ``code`` when they are first used."""

@@ -26,9 +26,6 @@ from passes.ir.program import LossCall
 from passes.ir.schedule import Action, ActionKind
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["ProgramModule", "class_text", "program_text"]
-
-
 _OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.add: "+",
     operator.floordiv: "//",

@@ -17,11 +17,6 @@ from torch import fx
 from passes.ir.errors import Place
 from passes.ir.torch_private import OpOverload
 
-__all__ = [
-    "checkpoint_of", "complete_provenance", "is_saved_by_checkpoint", "mark_checkpoint", "mark_saved", "module_path", "place_of",
-    "prefixes", "source_line", "source_name",
-]  # fmt: skip
-
 _CHECKPOINT, _SAVES = "checkpoint", "checkpoint_saves"
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

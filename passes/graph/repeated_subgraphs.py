@@ -30,9 +30,6 @@ from passes.graph.provenance import module_path
 from passes.graph.schemas import node_leaves
 from passes.ir.graph import ModelGraph
 
-__all__ = ["Folded", "Run", "border_depth", "fold_repeats", "longest_run", "periods", "signatures"]
-
-
 _PERIODS = 6
 """How many lengths of a block are tried, the most frequent distances between equal signatures first."""
 

@@ -15,31 +15,6 @@ from torch import Tensor, fx
 
 from passes.ir.torch_private import OpOverload
 
-__all__ = [
-    "FUNCTION_NAMESPACE",
-    "MEAN",
-    "NO_REDUCTION",
-    "SUM",
-    "bound_arguments",
-    "call_with",
-    "draws",
-    "draws_random_numbers",
-    "drops_nothing",
-    "functional",
-    "is_autograd_function",
-    "is_cast_or_view",
-    "is_deterministic",
-    "node_leaves",
-    "out_parameters",
-    "packet",
-    "returns_argument",
-    "tensor_operands",
-    "tensor_parameters",
-    "viewed_arguments",
-    "views_its_arguments",
-    "written_arguments",
-]
-
 aten = torch.ops.aten
 
 FUNCTION_NAMESPACE = "autograd_function"

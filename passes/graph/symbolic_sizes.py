@@ -20,21 +20,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.tensor_spec import RowCount
 from passes.ir.torch_private import FloorDiv, Max, Min, Mod, ModularIndexing
 
-__all__ = [
-    "SIZE_OPERATORS",
-    "ValueBytes",
-    "apply_to_sizes",
-    "bytes_of",
-    "canonical_size",
-    "emit_size",
-    "evaluated",
-    "expected_size",
-    "size_at",
-    "size_of",
-    "traced_size",
-]
-
-
 SIZE_OPERATORS: Mapping[Callable[[Any, Any], Any], Any] = {
     operator.add: sympy.Add,
     operator.mul: sympy.Mul,

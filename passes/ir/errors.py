@@ -8,20 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-__all__ = [
-    "CommunicationError",
-    "ConfigError",
-    "InfeasiblePlanError",
-    "PartitionError",
-    "PartitionWarning",
-    "Place",
-    "TraceError",
-    "VerificationError",
-    "did_you_mean",
-    "first_few",
-    "level_of_caller",
-]
-
 _BETWEEN = ("partitioner", "passes", "cost_models", "torch", "contextlib")
 """Packages between a call of the user, or of a framework, and a warning: ``Module.__call__`` and decorators are on the way to ours."""
 

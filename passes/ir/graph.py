@@ -13,29 +13,6 @@ from torch import fx
 
 from passes.ir.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = [
-    "APPENDED",
-    "SPLITS",
-    "VARIES",
-    "WEIGHTED",
-    "Attribute",
-    "Autocast",
-    "Base",
-    "Combine",
-    "Edit",
-    "Input",
-    "ModelGraph",
-    "Output",
-    "Part",
-    "Result",
-    "Results",
-    "RowMixing",
-    "SizedGraphs",
-    "Total",
-    "Written",
-    "without_autocast",
-]
-
 SPLITS = "pipe_splits"
 """Key in ``meta`` for the number of earlier calls of ``torch.distributed.pipelining.pipe_split``, if a model has some."""
 

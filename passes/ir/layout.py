@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["BATCH", "SPACE", "Layout", "Partial", "Placement", "Replicate", "Shard", "Varying", "shards_of"]
-
 BATCH = "batch"
 """The name of the axis that holds the samples of the inputs."""
 

@@ -23,29 +23,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = [
-    "DIMENSIONS",
-    "GATHERED_AGAIN",
-    "GATHERED_ONCE",
-    "ROWS",
-    "SCATTERED_ONCE",
-    "SEQUENCE",
-    "STAGES",
-    "STORED",
-    "TILE",
-    "TILES",
-    "WIDTH",
-    "Mesh",
-    "mesh_words",
-    "owning_pipelines",
-    "pipelines",
-    "rank_list",
-    "rank_numbers",
-    "ranks_at_places",
-    "receivers",
-    "widths_of_stages",
-]
-
 STAGES = ("pipeline", "model")
 """The mesh dimensions that cut the graph into stages; all others shard axes."""
 

@@ -17,8 +17,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from passes.ir.graph import without_autocast
 
-__all__ = ["Observer", "Phase", "PhaseRunner", "observing_phases"]
-
 State = TypeVar("State")
 Request = TypeVar("Request")
 

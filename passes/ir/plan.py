@@ -17,20 +17,6 @@ from passes.ir.comm.halo_strategy import HaloSegment
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import DIMENSIONS, SEQUENCE, STAGES, TILES, WIDTH, Mesh
 
-__all__ = [
-    "ATTENTION",
-    "BATCHNORM",
-    "BY_REGION",
-    "OBJECTIVES",
-    "RECOMPUTE",
-    "REDUCE_DTYPES",
-    "Contender",
-    "Plan",
-    "Prediction",
-    "Region",
-    "Stage",
-]
-
 _FORMAT = 4
 
 RECOMPUTE = ("none", "selective", "full")

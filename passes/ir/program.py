@@ -26,8 +26,6 @@ from passes.ir.errors import ConfigError, PartitionError
 from passes.ir.graph import Autocast
 from passes.ir.torch_private import TreeSpec, pytree
 
-__all__ = ["PROGRAM_ARGUMENTS", "LossCall", "Program", "ProgramKind", "StageCall", "StoreGradients", "at_batch"]
-
 ProgramKind = Literal["train_step", "forward", "backward"]
 """Kind of program: a training step, a forward, or the backward of one."""
 

@@ -20,8 +20,6 @@ from typing import NamedTuple
 from passes.ir.arguments.checked import checked_arguments, checked_names
 from passes.ir.errors import ConfigError
 
-__all__ = ["Action", "ActionKind", "Schedule"]
-
 
 class ActionKind(enum.Enum):
     """The computation of an action."""

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-__all__ = ["RowCount", "Size", "TensorSpec", "numel", "row_count", "total"]
-
 Size: TypeAlias = int | sympy.Expr
 """A number, or an expression in the symbols of a program."""
 

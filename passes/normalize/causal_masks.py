@@ -32,8 +32,6 @@ from passes.graph.symbolic_sizes import SIZE_OPERATORS, bytes_of, size_of
 from passes.ir.torch_private import OpOverload
 from passes.normalize.rows.row_dimension import row_dimension
 
-__all__ = ["LARGEST", "name_masks"]
-
 aten = torch.ops.aten
 
 LARGEST = 2**28

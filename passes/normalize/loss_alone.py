@@ -21,8 +21,6 @@ from passes.ir.graph import Attribute, ModelGraph, Output, Written
 from passes.ir.program import call_loss
 from passes.ir.torch_private import pytree
 
-__all__ = ["graph_of_step", "own_loss", "results_in_parts", "results_of_step", "return_only"]
-
 _UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors of ``call_loss``, and of a class that checks the values that it is built from."""
 

@@ -32,8 +32,6 @@ from passes.normalize.shared.tied_parameters import tie_parameters
 from passes.normalize.symbolic_batch import fix_sizes, number_paddings, pin_squeezes, read_sizes_from_batch
 from passes.normalize.tidy import assign_by_mask, compute_outputs, name_nodes, place_getitems
 
-__all__ = ["NORMALIZE", "ExportedGraph", "Normalizer", "Sizes"]
-
 
 @dataclass(frozen=True)
 class ExportedGraph:

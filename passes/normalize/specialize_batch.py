@@ -27,8 +27,6 @@ from passes.ir.plan import Plan
 from passes.ir.program import at_batch
 from passes.ir.torch_private import FakeTensorMode, enable_python_dispatcher
 
-__all__ = ["fix_batch", "fixed_for"]
-
 
 def fixed_for(graph: ModelGraph, plan: Plan) -> ModelGraph:
     """Return the graph for a plan: fixed to its batch if a mesh dimension without samples cuts the batch like any other axis."""

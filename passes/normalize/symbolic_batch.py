@@ -53,8 +53,6 @@ from passes.graph.schemas import bound_arguments, packet, tensor_operands
 from passes.graph.symbolic_sizes import emit_size, evaluated, size_of
 from passes.ir.graph import VARIES
 
-__all__ = ["READS", "TAKING", "fix_sizes", "number_paddings", "pin_squeezes", "read_sizes_from_batch"]
-
 aten = torch.ops.aten
 
 READS = frozenset({aten.sym_size.int, aten.sym_numel.default, aten.sym_stride.int, aten.sym_storage_offset.default})

@@ -44,8 +44,6 @@ from passes.graph.fake_tensors import call_like
 from passes.graph.schemas import bound_arguments
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["assign_by_mask", "compute_outputs", "name_nodes", "place_getitems"]
-
 
 def place_getitems(graph: fx.Graph) -> None:
     """Move the items in place; their order is kept."""

@@ -14,11 +14,6 @@ from passes.rules.language import ANY_DIMENSION, Dim, Line, Term
 from passes.rules.loops import Dimension, Factor, LocalCall, Loops, Size
 from passes.rules.window import Reach, Window
 
-__all__ = [
-    "MisfitError", "bind", "dimension", "dimensions", "linear_sets", "numbered", "quotient", "rank_and_dimension", "whole", "write",
-]  # fmt: skip
-
-
 _Key: TypeAlias = "tuple[str, int]"
 """A factor: name, and place under a star from the right: ``a b*`` of three dimensions is ``("a", 0)``, ``("b", 1)``, ``("b", 0)``."""
 

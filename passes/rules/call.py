@@ -20,8 +20,6 @@ from passes.ir.graph import VARIES
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["Call", "Operand", "Shape", "call_of", "tensors_in"]
-
 Shape: TypeAlias = tuple[Size, ...]
 """The sizes of one tensor."""
 

@@ -40,8 +40,6 @@ from typing import get_args
 from passes.ir.errors import ConfigError
 from passes.rules.loops import Reduction
 
-__all__ = ["ANY_DIMENSION", "Dim", "Line", "RuleSyntaxError", "Term", "parse"]
-
 ANY_DIMENSION = "dim"
 """The name of factors without a meaning, which do not name axes."""
 

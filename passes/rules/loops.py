@@ -21,8 +21,6 @@ import sympy
 
 from passes.rules.window import Window
 
-__all__ = ["Dimension", "Factor", "LocalCall", "Loops", "Reduction", "Size"]
-
 Size: TypeAlias = "int | sympy.Expr"
 """A number, or an expression in the batch size."""
 

@@ -17,11 +17,6 @@ from torch import Tensor, fx
 
 from passes.graph.schemas import MEAN, bound_arguments
 
-__all__ = [
-    "COUNTED_LOSSES", "MEANS_ADDED", "MEANS_KEPT", "MEANS_SCALED", "MeanTerms", "counted_leaves", "counts_targets", "loss_arguments",
-    "mean_terms", "values_of_rows",
-]  # fmt: skip
-
 aten = torch.ops.aten
 
 COUNTED_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default})

@@ -18,8 +18,6 @@ from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_of
 from passes.rules.mean_losses import COUNTED_LOSSES, counts_targets, loss_arguments
 
-__all__ = ["ignores_nothing", "non_negative"]
-
 aten = torch.ops.aten
 
 _POSITIONS = frozenset({aten.argmax, aten.argmin, aten.argsort})

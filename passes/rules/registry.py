@@ -24,9 +24,6 @@ from passes.rules.language import Line, parse
 from passes.rules.loops import Loops
 from passes.rules.tables import ALONG, CONTRACTIONS, CREATION, ELEMENTWISE, INDEXING, LAYERS, LOSSES, MATRICES, RESHAPES, SHAPES, SPACE
 
-__all__ = ["RULES", "Rule", "derive_rule_by", "loops_of", "loops_of_call", "register_rule", "registered_rule", "rule_of"]
-
-
 Rule: TypeAlias = "str | Callable[[Call], str | Loops | None]"
 """A line of the language, or a function that returns the line (or the loops) of a call."""
 

@@ -22,8 +22,6 @@ from passes.rules.ops import slice_concat as moving
 from passes.rules.ops import unfold_fold as patches
 from passes.rules.ops.channel_statistics import channel_statistics
 
-__all__ = ["ALONG", "CONTRACTIONS", "CREATION", "ELEMENTWISE", "INDEXING", "LAYERS", "LOSSES", "MATRICES", "RESHAPES", "SHAPES", "SPACE"]
-
 aten = torch.ops.aten
 
 

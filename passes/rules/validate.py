@@ -23,8 +23,6 @@ from passes.rules.loops import Dimension, LocalCall, Loops
 from passes.rules.registry import loops_of
 from passes.rules.window import Window
 
-__all__ = ["Proof", "call_node", "prove_rule"]
-
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 """Largest difference, relative to max(1, largest element), because sums in another order differ; 1e-12 for other types (float64)."""
 

@@ -19,8 +19,6 @@ import sympy
 
 from passes.ir.comm.index_ranges import Runs, forward_runs
 
-__all__ = ["STEP", "Border", "Reach", "Window", "through"]
-
 STEP = sympy.Symbol("o", integer=True)
 """A step of the loop."""
 

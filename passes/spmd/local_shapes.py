@@ -20,8 +20,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.layout import Layout, Shard, shards_of
 from passes.rules.loops import Size
 
-__all__ = ["Extents"]
-
 
 @dataclass(frozen=True)
 class Extents:

@@ -53,8 +53,6 @@ from passes.spmd.local_shapes import Extents, product
 from passes.spmd.propagate.layouts import Cut, Layouts
 from passes.spmd.reshard import Resharder
 
-__all__ = ["fakes_of", "localize"]
-
 aten = torch.ops.aten
 
 _OF_THE_BATCH = (aten.batch_norm, packet(channel_statistics))

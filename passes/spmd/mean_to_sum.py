@@ -45,8 +45,6 @@ from passes.ir.graph import WEIGHTED, Input, ModelGraph, Total
 from passes.rules.mean_losses import COUNTED_LOSSES, MeanTerms, counted_leaves, loss_arguments, mean_terms, values_of_rows
 from passes.rules.non_negative import ignores_nothing, non_negative
 
-__all__ = ["counted_means", "divisor_of", "rows_read", "with_totals"]
-
 aten = torch.ops.aten
 
 

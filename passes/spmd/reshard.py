@@ -39,8 +39,6 @@ from passes.rules.loops import Size
 from passes.spmd.local_shapes import Extents, product
 from passes.stages.boundary_layouts import stage_within
 
-__all__ = ["CHANGE", "Change", "Resharder", "gather_order"]
-
 aten = torch.ops.aten
 
 Emit = Callable[..., fx.Node]

@@ -34,8 +34,6 @@ from passes.spmd.propagate.layouts import Layouts
 from passes.spmd.propagate.walk import assign_layouts
 from passes.spmd.shards import Block, block_of, whole_block
 
-__all__ = ["AxisCut", "CutModel", "cut_axes", "layouts_of_cut"]
-
 
 @dataclass(frozen=True)
 class AxisCut:

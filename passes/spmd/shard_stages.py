@@ -30,8 +30,6 @@ from passes.spmd.shard_graph import AxisCut, CutModel, cut_axes
 from passes.spmd.shards import Block
 from passes.stages.split import stage_of_nodes
 
-__all__ = ["StagedCut", "StoredLayouts", "StoredShard", "StoredShards", "cut_by_plan", "facts_to_cut"]
-
 
 @dataclass(frozen=True)
 class StoredShard:

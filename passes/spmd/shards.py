@@ -25,9 +25,6 @@ from passes.analysis.axes import TensorAxes
 from passes.ir.layout import Layout, shards_of
 from passes.spmd.local_shapes import Extents
 
-__all__ = ["Block", "Intervals", "block_of", "whole_block"]
-
-
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
 """Intervals (start, stop) of one axis, in order."""
 

@@ -23,8 +23,6 @@ from passes.graph.lazy_graph_module import rewritten
 from passes.ir.graph import ModelGraph
 from passes.stages.split import is_read_later, stage_of_nodes
 
-__all__ = ["is_whole", "mark_boundaries", "stage_within"]
-
 _WHOLE = "whole_on_each_rank"
 """Key of ``node.meta``: the value is replicated over the submesh of its stage."""
 

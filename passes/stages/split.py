@@ -33,8 +33,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.plan import Region
 from passes.normalize.randomness.draw_order import draw_in_rows, draws, laid_out_anew
 
-__all__ = ["StageGraph", "is_read_later", "read_by_one_stage", "split_stages", "stage_of_nodes"]
-
 aten = torch.ops.aten
 
 T = TypeVar("T")

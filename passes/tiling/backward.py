@@ -36,8 +36,6 @@ from passes.stages.split import StageGraph
 from passes.tiling.backward_builder import GradientWriter, copy_template
 from passes.tiling.steps import Piece, Put, Step, TiledRegion, slices_of, steps_of, templates_of
 
-__all__ = ["differentiate_tiles", "tiles_requiring_gradient"]
-
 
 @dataclass(frozen=True)
 class _Template:

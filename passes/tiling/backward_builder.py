@@ -13,8 +13,6 @@ from passes.graph.fake_tensors import FakeTensorCache
 from passes.graph.symbolic_sizes import size_of
 from passes.tiling.steps import TILE
 
-__all__ = ["GradientWriter", "copy_template"]
-
 aten = torch.ops.aten
 
 

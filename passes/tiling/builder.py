@@ -23,8 +23,6 @@ from passes.spmd.halo.boxes import Box, Interval, Span
 from passes.spmd.halo.call_tiles import Read, TileCall
 from passes.tiling.steps import FOR_WHOLE, TILE
 
-__all__ = ["TileWriter", "Tiles"]
-
 aten = torch.ops.aten
 
 Tiles = Mapping[fx.Node, tuple[fx.Node, Box]]

@@ -22,8 +22,6 @@ from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_of
 from passes.tiling.builder import TileWriter
 
-__all__ = ["Scaling", "apply_scaling", "merge_statistics", "tile_statistics"]
-
 aten = torch.ops.aten
 
 Statistics: TypeAlias = tuple[fx.Node, fx.Node]

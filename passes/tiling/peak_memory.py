@@ -15,8 +15,6 @@ from passes.spmd.halo.boxes import Box, TileGrid, fraction
 from passes.spmd.halo.call_tiles import TileCall
 from passes.spmd.halo.demand import CheckpointSelection, demand, select_checkpoints, tiles_of
 
-__all__ = ["StreamSize", "stream_size"]
-
 
 @dataclass(frozen=True)
 class StreamSize:

@@ -43,8 +43,6 @@ from passes.tiling.builder import Tiles, TileWriter
 from passes.tiling.normalization import Scaling, apply_scaling, merge_statistics, tile_statistics
 from passes.tiling.steps import TEMPLATES, templates_of
 
-__all__ = ["grid_over", "stream", "tiled_graph"]
-
 aten = torch.ops.aten
 
 

@@ -23,21 +23,6 @@ from passes.autograd.region_cache import RegionTemplates
 from passes.autograd.regions import Region
 from passes.graph.dependencies import boundary
 
-__all__ = [
-    "FOR_WHOLE",
-    "TEMPLATES",
-    "TILE",
-    "Piece",
-    "Put",
-    "Size",
-    "Step",
-    "TiledRegion",
-    "is_streamed",
-    "slices_of",
-    "steps_of",
-    "templates_of",
-]
-
 aten = torch.ops.aten
 
 TILE = "tile"

@@ -31,8 +31,6 @@ from passes.ir.errors import VerificationError
 from passes.ir.program import LossCall, Program, StageCall, StoreGradients
 from passes.ir.tensor_spec import Size, TensorSpec
 
-__all__ = ["UNKNOWN", "AbstractInterpreter", "same_tensors"]
-
 
 class _Unknown:
     def __repr__(self) -> str:

@@ -36,8 +36,6 @@ from passes.ir.program import Program, StageCall
 from passes.ir.tensor_spec import TensorSpec
 from passes.verify.value_specs import Pending, ValueSpecs, describe_values
 
-__all__ = ["verify"]
-
 Channel: TypeAlias = tuple[int, int]
 Group: TypeAlias = tuple[int, ...]
 

@@ -28,8 +28,6 @@ from passes.ir.schedule import Action
 from passes.ir.tensor_spec import Size, TensorSpec, row_count
 from passes.verify.abstract_interpreter import UNKNOWN, AbstractInterpreter, same_tensors
 
-__all__ = ["Pending", "ValueSpecs", "describe_values"]
-
 
 @dataclass(frozen=True)
 class Pending:

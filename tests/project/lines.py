@@ -10,8 +10,6 @@ from collections import Counter
 
 from tests.project.architecture.source_tree import PACKAGES, Source, sources
 
-__all__ = ["code_lines", "lines_of_packages"]
-
 
 def code_lines(source: Source) -> int:
     """Return the lines of a file that have code: no blank ones, no comments, no strings that stand alone."""

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from partitioner import PartitionedModel, partition
 from partitioner.runtime.embedded import EmbeddedRuntime
 
-__all__ = ["Walk", "walk", "walks"]
-
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("partitioner", "passes", "cost_models")
 _TRACER = "partitioner/tracing/"

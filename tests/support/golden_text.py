@@ -15,8 +15,6 @@ import pytest
 
 from tests import ROOT
 
-__all__ = ["Golden"]
-
 FOLDER = Path(__file__).parent / "golden"
 
 

@@ -12,8 +12,6 @@ import torch
 from partitioner import __version__
 from tests import ROOT
 
-__all__ = ["install", "run_installed"]
-
 OURS = ("partitioner", "passes", "cost_models")
 
 

@@ -20,8 +20,6 @@ from partitioner.experiments.models.transformers_config import transformers_mode
 from passes.ir.arguments.checked import bind
 from passes.ir.errors import ConfigError, PartitionError, Place
 
-__all__ = ["FactoryResult", "call_factory", "check_factory_result", "relative_to", "source_name"]
-
 TRANSFORMERS = "transformers"
 """The name before the colon of a configuration of transformers."""
 

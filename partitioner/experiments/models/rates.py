@@ -14,8 +14,6 @@ from partitioner.experiments.models.factory import FactoryResult
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import pytree
 
-__all__ = ["model_flops", "tokens_of_sample", "utilization"]
-
 
 def model_flops(graph: ModelGraph) -> Mapping[torch.dtype, float]:
     """Return the FLOPs of the matrix products of a step of the unpartitioned model, by dtype: nothing is recomputed."""

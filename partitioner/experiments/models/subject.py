@@ -19,8 +19,6 @@ from passes.graph.equivalence import graph_digest
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
-__all__ = ["ModelSource", "Models", "Subject", "make_model", "name_models", "trace_subject"]
-
 ModelSource = str | nn.Module | Callable[[], Any] | tuple[Any, ...]
 """A model of a sweep: a text that ``call_factory`` takes, a function that returns ``(model, args)`` or ``(model, args, kwargs)``, such a
 tuple itself, or a module whose example inputs can be inferred."""

@@ -15,8 +15,6 @@ from cost_models.text_files import read_text
 from passes.ir.arguments.checked import at_least, checked_arguments
 from passes.ir.errors import ConfigError
 
-__all__ = ["transformers_model"]
-
 _BATCH = 8
 _SEQUENCE = 2048
 _CONFIG = "config.json"

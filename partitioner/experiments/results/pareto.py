@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from partitioner.experiments.results.row import Row
 
-__all__ = ["numbers_of_front", "pareto_front"]
-
 
 def numbers_of_front(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the numbers by which rows are compared: time, memory, and the price of a step if each row has one."""

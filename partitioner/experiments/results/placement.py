@@ -19,8 +19,6 @@ from partitioner.options.mode import REST, mode_text, parse_mode, resolve_mode, 
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import STAGES
 
-__all__ = ["Placement", "placements"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -15,8 +15,6 @@ from partitioner.experiments.results.row import Row
 from partitioner.options.mode import parse_mode
 from partitioner.reports.pictures.chart import Axis, Series, chart_svg
 
-__all__ = ["PLOTS", "best_at_each", "efficiency_plot", "family", "memory_plot", "pareto_plot", "time_plot"]
-
 
 def family(row: Row) -> str:
     """Return the dimensions of a placement's mesh, without their sizes.

@@ -21,8 +21,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.mesh import mesh_words, rank_list
 from passes.ir.plan import Plan
 
-__all__ = ["report_html", "write_report"]
-
 _FOOTER = "Times and memory are those of the simulated programs, unless a column says measured."
 
 

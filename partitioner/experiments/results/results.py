@@ -23,8 +23,6 @@ from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.plan import Plan
 
-__all__ = ["FORMATS", "TEXTS", "Results", "cell", "columns_of", "heading"]
-
 
 def _rate(value: float) -> str:
     """Format a number a second: ``"12,300"``."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from partitioner.experiments.results.placement import Placement
 
-__all__ = ["FACTS", "NUMBERS", "RATES", "Row", "failed_row"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -20,8 +20,6 @@ from partitioner.experiments.results.row import NUMBERS, RATES, Row
 from passes.ir.arguments.conform import conform
 from passes.ir.errors import ConfigError
 
-__all__ = ["Store"]
-
 _FORMAT = 2
 _APPLICATION = 0x70617274
 """SQLite's application id in the file header; files with another id are rejected."""

@@ -29,8 +29,6 @@ from passes.ir.errors import PartitionError
 from passes.ir.mesh import STAGES, TILE, TILES, WIDTH
 from passes.ir.plan import Plan
 
-__all__ = ["READ_BY_REQUEST", "SAME_IN_REQUEST", "Bench", "Evaluator", "TraceKey", "trace_key", "trace_models"]
-
 READ_BY_REQUEST = ("stages_per_device", "constraints", "reduce_dtype")
 """Options of a plan whose values a request has in another form."""
 

@@ -19,8 +19,6 @@ from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
 from partitioner.experiments.run.evaluate import Evaluator, trace_models
 
-__all__ = ["ExecutorPool", "evaluate_elsewhere"]
-
 _IN_FLIGHT = 32
 """Placements that are submitted at once, unless the caller says otherwise."""
 

@@ -15,8 +15,6 @@ from partitioner.experiments.models.subject import ModelSource
 from partitioner.experiments.results.row import Row
 from passes.ir.errors import ConfigError
 
-__all__ = ["check_measurable", "last_error", "measure_row"]
-
 _HOW = 'name a file and a function in it, models={"net": "net.py:factory"}, or import the function from a module'
 _LIMIT = 600.0
 """Seconds after which a run is stopped and reported as not measured."""

@@ -21,8 +21,6 @@ from partitioner.experiments.run.sweep_options import OF_TRACE, read_options
 from passes.ir.plan import Plan
 from passes.ir.torch_private import pytree
 
-__all__ = ["main"]
-
 _WARM_UP = 2
 _STEPS = 5
 

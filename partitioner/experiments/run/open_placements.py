@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from partitioner.experiments.results.placement import Placement
 
-__all__ = ["OpenPlacements", "sample_of"]
-
 
 class OpenPlacements:
     """Gives placements one at a time, so that a worker keeps to those that share lowered programs.

@@ -35,8 +35,6 @@ from partitioner.options.progress import ProgressBar
 from passes.ir.arguments.checked import at_least, checked_arguments, each_of, positive
 from passes.ir.errors import ConfigError
 
-__all__ = ["Clusters", "Modes", "sweep"]
-
 Mode = str | Mapping[str, Any]
 Modes = Mode | Sequence[Mode]
 """Modes as for ``partition``; one size of a mesh may be -1, which takes the remaining devices."""

@@ -22,8 +22,6 @@ from partitioner.experiments.run.sweep import sweep
 from partitioner.experiments.run.sweep_options import GRID, option_names
 from passes.ir.errors import ConfigError, did_you_mean
 
-__all__ = ["read_sweep"]
-
 _BY_CALLER = ("store", "resume", "retry_failures", "progress", "executor", "options")
 """Arguments of ``sweep`` that a file cannot set."""
 

@@ -16,8 +16,6 @@ from partitioner.options.constraints import Constraints
 from passes.ir.arguments.conform import conform, hints_of
 from passes.ir.errors import ConfigError, did_you_mean
 
-__all__ = ["GRID", "NOT_IN_SWEEPS", "OF_TRACE", "option_grid", "option_names", "read_options"]
-
 GRID: Mapping[str, str] = MappingProxyType(
     {
         "devices": "devices",

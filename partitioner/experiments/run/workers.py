@@ -25,8 +25,6 @@ import torch
 from partitioner.experiments.results.placement import Placement
 from partitioner.experiments.results.row import Row, failed_row
 
-__all__ = ["Evaluate", "InProcess", "WorkerProcesses", "can_fork"]
-
 Evaluate = Callable[[Placement], Row]
 """Returns the row of a placement; raises nothing."""
 

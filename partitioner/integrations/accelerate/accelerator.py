@@ -7,8 +7,6 @@ from typing import Any
 from partitioner.integrations.accelerate.replicas import AcceleratorOfReplicas
 from partitioner.integrations.interface import partitioned_models
 
-__all__ = ["Accelerator"]
-
 
 class Accelerator(AcceleratorOfReplicas):
     """Accelerator for partitioned models: a pipeline trains by its schedule where the model returns the loss.

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from partitioner.model.partitioned_model import PartitionedModel
 
-__all__ = ["gathered_state", "loading_gathered_state", "optimizer_state"]
-
 
 def optimizer_state(pm: PartitionedModel, optimizer: Any) -> dict[str, Any]:
     """Return the state of an optimizer, with that of all stages of a pipeline, under the names of parameters. All ranks must call it."""

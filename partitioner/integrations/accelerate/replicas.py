@@ -37,8 +37,6 @@ from partitioner.integrations.interface import (
 from partitioner.model.partitioned_model import PartitionedModel
 from passes.ir.errors import ConfigError
 
-__all__ = ["AcceleratorOfReplicas"]
-
 _OTHER_WAYS = {"FSDP": "fsdp_plugin", "DEEPSPEED": "deepspeed_plugin", "MEGATRON_LM": "megatron_lm_plugin"}
 """Type of accelerate's distribution -> the argument of ``Accelerator`` that chooses it."""
 

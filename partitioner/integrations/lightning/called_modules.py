@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from partitioner.tracing.restore import preserve
 
-__all__ = ["ModuleCall", "called_modules", "random_state_kept"]
-
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:

@@ -12,8 +12,6 @@ from partitioner.runtime.state.clip_grad_norm import scale_gradients
 from partitioner.runtime.state.stored_parameters import membership
 from passes.ir.errors import ConfigError
 
-__all__ = ["clip_norm", "has_whole_models"]
-
 
 def has_whole_models(models: Iterable[PartitionedModel]) -> bool:
     """Return whether every process has all parameters of the models, each whole."""

@@ -17,8 +17,6 @@ from torch import nn
 from partitioner.model.partitioned_model import PartitionedModel
 from passes.ir.errors import ConfigError
 
-__all__ = ["copy_average", "is_copy", "refuse_copies_inside", "refuse_reset_statistics", "uncalled_copies"]
-
 
 def is_copy(one: nn.Module, other: nn.Module) -> bool:
     """Return whether two modules have one class, and parameters of the same names and shapes."""

@@ -22,8 +22,6 @@ from partitioner.model.partitioned_model import PartitionedModel
 from partitioner.runtime import torchrun
 from passes.ir.errors import ConfigError
 
-__all__ = ["FabricDDP", "FabricPartition"]
-
 
 class _WithPartitionedModels:
     """Handling of partitioned models in Fabric's strategies, to be combined with one of Lightning's."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from partitioner.integrations.lightning.called_modules import random_state_kept
 
-__all__ = ["LOOPS", "STEPS", "first_batch"]
-
 LOOPS = {"fit": "fit_loop", "validate": "validate_loop", "test": "test_loop", "predict": "predict_loop"}
 """Function of the Trainer -> its attribute that runs it."""
 

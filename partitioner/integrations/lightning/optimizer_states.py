@@ -21,8 +21,6 @@ from partitioner.runtime.state.optimizers.named_groups import named_groups
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import STAGES
 
-__all__ = ["has_other_stages", "load_optimizer_state", "optimizer_state"]
-
 
 def has_other_stages(model: PartitionedModel) -> bool:
     """Return whether other processes have parameters that this process lacks."""

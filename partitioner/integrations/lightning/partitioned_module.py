@@ -16,8 +16,6 @@ from partitioner.integrations.lightning.called_modules import ModuleCall
 from partitioner.model.partitioned_model import PartitionedModel
 from passes.ir.errors import ConfigError
 
-__all__ = ["Replacement", "refuse_shared", "traceable"]
-
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from partitioner.runtime import torchrun
 
-__all__ = ["Processes"]
-
 
 class Processes:
     """The processes of a strategy, to be combined with Lightning's ``ParallelStrategy``.

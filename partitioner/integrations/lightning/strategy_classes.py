@@ -14,8 +14,6 @@ from partitioner.integrations.interface import import_optional
 from partitioner.integrations.lightning.fabric import FabricDDP, FabricPartition
 from partitioner.integrations.lightning.trainer import TrainerPartition
 
-__all__ = ["strategy_class"]
-
 _TRAINER = ("lightning.pytorch", "pytorch_lightning")
 _FABRIC = ("lightning.fabric", "lightning_fabric")
 

@@ -35,8 +35,6 @@ from passes.ir.errors import ConfigError, first_few
 from passes.ir.plan import Plan
 from passes.ir.torch_private import pytree
 
-__all__ = ["TrainerPartition"]
-
 _GIVEN = {
     "model": "it is what the steps of the LightningModule call",
     "example_inputs": "they are those of the first batch, or the LightningModule's example_input_array",

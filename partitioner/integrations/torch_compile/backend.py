@@ -22,8 +22,6 @@ from partitioner.model.module.functional import FunctionalModel
 from passes.ir.errors import ConfigError, level_of_caller
 from passes.ir.torch_private import graph_break, is_resumed
 
-__all__ = ["partitioner_backend"]
-
 _GIVEN = {
     "model": "it is the one that is compiled",
     "example_inputs": "they are those of the first call",

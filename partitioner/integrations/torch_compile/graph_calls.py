@@ -15,8 +15,6 @@ from torch import Tensor, fx, nn
 
 from passes.ir.torch_private import set_grad_mode
 
-__all__ = ["GraphInterpreter", "inline_calls"]
-
 _OPERANDS = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2}
 """Operation that calls one graph -> the position of the first argument of the graph."""
 

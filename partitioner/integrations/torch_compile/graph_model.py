@@ -24,8 +24,6 @@ from torch import Tensor, fx, nn
 from partitioner.integrations.torch_compile.graph_calls import GraphInterpreter, inline_calls
 from passes.ir.torch_private import dynamo_source
 
-__all__ = ["Argument", "GraphModel", "number_of", "read_arguments"]
-
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 """One step of a source: ``['name']``, ``[0]`` or ``.name``."""
 

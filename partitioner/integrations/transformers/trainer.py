@@ -27,8 +27,6 @@ from partitioner.integrations.interface import losses_in_steps, model_in_process
 from partitioner.model.partitioned_model import PartitionedModel
 from passes.ir.torch_private import pytree
 
-__all__ = ["Trainer"]
-
 
 class Trainer(transformers.Trainer):
     """Trainer for partitioned models: a pipeline trains by its schedule where the model returns the loss.

@@ -19,8 +19,6 @@ from passes.ir.errors import ConfigError, Place
 from passes.ir.graph import APPENDED, Attribute, Edit, ModelGraph, Result
 from passes.ir.torch_private import tree_unflatten
 
-__all__ = ["LeftAttributes", "attribute_results", "loss_with_attributes"]
-
 _Key = tuple[str, str]
 """Path of a module, and the name of an attribute."""
 

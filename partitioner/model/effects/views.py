@@ -12,8 +12,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import version_of
 from passes.normalize.functional.returned_views import ReturnedViews, returned_views, views_of_state
 
-__all__ = ["ViewsOfCalls"]
-
 
 class ViewsOfCalls:
     """The views among the results of a graph; ``passes.normalize.functional.returned_views`` finds them.

@@ -19,8 +19,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import is_view
 
-__all__ = ["check_writable", "own_memory", "with_copies", "write_inputs"]
-
 
 def check_writable(graph: ModelGraph, inputs: BoundInputs) -> None:
     """Check the tensors that a call would write, before it runs.

@@ -35,8 +35,6 @@ from passes.ir.errors import ConfigError, TraceError
 from passes.ir.graph import Autocast, ModelGraph
 from passes.ir.torch_private import FakeTensorMode, tree_flatten
 
-__all__ = ["CachedTensor", "cache_name", "cached_tensors", "given_cache_type", "language_model", "logits_of", "trace_cached_forward"]
-
 aten = torch.ops.aten
 
 

@@ -35,8 +35,6 @@ from passes.ir.plan import Plan
 from passes.ir.program import at_batch
 from passes.spmd.shard_stages import StoredLayouts
 
-__all__ = ["Decoder", "Decoding"]
-
 _SHORTEST_CACHE = 64
 _LONGEST_CHUNK = 512
 _LENGTH_DIMENSION = 2

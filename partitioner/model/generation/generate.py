@@ -27,8 +27,6 @@ from partitioner.specialize.trace import Trace
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError, PartitionError
 
-__all__ = ["generate", "most_positions"]
-
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 """Generation modes of transformers that need no more than the logits of the last token."""
 

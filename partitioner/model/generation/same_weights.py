@@ -26,8 +26,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.plan import Plan, Stage
 from passes.spmd.shard_stages import StoredLayouts
 
-__all__ = ["lower_with_weights", "plan_with_weights"]
-
 
 def plan_with_weights(graph: ModelGraph, first: ShardedModel, plan: Plan) -> Plan:
     """Return the plan by which a graph computes with the weights of another, as that is lowered by its own plan.

@@ -23,8 +23,6 @@ from partitioner.tracing.restore import preserve
 from passes.ir.errors import ConfigError
 from passes.ir.graph import Autocast
 
-__all__ = ["check_static_cache"]
-
 _PROMPT = 3
 """Tokens before the one that is decoded: keys before the first would be those of padding."""
 

@@ -40,8 +40,6 @@ from passes.ir.plan import Plan
 from passes.ir.program import Program
 from passes.verify.programs import verify
 
-__all__ = ["InspectedModel"]
-
 
 class InspectedModel(ModelState):
     """A model whose plan and programs can be read, checked, simulated and drawn.

@@ -16,8 +16,6 @@ from passes.graph.lazy_graph_module import gc_paused
 from passes.ir.errors import ConfigError
 from passes.normalize.randomness.fused_attention import attention_with_dropout
 
-__all__ = ["Step", "machine_of", "simulate"]
-
 Step = Literal["train_step", "forward_backward"]
 """How a step is called: ``pm.train_step(...)``, or ``pm(...)`` and ``backward()``, which runs all forwards first."""
 

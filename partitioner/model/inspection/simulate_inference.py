@@ -26,8 +26,6 @@ from partitioner.specialize.trace import Trace
 from passes.ir.arguments.checked import Rule, at_least, each_of
 from passes.ir.errors import ConfigError
 
-__all__ = ["INFERENCE_EXAMPLES", "INFERENCE_VALUES", "InferenceTable", "SimulatedBatch", "simulate_inference"]
-
 INFERENCE_VALUES: Mapping[str, Rule] = MappingProxyType(
     {
         "batches": each_of(at_least(1)),

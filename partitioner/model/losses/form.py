@@ -24,16 +24,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.program import at_batch, call_loss
 from passes.ir.torch_private import FakeTensorMode, TorchDispatchMode, pytree, version_of
 
-__all__ = [
-    "LossDependence",
-    "LossFunction",
-    "ResultSizes",
-    "fake_tensors",
-    "loss_dependence",
-    "refuse_shared_memory",
-    "silence_fake_tensor_log",
-]
-
 LossFunction = Callable[..., Tensor]
 """``loss_fn(output, target)``, a tensor of one number."""
 

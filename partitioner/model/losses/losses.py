@@ -30,8 +30,6 @@ from passes.ir.graph import Attribute, ModelGraph, Output, Results
 from passes.ir.torch_private import pytree
 from passes.normalize.loss_alone import results_of_step
 
-__all__ = ["Losses", "PreparedLoss", "check_loss"]
-
 _BATCH_REMEDY = 'pass loss_reduction="batch": the loss is then taken of all rows at once, and is exact'
 
 

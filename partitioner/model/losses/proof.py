@@ -39,8 +39,6 @@ from passes.ir.graph import WEIGHTED, ModelGraph, Output
 from passes.ir.torch_private import pytree
 from passes.spmd.mean_to_sum import counted_means, divisor_of, rows_read, with_totals
 
-__all__ = ["Counter", "Proof", "entries_per_row", "fake_value", "has_rows", "prove"]
-
 _LEAST_ROWS = 3
 """A loss is traced with a batch of at least this many rows."""
 

@@ -23,8 +23,6 @@ from partitioner.tracing.carried.program_state import ClosureCells
 from partitioner.tracing.restore import preserve
 from passes.graph.fake_tensors import plain_autograd
 
-__all__ = ["loss_key", "preserve_state", "reads_tensors"]
-
 
 @dataclass(frozen=True, eq=False)
 class _ById:

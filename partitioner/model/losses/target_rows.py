@@ -20,8 +20,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import pytree
 
-__all__ = ["RowsFirst", "rows_first"]
-
 
 @dataclass(eq=False)
 class RowsFirst:

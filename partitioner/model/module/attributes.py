@@ -22,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 from partitioner.tracing.restore import own_attributes
 from passes.ir.errors import ConfigError
 
-__all__ = ["is_traced_attribute", "read_attribute"]
-
 _SIMPLE = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), type, slice, range, enum.Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, types.ModuleType, types.BuiltinFunctionType),

@@ -15,8 +15,6 @@ from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.parameters import State
 from partitioner.tracing.restore import Structure
 
-__all__ = ["build_structure", "with_signature"]
-
 
 class _Shards(dict[str, Any]):
     """The parameters of a module; a parameter with several parts on devices of one process comes once for each part.

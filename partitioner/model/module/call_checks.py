@@ -18,8 +18,6 @@ from partitioner.runtime.state.parameters import State, check_values
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import rank_list
 
-__all__ = ["CallChecks", "RegisteredTensors"]
-
 
 @dataclass(frozen=True, eq=False)
 class RegisteredTensors:

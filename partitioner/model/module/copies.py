@@ -34,8 +34,6 @@ from passes.ir.mesh import Mesh
 from passes.ir.plan import Plan
 from passes.normalize.specialize_batch import fixed_for
 
-__all__ = ["Pickled", "copied_trace", "copy_tensors", "fill", "pickled", "restored_trace", "tensors_of"]
-
 
 def copied_trace(trace: Trace) -> Trace:
     """Return the same trace and plan with tensors of its own, which have the values of the model. Every rank must call it."""

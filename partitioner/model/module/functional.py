@@ -20,8 +20,6 @@ from passes.graph.aliasing import mutated_arguments
 from passes.ir.errors import ConfigError
 from passes.ir.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["FunctionalModel"]
-
 
 class FunctionalModel:
     """A partitioned model as a function of its parameters, buffers and inputs.

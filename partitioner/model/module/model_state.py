@@ -22,8 +22,6 @@ from partitioner.specialize.trace import Trace
 from passes.ir.arguments.checked import at_least, checked_arguments, positive
 from passes.ir.errors import ConfigError
 
-__all__ = ["ModelState"]
-
 
 class ModelState(ModuleInPlan):
     """A module with this process's part of the parameters and buffers of a model.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from partitioner.specialize.trace import Trace
 
-__all__ = ["ANSWERS", "preparing", "refuse_call_in_ddp"]
-
 _IS_ANSWERED: ContextVar[bool] = ContextVar("_IS_ANSWERED", default=False)
 """Whether a class of ``partitioner.integrations`` prepares a model, and its framework may read it."""
 

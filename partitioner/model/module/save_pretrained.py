@@ -10,8 +10,6 @@ from torch import nn
 
 from partitioner.specialize.trace import Trace
 
-__all__ = ["save_pretrained"]
-
 
 def save_pretrained(trace: Trace, pm: nn.Module) -> Callable[..., Any]:
     """Return the model's own ``save_pretrained`` with the present weights; the first process writes. All ranks must call it.

@@ -32,8 +32,6 @@ from partitioner.tracing.restore import Structure
 from passes.ir.arguments.checked import checked_arguments
 from passes.ir.errors import ConfigError, Place
 
-__all__ = ["ModuleInPlan", "Source", "container_methods", "new_part"]
-
 
 @dataclass(frozen=True, eq=False)
 class Source:

@@ -26,17 +26,6 @@ from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError, first_few
 from passes.ir.torch_private import forward_ad_level, is_transformed, is_view, tree_leaves, version_of, will_run
 
-__all__ = [
-    "PreparedCall",
-    "Versions",
-    "backward_of_inputs",
-    "outside_inference_mode",
-    "prepare_call",
-    "tracked_call",
-    "tracked_forward",
-    "tracks_gradients",
-]
-
 Forward = Callable[[], tuple[tuple[Tensor, ...], Any]]
 """Returns the outputs, and the saved tensors."""
 

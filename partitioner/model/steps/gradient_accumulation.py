@@ -11,8 +11,6 @@ from partitioner.runtime.state.gradient_slots import is_unsummed
 from passes.emit.place_on_mesh import Gradients
 from passes.ir.errors import ConfigError
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """Decides whether a step sums gradients over ranks, and knows whether parts of earlier steps are still to be summed."""

@@ -35,8 +35,6 @@ from passes.graph.schemas import draws
 from passes.ir.errors import ConfigError, PartitionWarning, first_few, level_of_caller
 from passes.normalize.loss_alone import own_loss
 
-__all__ = ["LossInStep"]
-
 Call = Callable[[], Sequence[Tensor]]
 """Runs the forward of a call, with all forwards first; returns its results, which autograd tracks."""
 

@@ -25,8 +25,6 @@ from passes.emit.place_on_mesh import Gradients
 from passes.emit.programs import LossReduction
 from passes.ir.torch_private import tree_flatten
 
-__all__ = ["PreparedStep", "StepArguments", "prepare_step"]
-
 _STEPS_KEPT = 64
 """Kinds of steps of one trace that are kept."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from passes.ir.torch_private import DisableTorchFunctionSubclass, pytree
 
-__all__ = ["UnreadOutput", "read"]
-
 
 class UnreadOutput(Tensor):
     """Stands for a result: it has its shape, dtype and device, and is computed by the first operation that reads anything else of it."""

@@ -33,8 +33,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.mesh import GATHERED_ONCE, ROWS, SCATTERED_ONCE, TILES, Mesh
 from passes.ir.plan import ATTENTION
 
-__all__ = ["MeshBounds"]
-
 
 class MeshBounds:
     """Computes lower bounds of meshes on one cluster.

@@ -35,8 +35,6 @@ from partitioner.planner.pipeline.candidates import Candidate
 from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.schedules.catalog import find_schedule
 
-__all__ = ["least_load", "least_shared_step", "least_step", "shared_load"]
-
 _ALIKE = 1e-9
 """Relative differences up to which sums of units are the same."""
 

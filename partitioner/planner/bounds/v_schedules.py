@@ -30,8 +30,6 @@ from partitioner.schedules.catalog import SCHEDULES
 from partitioner.schedules.pattern import Rank, numbered
 from passes.ir.schedule import ActionKind
 
-__all__ = ["least_on_v"]
-
 _MIXTURES = np.array(
     [  # from the first stage: all, up to the second's last backward, up to the first's; from the second stage: the same
         [[0.7, 0.0, 0.0], [0.3, 0.0, 0.0]],

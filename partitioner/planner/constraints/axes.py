@@ -25,8 +25,6 @@ from passes.ir.layout import SPACE, Shard
 from passes.ir.mesh import DIMENSIONS, ROWS, SEQUENCE, STAGES, TILE, TILES, Mesh
 from passes.spmd.propagate.layouts import Layouts
 
-__all__ = ["NAMED_FIRST", "check_dimensions", "check_sharded", "constrained_axes", "named_dimensions"]
-
 _KEPT = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "local_colwise", "embedding_colwise")
 _SUMMED = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "local_packed_rowwise", "local_rowwise", "embedding_rowwise")
 _NO_WEIGHTS = "moe_identity_expert"

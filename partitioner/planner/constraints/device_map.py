@@ -24,8 +24,6 @@ from passes.ir.errors import ConfigError, Place
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import rank_list
 
-__all__ = ["DeviceMap", "placement_notes", "unit_ranks"]
-
 DeviceMap = Mapping[str, int | str | torch.device]
 """Module name -> rank, or device."""
 

@@ -17,8 +17,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import TILE, TILES, Mesh
 
-__all__ = ["asked_strategies", "check_halos"]
-
 
 def check_halos(constraints: Constraints, mesh: Mesh | None) -> None:
     """Raise ConfigError if the named mesh (None: none, or one device) exchanges no halos, or for an unknown strategy."""

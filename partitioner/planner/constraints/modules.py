@@ -10,8 +10,6 @@ from passes.graph.provenance import module_path, prefixes
 from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 
-__all__ = ["check_module", "check_patterns"]
-
 
 def check_module(name: str, known: Collection[str], said: str) -> None:
     """Raise ConfigError for a name that is not known, with those that are close to it; ``said``: what names it, a subject and a verb."""

@@ -10,8 +10,6 @@ from passes.graph.provenance import module_path, prefixes
 from passes.ir.errors import ConfigError, Place
 from passes.ir.graph import ModelGraph
 
-__all__ = ["NamedUnits", "is_inside"]
-
 
 class NamedUnits:
     """The modules and nodes that constraints may name."""

@@ -15,8 +15,6 @@ from partitioner.planner.costs.cut_points import CutPoints
 from passes.ir.errors import ConfigError
 from passes.ir.graph import SPLITS, ModelGraph
 
-__all__ = ["Restrictions", "restrict"]
-
 Restrictions = tuple[frozenset[int], NDArray[np.bool_] | None]
 """The boundaries that must be cuts, and (N, S) whether a unit may be in a stage; None: all may."""
 

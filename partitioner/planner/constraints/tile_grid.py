@@ -18,8 +18,6 @@ from passes.analysis.axis_names import space_axes
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import TILE, TILES, Mesh
 
-__all__ = ["best_grid", "factorizations", "fits", "tile_axes", "with_grid"]
-
 
 def with_grid(axes: Axes, mesh: Mesh) -> Mesh:
     """Return the mesh with its tile dimension replaced by those of the best grid; raise as ``best_grid`` does."""

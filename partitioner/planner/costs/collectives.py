@@ -43,21 +43,6 @@ from passes.spmd.halo.regions import operand_form, shared_halo_slides, slides_of
 from passes.spmd.propagate.layouts import Layouts
 from passes.spmd.reshard import gather_order
 
-__all__ = [
-    "Exchange",
-    "GradientSum",
-    "SumSeconds",
-    "collectives_between",
-    "find_exchanges",
-    "find_gradient_sums",
-    "find_halos",
-    "fraction_of_message",
-    "reduced_in_parts",
-    "shares_of_bucket",
-    "sum_seconds",
-    "with_coalescing_counts",
-]
-
 
 @dataclass(frozen=True)
 class Exchange:

@@ -39,8 +39,6 @@ from passes.graph.schemas import packet
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.graph import ModelGraph
 
-__all__ = ["CrossingValue", "CutPoints", "Expansion", "expansion_of", "find_cut_points"]
-
 aten = torch.ops.aten
 
 

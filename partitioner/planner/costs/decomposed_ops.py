@@ -33,8 +33,6 @@ from passes.spmd.decompose.registry import SINGLE_BYTES, Decomposition, Kernels,
 from passes.spmd.decompose.ring_attention import is_causal, products_of_pieces
 from passes.spmd.propagate.layouts import Layouts
 
-__all__ = ["with_decompositions"]
-
 
 def with_decompositions(cost: GraphCost, graph: ModelGraph, axes: Axes, layouts: Layouts, sizes: PartSizes) -> GraphCost:
     """Return the costs with those of decomposed ops replaced: time by their kernels, memory by the activations that these save."""

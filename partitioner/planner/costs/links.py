@@ -20,9 +20,6 @@ from cost_models.hardware.clusters import Cluster, Device, Link
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, Mesh, pipelines
 
-__all__ = ["ClockRate", "LinkTable", "clock_rate_of", "places_of", "stages_length"]
-
-
 _WORST = Link(0.0, float("inf"))
 
 

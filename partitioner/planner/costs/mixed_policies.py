@@ -18,8 +18,6 @@ from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, Micro
 from partitioner.planner.solvers.stage_memory import Floats, Integers, RecomputedValues, TransientMemory
 from partitioner.planner.solvers.stage_problem import Shared
 
-__all__ = ["mixed"]
-
 _ByUnit: TypeAlias = Callable[[Sequence[Floats], int], Floats]
 """(an array of each table, the axis of units) -> one array, with the entries of each unit from that of its table."""
 

@@ -15,8 +15,6 @@ from cost_models.hardware.clusters import Link
 from partitioner.planner.solvers.stage_memory import Floats, Integers
 from partitioner.planner.solvers.stage_problem import Units
 
-__all__ = ["MessageTimes"]
-
 
 class MessageTimes:
     """Seconds of the messages between units; ``links``: from each stage to the next.

@@ -26,8 +26,6 @@ from passes.spmd.halo.regions import OperandForm, Slide, operand_form, shared_ha
 from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate.layouts import Layouts
 
-__all__ = ["PartSizes"]
-
 
 class PartSizes:
     """Shapes under layouts (``cost_models.graph_cost.Parts``).

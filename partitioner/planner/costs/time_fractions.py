@@ -8,8 +8,6 @@ import numpy as np
 
 from partitioner.planner.solvers.stage_memory import Floats, Integers
 
-__all__ = ["TimeFractions"]
-
 
 @dataclass(frozen=True)
 class TimeFractions:

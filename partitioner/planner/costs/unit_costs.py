@@ -28,8 +28,6 @@ from partitioner.planner.solvers.stage_memory import Floats, Integers, Transient
 from partitioner.planner.solvers.stage_problem import Gathered, Shared, Units
 from passes.autograd.recompute import Recompute
 
-__all__ = ["LIMITS", "Amounts", "MicrobatchCosts", "MicrobatchTimes", "UnitCosts", "repeat", "seconds_by_limit", "stack"]
-
 LIMITS = ("arithmetic", "memory traffic", "starting kernels")
 """The possible bottlenecks of a call."""
 

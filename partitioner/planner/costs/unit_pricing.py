@@ -30,8 +30,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import GATHERED_ONCE, SCATTERED_ONCE
 from passes.ir.plan import Region
 
-__all__ = ["Triple", "UnitPricing"]
-
 Triple = tuple[float, float, float]
 """Forward, input half and weight half of the backward."""
 

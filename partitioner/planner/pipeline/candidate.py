@@ -24,8 +24,6 @@ from passes.graph.provenance import module_path, prefixes
 from passes.ir.plan import Stage
 from passes.ir.schedule import ActionKind, Schedule
 
-__all__ = ["StageSums", "StageTimes", "StagedModel", "describe_stages", "seconds_once", "simulate_step", "stage_model"]
-
 
 @dataclass(frozen=True, eq=False)
 class StagedModel:

@@ -12,8 +12,6 @@ from partitioner.schedules.one_f_one_b import ONE_F_ONE_B
 from passes.analysis.row_statistics import values_per_channel
 from passes.ir.graph import ModelGraph
 
-__all__ = ["Candidate", "may_cut_batch", "microbatch_choices", "schedules", "with_statistics"]
-
 DEFAULT_SCHEDULE = ONE_F_ONE_B.name
 
 

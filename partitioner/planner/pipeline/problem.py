@@ -30,8 +30,6 @@ from partitioner.schedules.clocks.step_clock import StepClock, step_clock
 from passes.emit.gradient_buckets import BUCKET_BYTES
 from passes.ir.graph import ModelGraph
 
-__all__ = ["PipelineProblems", "memory_limits"]
-
 _SLACK = 0.02
 """Relative increase of the bottleneck that is accepted to send less or cut between modules: less than the error of prices."""
 

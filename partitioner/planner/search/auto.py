@@ -55,8 +55,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, SEQUENCE, STORED, TILES, Mesh
 from passes.ir.plan import ATTENTION, Plan
 
-__all__ = ["plans_auto"]
-
 
 @gc_paused()
 def plans_auto(

@@ -23,8 +23,6 @@ from partitioner.planner.sharding.model import CuttableModel
 from passes.ir.layout import SPACE
 from passes.ir.mesh import SEQUENCE, TILE, TILES, Mesh
 
-__all__ = ["contending_axes", "n_sets_of_axes"]
-
 _NEVER = ("batch", "rest")
 """Names of axes that no contender shards."""
 

@@ -37,8 +37,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.mesh import ROWS, Mesh
 from passes.ir.plan import ATTENTION
 
-__all__ = ["ClosedMesh", "Opened", "Option", "PlanSearch"]
-
 _UNEVEN = 0.3
 """Expected idle fraction from imbalance, for one unit a stage: units are indivisible, so stages of few units differ in length."""
 

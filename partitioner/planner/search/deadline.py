@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-__all__ = ["Deadline"]
-
 
 @dataclass(frozen=True)
 class Deadline:

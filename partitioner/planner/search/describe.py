@@ -13,18 +13,6 @@ from passes.ir.layout import BATCH, SPACE
 from passes.ir.mesh import STAGES, TILES, Mesh, mesh_words
 from passes.ir.plan import ATTENTION, BY_REGION, Contender, Plan
 
-__all__ = [
-    "bound_by",
-    "candidate_words",
-    "compared",
-    "contender",
-    "pareto_front",
-    "plan_words",
-    "recomputed_regions",
-    "searched_words",
-    "words_of",
-]
-
 
 def bound_by(problems: PipelineProblems, staged: StagedModel, sums: float = 0.0) -> str:
     """Name the bottleneck of the step: the sum of gradients, or the slowest stage and the largest part of its time."""

@@ -18,8 +18,6 @@ from partitioner.planner.solvers.min_max_dp import fits, shortfall, solve
 from passes.ir.errors import ConfigError, InfeasiblePlanError, PartitionError
 from passes.ir.mesh import STAGES, Mesh, mesh_words
 
-__all__ = ["nothing_fits", "nothing_of_trial", "too_many_stages", "why_infeasible"]
-
 _MOST_PLACES = 4096
 
 _MOST_TRIED = 16

@@ -15,8 +15,6 @@ from partitioner.planner.search.deadline import Deadline
 from passes.ir.errors import ConfigError, InfeasiblePlanError
 from passes.ir.plan import Plan
 
-__all__ = ["least_memory"]
-
 _CLOSE = 0.01
 """Relative distance of the largest limit under which no plan is found from the smallest peak at which the search ends."""
 

@@ -33,8 +33,6 @@ from passes.autograd.recompute import Recompute
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import Mesh, pipelines
 
-__all__ = ["LowerBounds", "MeshProblem", "Solution"]
-
 
 @dataclass(frozen=True, eq=False)
 class Solution:

@@ -39,9 +39,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import SEQUENCE, STAGES, TILE, TILES, Mesh
 from passes.ir.plan import ATTENTION, Plan
 
-__all__ = ["plan_mesh", "stages_mode", "with_sharding"]
-
-
 _MOST_OPERATIONS = 6400
 """Operations of all contenders together: each costs about 1 ms, to choose axes beside the named ones, to shard it and to price it."""
 

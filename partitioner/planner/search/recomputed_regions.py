@@ -25,8 +25,6 @@ from partitioner.planner.solvers.stage_problem import stages_of
 from passes.autograd.recompute import Recompute
 from passes.ir.plan import Region
 
-__all__ = ["ChosenRegions", "keep_what_fits"]
-
 _POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")
 """Policies chosen for each region; ``"selective"`` recomputes none of the values that enter a region."""
 

@@ -29,18 +29,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import STAGES, TILE, WIDTH, Mesh
 
-__all__ = [
-    "allowed_shapes",
-    "allowed_sharing",
-    "allowed_tiles",
-    "allowed_widths",
-    "candidates_of",
-    "replicas_of_few_rows",
-    "tile_shapes",
-    "usual_meshes",
-    "without_equal_nestings",
-]
-
 
 def allowed_shapes(model: CuttableModel, graph: ModelGraph, cluster: Cluster, request: PlanRequest) -> Iterator[Mesh]:
     """Yield the meshes that fit the devices, the batch and the user's constraints.

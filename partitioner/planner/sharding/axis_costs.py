@@ -28,8 +28,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.layout import Placement, Shard
 from passes.spmd.propagate.enumerate_layouts import CallLayout, HeldLayout, LayoutChoices, Outcomes
 
-__all__ = ["WORTH", "AxisPrices", "axis_terms", "contractions_of"]
-
 _T = TypeVar("_T")
 
 

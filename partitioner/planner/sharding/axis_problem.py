@@ -31,8 +31,6 @@ from passes.ir.layout import Shard
 from passes.spmd.propagate.call_along import cuttable_axes
 from passes.spmd.propagate.enumerate_layouts import LayoutChoices, layout_choices
 
-__all__ = ["AxisChoice", "AxisGroup", "AxisProblem", "axis_groups"]
-
 _NEVER_DROPPED = 2**20
 """The span of an axis that stays a candidate even if a call depends on too many."""
 

@@ -37,8 +37,6 @@ from passes.spmd.halo.regions import slides_of
 from passes.spmd.halo.wide import Overlaps, TileRegions
 from passes.spmd.propagate.layouts import Intervals, Layouts
 
-__all__ = ["Price", "choose_halos"]
-
 _HOPELESS = 2.0
 """A segment is not extended if its recomputed overlap costs more than this many times its messages."""
 

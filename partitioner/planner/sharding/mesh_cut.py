@@ -19,8 +19,6 @@ from passes.normalize.randomness.functional_rng import split_randomness
 from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.propagate.layouts import Layouts
 
-__all__ = ["MeshCut", "shares_attention"]
-
 
 @dataclass(frozen=True, eq=False)
 class MeshCut:

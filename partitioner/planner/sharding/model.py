@@ -41,9 +41,6 @@ from passes.spmd.mean_to_sum import with_totals
 from passes.spmd.propagate.walk import assign_layouts
 from passes.spmd.shard_graph import AxisCut
 
-__all__ = ["CuttableModel"]
-
-
 DATA = "data"
 """The mesh dimension of replicas."""
 

@@ -52,8 +52,6 @@ from passes.ir.plan import ATTENTION, BY_REGION, REDUCE_DTYPES, Region
 from passes.spmd.propagate.layouts import Layouts
 from passes.spmd.shard_graph import AxisCut, layouts_of_cut
 
-__all__ = ["ModelPart", "PartGraph", "axis_cut", "cut_part", "part_graph", "unfolded", "whole_part"]
-
 
 @dataclass(frozen=True, eq=False)
 class ModelPart:

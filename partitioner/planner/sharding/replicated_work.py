@@ -23,8 +23,6 @@ from passes.ir.layout import Shard
 from passes.ir.mesh import ROWS, SEQUENCE
 from passes.ir.plan import Plan
 
-__all__ = ["replicated_work", "warn_of_replicated_work"]
-
 _WORTH_SAYING = 0.01
 """Fraction of the work from which it is noted."""
 

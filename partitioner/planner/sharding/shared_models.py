@@ -20,8 +20,6 @@ from partitioner.planner.sharding.spatial import Hardware
 from passes.ir.graph import ModelGraph
 from passes.normalize.loss_alone import graph_of_step
 
-__all__ = ["SharedModels"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Known:

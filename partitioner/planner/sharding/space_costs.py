@@ -29,8 +29,6 @@ from passes.ir.layout import Placement, Replicate, Shard, Varying
 from passes.rules.window import Window
 from passes.spmd.propagate.enumerate_layouts import CallLayout
 
-__all__ = ["Ranks", "SpacePrices"]
-
 
 @dataclass(frozen=True)
 class Ranks:

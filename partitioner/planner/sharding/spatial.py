@@ -33,8 +33,6 @@ from passes.analysis.axis_names import batch_axes, space_axes
 from passes.ir.graph import ModelGraph
 from passes.ir.mesh import ROWS, TILES, Mesh
 
-__all__ = ["Hardware", "SpaceProblem", "may_be_hybrid"]
-
 
 def may_be_hybrid(axes: Axes, cutting: Mesh, fixed: Mapping[str, Sequence[int]], *, free: bool) -> bool:
     """Return whether tiles may shard other axes than space: the planner is free to, the user names axes, or space is too short.

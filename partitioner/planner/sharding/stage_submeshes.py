@@ -34,8 +34,6 @@ from passes.ir.errors import ConfigError
 from passes.ir.layout import Replicate, Shard
 from passes.ir.mesh import WIDTH, Mesh
 
-__all__ = ["SubmeshParts", "submesh_parts"]
-
 
 class _GatherCost(NamedTuple):
     """Seconds and bytes of gathering a value before it is sent, and of gathering its gradient before that is sent back."""

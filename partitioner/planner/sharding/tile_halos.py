@@ -15,8 +15,6 @@ from partitioner.planner.sharding.model import CuttableModel
 from passes.ir.mesh import TILES, Mesh
 from passes.ir.plan import ATTENTION
 
-__all__ = ["cut_with_halos"]
-
 
 def cut_with_halos(
     model: CuttableModel,

@@ -21,8 +21,6 @@ from partitioner.planner.solvers.critical_paths import PathCosts
 from partitioner.planner.solvers.stage_memory import Floats
 from partitioner.planner.solvers.stage_tables import affordable_blocks, bottleneck_table, price_table
 
-__all__ = ["FastestCuts", "fastest_cuts", "promising_cuts"]
-
 Starts = tuple[int, ...]
 """The first unit of each stage."""
 

@@ -30,8 +30,6 @@ from partitioner.planner.solvers.stage_memory import Floats, Integers
 from partitioner.planner.solvers.stage_problem import StageProblem
 from partitioner.schedules.clocks.order import Order
 
-__all__ = ["PathCosts"]
-
 
 class PathCosts(RunCosts):
     """Lower bounds of a step by its stages: ``cost`` is the longest path through a run instead of the run's own seconds.

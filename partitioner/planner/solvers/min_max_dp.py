@@ -28,8 +28,6 @@ from partitioner.planner.solvers.shared_rank_memory import Search, fits_together
 from partitioner.planner.solvers.stage_problem import StageProblem
 from partitioner.planner.solvers.stage_tables import best_bottleneck, bottleneck_table, price_table, shortfall_table
 
-__all__ = ["StageCuts", "fits", "shortfall", "solve"]
-
 
 @dataclass(frozen=True)
 class StageCuts:

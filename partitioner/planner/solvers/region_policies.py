@@ -29,8 +29,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Policies", "RegionCosts", "cheapest_policies"]
-
 
 class RegionCosts(NamedTuple):
     """The costs of a region, by policy.

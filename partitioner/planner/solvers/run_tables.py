@@ -24,9 +24,6 @@ from numpy.typing import NDArray
 from partitioner.planner.solvers.stage_memory import DynamicMemory, Floats, Integers
 from partitioner.planner.solvers.stage_problem import StageProblem, Units, Uses
 
-__all__ = ["RunCosts", "RunTable", "Runs", "run_table"]
-
-
 _BLOCK = 128
 """First units in a block."""
 

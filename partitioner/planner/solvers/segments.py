@@ -22,8 +22,6 @@ import numpy as np
 
 from partitioner.planner.solvers.stage_memory import Integers
 
-__all__ = ["Crossing", "cut_into_segments"]
-
 
 class Crossing(NamedTuple):
     """A value that later units read: its bytes, the unit that computes it, and the last one that reads it."""

@@ -18,8 +18,6 @@ from partitioner.planner.solvers.stage_memory import DynamicMemory, Floats, Inte
 from partitioner.planner.solvers.stage_problem import Shared, StageProblem, stages_of
 from partitioner.planner.solvers.stage_tables import NOTHING, PriceTable
 
-__all__ = ["Search", "counted_again", "fits_together", "split_limits"]
-
 _LARGEST_TABLE = 2_000_000
 """Runs that the search holds in memory; a problem with more is not searched."""
 

@@ -10,8 +10,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DynamicMemory", "Floats", "GradientMessages", "Integers", "RecomputedValues", "TransientMemory"]
-
 Floats: TypeAlias = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
 

@@ -20,20 +20,6 @@ from numpy.typing import NDArray
 from partitioner.planner.solvers.stage_memory import Floats, Integers, TransientMemory
 from partitioner.schedules.kind import Awaiting
 
-__all__ = [
-    "Crossing",
-    "Gathered",
-    "Shared",
-    "StageProblem",
-    "Units",
-    "Uses",
-    "Value",
-    "shared_uses",
-    "stage_runs",
-    "stages_of",
-    "uses",
-]
-
 
 class Shared(NamedTuple):
     """An amount that a stage needs once, however many of its units need it.

@@ -17,8 +17,6 @@ from partitioner.planner.solvers.run_tables import RunCosts, Runs
 from partitioner.planner.solvers.stage_memory import Floats, Integers
 from partitioner.planner.solvers.stage_problem import Uses, shared_uses
 
-__all__ = ["NOTHING", "PriceTable", "affordable_blocks", "best_bottleneck", "bottleneck_table", "price_table", "shortfall_table"]
-
 NOTHING = np.iinfo(np.int64).max // 4
 """The price of an entry without a solution."""
 

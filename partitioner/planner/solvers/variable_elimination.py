@@ -24,8 +24,6 @@ import numpy as np
 
 from partitioner.planner.solvers.stage_memory import Floats
 
-__all__ = ["ChoiceProblem", "Choices", "Term", "choose"]
-
 Options = tuple[int, ...]
 
 _LARGEST = 2**18

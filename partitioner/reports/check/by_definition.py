@@ -9,8 +9,6 @@ from passes.graph.provenance import module_path
 from passes.graph.schemas import bound_arguments, draws_random_numbers
 from passes.ir.graph import ModelGraph
 
-__all__ = ["differences_by_definition", "draws_anything"]
-
 
 def differences_by_definition(graph: ModelGraph, n_microbatches: int) -> tuple[str, ...]:
     """Return a sentence for each reason why microbatches change the results; none if there is one microbatch."""

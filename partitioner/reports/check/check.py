@@ -32,8 +32,6 @@ from passes.ir.plan import Plan
 from passes.ir.torch_private import pytree
 from passes.stages.split import stage_of_nodes
 
-__all__ = ["Partitioned", "Subject", "check"]
-
 
 class Partitioned(Protocol):
     """The interface that a check needs of a partitioned model."""

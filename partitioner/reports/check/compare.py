@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["TOLERANCE", "Comparison", "compare", "largest_magnitude"]
-
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest error, relative to the largest element: rounding of sums in another order stays far below, a wrong number far above."""
 

@@ -16,8 +16,6 @@ from passes.ir.comm.index_ranges import from_text, take_runs
 from passes.ir.comm.microbatch import take_part
 from passes.ir.mesh import Mesh
 
-__all__ = ["run_in_lockstep"]
-
 
 def run_in_lockstep(graphs: Sequence[fx.Graph], mesh: Mesh, given: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
     """Run graphs that ``passes.spmd.localize`` wrote.

@@ -26,8 +26,6 @@ from passes.spmd.shard_graph import CutModel
 from passes.spmd.shard_stages import StagedCut
 from passes.spmd.shards import block_of
 
-__all__ = ["walk_mesh"]
-
 
 def walk_mesh(staged: StagedCut, lowered: SplitModel, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor], batch: int) -> NodeWalk:
     """Run the whole graph and the ranks' graphs, and compare node by node.

@@ -18,8 +18,6 @@ from passes.ir.comm.microbatch import split_batch
 from passes.ir.graph import ModelGraph
 from passes.stages.split import StageGraph
 
-__all__ = ["NodeWalk", "values_of", "walk_nodes"]
-
 Values = dict[str, Tensor]
 
 

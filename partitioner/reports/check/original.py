@@ -17,8 +17,6 @@ from passes.ir.graph import ModelGraph, Output, without_autocast
 from passes.ir.program import call_loss
 from passes.ir.torch_private import pytree
 
-__all__ = ["SEED", "Gradients", "ModelCall", "Reference", "fresh_call", "run_original"]
-
 SEED = 2024
 """Seed of the random numbers that both models draw."""
 

@@ -9,8 +9,6 @@ from partitioner.reports.check.compare import Comparison
 from partitioner.reports.tables.table import align
 from passes.ir.errors import Place
 
-__all__ = ["CheckReport", "Difference", "Part"]
-
 _SHOWN = 5
 """How many differing values of a part are listed."""
 

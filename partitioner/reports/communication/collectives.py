@@ -31,8 +31,6 @@ from passes.ir.program import Program
 from passes.ir.tensor_spec import Size, TensorSpec
 from passes.verify.value_specs import ValueSpecs
 
-__all__ = ["Collective", "collective_transfers", "collectives_of", "collectives_of_classes", "has_collectives", "sent_by_kind"]
-
 
 @dataclass(frozen=True)
 class Collective:

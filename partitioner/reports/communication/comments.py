@@ -28,8 +28,6 @@ from passes.ir.errors import first_few
 from passes.ir.mesh import owning_pipelines, ranks_at_places
 from passes.ir.program import Program
 
-__all__ = ["comment_programs"]
-
 
 def comment_programs(explained: Explained, programs: Sequence[Program]) -> tuple[fx.GraphModule, ...]:
     """Comment the graphs of these programs that are not commented yet; return all of them."""

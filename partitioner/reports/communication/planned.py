@@ -49,8 +49,6 @@ from passes.spmd.shard_graph import CutModel
 from passes.spmd.shard_stages import StagedCut
 from passes.stages.split import stage_of_nodes
 
-__all__ = ["PlannedCommunication", "planned_communication", "planned_transfers", "sent_by_place"]
-
 
 @dataclass(frozen=True)
 class PlannedCollective:

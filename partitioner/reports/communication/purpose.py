@@ -20,8 +20,6 @@ from passes.ir.schedule import Action, ActionKind
 from passes.spmd.decompose.expert_routes import ROUTE
 from passes.spmd.decompose.ring_attention import RING, ZIGZAG
 
-__all__ = ["Purpose", "Purposes", "dimensions_of", "items_of"]
-
 
 @dataclass(frozen=True)
 class Purpose:

@@ -19,8 +19,6 @@ from passes.ir.comm.primitives import send
 from passes.ir.mesh import Mesh, rank_list, ranks_at_places
 from passes.verify.value_specs import describe_values
 
-__all__ = ["route", "transfers"]
-
 
 def transfers(
     lowered: SplitModel,

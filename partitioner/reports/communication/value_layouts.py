@@ -21,8 +21,6 @@ from passes.ir.comm.functional import GRADIENT
 from passes.ir.layout import Layout, Partial, Placement, Replicate, Shard, Varying
 from passes.spmd.reshard import CHANGE, Change
 
-__all__ = ["ValueLayouts", "axes_text", "changes_of"]
-
 _UNNAMED = ("rest", "features")
 
 

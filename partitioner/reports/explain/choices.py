@@ -14,8 +14,6 @@ from partitioner.reports.tables.table import Table
 from passes.ir.mesh import TILES
 from passes.ir.plan import Contender, Plan
 
-__all__ = ["axes_proof", "contenders_section", "front_section", "fullest_rank"]
-
 _AS_FAST = 0.05
 """Percent below which two plans count as equally fast."""
 

@@ -12,8 +12,6 @@ from cost_models.hardware.units import format_seconds
 from cost_models.simulator.result import Simulation
 from passes.ir.plan import Plan
 
-__all__ = ["clocks", "stage_seconds"]
-
 _CLOSE = 0.01
 """Relative difference of step times that needs no explanation."""
 

@@ -32,8 +32,6 @@ from passes.ir.comm.microbatch import microbatch_sizes
 from passes.ir.mesh import SEQUENCE, mesh_words, rank_list, rank_numbers
 from passes.ir.plan import Plan
 
-__all__ = ["explanation", "notes_of", "sections", "summary"]
-
 _WIDTH = 132
 _TERMINAL = 140
 

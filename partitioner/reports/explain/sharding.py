@@ -32,8 +32,6 @@ from passes.ir.plan import Plan
 from passes.spmd.shard_graph import CutModel
 from passes.spmd.shards import Block
 
-__all__ = ["activations_section", "axes_section", "halos_section", "parameters_section", "regions_section", "tensor_layout"]
-
 _FEW = 3
 
 

@@ -18,8 +18,6 @@ from passes.ir.errors import PartitionWarning, level_of_caller
 from passes.ir.plan import Plan
 from passes.ir.schedule import Schedule
 
-__all__ = ["peaks_of_step", "saved_bytes", "warn_of_calls", "warn_of_loss"]
-
 
 def saved_bytes(lowered: SplitModel, training: DifferentiatedStage, plan: Plan) -> int:
     """Return the bytes that a rank of a stage saves of one microbatch for its backward."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from partitioner.schedules.clocks.unit_time import Durations, draw, simulate
 from passes.ir.schedule import ActionKind, Schedule
 
-__all__ = ["timetable"]
-
 _WORDS = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "backward (two units)",

@@ -27,8 +27,6 @@ from passes.ir.comm.primitives import COMMUNICATION
 from passes.ir.errors import ConfigError
 from passes.ir.mesh import rank_list
 
-__all__ = ["page_html"]
-
 _PROGRAMS, _PROGRAM_BYTES = 16, 2_000_000
 """Largest number of programs on a page, and of letters in all but the last of them."""
 

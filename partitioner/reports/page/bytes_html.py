@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from cost_models.hardware.units import format_bytes
 
-__all__ = ["bars_html", "matrix_html"]
-
 _READABLE = 16
 """Largest number of ranks with numbers in the cells; with more ranks, numbers are tooltips only."""
 

@@ -6,8 +6,6 @@ import importlib.resources
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["framed", "page_file", "tiles_html"]
-
 
 def framed(title: str, header: str, sections: Sequence[tuple[str, str]], footer: str, script: str = "", style: str = "") -> str:
     """Return a page as a single HTML file, without scripts, styles, fonts or pictures from elsewhere.

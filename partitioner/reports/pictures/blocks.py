@@ -32,8 +32,6 @@ from partitioner.reports.tables.table import align
 from passes.ir.mesh import rank_numbers
 from passes.spmd.shards import Block, Intervals
 
-__all__ = ["BlockTable", "block_table", "blocks_svg", "blocks_text", "cut_weights", "held_blocks"]
-
 _MOST = 64
 """Largest number of rows or columns; of more, the first are shown."""
 

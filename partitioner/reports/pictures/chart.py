@@ -15,8 +15,6 @@ from html import escape
 
 from cost_models.svg import Colour, document, palette
 
-__all__ = ["COLOURS", "Axis", "Picture", "Series", "chart_svg"]
-
 COLOURS: tuple[Colour, ...] = (
     ("#2f6db3", "#6ba3e0"),
     ("#c4502e", "#f08a68"),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from cost_models.svg import Colour
 
-__all__ = ["LINKS", "PLAIN", "STAGES", "stage_colour"]
-
 STAGES: tuple[Colour, ...] = (
     ("#cfe3f7", "#1f4468"),
     ("#fbe0b8", "#6a4a12"),

@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Arrow", "Box", "Diagram", "Lane"]
-
 
 @dataclass(frozen=True)
 class Box:

@@ -14,8 +14,6 @@ from partitioner.reports.pictures.colours import LINKS, PLAIN, STAGES
 from partitioner.reports.pictures.diagram import Arrow, Box, Diagram
 from partitioner.reports.pictures.layers import Layers, arrange
 
-__all__ = ["diagram_svg", "svg_style"]
-
 _CELL, _BOX, _ROW, _HEIGHT = 158, 142, 70, 40
 """Distance of boxes in a row, width of a box, distance of rows, height of a box."""
 

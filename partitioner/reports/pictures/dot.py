@@ -5,8 +5,6 @@ from __future__ import annotations
 from partitioner.reports.pictures.colours import LINKS, stage_colour
 from partitioner.reports.pictures.diagram import Arrow, Box, Diagram
 
-__all__ = ["dot_text"]
-
 
 def dot_text(diagram: Diagram) -> str:
     """Return a diagram as a ``digraph``, for ``dot -Tsvg``."""

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-__all__ = ["Layers", "arrange"]
-
 Edge = tuple[int, int]
 
 _SWEEPS = 8

@@ -30,8 +30,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import owning_pipelines, pipelines
 from passes.stages.split import StageGraph
 
-__all__ = ["ModuleRun", "module_runs", "partition_diagram", "suitable_depth"]
-
 _LANES = 8
 """Ranks that are drawn by default: the first ones, or of many ranks the first of each class of equal ones."""
 

@@ -23,8 +23,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.mesh import mesh_words, pipelines, rank_numbers
 from passes.ir.plan import Plan
 
-__all__ = ["DeviceTable", "device_table", "headline"]
-
 _HEADING = ("device", "stage", "modules", "parameters", "size", "work forward", "peak memory")
 _COLUMNS = "<<<>>>>"
 _SENT = "last columns: bytes that it sends in a step"

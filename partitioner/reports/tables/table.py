@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Table", "align", "html_table"]
-
 _GAP = 2
 """Spaces between columns."""
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from passes.ir.comm.primitives import Operation
 
-__all__ = ["Exchange", "flatten", "is_leading", "reduce_pieces"]
-
 
 @dataclass(frozen=True)
 class Exchange:

@@ -19,8 +19,6 @@ from torch import Tensor
 from partitioner.runtime.collectives.exchange import Exchange
 from passes.ir.comm.index_ranges import Copy, Segment, from_text, length, put_copies, segments
 
-__all__ = ["Halo"]
-
 
 @dataclass(frozen=True)
 class Halo:

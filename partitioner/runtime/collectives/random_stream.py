@@ -35,8 +35,6 @@ from passes.ir.tensor_spec import RowCount
 from passes.ir.torch_private import tree_leaves
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_with_state
 
-__all__ = ["ProgramDraws", "RandomStream"]
-
 aten = torch.ops.aten
 
 Draws: TypeAlias = tuple[int, int]

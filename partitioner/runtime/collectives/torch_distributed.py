@@ -33,8 +33,6 @@ from partitioner.runtime.collectives.transport import Collective
 from passes.ir.comm.backends import GATHERED_BYTES
 from passes.ir.comm.primitives import Operation
 
-__all__ = ["GLOO", "NCCL", "Calls", "Started", "all_gather_single", "as_bytes", "start_collective", "wait_for"]
-
 
 @dataclass(frozen=True)
 class Calls:

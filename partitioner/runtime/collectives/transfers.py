@@ -17,8 +17,6 @@ from torch import Tensor
 
 from partitioner.runtime.collectives.torch_distributed import as_bytes, wait_for
 
-__all__ = ["Exchanged", "Transfer", "exchange"]
-
 _BYTES_AT_ONCE = 2**30
 """Bytes over all ranks in one portion."""
 

@@ -29,8 +29,6 @@ from partitioner.runtime.collectives.random_stream import RandomStream
 from passes.ir.comm.primitives import Operation, Sizes
 from passes.ir.errors import CommunicationError
 
-__all__ = ["Collective", "CollectiveTransport", "writes_in_place"]
-
 Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "halo_exchange", "halo_add"]
 """The name of a collective."""
 

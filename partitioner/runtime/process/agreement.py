@@ -26,8 +26,6 @@ from partitioner.runtime.process.failure import DisagreementError, FailureRecord
 from passes.ir.errors import CommunicationError
 from passes.ir.mesh import rank_list
 
-__all__ = ["Agreement"]
-
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02
 """Seconds between two polls, doubled each time: most ranks come at once, and a late one may be minutes late."""
 

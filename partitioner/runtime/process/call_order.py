@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from passes.ir.mesh import rank_list
 
-__all__ = ["CallTable", "Given", "RankCall", "sample_of"]
-
 Given = str | int | list[float]
 """The compared form of a value: text and integers are compared exactly, a sample of floats to three digits."""
 

@@ -11,8 +11,6 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Channel", "connect", "local_addresses"]
-
 _ANSWER = 3.0
 """Seconds that the other side may take to accept and identify itself."""
 

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from passes.ir.errors import CommunicationError, ConfigError, PartitionError
 
-__all__ = ["DisagreementError", "Failure", "FailureRecord", "Store", "failure_of"]
-
 
 class Store(Protocol):
     """The used part of ``torch.distributed.Store``, which all processes read and write."""

@@ -39,8 +39,6 @@ from passes.ir.errors import CommunicationError, ConfigError, PartitionError
 from passes.ir.mesh import rank_list
 from passes.ir.torch_private import process_group
 
-__all__ = ["Connection", "Members", "SharedStore"]
-
 Route = tuple[dist.ProcessGroup, int]
 """A process group, and the index of the other rank in it."""
 

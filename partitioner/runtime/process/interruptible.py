@@ -16,8 +16,6 @@ from typing import Any, TypeAlias, TypeVar
 from partitioner.runtime.process.failure import Failure, Store
 from passes.ir.errors import CommunicationError
 
-__all__ = ["Interruptible", "InterruptibleStore", "ThreadStore"]
-
 T = TypeVar("T")
 
 _POLL_INTERVAL = 0.25

@@ -17,19 +17,6 @@ from dataclasses import dataclass
 
 from passes.ir.errors import ConfigError
 
-__all__ = [
-    "VARIABLES",
-    "Launch",
-    "attempt",
-    "held_by_torchrun",
-    "launch",
-    "local_rank",
-    "local_size",
-    "numbers_of_torchrun",
-    "store_address",
-    "store_host",
-]
-
 
 @dataclass(frozen=True)
 class _Launcher:

@@ -20,8 +20,6 @@ from pathlib import Path
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["LocalMarks"]
-
 
 class LocalMarks:
     """The lock files of the ranks on one machine. On systems other than Linux there are none, and no rank is found dead.

@@ -34,8 +34,6 @@ from partitioner.runtime.process.watch import NO_CONNECTION, Watch, lost_rank
 from passes.ir.comm.backends import check_backend, default_backend
 from passes.ir.errors import ConfigError, PartitionError
 
-__all__ = ["Session", "arrive", "connect", "has_default_group", "members_of", "world_size"]
-
 TIMEOUT = timedelta(seconds=300)
 """How long a wait may last, unless the caller or an existing process group says otherwise."""
 

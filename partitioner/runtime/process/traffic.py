@@ -21,8 +21,6 @@ from passes.ir.comm.primitives import COLLECTIVES, COMMUNICATION, receive, send,
 from passes.ir.comm.semantics import collective_arguments
 from passes.ir.program import Program
 
-__all__ = ["Traffic", "arrivals_shown", "message_name", "traffic_of"]
-
 
 @dataclass(frozen=True)
 class Traffic:

@@ -28,8 +28,6 @@ from passes.ir.errors import CommunicationError
 from passes.ir.mesh import rank_list
 from passes.ir.program import Program
 
-__all__ = ["DistributedTransport", "PreparedTraffic", "prepare_traffic"]
-
 
 @dataclass(frozen=True)
 class PreparedTraffic:

@@ -34,8 +34,6 @@ from partitioner.runtime.process.interruptible import ThreadStore
 from passes.ir.errors import CommunicationError
 from passes.ir.mesh import rank_list
 
-__all__ = ["NO_CONNECTION", "ConnectionRecord", "Watch", "lost_rank"]
-
 NO_CONNECTION = -1
 """The connection number of failures that happen before there is a connection."""
 

@@ -28,8 +28,6 @@ from torch.profiler import record_function
 from cost_models.simulator.events import Slice
 from passes.ir.torch_private import is_profiling
 
-__all__ = ["ProgramRecorder", "Recorder", "active_recorders", "in_profiler_ranges", "recording"]
-
 
 class ProgramRecorder(Protocol):
     """Calls of a generated program."""

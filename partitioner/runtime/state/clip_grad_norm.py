@@ -12,8 +12,6 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import NormShare, plain
 
-__all__ = ["ModelNorm", "scale_gradients"]
-
 
 class ModelNorm:
     """The gradient norm of a whole model, also for ``torch.nn.utils.clip_grad_norm_``, which asks each gradient (``part_gradient``).

@@ -10,8 +10,6 @@ from partitioner.runtime.base import Runtime
 from partitioner.runtime.state.parameters import State
 from partitioner.runtime.state.part_gradient import plain
 
-__all__ = ["GatheredState", "separated"]
-
 
 class GatheredState:
     """Assembles tensors of the model; collective, so every rank must make the same calls."""

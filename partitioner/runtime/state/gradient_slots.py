@@ -21,8 +21,6 @@ from partitioner.runtime.state.stored_parameters import Membership, StoredParame
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block
 
-__all__ = ["GradientStore", "ParameterSlot", "is_unsummed"]
-
 
 def is_unsummed(parameter: Tensor) -> bool:
     """Return whether ``.grad`` is a rank's own term of a sum (``no_sync``); False once it was cleared or replaced."""

@@ -21,18 +21,6 @@ from torch import Tensor, nn
 from partitioner.runtime.state.stored_parameters import StoredParameter
 from passes.ir.errors import ConfigError, Place, first_few
 
-__all__ = [
-    "CALL_HOOKS",
-    "GLOBAL_HOOKS",
-    "TensorHooks",
-    "has_hooks",
-    "refuse_global_hooks",
-    "refuse_hooks",
-    "refuse_parameter_hooks",
-    "side_effect_note",
-    "tensor_hooks",
-]
-
 TensorHooks = Mapping[str, tuple[Callable[[Tensor], Tensor | None], ...]]
 """Name of a parameter -> its hooks, in the order in which they are called."""
 

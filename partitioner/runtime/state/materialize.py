@@ -20,9 +20,6 @@ from passes.ir.errors import ConfigError, first_few
 from passes.ir.graph import ModelGraph
 from passes.spmd.shards import Block, whole_block
 
-__all__ = ["materialize", "state_of_trace"]
-
-
 _LIKE_THIS_CALL = "partition the model with an example like this call, in these modes, and load pm.full_state_dict() into it"
 
 

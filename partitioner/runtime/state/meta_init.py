@@ -25,8 +25,6 @@ from partitioner.runtime.state.gather import GatheredState
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError, PartitionError, first_few
 
-__all__ = ["InitFunction", "initialize", "seed_text"]
-
 InitFunction = Callable[[nn.Module], object]
 """A function for ``nn.Module.apply`` that sets the parameters and buffers of one module, and perhaps of its children."""
 

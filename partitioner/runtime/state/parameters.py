@@ -20,8 +20,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import foreach_copy_
 from passes.spmd.shards import Block
 
-__all__ = ["BoundParameters", "BoundTensors", "Followers", "State", "check_values"]
-
 
 class BoundTensors(NamedTuple):
     """The tensors that the programs of a rank are bound to.

@@ -24,8 +24,6 @@ from torch import Tensor
 from passes.ir.errors import ConfigError, PartitionWarning, level_of_caller
 from passes.ir.torch_private import DisableTorchFunctionSubclass, foreach_norm
 
-__all__ = ["BlockGradient", "NormShare", "PartGradient", "TotalNorm", "plain"]
-
 
 class TotalNorm(Protocol):
     """Combines norms of all processes.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["BlockTensor", "block_chunks"]
-
 Run = tuple[int, int, int]
 """Consecutive indices of one dimension: the first in the whole, the first in the block, and their number."""
 

@@ -22,8 +22,6 @@ from partitioner.runtime.state.part_gradient import NormShare
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block, whole_block
 
-__all__ = ["Membership", "RankTensor", "StoredParameter", "copy_of", "device_keys", "membership", "owners", "store_parameters"]
-
 _numbers = itertools.count()
 
 

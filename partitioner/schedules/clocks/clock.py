@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from passes.ir.errors import VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["Timing", "host_delay", "run_on_clock"]
-
 _Result = tuple[int, ActionKind, int]
 """Stage, kind, and microbatch of a result; the kind is FORWARD, BACKWARD_INPUT or BACKWARD_WEIGHT."""
 

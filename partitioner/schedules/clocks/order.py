@@ -9,8 +9,6 @@ from partitioner.schedules.catalog import find_schedule, make_schedule
 from partitioner.schedules.kind import Awaiting, InFlight, in_flight_while_awaiting, peak_in_flight
 from passes.ir.schedule import ActionKind
 
-__all__ = ["Order", "order_of"]
-
 
 @dataclass(frozen=True)
 class Order:

@@ -22,8 +22,6 @@ from partitioner.schedules.catalog import make_schedule
 from passes.ir.errors import VerificationError
 from passes.ir.schedule import Action, ActionKind, Schedule
 
-__all__ = ["StepClock", "step_clock"]
-
 _KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD)
 """The order of the durations in ``StepClock.makespan``."""
 

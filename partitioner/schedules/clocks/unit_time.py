@@ -11,8 +11,6 @@ from partitioner.schedules.clocks.clock import Timing, run_on_clock
 from passes.ir.errors import ConfigError
 from passes.ir.schedule import ActionKind, Schedule
 
-__all__ = ["Durations", "draw", "simulate"]
-
 
 @dataclass(frozen=True)
 class Durations:

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from passes.graph.provenance import mark_checkpoint, mark_saved
 from passes.ir.torch_private import last_traced_node
 
-__all__ = ["enter_checkpoint", "in_checkpoint", "leave_checkpoint", "with_marked_decisions"]
-
 _depth: ContextVar[int] = ContextVar("depth", default=0)
 
 _SAVE = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

@@ -29,8 +29,6 @@ from passes.ir.errors import TraceError
 from passes.ir.torch_private import FakeTensorMode, no_dispatch_modes, tree_leaves
 from passes.rules.registry import derive_rule_by
 
-__all__ = ["CustomFunctionError", "apply_as_operator"]
-
 _ALLOWED = ("torch._higher_order_ops", "torch._library.autograd", "torch._dynamo._trace_wrapped", "torch._functorch.autograd_function")
 """Modules of torch whose functions are no problem: control flow is traced as one operation; an operation of ``torch.library`` keeps the
 backward that is registered for it; an index below ``vmap``, and what ``vmap`` makes of it, have that of their forward."""

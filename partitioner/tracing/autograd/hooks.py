@@ -21,8 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from partitioner.tracing.autograd.checkpoints import enter_checkpoint, leave_checkpoint
 
-__all__ = ["GRADIENTS_ON", "AutogradUseError", "enter_hooks", "is_grad_enabled_for", "leave_hooks", "observe_autograd_use"]
-
 GRADIENTS_ON = "torch.is_grad_enabled()"
 """The question whether gradients are on."""
 

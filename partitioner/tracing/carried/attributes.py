@@ -29,8 +29,6 @@ from partitioner.tracing.restore import own_attributes, preserve
 from passes.ir.errors import Place, TraceError
 from passes.ir.graph import APPENDED, Edit, Result
 
-__all__ = ["CarriedValueError", "attributes_of", "record_left", "refuse_carried_values", "refuse_read_tensors"]
-
 Attributes = Mapping[str, object]
 """Path of an attribute, of an item in one, or of a length -> its value; of an object of another kind that is no function, its type."""
 

@@ -27,8 +27,6 @@ from partitioner.tracing.carried.same_computation import same_computation
 from partitioner.tracing.restore import preserve
 from passes.ir.errors import Place, TraceError
 
-__all__ = ["Run", "drawn_from", "refuse_decisions"]
-
 _RUNS = 16
 """How often a model runs again that asked a clock."""
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Generator", "generators_of"]
-
 _WORDS, _EXTREME = 624, 400
 """Words of the state of a Mersenne Twister, and how many of them are set for extreme draws."""
 

@@ -24,8 +24,6 @@ from passes.graph.canonicalize import remove_dead
 from passes.ir.graph import APPENDED, Edit, Result
 from passes.ir.torch_private import tree_flatten
 
-__all__ = ["Contents", "LeftByCall", "attribute_contents", "edits_of_call", "keep_results", "without_left"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _SYMBOLIC = (torch.SymInt,)
 

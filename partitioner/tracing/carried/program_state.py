@@ -29,8 +29,6 @@ from torch import Tensor, nn
 
 from partitioner.tracing.restore import OF_EVERY_MODULE
 
-__all__ = ["CLOCKS", "ClosureCells", "Reach", "Reading", "is_library", "preserve_program", "reach_of"]
-
 _PLAIN = (bool, int, float, str, type(None))
 _CALLED = (Tensor, nn.Module, types.BuiltinFunctionType)
 _MOST = 64

@@ -10,8 +10,6 @@ from torch.export.graph_signature import InputKind
 
 from passes.graph.equivalence import by_value, call_key
 
-__all__ = ["same_computation"]
-
 
 def same_computation(first: ExportedProgram, second: ExportedProgram, stand_ins: Sequence[Tensor]) -> bool:
     """Return whether two traces with fixed sizes compute the same.

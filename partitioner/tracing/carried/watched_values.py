@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["is_watched_list", "watched"]
-
 _COMPUTE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _COMPUTE_ALONE = ("neg", "pos", "abs")
 _DECIDE = ("lt", "le", "gt", "ge", "eq", "ne", "bool", "index", "int", "float", "hash", "round")

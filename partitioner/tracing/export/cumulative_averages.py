@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from passes.rules.ops.channel_statistics import channel_statistics
 
-__all__ = ["CumulativeAverages"]
-
 _CLASSES: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

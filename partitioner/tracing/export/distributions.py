@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch.distributions import Bernoulli, Distribution
 
-__all__ = ["UNCHECKED_NOTE", "check_by_default", "unchecked"]
-
 UNCHECKED_NOTE = (
     "distributions of torch.distributions do not check their arguments and samples, as under "
     "Distribution.set_default_validate_args(False): the checks read values of tensors"

@@ -29,8 +29,6 @@ from partitioner.tracing.inputs.flatten import BatchLayout, ModelInputs
 from passes.ir.errors import ConfigError
 from passes.ir.torch_private import TreeSpec
 
-__all__ = ["Exported", "export_fixed", "export_open", "wrong_dimension"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Exported(Export):

@@ -54,8 +54,6 @@ from passes.ir.torch_private import (
 )
 from passes.normalize.autocast.operation_lists import traced_in
 
-__all__ = ["TRACING", "Export", "export"]
-
 TRACING = threading.RLock()
 """Held while a model is traced: neither ``torch.export`` nor what is patched for it is thread-safe."""
 

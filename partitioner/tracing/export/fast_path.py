@@ -11,8 +11,6 @@ from torch import nn
 
 from passes.ir.graph import Autocast
 
-__all__ = ["FAST_PATH_NOTE", "PRECISION_NOTE", "note_fast_paths"]
-
 FAST_PATH_NOTE = (
     "nn.TransformerEncoder in evaluation mode: under torch.no_grad(), PyTorch returns zeros at the positions that src_key_padding_mask "
     "leaves out; the programs return there what the model returns with gradients"

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from passes.ir.torch_private import HigherOrderOperator, indexing_by_tensors
 
-__all__ = ["attention", "is_flex_attention"]
-
 _MODULE = "torch.nn.attention.flex_attention"
 _INDICES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
 """The dimension (batch, head, query, key) of each level of ``vmap``, innermost first."""

@@ -16,8 +16,6 @@ from torch import nn
 
 from passes.ir.torch_private import with_records
 
-__all__ = ["entered_in_forward"]
-
 
 @contextlib.contextmanager
 def entered_in_forward(

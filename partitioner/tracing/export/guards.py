@@ -20,8 +20,6 @@ from torch.export import ExportedProgram
 from partitioner.tracing.inputs.flatten import BatchLayout
 from passes.graph.symbolic_sizes import size_of
 
-__all__ = ["Assumptions", "assumptions_of", "bool_of_condition", "expression_of", "symbol_of"]
-
 _TESTED_SIZES = (*range(2, 130), *(2**power + offset for power in range(7, 21) for offset in (-1, 0, 1)))
 """Batch sizes that assumptions are tested with. torch.export assumes that a symbolic size is not 0 or 1."""
 

@@ -22,8 +22,6 @@ from passes.graph.schemas import bound_arguments
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import OngoingTrace, OpOverload, is_wrapped, no_dispatch_modes, tree_map_only
 
-__all__ = ["KnownValues", "refuse_written_buffers"]
-
 aten = torch.ops.aten
 
 _READ = frozenset({aten.item.default, aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.allclose.default})  # noqa: SLF001

@@ -28,8 +28,6 @@ from partitioner.tracing.export.known_values import KnownValues
 from passes.ir.graph import Autocast
 from passes.ir.torch_private import OngoingTrace
 
-__all__ = ["REPLACED", "Replaced", "TraceRecord", "devices_as_cpu", "replaced"]
-
 
 @dataclass(frozen=True)
 class TraceRecord:

@@ -23,8 +23,6 @@ from partitioner.tracing.export.cumulative_averages import CumulativeAverages
 from partitioner.tracing.export.flex_attention import attention, is_flex_attention
 from passes.ir.torch_private import outside_of_autocast, set_grad_mode
 
-__all__ = ["WatchedCalls"]
-
 _RANDOM_COMPARISONS: Mapping[Any, Callable[[Any, Any], bool]] = {
     function: compare
     for compare in (operator.lt, operator.le, operator.gt, operator.ge)

@@ -16,8 +16,6 @@ from torch import Tensor
 from passes.ir.errors import ConfigError, did_you_mean
 from passes.ir.graph import ModelGraph
 
-__all__ = ["TARGET", "BatchDims", "accidental_batch", "argument_of", "input_dims", "no_batch_remedy", "other_batch", "target_dims"]
-
 BatchDims = Mapping[str, int | None]
 """Name of an argument, or of a tensor in it -> the dimension of the batch; None: it has none."""
 

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from passes.ir.errors import ConfigError
 
-__all__ = ["find_example_inputs"]
-
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """``args`` and ``kwargs`` of one call."""
 

@@ -24,8 +24,6 @@ from passes.ir.graph import Autocast
 from passes.ir.torch_private import RecordKind, TreeSpec, is_view, no_rules, tree_flatten, tree_leaves, tree_unflatten
 from passes.normalize.randomness.draw_order import memory_order
 
-__all__ = ["BatchLayout", "ModelInputs", "check_dense", "flatten_inputs", "has_own_rules", "output_names"]
-
 
 @dataclass(frozen=True)
 class ModelInputs:

@@ -12,8 +12,6 @@ import torch
 
 from passes.ir.torch_private import pytree
 
-__all__ = ["register_caches"]
-
 _LAYER_TENSORS = ("keys", "values", "conv_states", "recurrent_states")
 """Attributes of a cache layer that hold tensors: the states of convolutions and linear attention are dicts, by their number."""
 

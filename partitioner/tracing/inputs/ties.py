@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from passes.ir.errors import TraceError
 
-__all__ = ["first_names", "merged_parameters", "refuse_overlaps"]
-
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return name -> first name of the same tensor (itself, if it is the first), for all parameters and buffers.

@@ -25,9 +25,6 @@ from partitioner.tracing.repeated.forms import attribute_snapshot, comparison_ke
 from partitioner.tracing.restore import preserve
 from passes.ir.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-__all__ = ["Call", "CallLogger", "StandIn", "intercept_calls", "run_logged"]
-
-
 _TYPES_OF_TENSORS = (torch.dtype, torch.device, torch.layout)
 """Results of questions that have one answer for all sizes of a tensor."""
 

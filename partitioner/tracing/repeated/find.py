@@ -21,9 +21,6 @@ from partitioner.tracing.repeated.call_log import Call, CallLogger, StandIn, run
 from partitioner.tracing.repeated.forms import LEAST_COPIES, Forms, alike_modules, differing_attributes
 from partitioner.tracing.repeated.unread_attributes import Attribute, record_reads
 
-__all__ = ["TRACED_ONE_BY_ONE", "TRACED_TO_COMPARE", "Copies", "calls_of", "find_copies", "words_of"]
-
-
 TRACED_ONE_BY_ONE = "modules that repeat are traced one by one, which takes longer"
 """Beginning of a note: no template is traced in place of its copies."""
 

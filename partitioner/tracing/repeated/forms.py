@@ -23,18 +23,6 @@ from partitioner.tracing.inputs.ties import first_names
 from partitioner.tracing.repeated.unread_attributes import Attribute, recordable
 from passes.ir.torch_private import DisableTorchFunction
 
-__all__ = [
-    "LEAST_COPIES",
-    "Forms",
-    "alike_modules",
-    "attribute_snapshot",
-    "comparison_key",
-    "differing_attributes",
-    "identity_key",
-    "layout_of",
-]
-
-
 LEAST_COPIES = 3
 """The fewest copies that are worth finding: one of them is traced in any case."""
 

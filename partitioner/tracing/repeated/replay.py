@@ -36,8 +36,6 @@ from passes.graph.symbolic_sizes import size_of
 from passes.ir.torch_private import OpOverload, tree_flatten, tree_leaves, tree_unflatten
 from passes.normalize.symbolic_batch import READS
 
-__all__ = ["NotCopyableError", "trace_copies_once", "write_copies"]
-
 torch.library.define("partitioner::border", "(Tensor[] values, str module) -> ()")
 torch.library.impl("partitioner::border", "CompositeExplicitAutograd", lambda _values, _module: None)
 torch.library.register_fake("partitioner::border", lambda _values, _module: None)

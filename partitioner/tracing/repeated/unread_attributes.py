@@ -15,8 +15,6 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-__all__ = ["Attribute", "record_reads", "recordable"]
-
 Attribute: TypeAlias = tuple[type[nn.Module], str]
 """An attribute of the instances of a class of modules."""
 

@@ -21,8 +21,6 @@ from passes.graph.lazy_graph_module import rewritten
 from passes.graph.schemas import bound_arguments
 from passes.ir.graph import VARIES, ModelGraph
 
-__all__ = ["named_like"]
-
 aten = torch.ops.aten
 
 _Pair = tuple[fx.Node | None, fx.Node | None]

@@ -25,8 +25,6 @@ from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import OpOverload
 from passes.normalize.symbolic_batch import TAKING
 
-__all__ = ["Lookup", "lookup_beyond_table", "takes_of_weights"]
-
 aten = torch.ops.aten
 
 _LARGEST = 2**22

@@ -29,8 +29,6 @@ from passes.graph.aliasing import memory_key
 from passes.graph.schemas import FUNCTION_NAMESPACE
 from passes.ir.torch_private import DisableTorchFunction, OpOverload, TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["AppliedFunction", "FunctionOperator", "applied_function", "function_operator", "is_applying", "operands_of", "operator_of"]
-
 
 class _Operand:
     """Stands for a tensor, or for a size that is no number, among the arguments of a function."""

@@ -38,8 +38,6 @@ from passes.rules.language import ANY_DIMENSION
 from passes.rules.loops import Factor, LocalCall, Loops, Reduction, Size
 from passes.stages.split import StageGraph
 
-__all__ = ["Spec", "joint_of_function", "loops_of_function", "why_not_followed"]
-
 Spec: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"
 """Shape and dtype of a tensor."""
 

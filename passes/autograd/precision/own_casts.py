@@ -23,8 +23,6 @@ from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.normalize.shared.equal_computations import OWN_CASTS, SHARED_CAST
 from passes.stages.split import StageGraph
 
-__all__ = ["with_own_casts", "with_shared_casts"]
-
 _COPY_OF = "copy_of_cast"
 """Key in ``node.meta`` of a copy: the name of the shared cast."""
 

@@ -27,8 +27,6 @@ from passes.graph.schemas import views_its_arguments
 from passes.ir.comm.functional import all_reduce, reduce_scatter, take
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["with_wide_sums"]
-
 aten = torch.ops.aten
 
 _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to

@@ -19,8 +19,6 @@ from passes.ir.arguments.conform import conform, hints_of
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError, did_you_mean
 
-__all__ = ["Rule", "at_least", "bind", "check_fields", "checked_arguments", "checked_names", "each_of", "one_of", "positive", "read_by"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

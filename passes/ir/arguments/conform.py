@@ -33,8 +33,6 @@ import numpy as np
 from passes.ir.arguments.describe import SEQUENCES, described, expected, is_protocol, is_union, options_of, protocol_methods, shortened
 from passes.ir.errors import ConfigError
 
-__all__ = ["conform", "hints_of"]
-
 _TEXT = (str, bytes, bytearray)
 _ABSENT = object()
 _INT64_END = 2**63

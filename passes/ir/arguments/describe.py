@@ -10,8 +10,6 @@ import typing
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SEQUENCES", "described", "expected", "is_protocol", "is_union", "options_of", "protocol_methods", "shortened"]
-
 _UNIONS = (typing.Union, types.UnionType)
 SEQUENCES = (collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable, list)
 """Annotations that accept a list or a tuple, and no text."""

@@ -16,8 +16,6 @@ from typing import Literal
 
 from passes.ir.errors import ConfigError
 
-__all__ = ["BACKENDS", "GATHERED_BYTES", "BackendOperation", "check_backend", "default_backend"]
-
 BackendOperation = Literal["send_receive", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """The operations that programs need; a halo exchange consists of sends and receives."""
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from passes.ir.tensor_spec import row_count
 from passes.ir.torch_private import open_size
 
-__all__ = ["received_rows", "route_rows", "row_counts"]
-
 torch.library.define("partitioner::route_rows", "(Tensor group, int[] owned) -> (Tensor order, Tensor places, Tensor sent)")
 torch.library.define("partitioner::received_rows", "(Tensor received, Tensor like) -> Tensor")
 

@@ -26,29 +26,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.traceback import annotate, get_current_meta
 
-__all__ = [
-    "AGAIN",
-    "COLLECTIVES",
-    "FOR_ALL",
-    "GRADIENT",
-    "all_gather",
-    "all_reduce",
-    "exchange",
-    "exchange_rows",
-    "halo_add",
-    "halo_exchange",
-    "keep_first",
-    "local_index",
-    "makes_memory",
-    "put_runs",
-    "reduce_scatter",
-    "replicate",
-    "take",
-    "take_runs",
-    "vary",
-]
-
-
 GRADIENT = "gradient"
 """The key in ``meta["custom"]`` that marks the dual of a call; all other entries are copied from the call."""
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["HaloSegment", "HaloStrategy", "ends_of"]
-
 HaloStrategy = Literal["exchange", "overlap", "recompute"]
 """``exchange``: before every call that needs a halo. ``overlap``: the same, while the call computes its interior. ``recompute``: a wider
 halo once, and both neighbours compute the rows of the overlap."""

@@ -19,22 +19,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Copy",
-    "Run",
-    "Runs",
-    "Segment",
-    "forward_runs",
-    "from_text",
-    "largest_message",
-    "length",
-    "put_copies",
-    "put_runs",
-    "segments",
-    "take_runs",
-    "to_text",
-]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -13,19 +13,6 @@ from torch import Tensor
 
 from passes.ir.torch_private import foreach_add_, pytree
 
-__all__ = [
-    "add_gradients",
-    "add_gradients_in_place",
-    "concatenate",
-    "microbatch_sizes",
-    "microbatch_weights",
-    "split_batch",
-    "split_target",
-    "take_part",
-    "total",
-    "weighted_total",
-]
-
 
 def microbatch_sizes(batch: int, n_microbatches: int) -> tuple[int, ...]:
     """Return the number of rows of each microbatch.

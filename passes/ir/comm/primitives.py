@@ -34,24 +34,6 @@ from torch import Tensor
 
 from passes.ir.errors import CommunicationError
 
-__all__ = [
-    "COLLECTIVES",
-    "COMMUNICATION",
-    "Operation",
-    "Sizes",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "draw_alike",
-    "halo_add",
-    "halo_exchange",
-    "receive",
-    "reduce_scatter",
-    "send",
-    "share_random_state",
-    "wait",
-]
-
 Operation: TypeAlias = Literal["sum", "max", "min"]
 """The reduction of an all_reduce."""
 

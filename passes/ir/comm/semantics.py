@@ -23,8 +23,6 @@ from passes.ir.comm.primitives import all_gather, all_reduce, all_to_all, halo_a
 from passes.ir.errors import VerificationError
 from passes.ir.tensor_spec import Size, TensorSpec, total
 
-__all__ = ["CollectiveSpec", "collective_arguments", "collective_spec"]
-
 
 @dataclass(frozen=True)
 class CollectiveSpec:

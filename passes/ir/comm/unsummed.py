@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["AddUnsummed", "GradientSlot"]
-
 
 class GradientSlot(Protocol):
     """The ``.grad`` of one parameter on one rank."""

@@ -29,8 +29,6 @@ from passes.ir.graph import Autocast
 from passes.ir.torch_private import FakeTensorMode, HigherOrderOperator, OpOverload, TorchDispatchMode, TreeSpec, pytree
 from passes.normalize.autocast.operation_lists import SINGLE_UNLESS_SAID, may_be_cast, operations_of, overload
 
-__all__ = ["autocast_in", "called_graphs", "write_casts"]
-
 aten = torch.ops.aten
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _CAST = aten._to_copy.default  # noqa: SLF001  what a conversion comes down to

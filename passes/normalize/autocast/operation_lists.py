@@ -19,8 +19,6 @@ from torch.library import Library, fallthrough_kernel
 from passes.ir.graph import Autocast, without_autocast
 from passes.ir.torch_private import OpOverload, pytree, registered_operators
 
-__all__ = ["CUDA_OPERATIONS", "SINGLE_UNLESS_SAID", "may_be_cast", "operations_of", "overload", "traced_in"]
-
 _LOWER = """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
 convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm

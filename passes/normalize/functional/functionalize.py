@@ -49,8 +49,6 @@ from passes.ir.torch_private import OpOverload
 from passes.normalize.functional.view_inverses import View, inverse
 from passes.normalize.randomness.draw_order import FILLED, draw_in_rows, laid_out_anew
 
-__all__ = ["functionalize"]
-
 aten = torch.ops.aten
 
 _UNTRACKED = frozenset(

@@ -25,8 +25,6 @@ from passes.graph.lazy_graph_module import LazyGraphModule
 from passes.graph.symbolic_sizes import size_at
 from passes.normalize.randomness.draw_order import memory_order
 
-__all__ = ["ReturnedViews", "add_bases", "returned_views", "views_of_state"]
-
 
 @dataclass(frozen=True, eq=False)
 class ReturnedViews:

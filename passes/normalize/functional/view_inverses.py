@@ -22,8 +22,6 @@ from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_of
 from passes.ir.errors import TraceError
 
-__all__ = ["Emit", "View", "inverse"]
-
 aten = torch.ops.aten
 
 Emit: TypeAlias = Callable[..., fx.Node]

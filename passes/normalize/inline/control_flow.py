@@ -32,8 +32,6 @@ from passes.ir.errors import TraceError
 from passes.ir.torch_private import OpOverload
 from passes.normalize.inline.subgraphs import adopt
 
-__all__ = ["inline_control_flow"]
-
 aten = torch.ops.aten
 _COND, _SCAN, _MAP = torch.ops.higher_order.cond, torch.ops.higher_order.scan, torch.ops.higher_order.map_impl
 _MOST_STEPS = 256

@@ -27,8 +27,6 @@ from passes.graph.schemas import returns_argument
 from passes.ir.errors import TraceError
 from passes.ir.torch_private import HigherOrderOperator, OpOverload
 
-__all__ = ["adopt", "inline_subgraphs"]
-
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _GRAPH_ARGUMENT: Mapping[Any, int] = {_GRAD_MODE: 1, _AUTOCAST: 4}

@@ -29,8 +29,6 @@ from passes.ir.torch_private import HigherOrderOperator, make_fx
 from passes.normalize.autocast.casts import autocast_in, called_graphs
 from passes.normalize.autocast.operation_lists import traced_in
 
-__all__ = ["inline_vmap"]
-
 aten = torch.ops.aten
 
 _LEVELS = "torch._functorch.predispatch"

@@ -22,17 +22,6 @@ from passes.graph.fake_tensors import call_like, memory_among
 from passes.graph.schemas import bound_arguments, packet
 from passes.normalize.randomness.kernel_order import kernel_values, of_numbers
 
-__all__ = [
-    "FILLED",
-    "draw_in_memory_order",
-    "draw_in_rows",
-    "draws",
-    "draws_in_memory_order",
-    "laid_out_anew",
-    "memory_order",
-    "normal_in_turn",
-]
-
 aten = torch.ops.aten
 
 FILLED = "filled"

@@ -32,8 +32,6 @@ from passes.graph.schemas import bound_arguments, draws
 from passes.graph.symbolic_sizes import emit_size, size_of
 from passes.ir.graph import ModelGraph
 
-__all__ = ["dropout_mask", "dropout_mask_again", "dropout_mask_with_state", "split_randomness", "state_bytes"]
-
 aten = torch.ops.aten
 
 

@@ -21,8 +21,6 @@ from passes.graph.schemas import draws
 from passes.ir.graph import ModelGraph
 from passes.ir.torch_private import flash_attention
 
-__all__ = ["attention_with_dropout", "fuse_attention", "fused_attention"]
-
 aten = torch.ops.aten
 
 

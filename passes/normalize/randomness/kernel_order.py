@@ -21,8 +21,6 @@ from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_at
 from passes.ir.torch_private import FakeTensorMode, tree_map_only
 
-__all__ = ["kernel_values", "of_numbers", "suggested_format"]
-
 aten = torch.ops.aten
 
 

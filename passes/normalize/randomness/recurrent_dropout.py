@@ -22,8 +22,6 @@ from torch import fx
 from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.schemas import bound_arguments, draws, packet
 
-__all__ = ["call_layer_by_layer"]
-
 aten = torch.ops.aten
 
 _RECURRENT = frozenset({aten.gru, aten.lstm, aten.rnn_relu, aten.rnn_tanh})

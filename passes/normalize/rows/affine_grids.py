@@ -22,8 +22,6 @@ from passes.graph.canonicalize import remove_dead
 from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.schemas import bound_arguments, packet
 
-__all__ = ["write_grids"]
-
 aten = torch.ops.aten
 
 

@@ -31,8 +31,6 @@ from passes.graph.fake_tensors import call_like, fake_mode
 from passes.graph.schemas import bound_arguments, packet
 from passes.graph.symbolic_sizes import size_of
 
-__all__ = ["write_bags"]
-
 aten = torch.ops.aten
 
 _SUM, _MEAN, _MAX = range(3)

@@ -9,8 +9,6 @@ from torch import fx
 from passes.graph.schemas import tensor_operands
 from passes.rules.registry import loops_of
 
-__all__ = ["REDUCED", "UNREAD", "row_dimension"]
-
 REDUCED = -1
 """The results have no rows: these are summed up."""
 

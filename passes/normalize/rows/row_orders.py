@@ -36,8 +36,6 @@ from passes.ir.torch_private import OpOverload
 from passes.normalize.rows.row_dimension import REDUCED, UNREAD, row_dimension
 from passes.rules.ops.grouped_mm import grouped_mm
 
-__all__ = ["keep_rows_in_order"]
-
 aten = torch.ops.aten
 
 

@@ -30,8 +30,6 @@ from passes.graph.schemas import bound_arguments, is_deterministic
 from passes.graph.symbolic_sizes import traced_size
 from passes.ir.torch_private import OpOverload
 
-__all__ = ["OWN_CASTS", "SHARED_CAST", "share_equal_computations"]
-
 SHARED_CAST = "shared_cast"
 """Key in ``node.meta`` of a cast that stands for several: its number."""
 

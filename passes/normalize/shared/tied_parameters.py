@@ -13,8 +13,6 @@ from collections.abc import Mapping
 
 from torch import fx
 
-__all__ = ["tie_parameters"]
-
 
 def tie_parameters(graph: fx.Graph, first: Mapping[str, str]) -> None:
     """Replace placeholders by the ones they equal, in place.

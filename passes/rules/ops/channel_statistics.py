@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["channel_statistics"]
-
 torch.library.define("partitioner::channel_statistics", "(Tensor input) -> Tensor")
 
 channel_statistics = torch.ops.partitioner.channel_statistics.default

@@ -15,11 +15,6 @@ from passes.rules.language import parse
 from passes.rules.loops import LocalCall, Loops, Size
 from passes.rules.window import STEP, Reach
 
-__all__ = [
-    "adaptive_pool", "convolution", "convolution_of_arguments", "flip", "interpolate", "padded_space", "pool", "roll", "scattered",
-    "sliced", "sliding", "space", "windowed",
-]  # fmt: skip
-
 Localize = Callable[[LocalCall, frozenset[str]], Mapping[str, Any]]
 """Returns the arguments that the call of a part passes instead, given the part and the names of the factors that are cut."""
 

@@ -6,8 +6,6 @@ from passes.rules.bind import MisfitError, dimension, numbered, whole, write
 from passes.rules.call import Call, Operand
 from passes.rules.language import ANY_DIMENSION
 
-__all__ = ["attention", "einsum", "inner", "layer_norm", "matmul", "tensordot"]
-
 
 def matmul(call: Call) -> str:
     """Multiply: ``batch* rows in, batch* in columns -> batch* rows columns``; a vector has only ``in``, and a matrix no batch."""

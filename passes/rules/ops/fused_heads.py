@@ -27,8 +27,6 @@ from passes.rules.call import Call
 from passes.rules.language import parse
 from passes.rules.loops import LocalCall, Loops
 
-__all__ = ["FusedHeads", "find_fused_heads", "loops_of_fused_heads"]
-
 aten = torch.ops.aten
 
 _TAKES = (aten.slice.Tensor, aten.narrow.default, aten.split_with_sizes.default)

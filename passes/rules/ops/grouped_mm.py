@@ -18,8 +18,6 @@ from torch import Tensor
 
 from passes.rules.call import Call
 
-__all__ = ["grouped_mm", "grouped_outer", "product"]
-
 torch.library.define("partitioner::grouped_mm", "(Tensor input, Tensor weight, Tensor group, bool transposed=False) -> Tensor")
 torch.library.define("partitioner::grouped_outer", "(Tensor input, Tensor other, Tensor group, int n_groups) -> Tensor")
 

@@ -9,8 +9,6 @@ import torch
 from passes.rules.bind import MisfitError, numbered, rank_and_dimension, whole, write
 from passes.rules.call import Call, Operand
 
-__all__ = ["all_whole", "bincount", "gather", "histogram", "index", "index_put", "index_rows", "index_select", "scatter", "take_along"]
-
 
 def index_select(call: Call) -> str:
     """Pick elements of a dimension, in the order of the index: ``dim0! dim1, picks -> picks dim1``."""

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from passes.rules.bind import MisfitError, dimension, numbered, write
 from passes.rules.call import Call
 
-__all__ = ["crossed", "diagonal_matrices", "orthogonal_triangular", "singular_values", "solved"]
-
 
 def singular_values(call: Call) -> str:
     """Decompose matrices into singular vectors and values; there may be more vectors than values."""

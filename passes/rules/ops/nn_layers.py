@@ -10,13 +10,6 @@ from passes.rules.call import Call, Operand
 from passes.rules.loops import Reduction
 from passes.rules.ops.indexing import all_whole
 
-__all__ = [
-    "along", "batch_norm", "classification", "compared", "difference", "dropout", "elementwise_loss", "embedding", "feature_dropout",
-    "glu", "instance_norm", "prelu", "recurrent", "recurrent_cell", "reduced", "selected_along", "transformed", "vector_loss",
-    "weight_norm",
-]  # fmt: skip
-
-
 _NORMALIZED = "batch{0} channels space*{0}, channels, channels, channels, channels -> batch{0} channels space*{0}"
 """Normalization of each channel; ``{0}`` is the mark of the dimensions that statistics are computed over."""
 

@@ -18,8 +18,6 @@ from passes.rules.bind import MisfitError, dimension, linear_sets, quotient
 from passes.rules.call import Call, Shape
 from passes.rules.loops import Dimension, Factor, LocalCall, Loops, Size
 
-__all__ = ["refine", "reshape", "shaped_like", "unflatten"]
-
 
 def reshape(argument: str | None) -> Callable[[Call], Loops]:
     """Return the rule of ops that reshape; the argument holds the new shape (None: the op takes none)."""

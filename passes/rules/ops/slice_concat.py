@@ -14,11 +14,6 @@ from passes.rules.loops import LocalCall, Loops, Size
 from passes.rules.ops.conv_pool import sliced
 from passes.rules.window import STEP, Reach
 
-__all__ = [
-    "cat", "diagonal", "meshgrid", "move", "narrow", "permute", "repeat", "repeat_interleave", "reverse", "select",
-    "select_scatter", "slice_", "slice_scatter", "split", "squeeze", "stack", "swap", "unfold", "unsqueeze", "with_localize",
-]  # fmt: skip
-
 _LINEAR = "linear self"
 
 

@@ -18,8 +18,6 @@ from passes.rules.loops import Factor, LocalCall, Loops
 from passes.rules.ops.conv_pool import scattered, sliding, spread
 from passes.rules.window import Window
 
-__all__ = ["fold", "unfold"]
-
 _NAMES = ("kernel_size", "dilation", "padding", "stride")
 
 

@@ -38,8 +38,6 @@ from passes.spmd.commute.min_cut import min_cut
 from passes.spmd.propagate.layouts import Layouts, reads_of_values
 from passes.stages.boundary_layouts import is_whole
 
-__all__ = ["summed_where_small"]
-
 
 def summed_where_small(facts: LayoutFacts, layouts: Layouts) -> Layouts:
     """Return the layouts with calls Varying over tensor dimensions where that makes the sums of gradients smaller."""

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
-__all__ = ["min_cut"]
-
 _Node = TypeVar("_Node", bound=Hashable)
 
 

@@ -30,8 +30,6 @@ from passes.ir.mesh import WIDTH
 from passes.spmd.propagate.layouts import Cut, Layouts, reads_of_values
 from passes.stages.boundary_layouts import is_whole
 
-__all__ = ["cast_where_stored"]
-
 
 def cast_where_stored(facts: LayoutFacts, layouts: Layouts, stages: Mapping[str, int] | None = None) -> Layouts:
     """Return the layouts with casts of parameters to a smaller type in the layouts in which the parameters are stored.

@@ -25,8 +25,6 @@ from passes.spmd.propagate.call_along import CallAlong
 from passes.spmd.propagate.layouts import Cut, Layouts
 from passes.stages.boundary_layouts import is_whole
 
-__all__ = ["computed_where_read"]
-
 
 def computed_where_read(facts: LayoutFacts, layouts: Layouts) -> Layouts:
     """Return the layouts after each replicable value has taken the layout that its readers need."""

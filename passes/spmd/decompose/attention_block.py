@@ -26,8 +26,6 @@ from torch import Tensor
 
 from passes.ir.torch_private import flash_attention, flash_attention_gradients
 
-__all__ = ["attention_block", "attention_block_backward", "join_blocks", "row_totals"]
-
 _BLOCK = "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float scale"
 _ROWS = "Tensor result, Tensor top, Tensor total"
 

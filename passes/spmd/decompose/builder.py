@@ -16,8 +16,6 @@ from passes.ir.comm import functional as collectives
 from passes.rules.loops import Size
 from passes.spmd.local_shapes import product
 
-__all__ = ["PartWriter", "ReductionCut", "ReductionWriter"]
-
 aten = torch.ops.aten
 
 

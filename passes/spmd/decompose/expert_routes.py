@@ -38,8 +38,6 @@ from passes.rules.loops import Size
 from passes.spmd.local_shapes import Extents
 from passes.spmd.reshard import Resharder
 
-__all__ = ["ROUTE", "RouteWriter"]
-
 aten = torch.ops.aten
 
 ROUTE = "route"

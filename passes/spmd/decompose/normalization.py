@@ -32,8 +32,6 @@ from torch.fx.traceback import annotate, get_current_meta
 from passes.ir.comm.functional import GRADIENT, all_reduce
 from passes.spmd.decompose.builder import ReductionWriter
 
-__all__ = ["batch_norm", "channel_statistics", "group_norm", "instance_norm", "layer_norm", "normalize", "rms_norm"]
-
 aten = torch.ops.aten
 
 

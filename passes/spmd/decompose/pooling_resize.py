@@ -20,8 +20,6 @@ from passes.rules.ops.conv_pool import scales_of, spread
 from passes.rules.window import Reach
 from passes.spmd.decompose.builder import PartWriter
 
-__all__ = ["Along", "WindowWriter", "write_windows"]
-
 aten = torch.ops.aten
 
 

@@ -16,8 +16,6 @@ from passes.spmd.decompose import normalization as norms
 from passes.spmd.decompose.builder import ReductionWriter
 from passes.spmd.decompose.softmax_loss import causal_attention, cross_entropy, embedding, grouped_product, log_softmax, softmax
 
-__all__ = ["SINGLE_BYTES", "Decomposition", "Kernels", "decomposition_of", "takes_own_statistics"]
-
 aten = torch.ops.aten
 
 SINGLE_BYTES = 4

@@ -45,8 +45,6 @@ from passes.ir.comm.functional import GRADIENT, halo_exchange, take
 from passes.spmd.decompose.attention_block import attention_block, attention_block_backward, join_blocks, row_totals
 from passes.spmd.decompose.builder import PartWriter
 
-__all__ = ["RING", "RING_STATE", "ZIGZAG", "can_ring", "is_causal", "products_of_pieces", "ring_attention"]
-
 aten = torch.ops.aten
 
 RING = "ring"

@@ -23,8 +23,6 @@ from passes.graph.schemas import MEAN, NO_REDUCTION
 from passes.rules.ops.grouped_mm import grouped_mm
 from passes.spmd.decompose.builder import ReductionWriter
 
-__all__ = ["causal_attention", "cross_entropy", "embedding", "grouped_product", "log_softmax", "softmax"]
-
 aten = torch.ops.aten
 
 

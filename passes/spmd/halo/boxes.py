@@ -16,8 +16,6 @@ from typing import TypeAlias
 from passes.analysis.axes import Axes, TensorAxes
 from passes.ir.comm.microbatch import microbatch_sizes
 
-__all__ = ["Box", "Interval", "Span", "TileGrid", "aligned", "fraction", "united"]
-
 Interval: TypeAlias = tuple[int, int]
 """Start and stop."""
 

@@ -17,8 +17,6 @@ from passes.rules.window import Window
 from passes.spmd.decompose.registry import takes_own_statistics
 from passes.spmd.halo.boxes import Box, Span, TileGrid, aligned
 
-__all__ = ["Kind", "Read", "TileCall", "tile_call"]
-
 aten = torch.ops.aten
 
 Kind: TypeAlias = Literal["tiles", "reduction", "statistics", "whole"]

@@ -14,8 +14,6 @@ from passes.ir.graph import ModelGraph
 from passes.spmd.halo.boxes import Box, TileGrid, united
 from passes.spmd.halo.call_tiles import TileCall, tile_call
 
-__all__ = ["CheckpointSelection", "demand", "select_checkpoints", "tiles_of"]
-
 
 @dataclass(frozen=True)
 class CheckpointSelection:

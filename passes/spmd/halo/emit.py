@@ -17,8 +17,6 @@ from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate.layouts import Layouts
 from passes.spmd.reshard import CHANGE, Change, Resharder
 
-__all__ = ["HaloWriter"]
-
 
 class HaloWriter:
     """Emits the operands of windowed calls for one rank: its own part of each, with the halo.

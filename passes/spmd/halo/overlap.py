@@ -23,8 +23,6 @@ from passes.spmd.halo.regions import Slide, slides_of
 from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate.layouts import Intervals, Layouts
 
-__all__ = ["Interior", "interior_of", "window_offsets"]
-
 
 @dataclass(frozen=True)
 class Interior:

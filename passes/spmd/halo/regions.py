@@ -28,8 +28,6 @@ from passes.spmd.decompose.pooling_resize import Along
 from passes.spmd.local_shapes import Extents
 from passes.spmd.propagate.layouts import Cut, Intervals, Layouts
 
-__all__ = ["OperandForm", "Slide", "operand_form", "own_part_slides", "shared_halo_slides", "slides_of", "window_dimensions"]
-
 OperandForm: TypeAlias = Literal["own", "computed", "fetched"]
 """The form of a value on a rank: its own part; with the overlap that it computes; with the halo fetched once for several readers."""
 

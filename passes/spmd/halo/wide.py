@@ -37,8 +37,6 @@ from passes.spmd.halo.call_tiles import TileCall, tile_call
 from passes.spmd.halo.demand import demand
 from passes.spmd.propagate.layouts import Cut, Intervals, Layouts
 
-__all__ = ["Overlaps", "TileRegions", "with_halos"]
-
 
 @dataclass(frozen=True)
 class Overlaps:

@@ -15,8 +15,6 @@ from passes.rules.loops import Loops
 from passes.spmd.decompose.registry import decomposition_of
 from passes.spmd.propagate.layouts import Cut
 
-__all__ = ["CallAlong", "bytes_moved", "cuttable_axes"]
-
 
 class CallAlong(NamedTuple):
     """One call along one mesh dimension.

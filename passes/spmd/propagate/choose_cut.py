@@ -22,8 +22,6 @@ from passes.spmd.decompose.ring_attention import can_ring, is_causal
 from passes.spmd.propagate.call_along import CallAlong, bytes_moved
 from passes.spmd.propagate.layouts import Cut
 
-__all__ = ["CutChoice"]
-
 
 class CutChoice:
     """Chooses the cuts of calls, given the axes that each mesh dimension cuts.

@@ -28,8 +28,6 @@ from passes.ir.layout import Partial, Placement, Replicate, Shard
 from passes.spmd.propagate.layouts import Cut
 from passes.spmd.propagate.walk import LayoutWalk
 
-__all__ = ["CallLayout", "HeldLayout", "LayoutChoices", "Outcomes", "layout_choices"]
-
 _T = TypeVar("_T")
 
 MOST = 2**12

@@ -11,8 +11,6 @@ from passes.analysis.layout_facts import LayoutFacts
 from passes.analysis.routed_rows import Route
 from passes.ir.layout import Layout
 
-__all__ = ["Cut", "Intervals", "Layouts", "Ring", "reads_of_values"]
-
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
 """For each rank along a mesh dimension, where its interval starts and stops."""
 

@@ -35,8 +35,6 @@ from passes.spmd.propagate.choose_cut import CutChoice
 from passes.spmd.propagate.layouts import Cut, Layouts, Ring
 from passes.stages.boundary_layouts import is_whole
 
-__all__ = ["LayoutWalk", "assign_layouts"]
-
 _WHOLE = Replicate()
 
 

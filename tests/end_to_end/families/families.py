@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "Family"]
-
 ROWS, LENGTH, WORDS, WIDTH, LAYERS, HEADS = 4, 12, 32, 16, 4, 2
 
 DECODER = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": 24}

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from partitioner import partition
 from partitioner.runtime.torchrun import rank
 
-__all__ = ["Mode", "differences"]
-
 Mode = str | dict[str, Any]
 
 ROWS, WIDTH = 6, 8

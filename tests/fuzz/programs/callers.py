@@ -14,8 +14,6 @@ from tests.fuzz.programs.losses import check_changes, kept_value, loss_function
 from tests.fuzz.programs.program import Program, build, make_inputs
 from tests.fuzz.programs.structures import leaves_of
 
-__all__ = ["draw_usage"]
-
 CHANGES = (
     "leaf += 1",
     "leaf.mul_(0.5)",

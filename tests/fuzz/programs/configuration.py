@@ -12,8 +12,6 @@ from partitioner import Constraints
 from passes.ir.plan import ATTENTION
 from tests.fuzz.programs.program import Program
 
-__all__ = ["Configuration", "choose_configuration"]
-
 ROWS = ("data", "fsdp", "zero1", "zero2")
 TWO_STAGES = ("Interleaved1F1B", "ZBV", "DualPipeV")
 

@@ -21,8 +21,6 @@ from tests.fuzz.templates.shapes import INDEXED, SHAPED
 from tests.fuzz.templates.values import POINTWISE, REDUCED
 from tests.fuzz.templates.writes import WRITTEN
 
-__all__ = ["Case", "generate"]
-
 FAMILIES = ("image", "image", "sequence", "sequence", "tokens", "vector")
 
 SHARES = {

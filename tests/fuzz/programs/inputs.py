@@ -11,8 +11,6 @@ import torch
 
 from tests.fuzz.programs.program import Input, Program, Statement
 
-__all__ = ["FIRST_BATCH_SECOND", "draw_inputs", "with_other_inputs"]
-
 FIRST_BATCH_SECOND = ".clone(memory_format=torch.contiguous_format)"
 """Dense memory: ``contiguous`` leaves a dimension of size one the stride that it has, which may be any."""
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from tests.fuzz.programs.program import Program, loss_of
 from tests.fuzz.programs.structures import leaves_of
 
-__all__ = ["check_changes", "kept_value", "loss_function"]
-
 
 def kept_value(model: nn.Module, place: str) -> Any:
     """Return the value kept at a place, such as ``keeps3.l_aux``."""

@@ -14,21 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.fuzz.programs.structures import Structure, leaves, leaves_of, returned_text
 from tests.fuzz.templates.modules import CLASSES
 
-__all__ = [
-    "FAILURES",
-    "Input",
-    "Layer",
-    "Program",
-    "Statement",
-    "Usage",
-    "build",
-    "is_effect",
-    "loss_of",
-    "make_inputs",
-    "names_in",
-    "shapes_of",
-]
-
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, AttributeError, NotImplementedError)
 """Of statements that do not fit their values, and of a model that does not run in a precision or with a checkpoint."""
 

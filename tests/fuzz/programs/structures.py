@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Record", "Structure", "leaves", "leaves_of", "plain", "renamed", "returned_text"]
-
 
 class Record(dict[str, "Structure"]):
     """The fields of a ``Result``, the dataclass that programs return."""

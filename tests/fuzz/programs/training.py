@@ -17,8 +17,6 @@ from tests.fuzz.running.comparison import DifferenceError, compare, has_gradient
 from tests.fuzz.running.observations import Reference, observations
 from tests.fuzz.running.precision import converted, default_dtype
 
-__all__ = ["draw_training", "with_checkpoints"]
-
 CHECKPOINTED, BY_MODULE, IN_PRECISION = 0.4, 0.2, 0.25
 """How many programs have checkpoints of their own, patterns of modules, and a precision."""
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from tests.fuzz.programs.program import FAILURES, Input, Layer, Program, Statement, make_inputs, names_in, namespace
 from tests.fuzz.programs.structures import leaves_of
 
-__all__ = ["Draft", "Template", "Variable", "Writer"]
-
 LARGEST = 6000
 """Elements of a value."""
 

@@ -15,8 +15,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Campaign"]
-
 REDUCTION = 300.0
 """Seconds that the reduction of one failure may take."""
 

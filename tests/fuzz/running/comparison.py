@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from tests.fuzz.running.precision import margin_of, rounding_of, tolerance_of
 
-__all__ = ["REFUSED", "DifferenceError", "LargestValue", "as_real", "compare", "compare_with_noise", "disturb", "has_gradient"]
-
 REFUSED = "refused"
 """Stands for a kept tensor that cannot be read."""
 

@@ -14,8 +14,6 @@ from tests.fuzz.programs.program import Program, make_inputs
 from tests.fuzz.programs.structures import leaves_of
 from tests.fuzz.running.comparison import as_real, has_gradient
 
-__all__ = ["is_fault_of_model"]
-
 STEP = 1e-6
 """Of a difference quotient, in float64: its error is about 1e-9."""
 

@@ -18,8 +18,6 @@ from tests.fuzz.programs.structures import leaves_of, plain
 from tests.fuzz.running.comparison import REFUSED, disturb, has_gradient
 from tests.fuzz.running.precision import autocast
 
-__all__ = ["Inputs", "Reference", "observations"]
-
 Inputs = tuple[tuple[Any, ...], dict[str, Any], Tensor]
 """Positional inputs, keyword inputs and the target."""
 

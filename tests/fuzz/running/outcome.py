@@ -22,8 +22,6 @@ from tests.fuzz.running.derivative import is_fault_of_model
 from tests.fuzz.running.observations import Reference, observations
 from tests.fuzz.running.precision import converted, default_dtype, noise_of, unconverted
 
-__all__ = ["Outcome", "run_case"]
-
 
 @dataclass(frozen=True)
 class Outcome:

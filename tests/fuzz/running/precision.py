@@ -9,8 +9,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["autocast", "converted", "default_dtype", "dtype_of", "margin_of", "noise_of", "rounding_of", "tolerance_of", "unconverted"]
-
 TRUE = {None: torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "bf16-mixed": torch.float32}
 """Precision -> the type of parameters and inputs."""
 

@@ -15,8 +15,6 @@ from tests.fuzz.programs.generator import Case
 from tests.fuzz.running.outcome import Outcome, run_case
 from tests.support.processes.processes import Workers
 
-__all__ = ["Ranks"]
-
 START = 300.0
 """Seconds that processes may take to import torch."""
 

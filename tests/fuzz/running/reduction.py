@@ -15,8 +15,6 @@ from tests.fuzz.programs.program import Input, Program, Usage, shapes_of
 from tests.fuzz.programs.structures import Structure, leaves, renamed
 from tests.fuzz.running.outcome import Outcome, run_case
 
-__all__ = ["reduce_case"]
-
 
 def reduce_case(case: Case, outcome: Outcome, seconds: float = 240.0, run: Callable[[Case], Outcome] = run_case) -> Case:
     """Return the smallest case found in so many seconds that fails as this one does."""

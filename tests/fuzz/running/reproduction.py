@@ -11,8 +11,6 @@ from tests.fuzz.running.outcome import Outcome
 from tests.fuzz.running.precision import dtype_of
 from tests.fuzz.templates.modules import sources_of
 
-__all__ = ["reproduction"]
-
 IMPORTS = """import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.fuzz.programs.writer import Draft, Variable, Writer
 
-__all__ = ["complex_value"]
-
 FEATURE = ("complex",)
 
 TO_COMPLEX = (

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 from tests.fuzz.templates.modules import KEPT
 
-__all__ = ["THEMES"]
-
 
 def by_row(value: Variable, code: str) -> str:
     """Return an expression with rows as a number for each row, of a shape that is broadcast to the value's."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 
-__all__ = ["IMAGE", "SEQUENCE", "VECTOR", "used_again"]
-
 REUSED = ("conv", "linear", "norm", "block", "encoder", "prelu", "keeps", "collects", "routes")
 """How the names of layers begin that a program may call again."""
 

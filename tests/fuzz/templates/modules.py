@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CLASSES", "KEPT", "Collects", "Keeps", "Loose", "Pair", "Remembers", "Result", "Routes", "sources_of"]
-
 
 @dataclass
 class Pair:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 
-__all__ = ["INDEXED", "SHAPED"]
-
 
 def permuted(writer: Writer, value: Variable) -> str | None:
     if value.dim < 3:

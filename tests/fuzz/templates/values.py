@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 
-__all__ = ["POINTWISE", "REDUCED"]
-
 FUNCTIONS = (
     "F.relu({0})",
     "F.gelu({0})",

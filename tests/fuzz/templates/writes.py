@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.fuzz.programs.writer import Draft, Template, Variable, Writer
 
-__all__ = ["WRITTEN"]
-
 
 def write_in_place(writer: Writer, value: Variable) -> Draft | None:
     """Write into a value or into a view of one."""

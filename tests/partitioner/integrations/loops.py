@@ -13,8 +13,6 @@ from torch.utils.data import TensorDataset
 
 from tests.support.models.attention.gpt import LENGTH, VOCABULARY, Gpt
 
-__all__ = ["ROWS", "Residual", "data_of", "model_of", "problems", "spoil"]
-
 ROWS = 4
 """Of a batch."""
 

@@ -24,8 +24,6 @@ from partitioner.integrations.lightning import PartitionStrategy
 from partitioner.integrations.transformers import Trainer
 from tests.partitioner.integrations.loops import ROWS, data_of
 
-__all__ = ["LOOPS", "Run", "trained"]
-
 STEPS = 4
 PIPELINE: dict[str, Any] = {"mode": "pipeline", "schedule": "1F1B", "n_microbatches": ROWS}
 

@@ -8,8 +8,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from partitioner import PartitionedModel, partition
 
-__all__ = ["WIDTH", "partitioned", "profiled_names", "step"]
-
 WIDTH = 4
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from tests.project.architecture.source_tree import Source
 
-__all__ = ["Import", "dotted_names", "imports_of"]
-
 
 @dataclass(frozen=True)
 class Import:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-__all__ = ["BATCH_SIZE", "Case", "Inputs", "Instance", "classes", "flags", "mean_squared_error", "real", "with_dtype"]
-
 BATCH_SIZE = 8
 """Rows of a batch unless a test says otherwise; no model uses it as another size, so that a mistaken dimension shows."""
 

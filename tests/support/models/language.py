@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["causal_model"]
-
 VOCABULARY = 64
 
 _GROUPED = {

@@ -11,8 +11,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes, flags, real
 
-__all__ = ["CASES"]
-
 VOCABULARY = 29
 LENGTH = 6
 LABELS = 4

@@ -19,8 +19,6 @@ from tests.support.models.attention.experts import Mixture
 from tests.support.models.attention.gpt import LENGTH, Gpt
 from tests.support.models.vision.unet import UNet
 
-__all__ = ["REALISTIC", "gpt2", "opt"]
-
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ROWS", "Switched", "switched"]
-
 ROWS = 8
 
 

@@ -8,8 +8,6 @@ from tests.support.models.case import Case
 from tests.support.models.graphs import acyclic, perceptrons, recurrent, values
 from tests.support.models.vision import convolutions, unet
 
-__all__ = ["ZOO", "case_named"]
-
 ZOO: tuple[Case, ...] = (
     *perceptrons.CASES,
     *convolutions.CASES,

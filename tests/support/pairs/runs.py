@@ -19,8 +19,6 @@ from passes.pipeline import Lowered
 from tests.support.running.lockstep import CARRIED_OUT, run_cut
 from tests.support.running.traced import SEED, Run, backward
 
-__all__ = ["Subject", "run_state"]
-
 
 @dataclass(frozen=True)
 class Subject:

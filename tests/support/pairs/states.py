@@ -32,8 +32,6 @@ from tests.support.pairs.runs import Subject, run_state
 from tests.support.pairs.text import Pair, graph_text
 from tests.support.running.traced import Run, assert_equal_runs, run_model
 
-__all__ = ["texts_of_pair"]
-
 ORDERS = (("export", *(step.name for step in NORMALIZE)), ("start", *(phase.name for phase in PHASES)))
 """The steps of normalization, and the phases; the first name of each order is its starting state."""
 PROGRAMS = ("emit", "place")

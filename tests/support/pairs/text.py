@@ -32,8 +32,6 @@ from torch import Tensor, fx
 
 from passes.graph.program_printer import program_text
 
-__all__ = ["Pair", "graph_text", "read_pair"]
-
 
 @dataclass(frozen=True)
 class Pair:

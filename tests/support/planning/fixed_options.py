@@ -25,8 +25,6 @@ from passes.ir.mesh import STAGES
 from passes.ir.plan import Plan
 from tests.support.models.realistic import REALISTIC
 
-__all__ = ["CLUSTERS", "MODES", "Beaten", "beaten_by", "fixed_options", "graph_of", "plan_of"]
-
 Mode = str | Mapping[str, int]
 
 CLUSTERS = ("cpu:1x4", "h100:1x4")

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["branches", "fails", "perceptron", "wide"]
-
 
 def perceptron() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Four layers."""

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 from partitioner import PartitionedModel, partition
 from tests.support.planning.small_pipelines import inputs, perceptron
 
-__all__ = ["Widths", "mode", "on", "ranks_of"]
-
 Widths: TypeAlias = tuple[int, ...]
 """For each stage, how many ranks share it."""
 

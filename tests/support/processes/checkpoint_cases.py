@@ -30,8 +30,6 @@ from torch.optim import AdamW, Optimizer
 from partitioner import ConfigError, Constraints, PartitionedModel, partition
 from tests.support.processes.optimizer_cases import batches, model, square
 
-__all__ = ["dtensor_problems", "fsdp2_problems", "idle_rank_problems", "option_problems", "resumed_problems"]
-
 Mode = str | Mapping[str, int | tuple[int, ...]]
 BATCHES = batches(4)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from passes.ir.comm.primitives import all_gather, all_reduce, all_to_all, reduce_scatter
 
-__all__ = ["CASES", "CollectiveCase", "Part"]
-
 DTYPES = (
     torch.float32,
     torch.float64,

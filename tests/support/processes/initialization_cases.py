@@ -13,8 +13,6 @@ from tests.support.models.case import BATCH_SIZE, Instance
 from tests.support.models.zoo import case_named
 from tests.support.running.transparency import loss_of, make_partitioned
 
-__all__ = ["Mode", "initialize_from_unlike_seeds", "initialized_difference", "on_meta", "reset"]
-
 Mode = str | Mapping[str, int]
 SEED = 5
 

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from partitioner import PartitionedModel, partition
 from passes.ir.errors import PartitionError
 
-__all__ = ["MEANS", "NEITHER", "difference", "labelled", "model", "refused_then_exact", "trained_on_own_rows"]
-
 WIDTH, ROWS = 6, 8
 WEIGHT = torch.arange(1.0, WIDTH + 1, dtype=torch.float64)
 

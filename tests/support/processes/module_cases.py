@@ -18,8 +18,6 @@ from partitioner import ConfigError, Constraints, partition
 from tests.support.models.language import causal_model
 from tests.support.models.switched import switched
 
-__all__ = ["copy_differences", "frozen_counts", "generated", "mode_differences", "wrapped_in_ddp"]
-
 
 def mode_differences() -> str:
     """Train and validate with one partitioned model, in processes that hold replicas, shards or stages."""

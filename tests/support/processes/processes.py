@@ -29,8 +29,6 @@ import torch.distributed as dist
 
 from tests import ROOT
 
-__all__ = ["Answer", "Ending", "Workers", "serve"]
-
 
 @dataclass(frozen=True)
 class Answer:

@@ -9,8 +9,6 @@ from torch import nn
 
 from partitioner import partition
 
-__all__ = ["resumed_difference"]
-
 
 def model_of() -> nn.Sequential:
     torch.manual_seed(0)

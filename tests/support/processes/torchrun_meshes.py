@@ -29,14 +29,6 @@ from tests.support.running.transparency import (
     make_partitioned,
 )
 
-__all__ = [
-    "attention_training_difference",
-    "checkpoint_difference",
-    "expert_training_difference",
-    "mesh_call_difference",
-    "mesh_training_difference",
-]
-
 Mode = str | Mapping[str, int | tuple[int, ...]]
 CASES = {case.name: case for case in (*ZOO, *SPACE)}
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-__all__ = ["compute_in_float64"]
-
 
 def compute_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute in float64 what a model converts from float64 to float32, until the test ends."""

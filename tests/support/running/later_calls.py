@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from partitioner import PartitionWarning, partition
 
-__all__ = ["MODELS", "difference", "unfreezing_difference"]
-
 WIDTH = 8
 
 

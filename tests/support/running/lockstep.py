@@ -27,8 +27,6 @@ from passes.spmd.shard_graph import CutModel
 from passes.spmd.shards import Block, block_of
 from tests.support.running.traced import SEED, Run, backward, own_values
 
-__all__ = ["CARRIED_OUT", "run_cut"]
-
 TOLERANCE = 1e-12
 """How much replicas may differ: they are computed alike."""
 

@@ -20,8 +20,6 @@ from passes.ir.program import Program
 from passes.pipeline import differentiate_stages, values_requiring_gradient
 from tests.support.models.case import Case
 
-__all__ = ["FIXED_SIZE", "Kind", "even_plan", "lowered_stages", "programs"]
-
 Kind = Literal["train_step", "forward", "training_forward", "backward"]
 
 FIXED_SIZE = 2

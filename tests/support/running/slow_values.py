@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["all_but", "slow"]
-
 
 def slow(*values: Any) -> list[Any]:
     """Mark values of a parameter slow: ``parametrize("size", [1, *slow(2, 3)])``."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, partition
 
-__all__ = ["Tiled", "first_difference_of_tiles"]
-
 
 class Tiled(nn.Module):
     """A function of an image with parameters, as a module."""

@@ -28,24 +28,6 @@ from torch.utils import _pytree as pytree
 from partitioner import PartitionedModel, PartitionWarning, partition
 from tests.support.models.case import BATCH_SIZE, Case, Instance, mean_squared_error
 
-__all__ = [
-    "N_MICROBATCHES",
-    "Difference",
-    "Steps",
-    "assert_step_equals",
-    "backward_steps",
-    "compare",
-    "compare_gradients",
-    "compare_values",
-    "first_difference",
-    "loss_of",
-    "make_partitioned",
-    "microbatch_sizes",
-    "partitioned_steps",
-    "reference_sizes",
-    "reference_steps",
-]
-
 N_MICROBATCHES = 4
 
 LEARNING_RATE = 1e-2

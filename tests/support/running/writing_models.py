@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from partitioner import PartitionError, partition
 from partitioner.model.partitioned_model import PartitionedModel
 
-__all__ = ["BUFFERS", "IMAGES", "VIEWS", "Layers", "assert_trains_as_original", "example", "refusal"]
-
 Change = Callable[[Any, Tensor], Tensor]
 """Operations of a model on its activations, of shape (rows, 16), or (rows, 4, 8, 8) for images; it may write its buffers."""
 

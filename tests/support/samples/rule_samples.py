@@ -17,8 +17,6 @@ from passes.rules.ops.grouped_mm import grouped_mm, grouped_outer
 from tests.support.samples.rule_samples_shapes import along, indexing, pieces, views
 from tests.support.samples.rule_samples_values import Sample, flags, positive, real, whole
 
-__all__ = ["automatic_samples", "samples"]
-
 aten = torch.ops.aten
 
 

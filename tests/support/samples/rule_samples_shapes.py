@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tests.support.samples.rule_samples_values import Sample, flags, positive, real, whole
 
-__all__ = ["along", "indexing", "pieces", "views"]
-
 aten: Any = torch.ops.aten
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-__all__ = ["Sample", "flags", "positive", "real", "whole"]
-
 _generator = torch.Generator().manual_seed(0)
 
 

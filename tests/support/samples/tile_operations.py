@@ -13,8 +13,6 @@ from torch.nn import functional as F
 
 from tests.support.running.tiles import Tiled
 
-__all__ = ["OPERATIONS", "Draw", "drawn"]
-
 DTYPE = torch.float64
 CHANNELS = 2
 

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Gram", "Lines", "Turned"]
-
 
 class Turned(nn.Module):
     """A layer whose channels, or rows, are a dimension of space.

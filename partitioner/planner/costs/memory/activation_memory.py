@@ -24,8 +24,6 @@ from passes.graph.schemas import packet
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Region
 
-__all__ = ["UnitMemory"]
-
 aten = torch.ops.aten
 
 GRADIENTS_AT_ONCE = frozenset({aten.layer_norm, aten.batch_norm, aten.group_norm, aten.rms_norm, aten.lstm, aten.gru})

@@ -24,8 +24,6 @@ from passes.graph.symbolic_sizes import evaluated
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Region
 
-__all__ = ["checkpoint_regions"]
-
 _LEAST_REPEATED = 6
 """Nodes that must repeat to be a block."""
 

@@ -37,8 +37,6 @@ from passes.ir.plan import BY_REGION, Region
 from passes.normalize.randomness.functional_rng import dropout_mask
 from passes.rules.ops.grouped_mm import grouped_mm
 
-__all__ = ["CheckpointSelection"]
-
 aten = torch.ops.aten
 
 CONTRACTIONS = frozenset({aten.linear, aten.addmm, aten.mm, aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d})

@@ -17,8 +17,6 @@ from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSele
 from partitioner.planner.solvers.stage_memory import Integers
 from passes.ir.tensor_spec import Size
 
-__all__ = ["Flags", "Order", "Saving", "Values", "lifetimes"]
-
 Flags: TypeAlias = NDArray[np.bool_]
 """An array of truth values."""
 

@@ -21,8 +21,6 @@ from passes.graph.provenance import checkpoint_of, is_saved_by_checkpoint, modul
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Region
 
-__all__ = ["Patterns", "has_checkpoints", "matches", "named_regions", "patterns_without_effect", "policy_key"]
-
 Patterns = tuple[tuple[str, str], ...]
 """Pairs of a pattern of module paths and a policy. ``*`` matches within one name between dots; ``""`` is the whole model."""
 

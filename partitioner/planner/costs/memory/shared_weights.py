@@ -14,8 +14,6 @@ from partitioner.planner.costs.memory.checkpoint_selection import CheckpointSele
 from partitioner.planner.costs.memory.lifetimes import Order, Saving
 from partitioner.planner.solvers.stage_memory import Integers
 
-__all__ = ["uses_apart"]
-
 
 def uses_apart(
     cost: GraphCost, order: Order, selection: CheckpointSelection, unit: Integers, longest: float

@@ -31,8 +31,6 @@ from partitioner.planner.solvers.stage_memory import Floats, GradientMessages, I
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle
 from passes.emit.overlap_collectives import MOST_UNDER_WAY
 
-__all__ = ["Gradient", "WorkingMemory"]
-
 _BUNDLES = 2
 """Coalesced gathers of weights alive at once: one is read while the next is gathered."""
 

@@ -13,21 +13,6 @@ from cost_models.simulator.tasks import Transfer
 from passes.emit.coalesce_collectives import ALONE_BYTES, BUNDLE_BYTES, bytes_of_bundle
 from passes.emit.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
-__all__ = [
-    "Activation",
-    "GradientOfCall",
-    "Message",
-    "Repeat",
-    "Stored",
-    "backward_order",
-    "by_place",
-    "calls_in_order",
-    "gathers_of",
-    "passage_of",
-    "reductions_of",
-    "regathers_of",
-]
-
 
 class Repeat(NamedTuple):
     """The calls of a folded model's repeated block, and how many blocks follow each other that are all like it.

@@ -15,8 +15,6 @@ from partitioner.planner.costs.overlap.messages import Activation, Message, by_p
 from partitioner.planner.solvers.stage_memory import Floats
 from passes.emit.overlap_collectives import MOST_UNDER_WAY
 
-__all__ = ["Program"]
-
 Owner: TypeAlias = tuple[int, int, float]
 """Place of a call, direction, weight: as the arguments of ``Program.begin``."""
 

@@ -50,9 +50,6 @@ from partitioner.planner.costs.overlap.messages import (
 from partitioner.planner.costs.overlap.program import Program
 from partitioner.planner.solvers.stage_memory import Floats
 
-__all__ = ["CallSeconds", "FirstHalf", "waiting_for_messages"]
-
-
 FirstHalf: TypeAlias = Literal["", "activation", "weight"]
 """``OperationCost.first_half``."""
 

@@ -17,8 +17,6 @@ from partitioner.runtime.state.sharded_tensor import block_chunks
 from passes.ir.mesh import Mesh
 from passes.spmd.shards import Block
 
-__all__ = ["Placements", "Submesh", "describes", "dtensor_region", "find_placements", "submesh_of"]
-
 Placements: TypeAlias = tuple[int | None, ...]
 """For each dimension of a mesh, the dimension of the tensor that it shards; None: it replicates."""
 

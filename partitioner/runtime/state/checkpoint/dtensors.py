@@ -28,8 +28,6 @@ from passes.spmd.shards import Block
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["DTensorState"]
-
 
 class DTensorState:
     """Makes DTensors of the tensors of a model, over device meshes that it creates once; collective, as ``GatheredState`` is."""

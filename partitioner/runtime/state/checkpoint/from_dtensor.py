@@ -13,8 +13,6 @@ from partitioner.runtime.state.sharded_tensor import BlockTensor
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block
 
-__all__ = ["check_source", "is_dtensor", "without_dtensor"]
-
 
 def is_dtensor(value: Any) -> bool:
     """Return whether a value is a DTensor, without importing that module: an existing DTensor has imported it."""

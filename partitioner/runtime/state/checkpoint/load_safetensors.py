@@ -20,8 +20,6 @@ from partitioner.runtime.state.checkpoint.safetensors_files import SafetensorsFi
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError, first_few
 
-__all__ = ["load_safetensors"]
-
 
 def load_safetensors(state: State, runtime: Runtime, path: Path, *, strict: bool, prefix: str = "") -> Any:
     """Copy tensors from safetensors files into the shards and copies of this process. Every rank must call it.

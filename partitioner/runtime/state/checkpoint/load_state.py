@@ -12,8 +12,6 @@ from partitioner.runtime.state.checkpoint.from_dtensor import check_source, with
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError, first_few
 
-__all__ = ["check_entry", "load_state"]
-
 
 def load_state(state: State, tensors: Mapping[str, Any], *, strict: bool, prefix: str = "") -> Any:
     """Copy tensors, by original name, into the shards and copies of this process.

@@ -25,8 +25,6 @@ from partitioner.runtime.state.sharded_tensor import block_chunks
 from passes.ir.errors import ConfigError, first_few
 from passes.spmd.shards import Block
 
-__all__ = ["SafetensorsFiles"]
-
 _PIECE = 8 * 2**20
 """Bytes of a tensor that are read at once."""
 

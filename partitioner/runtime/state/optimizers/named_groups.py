@@ -22,8 +22,6 @@ from partitioner.runtime.state.parameters import State
 from passes.ir.arguments.describe import described
 from passes.ir.errors import ConfigError
 
-__all__ = ["as_bytes", "check_sendable", "from_bytes", "groups_of_all", "named_groups", "options_of", "parameter_names"]
-
 Group = dict[str, Any]
 """The options of a group, and under ``"params"`` the names of its parameters."""
 

@@ -33,8 +33,6 @@ from partitioner.runtime.state.part_gradient import plain
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import Block
 
-__all__ = ["OwnerOptimizer", "OwnerTraffic"]
-
 
 @dataclass(frozen=True)
 class OwnerTraffic:

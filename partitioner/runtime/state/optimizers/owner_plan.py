@@ -22,8 +22,6 @@ import torch
 from partitioner.runtime.collectives.transfers import Transfer
 from passes.spmd.shards import Block
 
-__all__ = ["OwnedParameter", "OwnerMessage", "OwnerPlan", "Sharded", "choose_owners", "update_cost"]
-
 What = Literal["gradient", "value", "update"]
 """The contents of a message: a part of the gradient or the value, to the owner; or of the new value, from it."""
 

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from partitioner.runtime.state.optimizers.whole_states import updating_class
 from passes.ir.errors import ConfigError
 
-__all__ = ["check_entries", "check_options"]
-
 _HOW_IT_RUNS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", "params", "param_names"})
 """Options that versions of torch have added, and that do not affect the state."""
 

@@ -30,8 +30,6 @@ from partitioner.runtime.state.stored_parameters import membership
 from passes.ir.errors import ConfigError
 from passes.spmd.shards import whole_block
 
-__all__ = ["full_optimizer_state_dict", "gathered_entries", "load_optimizer_state_dict", "local_entries", "sharded_optimizer_state_dict"]
-
 
 def full_optimizer_state_dict(state: State, runtime: Runtime, optimizer: Optimizer) -> dict[str, Any]:
     """Return the whole state of an optimizer, on every rank; see ``PartitionedModel.full_optimizer_state_dict``."""

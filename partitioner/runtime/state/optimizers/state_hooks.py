@@ -26,8 +26,6 @@ from partitioner.runtime.state.optimizers.whole_states import WholeStateOptimize
 from partitioner.runtime.state.parameters import State
 from passes.ir.errors import ConfigError
 
-__all__ = ["OptimizerStates", "attach_hooks", "model_of"]
-
 _models: WeakSet[OptimizerStates] = WeakSet()
 
 _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()

@@ -11,8 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["OptimizerSteps"]
-
 _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 

@@ -24,8 +24,6 @@ from partitioner.runtime.state.gradient_slots import is_unsummed
 from partitioner.runtime.state.stored_parameters import Membership, membership
 from passes.ir.errors import ConfigError
 
-__all__ = ["check_optimizers", "reads_of", "register_optimizer"]
-
 Reads = Literal["elements", "parameters", "model"]
 """Values that an optimizer reads to update one element of a parameter."""
 

@@ -7,8 +7,6 @@ import abc
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["WholeStateOptimizer", "updating_class"]
-
 
 class WholeStateOptimizer(Optimizer, abc.ABC):
     """An optimizer of shards; ``state[shard]`` holds the entries of the whole parameter on its owner, and none elsewhere."""

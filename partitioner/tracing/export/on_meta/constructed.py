@@ -32,8 +32,6 @@ from partitioner.tracing.export.on_meta.recorded_constructor import RecordedCons
 from partitioner.tracing.restore import own_attributes
 from passes.ir.torch_private import tree_leaves, tree_map_only
 
-__all__ = ["ConstructedTensors", "attributes_as_cpu"]
-
 _Found = Tensor | str
 """A tensor, or why there is none: a clause."""
 

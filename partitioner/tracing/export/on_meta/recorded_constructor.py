@@ -25,8 +25,6 @@ from torch.overrides import TorchFunctionMode
 from passes.graph.schemas import draws_random_numbers, packet, written_values
 from passes.ir.torch_private import TorchDispatchMode, no_dispatch_modes, tree_leaves, tree_map_only
 
-__all__ = ["RecordedConstructor", "run_recorded"]
-
 _Built = TypeVar("_Built")
 
 aten = torch.ops.aten

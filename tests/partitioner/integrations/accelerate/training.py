@@ -23,8 +23,6 @@ from partitioner import ConfigError, partition
 from partitioner.integrations.accelerate import Accelerator
 from tests.partitioner.integrations.loops import ROWS, data_of, model_of, spoil
 
-__all__ = ["Trained", "local_rows", "refusals", "shared_values", "stream", "trained"]
-
 STEPS = 10
 
 

@@ -20,8 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from partitioner.integrations.lightning import PartitionStrategy
 from tests.support.models.attention.gpt import LENGTH, VOCABULARY, Gpt
 
-__all__ = ["MODULES", "OfTeacher", "Recording", "fit", "loader", "partitioned"]
-
 ROWS = 8
 
 

@@ -18,15 +18,6 @@ from partitioner.integrations import lightning as strategies
 from tests.partitioner.integrations.lightning.modules import OfTeacher, Recording, fit, loader, partitioned
 from tests.partitioner.integrations.loops import ROWS, data_of, model_of, spoil
 
-__all__ = [
-    "fabric_losses",
-    "refused_teachers",
-    "stochastic_averages",
-    "stochastic_averages_in_processes",
-    "trainer_losses",
-    "trainer_with_everything",
-]
-
 
 def trainer_losses(name: str, mode: str, folder: Path) -> tuple[list[float], list[float]]:
     """Return the losses of five steps and, from their checkpoint, of five more; and those that validate."""

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from partitioner import PartitionedModel, partition
 
-__all__ = ["KINDS", "Net", "adapted", "batch", "distance", "lora", "process_differences", "train"]
-
 ROWS, LENGTH, WORDS, WIDTH = 4, 3, 16, 8
 
 

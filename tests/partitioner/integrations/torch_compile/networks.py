@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from partitioner import ConfigError
 
-__all__ = ["Breaking", "Checkpointed", "Custom", "Heads", "Normalized", "Plain", "compare_training", "train_in_processes", "twins"]
-
 WIDTH = 4
 
 

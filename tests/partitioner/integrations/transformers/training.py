@@ -20,8 +20,6 @@ from partitioner import ConfigError, partition
 from partitioner.integrations.transformers import Trainer
 from tests.partitioner.integrations.loops import ROWS, Residual, data_of, spoil
 
-__all__ = ["Trained", "best_of_new_model", "few_steps", "local_rows", "refusals", "smoothed_mean", "trained"]
-
 STEPS = 10
 
 

@@ -14,8 +14,6 @@ from torch import Generator, Tensor, nn
 from tests.support.models.attention.gpt import Block
 from tests.support.models.case import Case, Inputs, classes, real
 
-__all__ = ["CASES", "Clip"]
-
 VOCABULARY = 29
 LENGTH = 6
 END = VOCABULARY - 1

@@ -10,8 +10,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes, real
 
-__all__ = ["CASES"]
-
 VOCABULARY = 17
 WIDTH = 12
 SOURCE_LENGTH = 7

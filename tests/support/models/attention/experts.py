@@ -19,11 +19,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, mean_squared_error, real
 
-__all__ = [
-    "CAPACITY", "CASES", "DROPLESS", "EXPERTS", "LENGTH", "ROUTED", "WIDTH", "Dropless", "Mixture", "back_by_inverse", "chosen_experts",
-    "ends_by_histogram",
-]  # fmt: skip
-
 grouped_mm = torch.ops.transformers.grouped_mm_fallback
 """The product of transformers 5 for sorted rows, where torch's own (bfloat16 alone, when it is traced) does not fit."""
 

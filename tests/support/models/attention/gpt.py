@@ -10,8 +10,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes
 
-__all__ = ["CASES", "FOUR_TOKENS", "Block", "Gpt"]
-
 VOCABULARY = 23
 LENGTH = 6
 

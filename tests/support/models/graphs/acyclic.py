@@ -12,8 +12,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, mean_squared_error, real
 
-__all__ = ["CASES", "Branches", "SharedLayer"]
-
 
 class SharedLayer(nn.Module):
     """One layer at the beginning, in the middle and at the end of a chain."""

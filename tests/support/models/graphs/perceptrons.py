@@ -10,8 +10,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes, mean_squared_error, real
 
-__all__ = ["CASES"]
-
 
 class ResidualBlock(nn.Module):
     """x + W2 gelu(W1 norm(x))."""

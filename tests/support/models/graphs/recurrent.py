@@ -10,8 +10,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes, real
 
-__all__ = ["CASES"]
-
 LENGTH = 3
 
 

@@ -13,8 +13,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes, flags, real
 
-__all__ = ["CASES", "Detection"]
-
 
 class IntegersAndFlags(nn.Module):
     """Early integers and flags steer late layers; a constant, a buffer and a non-persistent buffer are used on the way."""

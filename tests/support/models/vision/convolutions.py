@@ -6,8 +6,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes, real
 
-__all__ = ["CASES"]
-
 
 def _block(channels_in: int, channels_out: int) -> list[nn.Module]:
     return [

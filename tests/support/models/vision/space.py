@@ -13,8 +13,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, classes, mean_squared_error, real
 
-__all__ = ["SPACE", "space_case"]
-
 LABELS = 3
 
 

@@ -10,8 +10,6 @@ from torch import Generator, Tensor, nn
 
 from tests.support.models.case import Case, Inputs, mean_squared_error, real
 
-__all__ = ["CASES", "UNet"]
-
 
 def _level(channels_in: int, channels_out: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1), nn.GroupNorm(2, channels_out), nn.SiLU())

@@ -15,8 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.live_storages import LiveStorages, held
 from partitioner import partition
 
-__all__ = ["PROMPT", "Rotated", "llama", "loaded", "saved_in_parts", "unlike_files"]
-
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "vocab_size": 512}
 PROMPT = torch.arange(3, 27).view(4, 6)
 
