@@ -39,10 +39,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The work of a backward that computes a decomposed call again; what the call writes to buffers is not written again.
+    """The work of a backward that computes again a call of several kernels; what the call writes to buffers is not written again.
 
     Attributes:
-        result: of its result, from statistics that are saved.
+        result: of its result, or of what it saves inside, from statistics that are saved.
         statistics: of its statistics, which its backward reads.
         both: of both.
     """
@@ -150,7 +150,16 @@ def operation_cost(
         passed=tuple(tensor.bytes for name in gradients if _is_passed(call, line, name) for tensor in tensors_in(call.arguments[name])),
         known=known and (line.products is None or _is_counted(call, line)),
         gradient_order=gradient_order(call, line.family, gradients),
+        repeated=_recomputation(call, line, gradients),
     )
+
+
+def _recomputation(call: Call, line: Operation, gradients: Mapping[str, str]) -> Recomputation | None:
+    """Return the work of computing again what a loss saves inside, from its first argument; its numbers are saved."""
+    if not (line.copies[0] and line.keeps and gradients):
+        return None
+    forward = _forward(call, line, gradients)
+    return Recomputation(replace(forward, bytes=_first_bytes(call) + line.keeps(call), launches=1), forward, forward)
 
 
 def _forward(call: Call, line: Operation, gradients: Mapping[str, str]) -> Work:

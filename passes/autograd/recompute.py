@@ -97,7 +97,8 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
     """Return the values that ``"selective"`` saves: results of calls that are not recomputed, and values no larger than their sources.
 
     A call may become several: attention may become scores, weights and a product, of which the product alone is read by other calls. Inner
-    copies of values that are saved for a recomputed call are copied again; what is made from its messages alone is saved instead of them.
+    copies of values that are saved for a recomputed call are copied again; what is made from its messages alone is saved instead of them, and
+    its numbers, such as the total weight inside a loss, are saved.
     Of ranks with parts of different sizes, all save the same, whatever the sizes: a rank that gathers a value again while another has saved
     values computed from it would wait for a message that is not sent. Of inner values they save the further results of operations.
 
@@ -119,7 +120,7 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
             kept.update([node] if node in results or is_small else [])
             if computed_by(node).target is aten.clone.default and node not in results:
                 copies[node] = of_inputs
-        elif not is_free and _replaces_messages(node, of_inputs, nodes, calls):
+        elif not is_free and (node.meta["val"].ndim == 0 or _replaces_messages(node, of_inputs, nodes, calls)):
             kept.add(node)
         elif not is_free:
             read_again |= of_inputs

@@ -128,7 +128,7 @@ def _decomposed_cost(cost: OperationCost, node: fx.Node, decomposition: Decompos
         forward=_work(cost.forward, (each.forward for each in of_forward), size),
         repeated=_recomputation(cost.forward, [each for each in of_forward if not each.updates], size),
         backward_input=_work(cost.backward_input, (each.activation for each in kernels), size),
-        backward_weight=_work(dataclasses.replace(of_weights, then=()), (each.weight for each in kernels), size),
+        backward_weight=_work(_alone(of_weights), (each.weight for each in kernels), size),
         keeps=cost.keeps + derived,
         derived=derived,
     )
@@ -139,8 +139,12 @@ def _recomputation(forward: Work, kernels: Sequence[Kernels], size: Size) -> Rec
     of_result = [each.repeated or each.forward for each in kernels]
     of_both = [each.forward for each in kernels]
     of_statistics = [(both[0] - each[0], both[1] - each[1]) for both, each in zip(of_both, of_result, strict=True)]
-    alone = dataclasses.replace(forward, then=())
-    return Recomputation(_work(forward, of_result, size), _work(alone, of_statistics, size), _work(forward, of_both, size))
+    return Recomputation(_work(forward, of_result, size), _work(_alone(forward), of_statistics, size), _work(forward, of_both, size))
+
+
+def _alone(work: Work) -> Work:
+    """Return work without the kernels that follow."""
+    return dataclasses.replace(work, then=())
 
 
 def _kernels_of(node: fx.Node, kernels: Mapping[str, Kernels]) -> list[Kernels]:
@@ -163,9 +167,12 @@ def _with_more(cost: OperationCost, node: fx.Node, decomposition: Decomposition,
         more = (Work.of_kernels(one_pass, passes, launches),) if launches else ()
         return dataclasses.replace(work, call=None, then=(*work.then, *more)) if work.launches else work
 
+    forward = with_kernels(cost.forward, [kernel.forward for kernel in kernels])
+    of_result = [kernel.repeated for kernel in kernels if kernel.repeated is not None]
     return dataclasses.replace(
         cost,
-        forward=with_kernels(cost.forward, [kernel.forward for kernel in kernels]),
+        forward=forward,
+        repeated=Recomputation(_work(_alone(forward), of_result, one_pass), forward, forward) if of_result else None,
         backward_input=with_kernels(cost.backward_input, [kernel.activation for kernel in kernels]),
         backward_weight=with_kernels(cost.backward_weight, [kernel.weight for kernel in kernels]),
     )
