@@ -11,7 +11,8 @@
     store(sums)                             store(sums)
 
 At most two reductions of gradients of parameters are under way in a backward: what a third sends would be a third copy of gradients in
-memory, since a message is held until it is waited for. So the program waits for the first when the third has started. A sum of what another
+memory, since a message is held until it is waited for. So the program waits for the first when the third has started. For what it does not
+read, such as a gradient that another rank of its group sends on, it waits when the next of these has started. A sum of what another
 reduction yields, such as a gradient that is scattered inside a node and summed over nodes, starts when the program has waited for that one;
 of these, too, two are under way. Reductions of values do not count: what reads their results waits for them.
 
@@ -99,6 +100,7 @@ class _Order:
         self.placed: dict[fx.Node, None] = {}
         self.late = _late_nodes(graph)
         self._under_way: dict[bool, list[fx.Node]] = {False: [], True: []}
+        self._unread: fx.Node | None = None
         self._ahead = ahead
         self._starts = _early_starts(graph, self.late) if early else {}
         self._awaited = _chained_starts(graph, self.late) if early else {}
@@ -116,13 +118,22 @@ class _Order:
         if node in self._ahead:
             self.place(self._ahead[node])
         self.placed[node] = None
-        if node.target in _REDUCTIONS and not node.meta.get(FOR_ALL) and not _is_computed_with(node):
+        if node.target in COLLECTIVES and not _is_read(node):
+            self._place_readers(self._unread)
+            self._unread = node
+        elif node.target in _REDUCTIONS and not node.meta.get(FOR_ALL) and not _is_computed_with(node):
             self._wait_for_earlier(node)
         for start in self._starts.get(node, ()):
             self.place(start)
         for start in self._chained.get(node, ()):
             if all(each in self.placed for each in self._awaited[start]):
                 self.place(start)
+
+    def _place_readers(self, value: fx.Node | None) -> None:
+        """Place the wait for what nothing reads, with its items and views, which then hold it no longer."""
+        for user in value.users if value is not None else ():
+            self.place(user)
+            self._place_readers(user)
 
     def _wait_for_earlier(self, started: fx.Node) -> None:
         """Place the waits of all reductions but the last ones, ``MOST_UNDER_WAY``; those that read other reductions are counted apart."""
@@ -131,6 +142,11 @@ class _Order:
         while len(self._under_way[kind]) > MOST_UNDER_WAY:
             for user in self._under_way[kind].pop(0).users:
                 self.place(user)
+
+
+def _is_read(value: fx.Node) -> bool:
+    """Return whether anything but waits, items and views reads what a collective yields."""
+    return any(_is_read(user) if user.target in (wait, operator.getitem) or is_view(user) else True for user in value.users)
 
 
 def _is_computed_with(value: fx.Node) -> bool:

@@ -47,7 +47,7 @@ def test_a_stage_of_twice_the_work_is_as_fast_on_twice_the_ranks() -> None:
 @pytest.mark.parametrize("widths", [*slow((2, 1)), (1, 2)])
 @pytest.mark.parametrize("recompute", ["none", *slow("full")])
 @pytest.mark.parametrize(
-    ("cut", "within"), [pytest.param("6", 0.08, id="whole"), pytest.param("5", 0.12, id="in_parts", marks=pytest.mark.slow)]
+    ("cut", "within"), [pytest.param("6", 0.08, id="whole", marks=pytest.mark.slow), pytest.param("5", 0.12, id="in_parts")]
 )
 def test_planned_memory_and_time_are_those_of_the_simulation(cut: str, within: float, widths: Widths, recompute: str) -> None:
     """Layers of 64 -> 256 -> 64: after a pair of them a value is replicated, inside of one sharded."""
@@ -133,10 +133,12 @@ def test_a_parameter_of_stages_of_unlike_width_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"is shared by stages with tensor-parallel degree (1 and 2|2 and 1)") as refusal:
         partition(instance.model, 3, mode((2, 1)), example_inputs=instance.args, progress=False)
     assert "token" in str(refusal.value) or "embedding" in str(refusal.value)
-    plan = partition(instance.model, 4, {"pipeline": 2, "tensor": 2}, example_inputs=instance.args, progress=False).plan
-    unlike = dataclasses.replace(plan.predicted(memory=plan.memory[:3]), devices=plan.devices[:3], widths=(2, 1))
+    options: dict[str, Any] = {"example_inputs": instance.args, "progress": False}
+    plan = partition(instance.model, 4, {"pipeline": 2, "tensor": 2}, schedule="1F1B", **options).plan
+    shorter = plan.predicted(memory=plan.memory[:3], call_memory=plan.prediction.call_memory[:3])
+    unlike = dataclasses.replace(shorter, devices=plan.devices[:3], widths=(2, 1))
     with pytest.raises(ConfigError, match="degrees must match"):
-        partition(instance.model, 3, plan=unlike, example_inputs=instance.args, progress=False)
+        partition(instance.model, 3, plan=unlike, **options)
 
 
 def test_a_parameter_that_would_be_shared_wherever_stages_are_cut_is_refused_by_name() -> None:
