@@ -24,10 +24,10 @@ from passes.ir.plan import Plan
 WIDTH, ROWS = 64, 32
 
 
-def planned(mode: str | Mapping[str, int], devices: int = 4, **options: Any) -> PartitionedModel:
+def planned(mode: str | Mapping[str, int], devices: int = 4, rows: int = ROWS, **options: Any) -> PartitionedModel:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4)))
     options = {"cluster": f"h100:1x{devices}", **options}
-    return partition(model, devices, mode, example_inputs=(torch.randn(ROWS, WIDTH),), progress=False, **options)
+    return partition(model, devices, mode, example_inputs=(torch.randn(rows, WIDTH),), progress=False, **options)
 
 
 @pytest.mark.parametrize("mode", [{"fsdp": 2}, *(pytest.param(mode, marks=pytest.mark.slow) for mode in ({"pipeline": 2}, "auto"))])
@@ -41,7 +41,7 @@ def test_no_plan_holds_much_less_than_that_of_least_memory(mode: str | Mapping[s
 
 @pytest.mark.slow
 def test_a_pipeline_of_least_memory_says_how_it_was_found() -> None:
-    fastest, least = planned({"pipeline": 4}).plan, planned({"pipeline": 4}, objective="memory").plan
+    fastest, least = planned({"pipeline": 4}, rows=1024).plan, planned({"pipeline": 4}, rows=1024, objective="memory").plan
     assert max(least.memory) < max(fastest.memory)
     assert "limits of memory were tried, and none was found that needs less than" in least.prediction.searched
 
