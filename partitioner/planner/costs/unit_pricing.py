@@ -361,6 +361,7 @@ class _Microbatch:
         Unless backwards are split, an input half waits for both.
         """
         pricing, (_, _, (stored, activations)) = self.pricing, self._messages
+        count = -(-self.batch_size // self.rows)
         is_run = bool(stored or activations or sums)
         waiting = np.zeros((3, len(pricing.points.units), len(pricing.kinds)))
         each, casting = self._operations[pricing.cost_of_calls], np.zeros((len(pricing.place_of), len(pricing.kinds)))
@@ -374,7 +375,7 @@ class _Microbatch:
             seconds_of_calls = CallSeconds(*(column.tolist() for column in columns))
             rest = (seconds_of_calls, pricing.first_halves, pricing.needed, pricing.repeat)
             of_calls = waiting_for_messages(
-                stored, activations, sums, *rest, is_alone=self._is_alone, in_pipeline=self.n_stages > 1, is_split=is_split
+                stored, activations, sums, *rest, n_microbatches=count, in_pipeline=self.n_stages > 1, is_split=is_split
             )
             for half, of_half in enumerate(of_calls):
                 np.add.at(waiting[half, :, kind], pricing.unit_of_calls, of_half)

@@ -54,6 +54,10 @@ FirstHalf: TypeAlias = Literal["", "activation", "weight"]
 """``OperationCost.first_half``."""
 
 
+_Gathers: TypeAlias = dict[int, list[Message]]
+"""Gathers by the call of a pass that waits for them."""
+
+
 class CallSeconds(NamedTuple):
     """Seconds of P calls, (P,) each.
 
@@ -80,7 +84,7 @@ def waiting_for_messages(
     needed: Sequence[int],
     repeat: Repeat | None,
     *,
-    is_alone: bool,
+    n_microbatches: int,
     in_pipeline: bool = False,
     is_split: bool = False,
 ) -> Floats:
@@ -91,15 +95,19 @@ def waiting_for_messages(
         first: the half of each call's backward that is computed first.
         needed: for each call, the place of the call before whose backward it is computed again.
         repeat: the repeated block; None: the model is not folded.
-        is_alone: whether there is one microbatch; of several, the waits are those of the second.
+        n_microbatches: of a step; the second stands for all that follow, and in a pipeline for the first, too.
         in_pipeline: whether forwards follow forwards, and backwards backwards; else each backward follows its own forward.
         is_split: whether all input halves come before all weight halves; else the waits of both count in the first.
     """
     order, program = list(calls_in_order(len(seconds.forward), repeat)), Program(activations)
     backwards = list(backward_order(order, seconds.again, needed))
-    chain = list[Message]()  # the forward of a microbatch starts the first gather of the next one
-    weights = (1.0,) if is_alone else (0.0, 1.0)
-    ahead = [gathers_of(stored, order, range(len(order)), [] if in_pipeline else chain, again=False) for _ in weights]
+    weights = (1.0,) if n_microbatches == 1 else (0.0, 1.0) if in_pipeline else (1 / n_microbatches, 1 - 1 / n_microbatches)
+    ahead, again, chain = list[_Gathers](), list[_Gathers](), list[Message]()
+    for _ in weights:
+        ahead.append(gathers_of(stored, order, range(len(order)), [] if in_pipeline else chain, again=False))
+        of_backward = list[Message]()  # its last gather starts the first of the next microbatch
+        again.append(gathers_of(stored, order, [index for index, _ in backwards], of_backward, again=True))
+        chain = of_backward or chain
 
     def forward(number: int) -> None:
         if in_pipeline and number:
@@ -111,12 +119,11 @@ def waiting_for_messages(
             program.compute(seconds.forward[place])
 
     def backward(number: int) -> None:
-        gathers = gathers_of(stored, order, [index for index, _ in backwards], [], again=True)
         reductions, regathers = reductions_of(stored, sums, order), regathers_of(activations, order, is_split=is_split)
         late = list[tuple[int, float, int]]()
         for call, (index, is_recomputation) in enumerate(backwards):
             place, share = order[index][0], weights[number] * order[index][1]
-            messages = gathers.get(call, ())
+            messages = again[number].get(call, ())
             program.begin(place, 1, share)
             if is_recomputation:
                 program.gather(messages)
@@ -133,7 +140,8 @@ def waiting_for_messages(
             program.gather(regathers.get(index, ()))
             program.compute(seconds.of_weight[place] + seconds.casting[place])
             program.reduce_all(reductions.get(index, ()))
-        program.finish()
+        if in_pipeline or number == len(weights) - 1:
+            program.finish()
 
     numbers = range(len(weights))
     passes = [(act, number) for act in (forward, backward) for number in numbers]

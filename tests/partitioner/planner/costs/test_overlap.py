@@ -37,7 +37,7 @@ def waits(
     first: FirstHalf = "",
     needed: tuple[int, ...] = (),
     repeat: Repeat | None = None,
-    is_alone: bool = True,
+    n_microbatches: int = 1,
     in_pipeline: bool = False,
     is_split: bool = False,
 ) -> list[list[float]]:
@@ -52,7 +52,7 @@ def waits(
         halves,
         needed or range(len(nothing)),
         repeat,
-        is_alone=is_alone,
+        n_microbatches=n_microbatches,
         in_pipeline=in_pipeline,
         is_split=is_split,
     ).tolist()
@@ -64,15 +64,33 @@ def test_parameters_are_gathered_one_message_ahead() -> None:
     assert waits([parameter(0), parameter(1), parameter(2)], [[0.5, 2.0, 1.0], [0.0] * 3])[0] == pytest.approx([1.0, 0.5, 0.0])
 
 
-def test_of_several_microbatches_the_first_gather_is_ahead_too() -> None:
-    assert waits([parameter(0), parameter(1)], [[2.0, 2.0], [0.0, 0.0]], is_alone=False)[0] == pytest.approx([0.0, 0.0])
+def test_of_several_microbatches_the_first_alone_waits_for_its_first_gather() -> None:
+    stored, seconds = [parameter(0), parameter(1)], [[2.0, 2.0], [0.0, 0.0]]
+    assert waits(stored, seconds, n_microbatches=2)[0] == pytest.approx([1 / 2, 0.0])
+    assert waits(stored, seconds, n_microbatches=8)[0] == pytest.approx([1 / 8, 0.0])
+
+
+def test_the_last_gather_of_a_backward_starts_the_first_of_the_next_microbatch() -> None:
+    """It runs beside the last call of the backward, of a quarter of a second: the other three quarters are waited for."""
+    stored, seconds = [parameter(0, again=True), parameter(1, again=True)], [[2.0, 2.0], [0.25, 3.0]]
+    forward, backward, _ = waits(stored, seconds, n_microbatches=2)
+    assert forward == pytest.approx([(1.0 + 0.75) / 2, 0.0])
+    assert backward == pytest.approx([0.0, 1.0])
+
+
+def test_scatters_of_a_microbatch_delay_the_gathers_of_the_next_one() -> None:
+    """The scatter of a second begins when the backward ends, after the gather of the next forward, which the second gather waits for."""
+    stored, seconds = [parameter(0, sent=LARGE), parameter(1)], [[0.5, 1.0], [1.0, 1.0]]
+    first, second = waits(stored, seconds)[0], waits(stored, seconds, n_microbatches=1_000_000)[0]
+    assert first == pytest.approx([1.0, 0.5])
+    assert second == pytest.approx([0.0, 1.5], abs=1e-5)
 
 
 def test_a_forward_after_a_forward_waits_for_its_first_gather() -> None:
     """It starts with the call of half a second in which a stage of half of the model ends; a backward between the two would hide it."""
     stored, seconds = [parameter(0), parameter(1), parameter(2)], [[1.0, 0.5, 1.0], [3.0, 3.0, 3.0]]
-    assert waits(stored, seconds, is_alone=False)[0] == pytest.approx([0.0, 0.0, 0.5])
-    assert waits(stored, seconds, is_alone=False, in_pipeline=True)[0] == pytest.approx([0.5, 0.0, 0.5])
+    assert waits(stored, seconds, n_microbatches=4)[0] == pytest.approx([0.25, 0.0, 0.5])
+    assert waits(stored, seconds, n_microbatches=4, in_pipeline=True)[0] == pytest.approx([0.5, 0.0, 0.5])
 
 
 def test_scatters_run_in_weight_halves_alone_where_these_are_apart() -> None:
