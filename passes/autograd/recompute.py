@@ -97,8 +97,8 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
     """Return the values that ``"selective"`` saves: results of calls that are not recomputed, and values no larger than their sources.
 
     A call may become several: attention may become scores, weights and a product, of which the product alone is read by other calls. Inner
-    copies of values that are saved for a recomputed call are copied again; what is made from its messages alone is saved instead of them, and
-    its numbers, such as the total weight inside a loss, are saved.
+    copies of values that are saved for a recomputed call are copied again; what is made from its messages alone is saved instead of them.
+    So are its numbers, such as the total weight inside a loss.
     Of ranks with parts of different sizes, all save the same, whatever the sizes: a rank that gathers a value again while another has saved
     values computed from it would wait for a message that is not sent. Of inner values they save the further results of operations.
 

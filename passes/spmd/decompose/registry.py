@@ -31,7 +31,7 @@ class Kernels:
         activation: those of the gradients of activations.
         weight: those of the gradients of parameters.
         keeps: number of tensors like the result that are saved for the backward, in addition to those of the undecomposed op.
-        repeated: those of a recomputation for which the statistics are saved, without those of the undecomposed op; None: those of the call.
+        repeated: those of a recomputation for which the statistics are saved, all of them; None: those of the call.
         updates: whether they write to buffers: no recomputation runs them.
     """
 
@@ -134,8 +134,8 @@ _OF_LOOKUP = {"": Kernels((6, 2), weight=(1, 2)), "padding_idx": Kernels((2, 3),
 """Rows of other ranks, and gradients of the padding, are replaced by zeros."""
 
 _OF_CLASSES = {"": Kernels((18, 3), (6, 4), repeated=(9, 4))}
-"""Maximum, differences, exponentials and sum are separate kernels; so are, in the backward, zeros, the target, product and sum. Differences,
-exponentials and own targets are computed again."""
+"""Maximum, differences, exponentials and sum are separate kernels; so are, in the backward, zeros, the target, product and sum.
+Differences, exponentials and the rank's own targets are computed again."""
 
 _DECOMPOSITIONS: Mapping[Any, Decomposition] = {
     aten.batch_norm: Decomposition(

@@ -43,7 +43,8 @@ def test_results_that_share_memory(name: str, mode: Any, options: dict[str, Any]
 
 @pytest.mark.gloo
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("name", "mode"), [("overlapping", "data"), pytest.param("unsqueezed", "pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode"), [("overlapping", "data"), ("unsqueezed", "pipeline")])
 def test_results_of_processes(workers: Callable[[int], Workers], name: str, mode: str) -> None:
     options = {"n_microbatches": 2} if mode == "pipeline" else {}
     assert workers(2).values(views_differences, name, mode, options, timeout=120) == [[]] * 2

@@ -155,6 +155,7 @@ def test_mixed_precision_is_torchs() -> None:
     torch.testing.assert_close(pm.train_step(**inputs()), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_products_of_experts_are_not_recomputed_one_by_one() -> None:
     """They are contractions with weights, the most expensive part of the model."""
     plan = trained(model_of("mixtral"), "data", 2, recompute="selective").plan

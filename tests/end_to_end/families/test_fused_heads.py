@@ -103,6 +103,9 @@ MODES = [
 ]
 
 
+SLOW_MODES = [pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in MODES[1:]]
+
+
 @pytest.mark.parametrize(("mode", "constraints"), MODES)
 @pytest.mark.parametrize(("reads", "bias"), [("slice", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_READS)])
 def test_by_hand(mode: dict[str, int], constraints: Constraints, reads: Reads, bias: bool) -> None:
@@ -113,7 +116,7 @@ def test_by_hand(mode: dict[str, int], constraints: Constraints, reads: Reads, b
         assert not [node for node in partitioned.graph(0).graph.nodes if "qkv" in node.name and "gather" in node.name]
 
 
-@pytest.mark.parametrize(("mode", "constraints"), MODES)
+@pytest.mark.parametrize(("mode", "constraints"), [MODES[0], *SLOW_MODES])
 def test_phi3(mode: dict[str, int], constraints: Constraints) -> None:
     torch.manual_seed(0)
     config = Phi3Config(

@@ -403,8 +403,8 @@ def test_other_numbers_of_features_are_refused(shape: tuple[int, ...], called: t
     ("build", "shapes"),
     [
         pytest.param(Vocoder, [[(1, 40), (8, 10)], [(1, 52), (8, 13)], [(1, 28), (8, 7)]], id="related_lengths"),
-        pytest.param(Mono, [[(2, 10)], [(3, 12)], [(6, 10)]], id="channels"),
-        pytest.param(Films, [[(5, 3, 6, 6)], [(2, 3, 6, 6)], [(3, 3, 7, 6)]], id="frames"),
+        pytest.param(Mono, [[(2, 10)], [(3, 12)], [(6, 10)]], id="channels", marks=pytest.mark.slow),
+        pytest.param(Films, [[(5, 3, 6, 6)], [(2, 3, 6, 6)], [(3, 3, 7, 6)]], id="frames", marks=pytest.mark.slow),
         pytest.param(Positions, [[(3, 48)], [(3, 64)], [(3, 20)]], id="table"),
     ],
 )

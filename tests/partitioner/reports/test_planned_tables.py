@@ -31,7 +31,7 @@ def gpt(mode: str | Mapping[str, int], devices: int, **options: Any) -> Partitio
 @pytest.mark.parametrize(
     ("mode", "devices", "options"),
     [
-        ({"pipeline": 2, "data": 2, "tensor": 2}, 8, {"n_microbatches": 4}),
+        pytest.param({"pipeline": 2, "data": 2, "tensor": 2}, 8, {"n_microbatches": 4}, marks=pytest.mark.slow),
         ({"pipeline": 2, "zero1": 2, "tensor": 2}, 8, {"n_microbatches": 4}),
         ({"fsdp": 2, "tensor": 2}, 4, {"recompute": "full"}),
         pytest.param({"pipeline": 2, "zero2": 2, "tensor": 2}, 8, {"n_microbatches": 2}, marks=pytest.mark.slow),
@@ -78,6 +78,7 @@ def test_a_pipeline_of_a_long_model(every_model_is_long: None, monkeypatch: pyte
         assert cells == expected
 
 
+@pytest.mark.slow
 def test_a_page_of_a_long_model_has_no_programs(every_model_is_long: None, tmp_path: Path) -> None:
     pm = gpt({"pipeline": 2, "zero1": 16, "tensor": 4}, 128, n_microbatches=2)
     pm.save_report(tmp_path / "page.html")

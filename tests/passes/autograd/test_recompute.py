@@ -218,7 +218,7 @@ def test_ranks_with_parts_of_unlike_sizes_gather_alike(mesh: dict[str, int], rec
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("mode", [{"tensor": 2}, *slow({"fsdp": 2}, {"pipeline": 2}, {"data": 2})])
+@pytest.mark.parametrize("mode", [{"data": 2}, *slow({"fsdp": 2}, {"pipeline": 2}, {"tensor": 2})])
 def test_programs_recompute_what_the_plan_names(mode: dict[str, int]) -> None:
     """Of a plan that names fewer operations, the backward computes fewer again, and keeps more; gradients are the same."""
     instance = CASE.build(batch_size=ROWS)

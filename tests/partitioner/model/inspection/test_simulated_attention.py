@@ -54,11 +54,13 @@ def test_a_pipeline_is_simulated_with_the_fused_kernel(recompute: str) -> None:
     assert not has_scores(found, ROWS // pm.plan.n_microbatches)
 
 
+@pytest.mark.slow
 def test_a_search_ranks_by_the_fused_kernel() -> None:
     pm = planned("auto")
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_real_tensors_are_simulated_as_meta_tensors_are() -> None:
     meta, real = (planned("pipeline", device=device, precision="bf16-true").simulate() for device in ("meta", "cpu"))
     assert real.step_time == pytest.approx(meta.step_time)
@@ -70,7 +72,8 @@ def test_cpus_compute_scores() -> None:
     assert has_scores(pm.simulate("cpu:1x2"), ROWS // pm.plan.n_microbatches)
 
 
-@pytest.mark.parametrize("mode", ["tensor", *slow("data", "fsdp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["tensor", "data", "fsdp"])
 def test_sharded_attention_is_planned_as_it_is_simulated(mode: Any) -> None:
     pm = planned(mode)
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.04)

@@ -18,7 +18,7 @@ WITH_TENSOR_PLAN = (
     "olmo2", "cohere", "granite", "starcoder2", "gpt_neox", "gptj",
 )  # fmt: skip
 WITH_EXPERT_PLAN = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-QUICK = {("qwen3", "_tp_plan"), ("mixtral", "_ep_plan")}
+QUICK = {("mixtral", "_ep_plan")}
 EVERY = [*((name, "_tp_plan") for name in WITH_TENSOR_PLAN), *((name, "_ep_plan") for name in WITH_EXPERT_PLAN)]
 
 

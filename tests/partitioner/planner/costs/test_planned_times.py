@@ -137,6 +137,17 @@ def test_plan_and_simulation_agree(name: str) -> None:
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("n_microbatches", [4, *slow(2)])
+def test_gathers_of_a_microbatch_wait_for_scatters_of_the_one_before(n_microbatches: int) -> None:
+    """Of few rows, most of the time is that of messages."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(6)))
+        rows = torch.randn(64, 2048)
+    options: dict[str, Any] = {"n_microbatches": n_microbatches, "recompute": "none", "cluster": "h100:1x4", "progress": False}
+    pm = partition(model, 4, "fsdp", example_inputs=(rows,), **options)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.03)
+
+
 class GatedLayer(nn.Module):
     """A layer whose normalised input is cast once by autocast, and read by three products."""
 
@@ -185,7 +196,7 @@ class GeluLayer(nn.Module):
         return x + nn.functional.dropout(self.down(hidden), self.dropout)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", [*slow(0.0), 0.1])
 @pytest.mark.parametrize(("mode", "devices"), [("model", 1), ("data", 4), ("tensor", 4)])
 def test_biases_masks_and_narrow_arguments_are_priced_as_they_run(mode: str, devices: int, dropout: float) -> None:
     """The gradient of a bias is a kernel; that of an argument of 16 bits is cast; ranks draw masks whole, and copy their parts."""

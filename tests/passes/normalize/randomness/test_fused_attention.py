@@ -49,7 +49,7 @@ def operators(given: str, recompute: str, *, fused: bool) -> Counter[str]:
 FORWARD, BACKWARD = (f"aten._scaled_dot_product_flash_attention_for_cpu{end}.default" for end in ("", "_backward"))
 
 
-@pytest.mark.parametrize("given", ["", "mask", "three dimensions"])
+@pytest.mark.parametrize("given", ["mask", *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "three dimensions"))])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_attention_is_one_kernel_that_is_not_run_again(given: str, recompute: str) -> None:
     found = operators(given, recompute, fused=True)
