@@ -329,7 +329,8 @@ def _example_result(graph: ModelGraph, output: Output, batch: int, device: torch
         shape = [batch, *([entries] if entries > 1 else []), *shape]
     elif output.combine in ("mean", "sum"):
         shape = [batch, *shape]
-    return torch.empty([int(size) for size in shape], dtype=value.dtype, device=device)
+    options: dict[str, Any] = {"dtype": value.dtype, "device": device, "requires_grad": value.dtype.is_floating_point}
+    return torch.empty([int(size) for size in shape], **options)  # a loss may ask which results have gradients
 
 
 def _result_of_rows(graph: ModelGraph, output: Output, value: Tensor) -> Tensor:

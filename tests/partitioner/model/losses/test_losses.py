@@ -5,8 +5,9 @@ The reference is the original model on the whole batch, in float64.
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -402,3 +403,21 @@ def test_processes_refuse_together(workers: Callable[[int], Workers], mode: str)
 def test_processes_with_rows_of_their_own(workers: Callable[[int], Workers]) -> None:
     expected = [None, "ConfigError", "ConfigError", *[None] * 6]
     assert workers(2).values(cases.trained_on_own_rows, timeout=120) == [expected] * 2
+
+
+@pytest.mark.parametrize("mode", ["data", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("fsdp", "pipeline"))])
+def test_a_loss_may_ask_which_results_have_gradients(mode: str) -> None:
+    def loss_fn(results: Sequence[Tensor], _: Any) -> Tensor:
+        return torch.stack([each.square().mean() for each in results if each.requires_grad]).sum()
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x), self.second(self.first(x))
+
+    model, x = Two(), torch.randn(8, 4)
+    other = copy.deepcopy(model)
+    torch.testing.assert_close(partition(other, 2, mode, example_inputs=(x,)).train_step(x, loss_fn=loss_fn), loss_fn(model(x), None))
