@@ -102,12 +102,7 @@ def waiting_for_messages(
     order, program = list(calls_in_order(len(seconds.forward), repeat)), Program(activations)
     backwards = list(backward_order(order, seconds.again, needed))
     weights = (1.0,) if n_microbatches == 1 else (0.0, 1.0) if in_pipeline else (1 / n_microbatches, 1 - 1 / n_microbatches)
-    ahead, again, chain = list[_Gathers](), list[_Gathers](), list[Message]()
-    for _ in weights:
-        ahead.append(gathers_of(stored, order, range(len(order)), [] if in_pipeline else chain, again=False))
-        of_backward = list[Message]()  # its last gather starts the first of the next microbatch
-        again.append(gathers_of(stored, order, [index for index, _ in backwards], of_backward, again=True))
-        chain = of_backward or chain
+    ahead, again = _gathers_of_passes(stored, order, [index for index, _ in backwards], len(weights), are_chained=not in_pipeline)
 
     def forward(number: int) -> None:
         if in_pipeline and number:
@@ -149,6 +144,24 @@ def waiting_for_messages(
     for act, number in passes if in_pipeline else alternating:
         act(number)
     return program.waiting(len(seconds.forward))
+
+
+def _gathers_of_passes(
+    stored: Sequence[Stored], order: Sequence[tuple[int, float]], backwards: Sequence[int], count: int, *, are_chained: bool
+) -> tuple[list[_Gathers], list[_Gathers]]:
+    """Return the gathers of the forwards and of the backwards of ``count`` microbatches.
+
+    Args:
+        backwards: indices in ``order`` of the calls of a backward.
+        are_chained: whether the last gather of a microbatch starts the first of the next one.
+    """
+    ahead, again, chain = list[_Gathers](), list[_Gathers](), list[Message]()
+    for _ in range(count):
+        ahead.append(gathers_of(stored, order, range(len(order)), chain if are_chained else [], again=False))
+        of_backward = list[Message]()
+        again.append(gathers_of(stored, order, backwards, of_backward, again=True))
+        chain = of_backward or chain
+    return ahead, again
 
 
 def _start_first(program: Program, gathers: Mapping[int, Sequence[Message]], seconds: Sequence[float]) -> None:
