@@ -137,7 +137,7 @@ def test_groups_that_ranks_do_not_divide() -> None:
 
 
 @pytest.mark.parametrize("mode", [{"tensor": 4}, *slow({"tensor": 2})])
-@pytest.mark.parametrize("reads", ["returned", "elements", "slice"])
+@pytest.mark.parametrize("reads", ["returned", *slow("elements", "slice")])
 def test_other_reads_and_fewer_groups_than_ranks(mode: dict[str, int], reads: Reads) -> None:
     """A projection that is returned is gathered by segments; one that is read by elements, or has too few groups, is stored otherwise."""
     assert_trains_alike(*by_hand(Attention(6, 2, reads)), mode)

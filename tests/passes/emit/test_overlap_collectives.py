@@ -94,6 +94,7 @@ def test_reductions_of_values_do_not_wait_for_those_of_gradients() -> None:
     assert order[: order.index(torch.ops.aten.tanh.default)].count(wait) == 1
 
 
+@pytest.mark.slow
 def test_views_of_saved_shards_are_gathered_again_one_ahead_of_their_use() -> None:
     """Layers of GPT-2 view what they read. Gathers that began together would all be in memory at once, also in simulations."""
     sizes = {"n_layer": 3, "n_embd": 512, "n_head": 8, "n_positions": 512, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0}

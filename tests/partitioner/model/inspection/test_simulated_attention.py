@@ -67,6 +67,7 @@ def test_real_tensors_are_simulated_as_meta_tensors_are() -> None:
     assert real.peak_memory == meta.peak_memory
 
 
+@pytest.mark.slow
 def test_cpus_compute_scores() -> None:
     pm = planned("pipeline")
     assert has_scores(pm.simulate("cpu:1x2"), ROWS // pm.plan.n_microbatches)

@@ -93,7 +93,7 @@ def test_the_sequence_over_tensor_is_sequence_parallelism() -> None:
     assert by_name.step_time <= free.step_time * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("names", [("sequence",), ()])
+@pytest.mark.parametrize("names", [(), pytest.param(("sequence",), marks=pytest.mark.slow)])
 def test_tensor_parallelism_shards_weights_where_copies_take_less_time(names: tuple[str, ...]) -> None:
     """Weights are small beside activations: ranks that share the sequence alone need no messages in the forward, which is said."""
     plan = plan_with(graph_of("bf16-mixed", **SMALL | {"max_position_embeddings": 16384}), names, 4)
