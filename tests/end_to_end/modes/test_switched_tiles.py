@@ -85,7 +85,6 @@ def cut_along(graph: ModelGraph, plan: Plan) -> dict[str, list[str]]:
         pytest.param({"tile": (2, 2)}, 5, marks=pytest.mark.slow),
         pytest.param({"data": 2, "tile": 2}, 4, marks=pytest.mark.slow),
         pytest.param({"fsdp": 2, "tile": 2}, 4, marks=pytest.mark.slow),
-        pytest.param({"tile": 2, "tensor": 2}, 3, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -93,6 +92,22 @@ def test_outputs_and_gradients(mesh: Grid, rows: int, axes: Mapping[str, str]) -
     """To 1e-9: parts of different sizes, up and down again, grids, beside other dimensions."""
     torch.manual_seed(0)
     assert first_difference_of_tiles(UNet().double(), images(rows), ranks_of(mesh), mesh, constraints=Constraints(axes=axes)) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("axes", [{"batch": "tile"}, {"height[2]": "tile", "batch": "tile"}], ids=str)
+def test_beside_tensor_parallelism(axes: Mapping[str, str]) -> None:
+    torch.manual_seed(0)
+    mesh = {"tile": 2, "tensor": 2}
+    assert first_difference_of_tiles(UNet().double(), images(3), ranks_of(mesh), mesh, constraints=Constraints(axes=axes)) == ""
+
+
+def test_all_channels_over_tiles_leave_none_to_tensor_parallelism() -> None:
+    with pytest.raises(ConfigError, match="no axis of the model's parameters can be cut into 2 parts"):
+        first_difference_of_tiles(
+            UNet().double(), images(3), 4, {"tile": 2, "tensor": 2}, constraints=Constraints(axes={"channels": "tile"})
+        )
 
 
 @pytest.mark.slow
