@@ -332,14 +332,14 @@ class Losses:
             return None
         rows_of_rank = step.inputs.batch // sharded.rows.count
         shapes = tuple(_kind_of_leaf(leaf, rows_of_rank) for leaf in pytree.tree_leaves(target))
-        key = (loss_key(step.loss_fn, exact=False), tuple(sharded.graph.returned), shapes)
+        requiring = sharded.requiring(step.inputs.requiring_gradient)
+        key = (loss_key(step.loss_fn, exact=False), requiring, tuple(sharded.graph.returned), shapes)
         assert step.loss_fn is not None
         held = self._proofs.get(key)
         if held is None or not reads_tensors(step.loss_fn, held.weights):  # functions with one key may read other weights
             device = self._runtime.devices[self._here]
-            self._proofs[key] = prove(
-                self._traced(step.inputs.batch, lambda: sharded), sharded.graph, step.loss_fn, target, rows_of_rank, device
-            )
+            model = self._traced(step.inputs.batch, lambda: sharded)
+            self._proofs[key] = prove(model, sharded.graph, requiring, step.loss_fn, target, rows_of_rank, device)
         return self._proofs[key]
 
     def _local_combination(self, step: _Step, prepared: PreparedLoss, proof: Proof) -> _Combination:

@@ -135,12 +135,15 @@ class Counter:
         return not self.mean.meta.get(WEIGHTED)
 
 
-def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: Any, rows: int, device: torch.device) -> Proof:
+def prove(
+    model: ModelGraph, graph: ModelGraph, requiring: frozenset[str], loss_fn: LossFunction, target: Any, rows: int, device: torch.device
+) -> Proof:
     """Trace a loss and follow the batch through it.
 
     Args:
         model: the whole model, as it was traced.
         graph: the model as a rank computes it; the loss takes its outputs.
+        requiring: nodes whose values autograd tracks, which a loss may ask.
         target: for a batch of ``rows`` rows.
         device: where the loss is computed.
     """
@@ -150,7 +153,7 @@ def prove(model: ModelGraph, graph: ModelGraph, loss_fn: LossFunction, target: A
         loss = _Loss(graph, loss_fn)
         leaves, tree = pytree.tree_flatten(target)
         batch = _batch_to_trace(graph, leaves, rows)
-        example_results = [_example_result(graph, results[name], batch, device) for name in names]
+        example_results = [_example_result(graph, results[name], batch, device).requires_grad_(name in requiring) for name in names]
         example_leaves = [_example_target_leaf(leaf, rows, batch, device) for leaf in leaves]
         with preserve_state(loss_fn, device), silence_fake_tensor_log():
             arguments = (example_results, pytree.tree_unflatten(example_leaves, tree))
@@ -329,8 +332,7 @@ def _example_result(graph: ModelGraph, output: Output, batch: int, device: torch
         shape = [batch, *([entries] if entries > 1 else []), *shape]
     elif output.combine in ("mean", "sum"):
         shape = [batch, *shape]
-    options: dict[str, Any] = {"dtype": value.dtype, "device": device, "requires_grad": value.dtype.is_floating_point}
-    return torch.empty([int(size) for size in shape], **options)  # a loss may ask which results have gradients
+    return torch.empty([int(size) for size in shape], dtype=value.dtype, device=device)
 
 
 def _result_of_rows(graph: ModelGraph, output: Output, value: Tensor) -> Tensor:

@@ -421,3 +421,25 @@ def test_a_loss_may_ask_which_results_have_gradients(mode: str) -> None:
     model, x = Two(), torch.randn(8, 4)
     other = copy.deepcopy(model)
     torch.testing.assert_close(partition(other, 2, mode, example_inputs=(x,)).train_step(x, loss_fn=loss_fn), loss_fn(model(x), None))
+
+
+def test_a_loss_of_results_without_gradients_is_proved_as_it_is_computed() -> None:
+    """It is a sum over the rows where results have no gradient, and a mean where they have."""
+
+    def loss_fn(results: Sequence[Tensor], _: Any) -> Tensor:
+        return torch.stack([each.mean() if each.requires_grad else each.sum() for each in results]).sum()
+
+    class Passing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), 2 * x
+
+    x = torch.rand(8, 4)
+    with pytest.raises(ConfigError, match="not proved to be a mean"):
+        partition(Passing(), 2, "data", example_inputs=(x,)).train_step(x, loss_fn=loss_fn)
+    model = Passing()
+    whole = partition(copy.deepcopy(model), 2, "data", example_inputs=(x,)).train_step(x, loss_fn=loss_fn, loss_reduction="batch")
+    torch.testing.assert_close(whole, loss_fn(model(x), None))
