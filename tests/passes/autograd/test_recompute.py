@@ -280,3 +280,24 @@ def test_a_sum_over_ranks_is_no_value_that_is_computed_again() -> None:
     tokens = torch.zeros(4, 6, dtype=torch.int64)
     pm = partition(nn.Sequential(*layers), 2, "tensor", example_inputs=(tokens,), **options)
     assert pm.plan.recomputed == ("layer_norm", "gelu")
+
+
+def test_numbers_inside_a_loss_are_saved() -> None:
+    """The total weight: logarithms of probabilities are computed again, the loss is not."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 12)
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4)))
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.last(self.blocks(self.first(x))), target)
+
+    model, inputs = Classifier(), (torch.randn(8, 16), torch.randint(12, (8,)))
+    expected = model(*inputs).detach()
+    pm = partition(model, 2, "tensor", example_inputs=inputs, recompute="selective", progress=False)
+    torch.testing.assert_close(pm.train_step(*inputs), expected)
+    targets = [node.target for node in pm.graphs[0].graph.nodes]
+    assert targets.count(torch.ops.aten._log_softmax.default) == 2
+    assert targets.count(torch.ops.aten.nll_loss_forward.default) == 1

@@ -148,6 +148,28 @@ def test_gathers_of_a_microbatch_wait_for_scatters_of_the_one_before(n_microbatc
     assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.03)
 
 
+class Vocabulary(nn.Module):
+    """Layers, and the loss of logits over 32,768 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512)) for _ in range(4)))
+        self.head = nn.Linear(512, 32768)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.layers(x)).float(), target)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", *slow("32-true")])
+def test_a_loss_over_a_sharded_vocabulary_is_computed_again_without_its_sums(precision: str) -> None:
+    with torch.device("meta"):
+        model, rows = Vocabulary(), (torch.zeros(8192, 512), torch.zeros(8192, dtype=torch.int64))
+    options: dict[str, Any] = {"recompute": "selective", "precision": precision, "cluster": "h100:1x4", "progress": False}
+    pm = partition(model, 4, "tensor", example_inputs=rows, **options)
+    assert sum(node.target is torch.ops.aten.exp.default for node in pm.graphs[0].graph.nodes) == 2
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.02)
+
+
 class GatedLayer(nn.Module):
     """A layer whose normalised input is cast once by autocast, and read by three products."""
 
