@@ -10,20 +10,21 @@
 Gathers of parameters are coalesced in the order of their first use, so that a message is about a layer; scattered gradients in the order in
 which they are there. Gathers of a forward and repeated gathers of its backward are separate messages. A message is closed when it holds
 enough bytes, or when something of it is read before the next one is there; views of it, as of a bias that is stored by heads, move down
-with it. Large parts are sent alone, and not copied.
+with it. Large parts are sent alone, and not copied. What ranks coalesce depends on the largest part of all of them, whether their parts are
+even or not; a parameter that is stored in other parts than it is read in is exchanged first, and then gathered with others.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from passes.graph.schemas import views_its_arguments, written_arguments
-from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
+from passes.ir.comm.primitives import all_gather, all_to_all, reduce_scatter, wait
 from passes.ir.torch_private import OpOverload
 
 BUNDLE_BYTES = 4 * 2**20
@@ -48,64 +49,73 @@ def coalesce_collectives(graphs: Sequence[fx.Graph]) -> None:
     Args:
         graphs: of ranks that start the same collectives: what one of them cannot send together, the others do not either.
     """
-    for function, close_early in ((all_gather, False), (reduce_scatter, True)):
+    for function in (all_gather, reduce_scatter):
         starts = [[node for node in graph.nodes if node.target is function] for graph in graphs]
-        found = [_bundles(graph, function, close_early=close_early) for graph in graphs]
+        sizes = [max(map(_bytes_in_message, nodes)) for nodes in zip(*starts, strict=True)]
+        found = [_bundles(graph, dict(zip(nodes, sizes, strict=True))) for graph, nodes in zip(graphs, starts, strict=True)]
         numbers = [{node: number for number, node in enumerate(each)} for each in starts]
         bundles = [[tuple(map(number.__getitem__, bundle)) for bundle in each] for number, each in zip(numbers, found, strict=True)]
         shared = set(bundles[0]).intersection(*bundles[1:])
         for graph, nodes in zip(graphs, starts, strict=True):
             for bundle in bundles[0]:
                 if bundle in shared:
-                    _merge(graph, [nodes[number] for number in bundle], at_first=not close_early)
+                    _merge(graph, [nodes[number] for number in bundle], at_first=function is all_gather)
     for graph in graphs:
         graph.lint()
 
 
-def _bundles(graph: fx.Graph, function: Any, *, close_early: bool) -> list[list[fx.Node]]:
+def _bundles(graph: fx.Graph, sizes: Mapping[fx.Node, float]) -> list[list[fx.Node]]:
     """Coalesce the starts of one collective into messages of two and more.
 
     Args:
-        close_early: the message is sent when the last is there, so nothing of it may be read before; else all is there from the start.
+        sizes: start -> the most bytes that a rank gives; infinity: it is sent alone.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
     found: list[list[fx.Node]] = []
-    open_bundles: dict[Any, tuple[list[fx.Node], int]] = {}
-    for node in graph.nodes:
-        if node.target is not function or len(node.args[0]) != 1 or not (close_early or is_held(node.args[0][0])):
-            continue
-        given = _largest_bytes(node)
+    open_bundles: dict[Any, tuple[list[fx.Node], float]] = {}
+    for node, given in sizes.items():
         if given >= ALONE_BYTES:
             continue
-        dtype = getattr(node.args[0][0].meta.get("val"), "dtype", None)
+        is_scatter, dtype = node.target is reduce_scatter, getattr(node.args[0][0].meta.get("val"), "dtype", None)  # type: ignore[index, union-attr]
         key = (node.kwargs["group"], "sizes" in node.kwargs, str(node.meta.get("section")), dtype)
-        bundle, size = open_bundles.get(key, ([], 0))
-        is_read = close_early and any(_first_reader(each, position) < position[node] for each in bundle)
-        is_full = size >= BUNDLE_BYTES if close_early else size + given > bytes_of_bundle(len(node.kwargs["group"]))
+        bundle, size = open_bundles.get(key, ([], 0.0))
+        # A scatter is sent when its last gradient is there, so nothing of it may be read before; of a gather all is there from the start.
+        is_read = is_scatter and any(_first_reader(each, position) < position[node] for each in bundle)
+        is_full = size >= BUNDLE_BYTES if is_scatter else size + given > bytes_of_bundle(len(node.kwargs["group"]))  # type: ignore[arg-type]
         if bundle and not is_read and not is_full:
             bundle.append(node)
         else:
-            bundle, size = [node], 0
+            bundle, size = [node], 0.0
             found.append(bundle)
         open_bundles[key] = bundle, size + given
     return [bundle for bundle in found if len(bundle) > 1]
 
 
-def _largest_bytes(start: fx.Node) -> int:
-    """Return the bytes of the largest part in the group, so that ranks with uneven parts coalesce equally."""
-    if start.target is not all_gather or "sizes" not in start.kwargs:
-        return int(start.meta.get("bytes", 0))
-    value, dim, sizes = start.args[0][0].meta["val"], start.args[1][0], start.kwargs["sizes"][0]  # type: ignore[index, union-attr]
+def _bytes_in_message(start: fx.Node) -> float:
+    """Return the bytes that the rank with the largest part of the group gives; infinity: what cannot share a message."""
+    operands: Any = start.args[0]
+    is_gather = start.target is all_gather
+    if len(operands) > 1 or (is_gather and not is_held(operands[0])):
+        return math.inf
+    if not is_gather or "sizes" not in start.kwargs:
+        return float(start.meta.get("bytes", 0))
+    value, dim, sizes = operands[0].meta["val"], start.args[1][0], start.kwargs["sizes"][0]  # type: ignore[index]
     shape = list(value.shape)
     shape[dim] = max(sizes)  # type: ignore[index, arg-type]
-    return int(math.prod(shape) * value.dtype.itemsize)
+    return float(math.prod(shape) * value.dtype.itemsize)
 
 
 def is_held(node: Any) -> bool:
-    """Return whether a value is a parameter or buffer of the rank, or a view or cast of one."""
-    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
+    """Return whether a value is a parameter or buffer of the rank, or a view or cast of one, or of what ranks exchange of theirs."""
+    while isinstance(node, fx.Node) and _is_alone_read(node):
         (node,) = node.all_input_nodes
     return isinstance(node, fx.Node) and node.op == "get_attr"
+
+
+def _is_alone_read(node: fx.Node) -> bool:
+    """Return whether a node reads one value, and its result is that value in another form, or what the group has of it."""
+    is_exchange = node.target in (all_to_all, wait, operator.getitem)
+    return (is_exchange or isinstance(node.target, OpOverload)) and len(node.all_input_nodes) == 1
 
 
 def is_view(node: fx.Node) -> bool:

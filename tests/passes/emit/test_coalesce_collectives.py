@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 from torch import fx
 
 from passes.emit.coalesce_collectives import ALONE_BYTES, coalesce_collectives
-from passes.ir.comm.primitives import all_gather, reduce_scatter, wait
+from passes.ir.comm.primitives import all_gather, all_to_all, reduce_scatter, wait
 from passes.ir.torch_private import OpOverload
 
 
@@ -48,6 +49,39 @@ def test_a_bundle_of_gathers_holds_no_more_of_each_rank_than_a_part_that_is_sent
     graph.output(tuple(results))
     coalesce_collectives([graph])
     assert [len(node.args[0]) for node in graph.nodes if node.target is all_gather] == [3, 3, 1]
+
+
+def program_of(sizes: list[int], of_rank: int) -> fx.Graph:
+    """Gather three parameters, of whose rows two ranks have ``sizes``; a row has a quarter of the bytes that are sent alone."""
+    graph, results = fx.Graph(), []
+    for name in ("one", "two", "three"):
+        weight = graph.create_node("get_attr", name)
+        weight.meta["val"] = torch.empty(sizes[of_rank], ALONE_BYTES // 16)
+        start = graph.call_function(all_gather, ([weight], (0,)), {"group": (0, 1), "sizes": [tuple(sizes)]})
+        results.append(graph.call_function(operator.getitem, (graph.call_function(wait, (start,)), 0)))
+    graph.output(tuple(results))
+    return graph
+
+
+@pytest.mark.parametrize(("others", "expected"), [([1, 1], [3]), ([1, 2], [2, 1]), ([1, 4], [1, 1, 1])])
+def test_ranks_of_unlike_groups_coalesce_alike(others: list[int], expected: list[int]) -> None:
+    """Two groups start the same gathers, of which those of the other group are larger: its largest part decides for all."""
+    graphs = [program_of(sizes, of_rank) for sizes in ([1, 1], others) for of_rank in (0, 1)]
+    coalesce_collectives(graphs)
+    assert [[len(node.args[0]) for node in graph.nodes if node.target is all_gather] for graph in graphs] == [expected] * 4
+
+
+def test_a_parameter_that_ranks_exchange_first_is_gathered_with_others() -> None:
+    graph = fx.Graph()
+    weights = [graph.create_node("get_attr", name) for name in ("one", "two")]
+    exchange = graph.call_function(all_to_all, ([weights[1]], (0,), (0,)), {"group": (0, 1)})
+    exchanged = graph.call_function(operator.getitem, (graph.call_function(wait, (exchange,)), 0))
+    results = [gathered(graph, weights[0])]
+    read = graph.call_function(torch.ops.aten.neg.default, (results[0],))
+    results.append(gathered(graph, graph.call_function(torch.ops.aten.t.default, (exchanged,))))
+    graph.output((read, *results))
+    coalesce_collectives([graph])
+    assert [len(node.args[0]) for node in graph.nodes if node.target is all_gather] == [2]
 
 
 def scatters_of(first_reader: str) -> list[list[str]]:
