@@ -90,7 +90,7 @@ class PlanProblem:
         if self.sequential_tiles is not None:
             plan = plan_stream(graph, self.sequential_tiles, *problem[1:])
         elif self.mesh is not None:
-            plan = plan_mesh(*problem, self.mesh, self.models, deadline)
+            plan = plan_mesh(graph, self.cluster, replace(request, names_mesh=True), self.cost_model, self.mesh, self.models, deadline)
         elif simulated is None or len(request.devices) == 1:
             plan = plans_auto(*problem, tell, self.models, deadline)[0]
         else:

@@ -44,6 +44,7 @@ class PlanRequest:
         time_limit: seconds of the search; None: it ends by its limits of work.
         most_bytes: of any device, beside ``memory_limit``.
         is_trial: whether a failure is no error of the user: it needs no remedy, which takes long to find.
+        names_mesh: whether the user names the mesh. One plan is priced then, and all copies of repeated blocks are run for it.
     """
 
     mode: str
@@ -64,6 +65,7 @@ class PlanRequest:
     time_limit: float | None = None
     most_bytes: float = math.inf
     is_trial: bool = False
+    names_mesh: bool = False
 
     @property
     def graph_options(self) -> Hashable:

@@ -89,6 +89,7 @@ class UnitPricing:
         sums: Sequence[tuple[GradientSum, GroupLinks]] = (),
         adding: bool = True,
         n_stages: int = 1,
+        is_run_whole: bool = False,
     ) -> UnitCosts:
         """Return the costs on some links.
 
@@ -99,6 +100,7 @@ class UnitPricing:
             sums: the gradients that are summed once a step, with the links between the ranks that sum them.
             adding: whether microbatches add their gradients to those of earlier ones.
             n_stages: number of stages; if several, each receives the results of a forward.
+            is_run_whole: whether calls wait as in all copies of a repeated block: exact, but a few copies take less time.
         """
         numbers, returned = self.numbers(batch_size), self.cost.returned if n_stages > 1 and not self.cost.gradients else ()
         size = float(sum(numbers[self.cost.allocation_bytes[key]] for key in returned))
@@ -106,7 +108,8 @@ class UnitPricing:
         fixed = (*self.memory.fixed, *self.memory.inputs(numbers))
         in_units = tuple(pair for pair in exchanges if pair[0].reader in self.unit_of)
         once = tuple(sums) if n_stages == 1 else ()
-        at = cache(lambda rows: _Microbatch(self, rows, batch_size, in_units, once, adding, (*fixed, *results), n_stages))
+        copies = None if self.repeat is None else self.repeat._replace(is_run_whole=is_run_whole)
+        at = cache(lambda rows: _Microbatch(self, rows, batch_size, in_units, once, adding, (*fixed, *results), n_stages, copies))
         return UnitCosts(
             kinds=self.kinds,
             recompute=self._recompute,
@@ -272,6 +275,7 @@ class _Microbatch:
     adding: bool
     fixed: tuple[Shared, ...]
     n_stages: int
+    repeat: Repeat | None
 
     @cached_property
     def _numbers(self) -> Numbers:
@@ -373,7 +377,7 @@ class _Microbatch:
         for kind in range(len(pricing.kinds)) if is_run else ():
             columns = (*np.moveaxis(each[:, kind], 1, 0), casting[:, kind], again[:, kind])
             seconds_of_calls = CallSeconds(*(column.tolist() for column in columns))
-            rest = (seconds_of_calls, pricing.first_halves, pricing.needed, pricing.repeat)
+            rest = (seconds_of_calls, pricing.first_halves, pricing.needed, self.repeat)
             of_calls = waiting_for_messages(
                 stored, activations, sums, *rest, n_microbatches=count, in_pipeline=self.n_stages > 1, is_split=is_split
             )

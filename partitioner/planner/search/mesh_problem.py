@@ -152,6 +152,7 @@ class MeshProblem:
             patterns=self.request.patterns,
             in_regions=True,
             n_stages=self.n_places,
+            is_run_whole=self.request.names_mesh,
         )
         return self.with_prices(prices)
 
@@ -163,7 +164,8 @@ class MeshProblem:
         asked = (self.request.optimizer, policy)
         patterns = self.request.patterns
         if self.submeshes is None:
-            return self.part.prices(self.kinds, self.cost_model, *asked, self.links, patterns=patterns, n_stages=self.n_places)
+            of_stages = (self.kinds, self.cost_model, *asked, self.links)
+            return self.part.prices(*of_stages, patterns=patterns, n_stages=self.n_places, is_run_whole=self.request.names_mesh)
         prices = self.submeshes.prices(self.kinds, self.places.devices, self.cost_model, *asked, patterns)
         self.submeshes.check(prices)
         return prices

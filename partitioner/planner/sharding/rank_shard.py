@@ -100,6 +100,7 @@ class ModelPart:
         in_regions: bool = False,
         n_stages: int = 1,
         adding: bool = True,
+        is_run_whole: bool = False,
     ) -> UnitCosts:
         """Return the costs of the shard's units.
 
@@ -110,6 +111,7 @@ class ModelPart:
             in_regions: whether values that enter a region are saved under ``"selective"``, too, as in plans with a policy for each region.
             n_stages: number of stages: small collectives of a stage are coalesced.
             adding: whether gradients accumulate over microbatches.
+            is_run_whole: whether the waits for messages are those of all copies of a repeated block, not of a few.
         """
         again = self._gathered_by_later_stages if n_stages > 1 else ()
         exchanges = [(exchange.in_stages(n_stages), links[exchange.dimension]) for exchange in (*self.exchanges, *again)]
@@ -123,7 +125,9 @@ class ModelPart:
         parameters = (self.source.users, self.held_bytes)
         folded = self.source.graph.parameters
         sums = [(each, links[each.dimension]) for each in self.sums if each.parameter in folded and each.dimension in links]
-        costs = self.known_prices[key].on(self.batch_size, exchanges, *parameters, sums=sums, adding=adding, n_stages=n_stages)
+        costs = self.known_prices[key].on(
+            self.batch_size, exchanges, *parameters, sums=sums, adding=adding, n_stages=n_stages, is_run_whole=is_run_whole
+        )
         if self.source.unfolding is None:
             return costs
         recomputed = frozenset(copy for name in costs.recomputed[0] for copy in self.source.copies(name))

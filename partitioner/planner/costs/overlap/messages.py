@@ -20,11 +20,13 @@ class Repeat(NamedTuple):
     Attributes:
         start, stop: the first place of the block, and the place after its last.
         n_copies: how many copies it stands for.
+        is_run_whole: whether all copies are run, not a few of them.
     """
 
     start: int
     stop: int
     n_copies: int
+    is_run_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,14 @@ def passage_of(seconds: float, latency: float, links: GroupLinks) -> Passage:
 
 
 def calls_in_order(n_calls: int, repeat: Repeat | None) -> Iterator[tuple[int, float]]:
-    """Yield (place of a call, fraction of its waits that this copy of it stands for), with some copies of the repeated block."""
+    """Yield (place of a call, fraction of its waits that this copy of it stands for), with copies of the repeated block."""
     if repeat is None:
         yield from ((place, 1.0) for place in range(n_calls))
         return
     yield from ((place, 1.0) for place in range(repeat.start))
     block = range(repeat.start, repeat.stop)
-    n_run = min(repeat.n_copies, max(_LEAST_COPIES, _CALLS_OF_COPIES // len(block)))
+    n_few = min(repeat.n_copies, max(_LEAST_COPIES, _CALLS_OF_COPIES // len(block)))
+    n_run = repeat.n_copies if repeat.is_run_whole else n_few
     n_alike = (repeat.n_copies - 2) / (n_run - 2) if n_run > 2 else 1.0  # all but the first and the last
     for copy in range(n_run):
         share = (n_alike if 0 < copy < n_run - 1 else 1.0) / repeat.n_copies

@@ -25,7 +25,8 @@ in two halves scatters in the second one, where less is computed beside its mess
     in halves     links                                 scatter dw3 ====  scatter dw2 ====  scatter dw1 ====
                   computing    dx 3 ### dx 2 ### dx 1 ### dw 3 ### dw 2 ### dw 1 ### |---------------------|
 
-A folded model has a repeated block once: it is run three times or more, so that the waits of its copies are those of a long model.
+A folded model has a repeated block once: it is run three times or more, so that the waits of its copies are those of a long model; for a
+mesh that the user names, as often as it repeats.
 """
 
 from __future__ import annotations

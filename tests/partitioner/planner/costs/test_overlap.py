@@ -113,6 +113,14 @@ def test_gathers_that_whole_backwards_wait_for_run_ahead_in_weight_halves() -> N
     assert of_weight == pytest.approx([0.0, 1.0])
 
 
+def test_a_repeated_block_that_is_run_whole_has_the_waits_of_every_copy() -> None:
+    """All 480 calls of the block hide the second gather, of a second; the 240 that are run otherwise hide half of it."""
+    few = Repeat(1, 2, 480)
+    stored, seconds = [parameter(0), parameter(2)], [[0.0, 1 / 480, 1.0], [0.0] * 3]
+    assert waits(stored, seconds, repeat=few._replace(is_run_whole=True))[0] == pytest.approx([1.0, 0.0, 0.0])
+    assert waits(stored, seconds, repeat=few)[0] == pytest.approx([1.0, 0.0, 0.5])
+
+
 def test_input_halves_wait_for_all_that_they_send() -> None:
     """The last call of the input halves sends a message of a second, and weight halves follow it."""
     activations = tuple(Activation(place, "tensor", 0.0, 1.0, LINKS) for place in range(2))
