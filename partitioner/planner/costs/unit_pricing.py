@@ -20,7 +20,7 @@ from cost_models.ops.work import Work
 from partitioner.planner.costs.collectives import Exchange, GradientSum
 from partitioner.planner.costs.cut_points import CutPoints, Expansion
 from partitioner.planner.costs.memory.activation_memory import UnitMemory
-from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Repeat, Stored
+from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Regather, Repeat, Stored
 from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_for_messages
 from partitioner.planner.costs.unit_costs import Amounts, MicrobatchCosts, MicrobatchTimes, UnitCosts, seconds_by_limit
 from partitioner.planner.solvers.stage_memory import Floats
@@ -191,6 +191,15 @@ class UnitPricing:
         """For each call, the place of the call before whose backward it is computed again, if it is."""
         last = self.memory.last_need(self.place_of)
         return tuple(max(place, last.get(name, place)) for name, place in self.place_of.items())
+
+    def regather(self, reader: str, size: float, copies: int) -> Regather | None:
+        """Return the repeated gather, of ``size`` bytes, of what a call reads; None: the backward gathers nothing again for it."""
+        again = self.memory.gathered_again(reader)
+        if again is None:
+            return None
+        place = self.place_of[reader]
+        last = max((self.place_of[name] for name in again.readers if name in self.place_of), default=place)
+        return Regather(last, size, copies, self.place_of.get(again.maker, place) if again.maker else None)
 
     @cached_property
     def read_by_backward(self) -> frozenset[str]:
@@ -421,10 +430,10 @@ class _Microbatch:
             is_of_step = is_once and not self._is_alone
             is_small = exchange.is_stored and exchange.is_coalesced(size, links)
             if not exchange.is_stored or exchange.forward != "all_gather":
-                again = "" if is_recomputed or exchange.forward != "all_gather" else pricing.memory.gathered_again(exchange.reader)
+                is_gathered_again = exchange.forward == "all_gather" and not is_recomputed
+                regather = pricing.regather(exchange.reader, size, int(runs > 1)) if is_gathered_again else None
                 backward += is_repeated * forward
-                regathered = (size * (again != ""), int(runs > 1), again == "saved")
-                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, *regathered))
+                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, regather))
             elif is_of_step and exchange.dimension in SCATTERED_ONCE:
                 once[:, unit] += forward, backward
             elif is_of_step and self.n_stages > 1:

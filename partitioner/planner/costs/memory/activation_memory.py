@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,18 @@ GRADIENTS_AT_ONCE |= {aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_tr
 
 OF_PARAMETERS = frozenset({aten.t, aten.transpose, aten.permute, aten.view, aten.to, aten._to_copy})  # noqa: SLF001  the operator's own name
 """Views and casts through which operations read parameters."""
+
+
+class GatheredAgain(NamedTuple):
+    """A value that a backward gathers again.
+
+    Attributes:
+        maker: the call that makes the shard, if the backward computes it again; empty: the shard is saved.
+        readers: the calls whose backward reads the value.
+    """
+
+    maker: str
+    readers: tuple[str, ...]
 
 
 class UnitMemory:
@@ -112,13 +125,25 @@ class UnitMemory:
         """Return recomputed node -> the last ``position`` of a call whose backward needs it, itself or to compute another again."""
         return self._selection.last_need(position)
 
-    def gathered_again(self, reader: str) -> Literal["", "saved", "recomputed"]:
-        """Return from which shards the backward of a call gathers an operand again: saved or recomputed ones; empty: it gathers none."""
+    def gathered_again(self, reader: str) -> GatheredAgain | None:
+        """Return what the backward of a call gathers again of its operands; None: nothing."""
         whole = (key for key in self._cost.saved.get(reader, ()) if key in self._cost.part_of)
-        shards = [shard for key in whole if (shard := self._selection.before_gather(key, reader)) != key]
+        shards = {shard: key for key in whole if (shard := self._selection.before_gather(key, reader)) != key}
         if not shards:
-            return ""
-        return "saved" if any(shard in self._savers for shard in shards) else "recomputed"
+            return None
+        saved = next((shard for shard in shards if shard in self._savers), None)
+        shard = next(iter(shards)) if saved is None else saved
+        return GatheredAgain("" if saved is not None else self._cost.maker[shard], self._readers_of_saved[shards[shard]])
+
+    @cached_property
+    def _readers_of_saved(self) -> dict[int, tuple[str, ...]]:
+        """Allocation that is a copy of another rank's -> the calls whose backward reads it."""
+        found: dict[int, tuple[str, ...]] = {}
+        for name, keys in self._cost.saved.items():
+            for key in keys:
+                if key in self._cost.part_of:
+                    found[key] = (*found.get(key, ()), name)
+        return found
 
     def inputs(self, numbers: Numbers) -> tuple[Shared, ...]:
         """Return the inputs of a step, permanent memory of the stages that read them; ``numbers``: sizes at the step's whole batch."""

@@ -61,6 +61,24 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Regather:
+    """A repeated gather, of a value that weight halves of a backward read.
+
+    Attributes:
+        place: of the last call that reads the value, whose weight half is the first that waits for it.
+        size: bytes of the value.
+        copies: copies of the message that a rank makes.
+        maker: place of the call whose recomputation makes the shard, after which it starts; None: the shard is saved, and gathered one
+            message ahead of its use.
+    """
+
+    place: int
+    size: float
+    copies: int = 0
+    maker: int | None = None
+
+
+@dataclass(frozen=True)
 class Activation:
     """Collectives of values, which are waited for at once.
 
@@ -70,9 +88,7 @@ class Activation:
         forward, backward: seconds.
         links: along the dimension.
         is_beside: whether the backward sends it while the weight half of its call is computed.
-        size: bytes of the value, if the backward gathers it again for a weight half; else 0.
-        copies: copies that a rank makes of that message.
-        is_saved: whether the shard is saved, so that it is gathered one message ahead of its use; else right before that.
+        regather: how the backward gathers the value again; None: it does not.
     """
 
     place: int
@@ -81,9 +97,7 @@ class Activation:
     backward: float
     links: GroupLinks
     is_beside: bool = False
-    size: float = 0.0
-    copies: int = 0
-    is_saved: bool = False
+    regather: Regather | None = None
 
 
 @dataclass(frozen=True)
@@ -230,26 +244,34 @@ def gathers_of(
     return found
 
 
-def regathers_of(activations: Sequence[Activation], order: Sequence[tuple[int, float]], *, is_split: bool) -> dict[int, list[Message]]:
-    """Return index of a call -> the gathers of shards that its weight half waits for; each of saved ones starts the next one.
+def regathers_of(
+    activations: Sequence[Activation], order: Sequence[tuple[int, float]], *, is_split: bool
+) -> tuple[dict[int, list[Message]], dict[int, list[Message]]]:
+    """Return index of a call -> the repeated gathers that its weight half waits for, and those that start after its recomputation.
+
+    Each of saved shards starts the next one.
 
     Args:
         is_split: whether weight halves come after all input halves, which recompute: then recomputed shards are as if saved.
     """
-    found: dict[int, list[Message]] = {}
+    awaited: dict[int, list[Message]] = {}
+    started: dict[int, list[Message]] = {}
     values, chain = by_place(activations), list[Message]()
     for index in reversed(range(len(order))):
         for each in values.get(order[index][0], ()):
-            if not each.size:
+            regather = each.regather
+            if regather is None:
                 continue
-            message = Message("all_gather", each.dimension, each.links, each.copies)
-            message.add(each.size)
-            found.setdefault(index, []).append(message)
-            if each.is_saved or is_split:
-                if chain:
-                    chain[-1].following = message
-                chain.append(message)
-    return found
+            message = Message("all_gather", each.dimension, each.links, regather.copies)
+            message.add(regather.size)
+            awaited.setdefault(min(index + regather.place - each.place, len(order) - 1), []).append(message)
+            if regather.maker is not None and not is_split:
+                started.setdefault(max(index + regather.maker - each.place, 0), []).append(message)
+                continue
+            if chain:
+                chain[-1].following = message
+            chain.append(message)
+    return awaited, started
 
 
 def reductions_of(stored: Sequence[Stored], sums: Sequence[GradientOfCall], order: Sequence[tuple[int, float]]) -> dict[int, list[Message]]:

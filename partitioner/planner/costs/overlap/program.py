@@ -79,6 +79,11 @@ class Program:
             message.transfer = self._transfer(message.passage, message.dimension)
             self._append("start", message.transfer)
 
+    def start_all(self, messages: Iterable[Message]) -> None:
+        """Append the starts of messages."""
+        for message in messages:
+            self.start(message)
+
     def gather(self, messages: Iterable[Message]) -> None:
         """Append the waits for gathers, each after the start of the next one."""
         for message in messages:

@@ -10,8 +10,9 @@ backward    links        gather w2 ====  scatter dw3 ====  gather w1 ====  scatt
 
 The order is that of programs (``overlap_collectives`` and ``coalesce_collectives`` in ``passes.emit``): parameters are gathered one message
 ahead of their use; a scatter or a sum starts when its last gradient is there, and at most two are under way; a gradient that is scattered
-over one mesh dimension is summed over another one after that; small parameters share messages. Messages of one mesh dimension follow each
-other, those of several share links. A matrix product computes each gradient by a kernel of its own, and messages run beside the second:
+over one mesh dimension is summed over another one after that; small parameters share messages. A value that the backward gathers again is
+waited for by its last reader; a shard that is computed again leaves after that. Messages of one mesh dimension follow each other, those of
+several share links. A matrix product computes each gradient by a kernel of its own, and messages run beside the second:
 
     y = x w       dw | dx      dw is scattered while dx is computed; w is gathered for dx
     y = x w + b   dx | dw      dx is reduced while dw is computed
@@ -115,7 +116,7 @@ def waiting_for_messages(
             program.compute(seconds.forward[place])
 
     def backward(number: int) -> None:
-        reductions, regathers = reductions_of(stored, sums, order), regathers_of(activations, order, is_split=is_split)
+        reductions, (regathers, after) = reductions_of(stored, sums, order), regathers_of(activations, order, is_split=is_split)
         late = list[tuple[int, float, int]]()
         for call, (index, is_recomputation) in enumerate(backwards):
             place, share = order[index][0], weights[number] * order[index][1]
@@ -124,6 +125,7 @@ def waiting_for_messages(
             if is_recomputation:
                 program.gather(messages)
                 program.compute(seconds.again[place])
+                program.start_all(after.get(index, ()))
             elif is_split:
                 program.gather(messages)
                 program.compute(seconds.of_input[place])

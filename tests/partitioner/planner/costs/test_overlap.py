@@ -11,7 +11,7 @@ from torch import nn
 from cost_models.collectives.algorithms import GroupLinks
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from partitioner import partition
-from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Repeat, Stored
+from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Regather, Repeat, Stored
 from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_for_messages
 from tests.support.running.slow_values import all_but
 
@@ -105,12 +105,27 @@ def test_scatters_run_in_weight_halves_alone_where_these_are_apart() -> None:
 
 def test_gathers_that_whole_backwards_wait_for_run_ahead_in_weight_halves() -> None:
     """Of the gathers for two weight halves of two seconds, a second each, the first is waited for."""
-    activations = tuple(Activation(place, "tensor", 1.0, 0.0, LINKS, size=LARGE) for place in range(2))
+    activations = tuple(Activation(place, "tensor", 1.0, 0.0, LINKS, regather=Regather(place, LARGE, maker=place)) for place in range(2))
     seconds = [[1.0, 1.0], [1.0, 1.0]]
     assert sum(waits([], seconds, of_weight=(2.0, 2.0), activations=activations)[1]) == pytest.approx(2.0)
     _, of_input, of_weight = waits([], seconds, of_weight=(2.0, 2.0), activations=activations, is_split=True)
     assert of_input == pytest.approx([0.0, 0.0])
     assert of_weight == pytest.approx([0.0, 1.0])
+
+
+def test_a_recomputed_shard_is_gathered_while_the_calls_after_it_are_recomputed() -> None:
+    """Its gather, of a second, runs beside half a second of recomputation of call 1, whose weight half waits for the rest."""
+    again = Activation(0, "tensor", 0.0, 0.0, LINKS, regather=Regather(1, LARGE, maker=0))
+    _, backward, _ = waits([], [[1.0, 1.0], [0.0, 0.0]], of_weight=(0.0, 2.0), recomputed=(0.25, 0.5), needed=(1, 1), activations=(again,))
+    assert backward == pytest.approx([0.0, 0.5])
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_the_last_reader_waits_for_a_value_that_is_gathered_again(last: int) -> None:
+    """The backward comes to it first; the saved shard of call 0 is gathered right before."""
+    again = Activation(0, "tensor", 0.0, 0.0, LINKS, regather=Regather(last, LARGE))
+    _, backward, _ = waits([], [[1.0] * 3, [1.0] * 3], of_weight=(2.0,) * 3, activations=(again,))
+    assert backward == pytest.approx([float(place == last) for place in range(3)])
 
 
 def test_a_repeated_block_that_is_run_whole_has_the_waits_of_every_copy() -> None:
