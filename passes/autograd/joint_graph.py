@@ -7,7 +7,7 @@ nodes             y = f(x)                   forward: all before the first node 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -46,7 +46,7 @@ class JointNodes:
         backward: computing nodes of the backward.
         bound_views: views of bound tensors, and bound tensors that are gathered from the ranks with their parts, also casts of such parts.
             A gathered buffer that is written later is not among them: gathered again, it would have the new value.
-        has_uneven_parts: whether ranks send each other parts of different sizes of a value.
+        uneven_sizes: sizes of parts of values that differ between ranks, the same numbers on all of them.
     """
 
     def __init__(self, joint: Joint, again: Mapping[fx.Node, fx.Node]) -> None:
@@ -66,7 +66,7 @@ class JointNodes:
         counts = (node.meta["val"] for node in self.inputs if isinstance(node.meta.get("val"), torch.SymInt))
         self._rows = next((count for count in counts if count.node.expr.is_Symbol), None)
         self._sizes: dict[fx.Node, int] = {}
-        self.has_uneven_parts = any(map(self._sends_uneven_parts, computing))
+        self.uneven_sizes = frozenset(size for node in computing for size in self._uneven_sizes_of(node))
 
     def bytes_of(self, node: fx.Node) -> int:
         """Return the bytes of a value at the number of rows that the stage was traced with; 0 if it is no tensor."""
@@ -76,12 +76,17 @@ class JointNodes:
             self._sizes[node] = bytes_of(value, *known) if isinstance(value, Tensor) else 0
         return self._sizes[node]
 
-    def _sends_uneven_parts(self, node: fx.Node) -> bool:
-        if node.target not in COLLECTIVES or node in self.bound_views:
-            return False
-        given = bound_arguments(node)
-        lists = (given.get(name) for name in ("sizes", "owned", "split_sizes", "concat_sizes"))
-        return any(sizes and any(size != sizes[0] for size in sizes) for sizes in lists)
+    @property
+    def has_uneven_parts(self) -> bool:
+        """Whether ranks have parts of different sizes of a value."""
+        return bool(self.uneven_sizes)
+
+    def _uneven_sizes_of(self, node: fx.Node) -> Iterator[int]:
+        """Yield the sizes of parts that an operation between layouts says, if they differ."""
+        given = bound_arguments(node) if node.target in COLLECTIVES and node not in self.bound_views else {}
+        for name in ("sizes", "owned", "split_sizes", "concat_sizes"):
+            sizes: Sequence[int] = given.get(name) or ()
+            yield from sizes if any(size != sizes[0] for size in sizes) else ()
 
     def needed(self, results: Iterable[fx.Node], stop: Callable[[fx.Node], bool], *, in_backward: bool = False) -> set[fx.Node]:
         """Return the nodes that must run to get the results, in-place writers included.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -29,6 +29,7 @@ from passes.graph.aliasing import OWN_MEMORY
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.schemas import draws
 from passes.ir.comm.functional import COLLECTIVES, all_gather, keep_first, local_index, put_runs, replicate, take, take_runs, vary
+from passes.ir.torch_private import OpOverload
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 from passes.spmd.decompose.ring_attention import RING_STATE
 
@@ -100,7 +101,8 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
     copies of values that are saved for a recomputed call are copied again; what is made from its messages alone is saved instead of them.
     So are its numbers, such as the total weight inside a loss.
     Of ranks with parts of different sizes, all save the same, whatever the sizes: a rank that gathers a value again while another has saved
-    values computed from it would wait for a message that is not sent. Of inner values they save the further results of operations.
+    values computed from it would wait for a message that is not sent. Of inner values they save the further results of operations, and
+    what is computed element by element from a saved value.
 
     Args:
         calls: node of the forward -> the call of the model that it is computed for.
@@ -116,8 +118,7 @@ def _selected(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, str]) -> 
         if _is_sent_or_drawn(node, nodes):
             kept.add(node)
         elif not is_free and calls.get(node) not in joint.stage.recomputed:
-            is_small = is_item(node) if nodes.has_uneven_parts else nodes.bytes_of(node) <= sum(map(nodes.bytes_of, of_inputs))
-            kept.update([node] if node in results or is_small else [])
+            kept.update([node] if node in results or _is_small(node, of_inputs, nodes) else [])
             if computed_by(node).target is aten.clone.default and node not in results:
                 copies[node] = of_inputs
         elif not is_free and (node.meta["val"].ndim == 0 or _replaces_messages(node, of_inputs, nodes, calls)):
@@ -137,6 +138,26 @@ def _results_of_calls(joint: Joint, nodes: JointNodes, calls: Mapping[fx.Node, s
         if leaves or any(reader in results and (is_item(reader) or nodes.is_view(reader)) for reader in readers):
             results.add(node)
     return results
+
+
+def _is_small(node: fx.Node, sources: Collection[fx.Node], nodes: JointNodes) -> bool:
+    """Return whether an inner value of a call is no larger than what it is made from, on all ranks alike.
+
+    Of parts of different sizes, sums of bytes could be larger on one rank alone. There it is a further result of an operation, or computed
+    element by element from a value of its size: unless a rank has a single element, which would be repeated like that of a broadcast value.
+    """
+    if not nodes.has_uneven_parts:
+        return nodes.bytes_of(node) <= sum(map(nodes.bytes_of, sources))
+    if is_item(node) or min(nodes.uneven_sizes) <= 1:
+        return is_item(node)
+    is_elementwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return is_elementwise and any(_has_size_of(source, node, nodes) for source in node.all_input_nodes if source in sources)
+
+
+def _has_size_of(source: fx.Node, result: fx.Node, nodes: JointNodes) -> bool:
+    """Return whether a value has as many elements as another one, of at least its width."""
+    width, of_source = (int(each.meta["val"].dtype.itemsize) for each in (result, source))
+    return of_source >= width and nodes.bytes_of(source) * width == nodes.bytes_of(result) * of_source
 
 
 def _replaces_messages(node: fx.Node, sources: Iterable[fx.Node], nodes: JointNodes, calls: Mapping[fx.Node, str]) -> bool:

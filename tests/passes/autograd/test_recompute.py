@@ -301,3 +301,30 @@ def test_numbers_inside_a_loss_are_saved() -> None:
     targets = [node.target for node in pm.graphs[0].graph.nodes]
     assert targets.count(torch.ops.aten._log_softmax.default) == 2
     assert targets.count(torch.ops.aten.nll_loss_forward.default) == 1
+
+
+@pytest.mark.parametrize("n_words", [64, 65])
+def test_a_loss_over_a_sharded_vocabulary_is_computed_once(n_words: int) -> None:
+    """Also where one rank has a word more: exponentials have the size of the scores that are saved, on all ranks."""
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Embedding(n_words, 8), nn.Linear(8, n_words)
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            scores = self.last(nn.functional.gelu(self.norm(self.first(tokens))))
+            return nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+    model, tokens = Language(), torch.randint(n_words, (4, 6))
+    own = copy.deepcopy(model)
+    own(tokens).backward()
+    options: dict[str, Any] = {"recompute": "selective", "constraints": Constraints(axes={"vocab": "tensor"}), "progress": False}
+    pm = partition(model, 2, "tensor", example_inputs=(tokens,), **options)
+    torch.testing.assert_close(pm.train_step(tokens), own(tokens).detach())
+    torch.testing.assert_close(dict(pm.named_parameters())["last.weight"].grad, own.last.weight.grad)
+    for graph in pm.graphs:
+        targets = [node.target for node in graph.graph.nodes]
+        assert targets.count(torch.ops.aten.exp.default) == 1
+        assert targets.count(torch.ops.aten.gelu.default) == 2
