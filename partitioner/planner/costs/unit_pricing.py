@@ -388,7 +388,7 @@ class _Microbatch:
             seconds_of_calls = CallSeconds(*(column.tolist() for column in columns))
             rest = (seconds_of_calls, pricing.first_halves, pricing.needed, self.repeat)
             of_calls = waiting_for_messages(
-                stored, activations, sums, *rest, n_microbatches=count, in_pipeline=self.n_stages > 1, is_split=is_split
+                stored, activations, sums, *rest, n_microbatches=count, n_stages=self.n_stages, is_split=is_split
             )
             for half, of_half in enumerate(of_calls):
                 np.add.at(waiting[half, :, kind], pricing.unit_of_calls, of_half)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -245,18 +247,20 @@ def gathers_of(
 
 
 def regathers_of(
-    activations: Sequence[Activation], order: Sequence[tuple[int, float]], *, is_split: bool
+    activations: Sequence[Activation], order: Sequence[tuple[int, float]], stage_of: Sequence[int], *, is_split: bool
 ) -> tuple[dict[int, list[Message]], dict[int, list[Message]]]:
-    """Return index of a call -> the repeated gathers that its weight half waits for, and those that start after its recomputation.
+    """Return index of a call -> the repeated gathers that its weight half waits for, and those that start with it.
 
-    Each of saved shards starts the next one.
+    Each of saved shards starts the next one of its stage; one that is computed again leaves after that.
 
     Args:
-        is_split: whether weight halves come after all input halves, which recompute: then recomputed shards are as if saved.
+        stage_of: index of a call -> its stage.
+        is_split: whether weight halves come after all input halves, which recompute: then recomputed shards are as if saved, and the first
+            of a stage starts with its weight halves.
     """
     awaited: dict[int, list[Message]] = {}
     started: dict[int, list[Message]] = {}
-    values, chain = by_place(activations), list[Message]()
+    values, before, stage = by_place(activations), None, -1
     for index in reversed(range(len(order))):
         for each in values.get(order[index][0], ()):
             regather = each.regather
@@ -268,10 +272,24 @@ def regathers_of(
             if regather.maker is not None and not is_split:
                 started.setdefault(max(index + regather.maker - each.place, 0), []).append(message)
                 continue
-            if chain:
-                chain[-1].following = message
-            chain.append(message)
+            if before is not None and stage == stage_of[index]:
+                before.following = message
+            elif is_split:
+                started.setdefault(_last_of_stage(stage_of, index), []).append(message)
+            before, stage = message, stage_of[index]
     return awaited, started
+
+
+def _last_of_stage(stage_of: Sequence[int], index: int) -> int:
+    """Return the index of the last call of a call's stage."""
+    return bisect.bisect_right(stage_of, stage_of[index]) - 1
+
+
+def stages_of_calls(order: Sequence[tuple[int, float]], seconds: Sequence[float], n_stages: int) -> list[int]:
+    """Return for each call the stage that its middle is in, if all take equal times; ``seconds``: of the call at each place."""
+    own = [seconds[place] for place, _ in order]
+    ends, total = itertools.accumulate(own), sum(own)
+    return [min(int(n_stages * (end - each / 2) / total), n_stages - 1) if total else 0 for end, each in zip(ends, own, strict=True)]
 
 
 def reductions_of(stored: Sequence[Stored], sums: Sequence[GradientOfCall], order: Sequence[tuple[int, float]]) -> dict[int, list[Message]]:

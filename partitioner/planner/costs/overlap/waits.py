@@ -11,8 +11,9 @@ backward    links        gather w2 ====  scatter dw3 ====  gather w1 ====  scatt
 The order is that of programs (``overlap_collectives`` and ``coalesce_collectives`` in ``passes.emit``): parameters are gathered one message
 ahead of their use; a scatter or a sum starts when its last gradient is there, and at most two are under way; a gradient that is scattered
 over one mesh dimension is summed over another one after that; small parameters share messages. A value that the backward gathers again is
-waited for by its last reader; a shard that is computed again leaves after that. Messages of one mesh dimension follow each other, those of
-several share links. A matrix product computes each gradient by a kernel of its own, and messages run beside the second:
+waited for by its last reader; a shard that is computed again leaves after that, a saved one ahead of its use, but for the first of a stage.
+Messages of one mesh dimension follow each other, those of several share links. A matrix product computes each gradient by a kernel of its
+own, and messages run beside the second:
 
     y = x w       dw | dx      dw is scattered while dx is computed; w is gathered for dx
     y = x w + b   dx | dw      dx is reduced while dw is computed
@@ -48,6 +49,7 @@ from partitioner.planner.costs.overlap.messages import (
     gathers_of,
     reductions_of,
     regathers_of,
+    stages_of_calls,
 )
 from partitioner.planner.costs.overlap.program import Program
 from partitioner.planner.solvers.stage_memory import Floats
@@ -87,7 +89,7 @@ def waiting_for_messages(
     repeat: Repeat | None,
     *,
     n_microbatches: int,
-    in_pipeline: bool = False,
+    n_stages: int = 1,
     is_split: bool = False,
 ) -> Floats:
     """Return (3, P) seconds that calls wait for collectives, in the forward, and in the input and weight halves of the backward.
@@ -98,13 +100,15 @@ def waiting_for_messages(
         needed: for each call, the place of the call before whose backward it is computed again.
         repeat: the repeated block; None: the model is not folded.
         n_microbatches: of a step; the second stands for all that follow, and in a pipeline for the first, too.
-        in_pipeline: whether forwards follow forwards, and backwards backwards; else each backward follows its own forward.
+        n_stages: of the pipeline; in one of several, forwards follow forwards, and backwards backwards. In one stage each backward follows
+            its own forward.
         is_split: whether all input halves come before all weight halves; else the waits of both count in the first.
     """
-    order, program = list(calls_in_order(len(seconds.forward), repeat)), Program(activations)
+    order, program, in_pipeline = list(calls_in_order(len(seconds.forward), repeat)), Program(activations), n_stages > 1
     backwards = list(backward_order(order, seconds.again, needed))
     weights = (1.0,) if n_microbatches == 1 else (0.0, 1.0) if in_pipeline else (1 / n_microbatches, 1 - 1 / n_microbatches)
     ahead, again = _gathers_of_passes(stored, order, [index for index, _ in backwards], len(weights), are_chained=not in_pipeline)
+    stage_of = stages_of_calls(order, [sum(each) for each in zip(*seconds, strict=True)], n_stages)
 
     def forward(number: int) -> None:
         if in_pipeline and number:
@@ -116,7 +120,7 @@ def waiting_for_messages(
             program.compute(seconds.forward[place])
 
     def backward(number: int) -> None:
-        reductions, (regathers, after) = reductions_of(stored, sums, order), regathers_of(activations, order, is_split=is_split)
+        reductions, (regathers, started) = reductions_of(stored, sums, order), regathers_of(activations, order, stage_of, is_split=is_split)
         late = list[tuple[int, float, int]]()
         for call, (index, is_recomputation) in enumerate(backwards):
             place, share = order[index][0], weights[number] * order[index][1]
@@ -125,7 +129,7 @@ def waiting_for_messages(
             if is_recomputation:
                 program.gather(messages)
                 program.compute(seconds.again[place])
-                program.start_all(after.get(index, ()))
+                program.start_all(started.get(index, ()))
             elif is_split:
                 program.gather(messages)
                 program.compute(seconds.of_input[place])
@@ -135,9 +139,8 @@ def waiting_for_messages(
                 _differentiate(program, place, seconds, first[place], messages, regathers.get(index, ()), reductions.get(index, ()))
         for place, share, index in late:
             program.begin(place, 2, share)
-            program.gather(regathers.get(index, ()))
-            program.compute(seconds.of_weight[place] + seconds.casting[place])
-            program.reduce_all(reductions.get(index, ()))
+            program.start_all(started.get(index, ()))
+            _compute_weights(program, place, seconds, regathers.get(index, ()), reductions.get(index, ()))
         if in_pipeline or number == len(weights) - 1:
             program.finish()
 
@@ -207,17 +210,21 @@ def _differentiate(
         program.reduce_all(() if early else reductions)
         return
 
-    def second() -> None:
-        program.gather(regathers)
-        program.compute(of_weight + casting)
-        program.reduce_all(reductions)
-
     program.gather(gathers)
     program.gather(() if first == "activation" else regathers)
     program.compute(seconds.of_input[place])
     if first == "activation":
-        program.exchange(beside=second)
+        program.exchange(beside=lambda: _compute_weights(program, place, seconds, regathers, reductions))
     else:
         program.compute(of_weight + casting)
         program.exchange()
         program.reduce_all(reductions)
+
+
+def _compute_weights(
+    program: Program, place: int, seconds: CallSeconds, regathers: Sequence[Message], reductions: Sequence[Message]
+) -> None:
+    """Append the weight half of a call's backward, and the messages that it completes."""
+    program.gather(regathers)
+    program.compute(seconds.of_weight[place] + seconds.casting[place])
+    program.reduce_all(reductions)

@@ -38,7 +38,7 @@ def waits(
     needed: tuple[int, ...] = (),
     repeat: Repeat | None = None,
     n_microbatches: int = 1,
-    in_pipeline: bool = False,
+    n_stages: int = 1,
     is_split: bool = False,
 ) -> list[list[float]]:
     nothing = [0.0] * len(seconds[0])
@@ -53,7 +53,7 @@ def waits(
         needed or range(len(nothing)),
         repeat,
         n_microbatches=n_microbatches,
-        in_pipeline=in_pipeline,
+        n_stages=n_stages,
         is_split=is_split,
     ).tolist()
     return found
@@ -90,7 +90,7 @@ def test_a_forward_after_a_forward_waits_for_its_first_gather() -> None:
     """It starts with the call of half a second in which a stage of half of the model ends; a backward between the two would hide it."""
     stored, seconds = [parameter(0), parameter(1), parameter(2)], [[1.0, 0.5, 1.0], [3.0, 3.0, 3.0]]
     assert waits(stored, seconds, n_microbatches=4)[0] == pytest.approx([0.25, 0.0, 0.5])
-    assert waits(stored, seconds, n_microbatches=4, in_pipeline=True)[0] == pytest.approx([0.5, 0.0, 0.5])
+    assert waits(stored, seconds, n_microbatches=4, n_stages=2)[0] == pytest.approx([0.5, 0.0, 0.5])
 
 
 def test_scatters_run_in_weight_halves_alone_where_these_are_apart() -> None:
@@ -126,6 +126,16 @@ def test_the_last_reader_waits_for_a_value_that_is_gathered_again(last: int) -> 
     again = Activation(0, "tensor", 0.0, 0.0, LINKS, regather=Regather(last, LARGE))
     _, backward, _ = waits([], [[1.0] * 3, [1.0] * 3], of_weight=(2.0,) * 3, activations=(again,))
     assert backward == pytest.approx([float(place == last) for place in range(3)])
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("n_stages", "waited"), [(1, [0.0, 1.0]), (2, [1.0, 1.0])])
+def test_each_stage_waits_for_its_first_repeated_gather(n_stages: int, waited: list[float], is_split: bool) -> None:
+    """Two calls of two seconds, each with a saved shard: in one stage the second gather runs beside the first weight half."""
+    again = tuple(Activation(place, "tensor", 0.0, 0.0, LINKS, regather=Regather(place, LARGE)) for place in range(2))
+    seconds = [[1.0, 1.0], [1.0, 1.0]]
+    _, *halves = waits([], seconds, of_weight=(2.0, 2.0), activations=again, n_stages=n_stages, is_split=is_split)
+    assert halves[is_split] == pytest.approx(waited)
 
 
 def test_a_repeated_block_that_is_run_whole_has_the_waits_of_every_copy() -> None:
