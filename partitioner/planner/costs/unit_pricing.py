@@ -192,12 +192,21 @@ class UnitPricing:
         last = self.memory.last_need(self.place_of)
         return tuple(max(place, last.get(name, place)) for name, place in self.place_of.items())
 
-    def regather(self, reader: str, size: float, copies: int) -> Regather | None:
-        """Return the repeated gather, of ``size`` bytes, of what a call reads; None: the backward gathers nothing again for it."""
-        again = self.memory.gathered_again(reader)
+    def regather(self, exchange: Exchange, size: float, copies: int, *, is_recomputed: bool) -> Regather | None:
+        """Return the repeated gather, of ``size`` bytes, of what a call reads; None: nothing is gathered again, or what is computed again.
+
+        Args:
+            is_recomputed: whether the backward computes the call again.
+        """
+        place = self.place_of[exchange.reader]
+        if exchange.forward != "all_gather":
+            return None
+        if is_recomputed:
+            is_saved = self.memory.is_saved_before_casts(exchange.value)
+            return Regather(place, size, copies, is_recomputed=True) if is_saved else None
+        again = self.memory.gathered_again(exchange.reader)
         if again is None:
             return None
-        place = self.place_of[reader]
         last = max((self.place_of[name] for name in again.readers if name in self.place_of), default=place)
         return Regather(last, size, copies, self.place_of.get(again.maker, place) if again.maker else None)
 
@@ -430,9 +439,8 @@ class _Microbatch:
             is_of_step = is_once and not self._is_alone
             is_small = exchange.is_stored and exchange.is_coalesced(size, links)
             if not exchange.is_stored or exchange.forward != "all_gather":
-                is_gathered_again = exchange.forward == "all_gather" and not is_recomputed
-                regather = pricing.regather(exchange.reader, size, int(runs > 1)) if is_gathered_again else None
-                backward += is_repeated * forward
+                regather = pricing.regather(exchange, size, int(runs > 1), is_recomputed=is_repeated)
+                backward += 0.0 if regather is not None else is_repeated * forward
                 activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, regather))
             elif is_of_step and exchange.dimension in SCATTERED_ONCE:
                 once[:, unit] += forward, backward

@@ -21,7 +21,7 @@ from partitioner.planner.costs.memory.transient_memory import Gradient, WorkingM
 from partitioner.planner.solvers.stage_memory import Floats, TransientMemory
 from partitioner.planner.solvers.stage_problem import Shared
 from passes.autograd.recompute import Recompute
-from passes.graph.schemas import packet
+from passes.graph.schemas import is_cast_or_view, packet
 from passes.ir.graph import ModelGraph
 from passes.ir.plan import Region
 
@@ -134,6 +134,13 @@ class UnitMemory:
         saved = next((shard for shard in shards if shard in self._savers), None)
         shard = next(iter(shards)) if saved is None else saved
         return GatheredAgain("" if saved is not None else self._cost.maker[shard], self._readers_of_saved[shards[shard]])
+
+    def is_saved_before_casts(self, value: str) -> bool:
+        """Return whether a value is saved, or is a view or cast of one that is."""
+        node = self._nodes[value]
+        while node.name in self.recomputed and is_cast_or_view(node):
+            node = node.all_input_nodes[0]
+        return node.name not in self.recomputed
 
     @cached_property
     def _readers_of_saved(self) -> dict[int, tuple[str, ...]]:

@@ -64,20 +64,22 @@ class Stored:
 
 @dataclass(frozen=True)
 class Regather:
-    """A repeated gather, of a value that weight halves of a backward read.
+    """A repeated gather, of a value that a backward reads.
 
     Attributes:
-        place: of the last call that reads the value, whose weight half is the first that waits for it.
+        place: of the call that waits for it: the last one of those whose weight halves read the value, or the one that is computed again.
         size: bytes of the value.
         copies: copies of the message that a rank makes.
         maker: place of the call whose recomputation makes the shard, after which it starts; None: the shard is saved, and gathered one
             message ahead of its use.
+        is_recomputed: whether the call is computed again from the value; else its weight half reads it.
     """
 
     place: int
     size: float
     copies: int = 0
     maker: int | None = None
+    is_recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,21 +248,38 @@ def gathers_of(
     return found
 
 
-def regathers_of(
-    activations: Sequence[Activation], order: Sequence[tuple[int, float]], stage_of: Sequence[int], *, is_split: bool
-) -> tuple[dict[int, list[Message]], dict[int, list[Message]]]:
-    """Return index of a call -> the repeated gathers that its weight half waits for, and those that start with it.
+class Regathers(NamedTuple):
+    """Repeated gathers of a backward, by the index of the call that they belong to.
 
-    Each of saved shards starts the next one of its stage; one that is computed again leaves after that.
+    Attributes:
+        recomputed: those that its recomputation waits for.
+        awaited: those that its weight half waits for.
+        started: those that start after its recomputation, or before its weight half.
+    """
+
+    recomputed: dict[int, list[Message]]
+    awaited: dict[int, list[Message]]
+    started: dict[int, list[Message]]
+
+
+def regathers_of(
+    activations: Sequence[Activation],
+    order: Sequence[tuple[int, float]],
+    backwards: Sequence[tuple[int, bool]],
+    stage_of: Sequence[int],
+    *,
+    is_split: bool,
+) -> Regathers:
+    """Return the repeated gathers. Each of saved shards starts the next one of its stage; one that is computed again leaves after that.
 
     Args:
+        backwards: as ``backward_order``.
         stage_of: index of a call -> its stage.
         is_split: whether weight halves come after all input halves, which recompute: then recomputed shards are as if saved, and the first
             of a stage starts with its weight halves.
     """
-    awaited: dict[int, list[Message]] = {}
-    started: dict[int, list[Message]] = {}
-    values, before, stage = by_place(activations), None, -1
+    found, values, ahead = Regathers({}, {}, {}), by_place(activations), list[tuple[tuple[bool, int], int, Message]]()
+    position = {each: number for number, each in enumerate(backwards)}
     for index in reversed(range(len(order))):
         for each in values.get(order[index][0], ()):
             regather = each.regather
@@ -268,21 +287,22 @@ def regathers_of(
                 continue
             message = Message("all_gather", each.dimension, each.links, regather.copies)
             message.add(regather.size)
-            awaited.setdefault(min(index + regather.place - each.place, len(order) - 1), []).append(message)
+            reader = min(index + regather.place - each.place, len(order) - 1)
+            is_recomputed = regather.is_recomputed and (reader, True) in position  # what takes no time has no recomputation
+            (found.recomputed if is_recomputed else found.awaited).setdefault(reader, []).append(message)
             if regather.maker is not None and not is_split:
-                started.setdefault(max(index + regather.maker - each.place, 0), []).append(message)
-                continue
-            if before is not None and stage == stage_of[index]:
-                before.following = message
-            elif is_split:
-                started.setdefault(_last_of_stage(stage_of, index), []).append(message)
-            before, stage = message, stage_of[index]
-    return awaited, started
-
-
-def _last_of_stage(stage_of: Sequence[int], index: int) -> int:
-    """Return the index of the last call of a call's stage."""
-    return bisect.bisect_right(stage_of, stage_of[index]) - 1
+                found.started.setdefault(max(index + regather.maker - each.place, 0), []).append(message)
+            else:
+                ahead.append(((is_split and not is_recomputed, position[reader, is_recomputed]), index, message))
+    before: dict[tuple[bool, int], Message] = {}
+    for (is_late, _), index, message in sorted(ahead, key=lambda each: each[0]):
+        key = is_late, stage_of[index]
+        if key in before:
+            before[key].following = message
+        elif is_late:
+            found.started.setdefault(bisect.bisect_right(stage_of, stage_of[index]) - 1, []).append(message)
+        before[key] = message
+    return found
 
 
 def stages_of_calls(order: Sequence[tuple[int, float]], seconds: Sequence[float], n_stages: int) -> list[int]:

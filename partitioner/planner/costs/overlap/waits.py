@@ -120,14 +120,15 @@ def waiting_for_messages(
             program.compute(seconds.forward[place])
 
     def backward(number: int) -> None:
-        reductions, (regathers, started) = reductions_of(stored, sums, order), regathers_of(activations, order, stage_of, is_split=is_split)
+        reductions = reductions_of(stored, sums, order)
+        recomputed, awaited, started = regathers_of(activations, order, backwards, stage_of, is_split=is_split)
         late = list[tuple[int, float, int]]()
         for call, (index, is_recomputation) in enumerate(backwards):
             place, share = order[index][0], weights[number] * order[index][1]
             messages = again[number].get(call, ())
             program.begin(place, 1, share)
             if is_recomputation:
-                program.gather(messages)
+                program.gather((*messages, *recomputed.get(index, ())))
                 program.compute(seconds.again[place])
                 program.start_all(started.get(index, ()))
             elif is_split:
@@ -136,11 +137,11 @@ def waiting_for_messages(
                 program.exchange()
                 late.append((place, share, index))
             else:
-                _differentiate(program, place, seconds, first[place], messages, regathers.get(index, ()), reductions.get(index, ()))
+                _differentiate(program, place, seconds, first[place], messages, awaited.get(index, ()), reductions.get(index, ()))
         for place, share, index in late:
             program.begin(place, 2, share)
             program.start_all(started.get(index, ()))
-            _compute_weights(program, place, seconds, regathers.get(index, ()), reductions.get(index, ()))
+            _compute_weights(program, place, seconds, awaited.get(index, ()), reductions.get(index, ()))
         if in_pipeline or number == len(weights) - 1:
             program.finish()
 

@@ -138,6 +138,13 @@ def test_each_stage_waits_for_its_first_repeated_gather(n_stages: int, waited: l
     assert halves[is_split] == pytest.approx(waited)
 
 
+def test_saved_shards_are_gathered_ahead_of_recomputations() -> None:
+    """Two calls of a second that are computed again, each in a region of its own: the second gather runs beside the first backward."""
+    again = tuple(Activation(place, "tensor", 0.0, 0.0, LINKS, regather=Regather(place, LARGE, is_recomputed=True)) for place in range(2))
+    _, backward, _ = waits([], [[1.0, 1.0], [1.0, 1.0]], recomputed=(1.0, 1.0), activations=again)
+    assert backward == pytest.approx([0.0, 1.0])
+
+
 def test_a_repeated_block_that_is_run_whole_has_the_waits_of_every_copy() -> None:
     """All 480 calls of the block hide the second gather, of a second; the 240 that are run otherwise hide half of it."""
     few = Repeat(1, 2, 480)
