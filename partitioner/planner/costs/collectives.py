@@ -63,6 +63,7 @@ class Exchange:
         value: the node whose value is resharded, for reports; empty where a call sends parts of several.
         n_readers: how many calls read it so: the backward adds their gradients before it sends one.
         is_beside: whether the backward sends it while the reader's weight half is computed.
+        is_uneven: whether ranks store parts of different sizes, which share messages with others of that kind alone.
     """
 
     reader: str
@@ -78,6 +79,7 @@ class Exchange:
     value: str = field(default="", compare=False)
     n_readers: int = 1
     is_beside: bool = False
+    is_uneven: bool = False
 
     def in_stages(self, count: int) -> Exchange:
         """Return the collective in a model of ``count`` stages: each stage coalesces only its own, equal share of the small ones."""
@@ -125,11 +127,13 @@ def with_coalescing_counts(
         copies: the calls of the whole model that a call of a folded block stands for.
     """
     types = {node.name: getattr(node.meta.get("val"), "dtype", None) for node in graph.nodes}
-    small = Counter[tuple[str, object]]()
+    small = Counter[tuple[str, object, bool]]()
     for each in exchanges:
         if each.is_stored and float(each.size) < ALONE_BYTES * mesh[each.dimension]:
-            small[each.dimension, types.get(each.value)] += len(copies(each.reader))
-    return (replace(each, n_coalesced=small[each.dimension, types.get(each.value)]) if each.is_stored else each for each in exchanges)
+            small[each.dimension, types.get(each.value), each.is_uneven] += len(copies(each.reader))
+    for each in exchanges:
+        count = small[each.dimension, types.get(each.value), each.is_uneven] if each.is_stored else each.n_coalesced
+        yield replace(each, n_coalesced=count)
 
 
 _COALESCED: tuple[Collective, ...] = ("all_gather", "reduce_scatter")
@@ -291,8 +295,21 @@ def _reshards(
             value = layouts.equal_casts.get(operand.name, operand.name)
             key = (value, index, "sum" if isinstance(source, Partial) else target)
             is_stored = (operand.name in layouts.stored or operand.name in layouts.casts) and isinstance(source, Shard)
-            wider = widths.get(operand.name, 1.0)
-            yield key, Exchange(reader, size, name, forward, backward, regather, runs, is_stored, wider=wider, value=operand.name)
+            wider, is_uneven = widths.get(operand.name, 1.0), is_stored and _is_uneven(operand, source, whole, layouts)
+            found = Exchange(reader, size, name, forward, backward, regather, runs, is_stored, wider=wider, value=operand.name)
+            yield key, replace(found, is_uneven=is_uneven)
+
+
+def _is_uneven(operand: fx.Node, source: Placement, stored: tuple[Placement, ...], layouts: Layouts) -> bool:
+    """Return whether the ranks of all mesh dimensions that shard the same dimension of a stored value have parts of different sizes."""
+    if not isinstance(source, Shard):
+        return False
+    of_same = (
+        count
+        for (_, count), each in zip(layouts.mesh, stored, strict=True)
+        if isinstance(each, Shard) and each.dimension == source.dimension
+    )
+    return bool(operand.meta["val"].shape[source.dimension] % math.prod(of_same))
 
 
 def find_halos(node: fx.Node, axes: Axes, layouts: Layouts, sizes: PartSizes, flowing: frozenset[str]) -> Iterator[tuple[object, Exchange]]:

@@ -455,7 +455,7 @@ class _Microbatch:
                 kind = pricing.dtypes.get(exchange.value, torch.float32)
                 parameter = pricing.parameter_of(exchange.value)
                 sizes, width = (exchange.dimension, size, sent, links, int(runs > 1)), kind.itemsize * exchange.wider
-                stored.append(Stored(place, parameter, *sizes, is_read or is_repeated, kind, is_of_step, width))
+                stored.append(Stored(place, parameter, *sizes, is_read or is_repeated, kind, is_of_step, width, exchange.is_uneven))
                 once[0, unit] += is_of_step * forward
         return seconds, once, (stored, activations)
 

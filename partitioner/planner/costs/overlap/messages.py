@@ -47,6 +47,7 @@ class Stored:
         kind: what gathers can share: the type of an element.
         is_there: whether it is gathered before all microbatches, so that only its gradient is sent.
         width: what scatters can share: the bytes of an element of the gradient.
+        is_uneven: what both can share: whether ranks store parts of different sizes.
     """
 
     place: int
@@ -60,6 +61,7 @@ class Stored:
     kind: object
     is_there: bool = False
     width: float = 4.0
+    is_uneven: bool = False
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ def gathers_of(
         for each in parameters:
             if each.is_there or (again and not each.again):
                 continue
-            given, key = each.size / each.links.n_ranks, (each.dimension, each.kind)
+            given, key = each.size / each.links.n_ranks, (each.dimension, each.kind, each.is_uneven)
             message, most = bundles.get(key), bytes_of_bundle(each.links.n_ranks)
             if message is None or given >= ALONE_BYTES or message.size / each.links.n_ranks + given > most:
                 message = Message("all_gather", each.dimension, each.links, each.copies)
@@ -328,7 +330,8 @@ def reductions_of(stored: Sequence[Stored], sums: Sequence[GradientOfCall], orde
         for each in stored_at.get(place, ()):
             if not each.sent:
                 continue
-            key, message = (each.dimension, each.width), Message("reduce_scatter", each.dimension, each.links, each.copies)
+            key: Hashable = (each.dimension, each.width, each.is_uneven)
+            message = Message("reduce_scatter", each.dimension, each.links, each.copies)
             if each.sent < ALONE_BYTES:
                 small.add(each.parameter)
                 if key in bundles and bundles[key][1].size < BUNDLE_BYTES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from torch import nn
 
 from cost_models.collectives.algorithms import GroupLinks
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
-from partitioner import partition
+from partitioner import Constraints, partition
 from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Regather, Repeat, Stored
 from partitioner.planner.costs.overlap.waits import CallSeconds, FirstHalf, waiting_for_messages
+from partitioner.planner.request import PlanRequest
+from partitioner.planner.sharding.model import CuttableModel
+from partitioner.tracing.trace import trace
+from passes.ir.mesh import Mesh
 from tests.support.running.slow_values import all_but
 
 LARGE = 4 * 2**20
@@ -143,6 +148,24 @@ def test_saved_shards_are_gathered_ahead_of_recomputations() -> None:
     again = tuple(Activation(place, "tensor", 0.0, 0.0, LINKS, regather=Regather(place, LARGE, is_recomputed=True)) for place in range(2))
     _, backward, _ = waits([], [[1.0, 1.0], [1.0, 1.0]], recomputed=(1.0, 1.0), activations=again)
     assert backward == pytest.approx([0.0, 1.0])
+
+
+def test_parameters_of_uneven_parts_share_no_message_with_others() -> None:
+    """Two small gathers with a latency of a second each: together they are waited for once."""
+    links = GroupLinks(2, Link(1.0, 1e18, "inside"))
+    one, other = (Stored(place, f"w{place}", "fsdp", 8.0, 0.0, links, 0, False, torch.float32) for place in range(2))
+    seconds = [[0.0, 0.0], [0.0, 0.0]]
+    assert sum(waits([one, other], seconds)[0]) == pytest.approx(links.seconds("all_gather", 16.0))
+    assert sum(waits([one, replace(other, is_uneven=True)], seconds)[0]) == pytest.approx(2 * links.seconds("all_gather", 8.0))
+
+
+@pytest.mark.parametrize(("n_columns", "is_uneven"), [(8, False), (6, True)])
+def test_parts_of_a_parameter_are_uneven_if_its_columns_are(n_columns: int, is_uneven: bool) -> None:
+    """Four ranks store columns of the table, whose rows are over two others."""
+    graph = trace(nn.Sequential(nn.Embedding(64, n_columns), nn.Linear(n_columns, 8)), (torch.zeros(8, 4, dtype=torch.int64),))
+    request = PlanRequest("model", ("cpu",) * 8, constraints=Constraints(axes={"vocab": "tensor"}))
+    cut = CuttableModel(graph, request).cut(Mesh((("fsdp", 4), ("tensor", 2))))
+    assert [each.is_uneven for each in cut.part.exchanges if each.value == "p_0_weight"] == [is_uneven]
 
 
 def test_a_repeated_block_that_is_run_whole_has_the_waits_of_every_copy() -> None:
