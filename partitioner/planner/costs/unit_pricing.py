@@ -208,7 +208,10 @@ class UnitPricing:
         if again is None:
             return None
         last = max((self.place_of[name] for name in again.readers if name in self.place_of), default=place)
-        return Regather(last, size, copies, self.place_of.get(again.maker, place) if again.maker else None)
+        if not again.maker:
+            return Regather(last, size, copies)
+        maker = self.place_of.get(again.maker, last)  # computed again right before its use, unless a later call needs it first
+        return Regather(last, size, copies, maker if self.needed[maker] > last else last)
 
     @cached_property
     def read_by_backward(self) -> frozenset[str]:

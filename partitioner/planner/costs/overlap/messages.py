@@ -72,8 +72,8 @@ class Regather:
         place: of the call that waits for it: the last one of those whose weight halves read the value, or the one that is computed again.
         size: bytes of the value.
         copies: copies of the message that a rank makes.
-        maker: place of the call whose recomputation makes the shard, after which it starts; None: the shard is saved, and gathered one
-            message ahead of its use.
+        maker: place of the call whose recomputation makes the shard for a call after ``place``: it starts then; ``place`` itself: the shard
+            is made, and gathered, right before its use; None: the shard is saved, and gathered one message ahead of its use.
         is_recomputed: whether the call is computed again from the value; else its weight half reads it.
     """
 
