@@ -171,7 +171,7 @@ class Reading:
         maker: allocation -> the node that makes it.
         stationary: the allocations that are there all the time.
         flowing: nodes whose gradient the backward computes.
-        gradients_added: node -> how many gradients of its readers are added to the first, and the type in which they are added.
+        gradients_added: node -> the readers whose gradients are added, and the type in which they are added.
         priced: the prices of calls so far, by all that they depend on: parts have many in common.
     """
 
@@ -181,7 +181,7 @@ class Reading:
     maker: Mapping[int, str]
     stationary: frozenset[int]
     flowing: frozenset[str]
-    gradients_added: Mapping[str, tuple[int, torch.dtype]]
+    gradients_added: Mapping[str, tuple[tuple[fx.Node, ...], torch.dtype]]
     priced: dict[Any, OperationCost] = field(default_factory=dict)
 
 
@@ -210,38 +210,55 @@ def read_graph(graph: ModelGraph, *, differentiate: bool) -> Reading:
     return Reading(tuple(calls), shapes, memory, maker, stationary, flowing, _gradients_added(calls))
 
 
-def _gradients_added(calls: Sequence[_ReadCall]) -> Mapping[str, tuple[int, torch.dtype]]:
-    """Return for each call whose value several calls differentiate, how many gradients are added to the first, and in which type.
+def _gradients_added(calls: Sequence[_ReadCall]) -> Mapping[str, tuple[tuple[fx.Node, ...], torch.dtype]]:
+    """Return for each call whose value several calls differentiate, these calls, and the type in which their gradients are added.
 
     Gradients of readers of a cast are added in the wider type (``passes.autograd.precision``).
     """
-    readers = Counter[fx.Node]()
+    readers: dict[fx.Node, list[fx.Node]] = {}
     for call in calls:
         for name in call.gradients:
-            readers.update(node_leaves(call.bound[name]))
-    added: dict[str, tuple[int, torch.dtype]] = {}
+            for leaf in node_leaves(call.bound[name]):
+                readers.setdefault(leaf, []).append(call.node)
+    added: dict[str, tuple[tuple[fx.Node, ...], torch.dtype]] = {}
     for call in calls:
         value = call.node.meta.get("val")
-        if readers[call.node] > 1 and call.gradients and isinstance(value, Tensor):
+        if len(readers.get(call.node, ())) > 1 and call.gradients and isinstance(value, Tensor):
             source = call.inputs[0].meta.get("val") if packet(call.node.target) in _CASTS else None
             dtypes = [value.dtype, *([source.dtype] if isinstance(source, Tensor) else [])]
-            added[call.node.name] = readers[call.node] - 1, max(dtypes, key=lambda dtype: dtype.itemsize)
+            added[call.node.name] = tuple(readers[call.node]), max(dtypes, key=lambda dtype: dtype.itemsize)
     return added
 
+
+def _sums_of_gradients(node: fx.Node, readers: Sequence[fx.Node], dtype: torch.dtype, read: Mapping[fx.Node, Shapes]) -> tuple[_Sum, ...]:
+    """Return the shapes and types of the sums of gradients of a call's readers: of those that read equal parts first, as they read them.
+
+    Parts that ranks exchange have gradients of the type of the value; a cast does not follow their sum.
+
+    Args:
+        dtype: of the sums of gradients of the result.
+        read: call -> the shapes of its arguments as it reads them, and of its own result.
+    """
+    own, groups = read[node][node], Counter(read[reader][node] for reader in readers)
+    of_groups = [(shapes, dtype if shapes == own else own[0].known_dtype) for shapes, count in groups.items() for _ in range(count - 1)]
+    return (*of_groups, *[(own, dtype)] * (len(groups) - 1))
+
+
+_Sum: TypeAlias = tuple[tuple[TensorSpec, ...], torch.dtype]
+"""Shapes and type of a sum of gradients."""
 
 _CASTS = (aten.to, aten._to_copy)  # noqa: SLF001  what a conversion comes down to
 
 
-def _with_additions(cost: OperationCost, shapes: tuple[TensorSpec, ...], added: tuple[int, torch.dtype] | None) -> OperationCost:
+def _with_additions(cost: OperationCost, sums: Sequence[_Sum]) -> OperationCost:
     """Return the price of a call, with that of adding the gradients of its readers, each cast first if they are added in a wider type."""
-    if added is None:
-        return cost
-    count, dtype = added
-    elements, own = sum((shape.numel for shape in shapes), start=0), shapes[0].known_dtype.itemsize
-    kernels = [Work(0, 3 * elements * dtype.itemsize, 1, "pointwise")]
-    if dtype.itemsize > own:
-        kernels.append(Work(0, elements * (own + dtype.itemsize), 1, "pointwise"))
-    first, *others = kernels * count
+    kernels = list[Work]()
+    for shapes, dtype in sums:
+        elements, own = sum((shape.numel for shape in shapes), start=0), shapes[0].known_dtype.itemsize
+        kernels.append(Work(0, 3 * elements * dtype.itemsize, 1, "pointwise"))
+        if dtype.itemsize > own:
+            kernels.append(Work(0, elements * (own + dtype.itemsize), 1, "pointwise"))
+    first, *others = kernels
     work = cost.backward_input
     return replace(
         cost, backward_input=replace(work, then=(*work.then, first, *others)) if work.launches else replace(first, then=(*others,))
@@ -266,16 +283,16 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
     touched: dict[str, tuple[tuple[int, ...], ...]] = {}
     differentiated: dict[str, tuple[tuple[int, ...], ...]] = {}
     again: dict[int, set[str]] = {}
+    reads = {call.node: _read_by(call.node, call.inputs, shapes, parts) for call in reading.calls}
     for call in reading.calls:
-        node, bound = call.node, call.bound
-        read = _read_by(node, call.inputs, shapes, parts)
+        node, bound, read = call.node, call.bound, reads[call.node]
         arguments = {name: described(value, read) for name, value in bound.items()}
-        added = reading.gradients_added.get(node.name)
-        key = (call.kind, shapes[node], added, *arguments.values())
+        sums = _sums_of_gradients(node, *reading.gradients_added[node.name], reads) if node.name in reading.gradients_added else ()
+        key = (call.kind, shapes[node], sums, *arguments.values())
         cost = priced.get(key)
         if cost is None:
             cost = operation_cost(node, shapes[node], arguments, call.gradients, is_view=call.is_view, weights=call.held)
-            cost = priced[key] = _with_additions(cost, shapes[node], added)
+            cost = priced[key] = _with_additions(cost, sums) if sums else cost
         nodes[node.name] = cost
         leaves = [leaf for name in cost.saves for leaf in ([node] if name.startswith("result") else node_leaves(bound[name]))]
         saved[node.name] = kept.allocations(node, leaves, read)
@@ -287,12 +304,12 @@ def graph_cost(graph: ModelGraph, *, differentiate: bool, parts: Parts | None = 
             differentiated[node.name] = tuple(kept.read(node, node_leaves(bound[name]), read) for name in cost.gradient_order)
     output = graph.graph.output_node()
     results = tuple(output.all_input_nodes)
-    read = _read_by(output, results, shapes, parts)
-    touched[output.name] = kept.touched(output, results, read)
+    of_output = _read_by(output, results, shapes, parts)
+    touched[output.name] = kept.touched(output, results, of_output)
     returned = {
         allocation: copies_in_loss(shapes[each][0].known_dtype)
         for each in results
-        for allocation in kept.touched(output, (each,), read)[-1]
+        for allocation in kept.touched(output, (each,), of_output)[-1]
     }
     return GraphCost(
         batch=graph.batch,
@@ -433,8 +450,8 @@ def _is_exchanged(part: TensorSpec, read: TensorSpec) -> bool:
 
 
 def _read_by(call: fx.Node, inputs: Sequence[fx.Node], shapes: Shapes, parts: Parts | None) -> Shapes:
-    """Return the shapes of a call's arguments as it reads them."""
-    return shapes if parts is None else {**{argument: shapes[argument] for argument in inputs}, **parts.operands(call)}
+    """Return the shapes of a call's arguments as it reads them, and of its own result."""
+    return shapes if parts is None else {**{each: shapes[each] for each in (call, *inputs)}, **parts.operands(call)}
 
 
 def _half_by_argument(node: fx.Node, bound: Mapping[str, Any], flowing: frozenset[str], of_weights: frozenset[str]) -> dict[str, str]:

@@ -206,6 +206,7 @@ class MeshBounds:
             share = rows / self._whole.batch_size if part.source.graph.batch is None else 1.0
             # The time of copies is left out: shards of a microbatch of one sample may be contiguous, and need none.
             forward, backward = exchange.seconds(numbers[exchange.size] * share, links[exchange.dimension])
+            forward = 0.0 if exchange.is_ahead else forward
             totals += np.array([forward, backward, 0.0 if exchange.is_beside else backward]) * count
         in_forward, in_backward, backward_wait = totals.tolist()
         return in_forward, in_backward, backward_wait

@@ -64,6 +64,7 @@ class Exchange:
         n_readers: how many calls read it so: the backward adds their gradients before it sends one.
         is_beside: whether the backward sends it while the reader's weight half is computed.
         is_uneven: whether ranks store parts of different sizes, which share messages with others of that kind alone.
+        is_ahead: whether the forward may send it while it computes calls before its reader.
     """
 
     reader: str
@@ -80,6 +81,7 @@ class Exchange:
     n_readers: int = 1
     is_beside: bool = False
     is_uneven: bool = False
+    is_ahead: bool = False
 
     def in_stages(self, count: int) -> Exchange:
         """Return the collective in a model of ``count`` stages: each stage coalesces only its own, equal share of the small ones."""

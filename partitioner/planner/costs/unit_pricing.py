@@ -213,6 +213,12 @@ class UnitPricing:
         maker = self.place_of.get(again.maker, last)  # computed again right before its use, unless a later call needs it first
         return Regather(last, size, copies, maker if self.needed[maker] > last else last)
 
+    def maker_of(self, exchange: Exchange) -> int | None:
+        """Return the place of the call that makes an exchanged value; None if it makes it for other copies of a repeated block, too."""
+        maker, reader = self.place_of.get(exchange.value), self.place_of[exchange.reader]
+        block = range(self.repeat.start, self.repeat.stop) if self.repeat is not None else range(0)
+        return maker if maker is not None and maker < reader and (maker in block) == (reader in block) else None
+
     @cached_property
     def read_by_backward(self) -> frozenset[str]:
         """The parameters, and casts of them, that the backward reads and gathers once more."""
@@ -444,7 +450,8 @@ class _Microbatch:
             if not exchange.is_stored or exchange.forward != "all_gather":
                 regather = pricing.regather(exchange, size, int(runs > 1), is_recomputed=is_repeated)
                 backward += 0.0 if regather is not None else is_repeated * forward
-                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, regather))
+                maker = pricing.maker_of(exchange)
+                activations.append(Activation(place, exchange.dimension, forward, backward, links, exchange.is_beside, regather, maker))
             elif is_of_step and exchange.dimension in SCATTERED_ONCE:
                 once[:, unit] += forward, backward
             elif is_of_step and self.n_stages > 1:

@@ -145,7 +145,7 @@ class ModelPart:
             return ()
         exchanges = find_exchanges(self.source.graph, self.axes, self.layouts, self.sizes, self.cost.gradients, self.source.sent)
         found = with_coalescing_counts(exchanges, self.source.graph.graph, dict(self.layouts.mesh), self.source.copies)
-        return tuple(dataclasses.replace(each, is_beside=self._is_beside(each)) for each in found)
+        return tuple(dataclasses.replace(each, is_beside=self._is_beside(each), is_ahead=self._is_ahead(each)) for each in found)
 
     @cached_property
     def _gathered_by_later_stages(self) -> tuple[Exchange, ...]:
@@ -164,6 +164,15 @@ class ModelPart:
         cost = self.cost.nodes.get(exchange.reader)
         is_alone = bool(exchange.value) and not exchange.is_stored and exchange.n_readers == 1
         return is_alone and cost is not None and cost.first_half == "activation"
+
+    def _is_ahead(self, exchange: Exchange) -> bool:
+        """Return whether there are calls between the one that makes a value and the one that waits for it."""
+        place = self._place_of_call
+        return exchange.value in place and place.get(exchange.reader, 0) > place[exchange.value] + 1
+
+    @cached_property
+    def _place_of_call(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.cost.nodes)}
 
     @cached_property
     def exchange_counts(self) -> tuple[tuple[Exchange, int], ...]:

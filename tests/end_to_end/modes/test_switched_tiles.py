@@ -312,12 +312,12 @@ def test_auto_cuts_a_single_image_in_space() -> None:
 
 @pytest.mark.slow
 def test_auto_takes_tiles_where_whole_images_do_not_fit() -> None:
-    """Two images over two devices have no halos; one after the other in halves they take longer, and less memory at once."""
+    """Two images over two devices have no halos; in halves they take longer, and less memory than pipelines, of which none fits."""
     graph = traced(2, width=8, levels=2, size=256, norms=False)
-    plain, forced = auto(graph), auto(graph, "32MiB")
+    plain, forced = auto(graph), auto(graph, "28MiB")
     assert plain.mesh == (("data", 2),)
     assert (forced.mesh, forced.n_microbatches) == ((("tile0", 2),), 2)
-    assert max(forced.memory) <= 32 * 2**20 < max(plain.memory)
+    assert max(forced.memory) <= 28 * 2**20 < max(plain.memory)
     assert plain.step_time < forced.step_time
 
 

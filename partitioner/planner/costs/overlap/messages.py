@@ -86,7 +86,7 @@ class Regather:
 
 @dataclass(frozen=True)
 class Activation:
-    """Collectives of values, which are waited for at once.
+    """Collectives of values: in a forward, sent once they are made, and waited for by the first reader; in a backward, at once.
 
     Attributes:
         place: of the call that reads the value.
@@ -95,6 +95,7 @@ class Activation:
         links: along the dimension.
         is_beside: whether the backward sends it while the weight half of its call is computed.
         regather: how the backward gathers the value again; None: it does not.
+        maker: place of the call that makes the value; None: it is not known, and the value is sent by its reader.
     """
 
     place: int
@@ -104,6 +105,7 @@ class Activation:
     links: GroupLinks
     is_beside: bool = False
     regather: Regather | None = None
+    maker: int | None = None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,11 @@ class Program:
 
     def __init__(self, activations: Sequence[Activation]) -> None:
         self._activations = by_place(activations)
+        self._made: dict[int, list[Activation]] = {}
+        for each in activations:
+            if each.maker is not None and each.forward:
+                self._made.setdefault(each.maker, []).append(each)
+        self._sent: dict[int, Transfer] = {}
         self._steps: list[Step] = []
         self._passages: list[Passage] = []
         self._owners: list[Owner] = []
@@ -49,6 +54,12 @@ class Program:
         elif seconds > 0:
             self._append("compute", seconds=seconds)
 
+    def send(self) -> None:
+        """Append the starts of the collectives of what a call has made in a forward."""
+        for each in self._made.get(self._owner[0], ()):
+            self._sent[id(each)] = transfer = self._transfer(passage_of(each.forward, 0.0, each.links), each.dimension)
+            self._append("start", transfer)
+
     def exchange(self, beside: Callable[[], None] | None = None) -> None:
         """Append the collectives of values that a call waits for, or that its backward sends.
 
@@ -58,7 +69,9 @@ class Program:
         place, direction, _ = self._owner
         for each in self._activations.get(place, ()):
             seconds = (each.forward, each.backward)[direction > 0]
-            if seconds:
+            if direction == 0 and id(each) in self._sent:
+                self._append("wait", self._sent.pop(id(each)))
+            elif seconds:
                 transfer = self._transfer(passage_of(seconds, 0.0, each.links), each.dimension)
                 if beside is not None and not each.is_beside:
                     beside()

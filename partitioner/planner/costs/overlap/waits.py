@@ -10,10 +10,10 @@ backward    links        gather w2 ====  scatter dw3 ====  gather w1 ====  scatt
 
 The order is that of programs (``overlap_collectives`` and ``coalesce_collectives`` in ``passes.emit``): parameters are gathered one message
 ahead of their use; a scatter or a sum starts when its last gradient is there, and at most two are under way; a gradient that is scattered
-over one mesh dimension is summed over another one after that; small parameters share messages. A value that the backward gathers again is
-waited for by its last reader; a shard that is computed again leaves after that, a saved one ahead of its use, but for the first of a stage.
-Messages of one mesh dimension follow each other, those of several share links. A matrix product computes each gradient by a kernel of its
-own, and messages run beside the second:
+over one mesh dimension is summed over another one after that; small parameters share messages. A value leaves once it is made in a forward,
+and is waited for by its first reader. A value that the backward gathers again is waited for by its last reader; a shard that is computed
+again leaves after that, a saved one ahead of its use, but for the first of a stage. Messages of one mesh dimension follow each other, those
+of several share links. A matrix product computes each gradient by a kernel of its own, and messages run beside the second:
 
     y = x w       dw | dx      dw is scattered while dx is computed; w is gathered for dx
     y = x w + b   dx | dw      dx is reduced while dw is computed
@@ -118,6 +118,7 @@ def waiting_for_messages(
             program.gather(ahead[number].get(call, ()))
             program.exchange()
             program.compute(seconds.forward[place])
+            program.send()
 
     def backward(number: int) -> None:
         reductions = reductions_of(stored, sums, order)
@@ -145,10 +146,8 @@ def waiting_for_messages(
         if in_pipeline or number == len(weights) - 1:
             program.finish()
 
-    numbers = range(len(weights))
-    passes = [(act, number) for act in (forward, backward) for number in numbers]
-    alternating = [(act, number) for number in numbers for act in (forward, backward)]
-    for act, number in passes if in_pipeline else alternating:
+    passes = [(act, number) for act in (forward, backward) for number in range(len(weights))]
+    for act, number in passes if in_pipeline else sorted(passes, key=lambda each: each[1]):
         act(number)
     return program.waiting(len(seconds.forward))
 

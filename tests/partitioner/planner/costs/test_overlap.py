@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cost_models.collectives.algorithms import GroupLinks
+from cost_models.formulas.symbols import Numbers
 from cost_models.hardware.clusters import Cluster, Device, Level, Link
 from partitioner import Constraints, partition
 from partitioner.planner.costs.overlap.messages import Activation, GradientOfCall, Regather, Repeat, Stored
@@ -166,6 +167,41 @@ def test_parts_of_a_parameter_are_uneven_if_its_columns_are(n_columns: int, is_u
     request = PlanRequest("model", ("cpu",) * 8, constraints=Constraints(axes={"vocab": "tensor"}))
     cut = CuttableModel(graph, request).cut(Mesh((("fsdp", 4), ("tensor", 2))))
     assert [each.is_uneven for each in cut.part.exchanges if each.value == "p_0_weight"] == [is_uneven]
+
+
+def test_a_value_is_sent_once_it_is_made() -> None:
+    """Its message of a second runs beside call 1, of three quarters of a second; the backward waits for the whole of it."""
+    value = Activation(2, "tensor", 1.0, 1.0, LINKS, maker=0)
+    forward, backward, _ = waits([], [[1.0, 0.75, 1.0], [1.0] * 3], activations=(value,))
+    assert forward == pytest.approx([0.0, 0.0, 0.25])
+    assert backward == pytest.approx([0.0, 0.0, 1.0])
+
+
+class Attention(nn.Module):
+    """Three projections of one value."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width)
+        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.first(x))
+        heads = [part(normed).unflatten(-1, (4, -1)).transpose(1, 2) for part in self.parts]
+        result: Tensor = self.last(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return result
+
+
+def test_gradients_are_added_in_the_parts_that_their_readers_read() -> None:
+    """The value is gathered for three readers, whose gradients are added before they are scattered: two sums of all of it."""
+    graph = trace(Attention(8), (torch.zeros(4, 6, 8),))
+    request = PlanRequest("model", ("cpu",) * 2, constraints=Constraints(axes={"heads": "tensor"}))
+    cut = CuttableModel(graph, request).cut(Mesh((("tensor", 2),)), extra_axes=True)
+    (gathered,) = (each for each in cut.part.exchanges if each.value == "layer_norm" and each.forward == "all_gather")
+    assert gathered.n_readers == 3
+    sums = cut.part.cost.nodes["layer_norm"].backward_input.then[-2:]
+    numbers = Numbers(4)
+    assert [numbers[each.bytes] for each in sums] == [3.0 * 4 * 4 * 6 * 8] * 2
 
 
 def test_a_repeated_block_that_is_run_whole_has_the_waits_of_every_copy() -> None:
