@@ -155,7 +155,9 @@ def _is_small(node: fx.Node, sources: Collection[fx.Node], nodes: JointNodes) ->
 
 
 def _has_size_of(source: fx.Node, result: fx.Node, nodes: JointNodes) -> bool:
-    """Return whether a value has as many elements as another one, of at least its width."""
+    """Return whether a value is a tensor with as many elements as another one, of at least its width; a size of the batch is none."""
+    if not isinstance(source.meta.get("val"), Tensor):
+        return False
     width, of_source = (int(each.meta["val"].dtype.itemsize) for each in (result, source))
     return of_source >= width and nodes.bytes_of(source) * width == nodes.bytes_of(result) * of_source
 

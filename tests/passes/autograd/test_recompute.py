@@ -6,14 +6,17 @@ import copy
 import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from partitioner import Constraints, InfeasiblePlanError, PartitionedModel, partition
 from partitioner.tracing.trace import trace
+from passes.autograd.recompute import _is_small
 from passes.autograd.staged_model import Differentiation, cut_stages
 from passes.graph.aliasing import memory_keys
 from passes.ir.comm import primitives as communication
@@ -328,3 +331,15 @@ def test_a_loss_over_a_sharded_vocabulary_is_computed_once(n_words: int) -> None
         targets = [node.target for node in graph.graph.nodes]
         assert targets.count(torch.ops.aten.exp.default) == 1
         assert targets.count(torch.ops.aten.gelu.default) == 2
+
+
+def test_a_size_of_the_batch_is_no_value_that_an_inner_value_has_the_size_of() -> None:
+    """A value times the symbolic number of rows, where ranks hold parts of different sizes."""
+    graph = torch.fx.Graph()
+    rows, x = graph.placeholder("rows"), graph.placeholder("x")
+    rows.meta["val"], x.meta["val"] = ShapeEnv().create_unbacked_symint(), torch.empty(3, 5)
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (x, rows))
+    product.meta["val"] = torch.empty(3, 5)
+    nodes: Any = SimpleNamespace(has_uneven_parts=True, uneven_sizes={3, 2}, bytes_of=lambda node: node.meta["val"].nbytes)
+    assert not _is_small(product, {rows}, nodes)
+    assert _is_small(product, {rows, x}, nodes)
