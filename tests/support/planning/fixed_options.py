@@ -104,12 +104,9 @@ def fixed_options(name: str, mode: Mode) -> Iterator[Mapping[str, Any]]:
         yield {"constraints": Constraints(axes=dict.fromkeys({"heads", "ffn", "vocab"}.intersection(bases), dimension))}
 
 
-def beaten_by(name: str, mode: Mode, cluster: str) -> tuple[Plan, list[Beaten]] | None:
-    """Return the default plan, and the plans that beat it by more than the gap that it states; None if the mode does not fit."""
-    try:
-        default = plan_of(name, mode, cluster)
-    except PartitionError:
-        return None
+def beaten_by(name: str, mode: Mode, cluster: str) -> tuple[Plan, list[Beaten]]:
+    """Return the default plan, and the plans that beat it by more than the gap that it states; the refusal of the default is raised."""
+    default = plan_of(name, mode, cluster)
     assert default.gap is not None
     found = []
     for fixed in fixed_options(name, mode):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from partitioner import Constraints
+from passes.ir.errors import PartitionError
 from tests.support.models.realistic import REALISTIC
 from tests.support.planning.fixed_options import CLUSTERS, MODES, beaten_by, plan_of
 
@@ -39,10 +40,12 @@ EVERY = [
 @pytest.mark.parametrize(("name", "mode", "cluster"), EVERY)
 def test_no_option_fixed_by_hand_beats_the_plan(name: str, mode: str, cluster: str) -> None:
     """Axes each by itself and together, microbatches, schedules, stages on each device, recomputation."""
-    found = beaten_by(name, MODES[mode], cluster)
-    if found is None:
-        pytest.skip("the mode does not fit the model")
-    _, beaten = found
+    try:
+        _, beaten = beaten_by(name, MODES[mode], cluster)
+    except PartitionError as refusal:
+        if (name, mode, cluster) in QUICK:
+            raise
+        pytest.skip(refusal.problem)
     assert not beaten, "\n".join(map(str, beaten))
 
 
