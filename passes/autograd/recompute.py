@@ -4,8 +4,8 @@
     "selective"   recomputes the values that the plan names (``Plan.recomputed``; ``planner.costs.memory.checkpoint_selection`` selects
                   them), and of calls that become several, inner values that are larger than all that they are made from: scores and
                   weights of attention. What was gathered from other ranks is gathered again; other messages are saved
-    "full"        keeps the stage's arguments and the values that enter its regions (``StageGraph.regions``); everything else is computed
-                  again
+    "full"        keeps the stage's arguments and the values that enter its regions (``StageGraph.regions``), as sums over ranks where they
+                  are read so; everything else is computed again
     "by region"   treats the values of each region by its own policy (``StageGraph.policies``); keeps those that enter a region
 
 Whatever the policy, results of random operations other than masks and of operations that write to buffers are saved: computing them again
@@ -28,7 +28,19 @@ from passes.autograd.trace_joint import Joint
 from passes.graph.aliasing import OWN_MEMORY
 from passes.graph.fake_tensors import fake_mode
 from passes.graph.schemas import draws
-from passes.ir.comm.functional import COLLECTIVES, all_gather, keep_first, local_index, put_runs, replicate, take, take_runs, vary
+from passes.ir.comm.functional import (
+    COLLECTIVES,
+    all_gather,
+    all_reduce,
+    keep_first,
+    local_index,
+    put_runs,
+    reduce_scatter,
+    replicate,
+    take,
+    take_runs,
+    vary,
+)
 from passes.ir.torch_private import OpOverload
 from passes.normalize.randomness.functional_rng import dropout_mask, dropout_mask_again, dropout_mask_with_state
 from passes.spmd.decompose.ring_attention import RING_STATE
@@ -40,6 +52,9 @@ Recompute: TypeAlias = Literal["none", "selective", "full", "by region"]
 
 GATHERS = frozenset({all_gather, replicate})
 """Collectives whose results ``"selective"`` does not keep: they are the parts of several ranks, of which this rank has its own."""
+
+SUMS = frozenset({all_reduce, reduce_scatter})
+"""Collectives whose results are sums of what the ranks of a group give, or parts of these."""
 
 OWN_PARTS = frozenset({take, keep_first, take_runs, put_runs})
 LOCAL = OWN_PARTS | {vary, local_index}
@@ -77,7 +92,10 @@ def kept_values(joint: Joint, recompute: Recompute) -> tuple[JointNodes, frozens
 
 
 def _values_entering_regions(joint: Joint, nodes: JointNodes) -> frozenset[fx.Node]:
-    """Return the values that one region of recomputation computes and another reads; none if the stage is one region."""
+    """Return the values that one region of recomputation computes and another reads; none if the stage is one region.
+
+    Instead of what each rank adds to a sum it is the sum, or the rank's part of it, which is no larger and is not sent again.
+    """
     regions = joint.stage.regions
     region_of = {node: regions[joint.sources[node]] for node in nodes.forward if joint.sources.get(node) in regions}
     crossing = (
@@ -85,7 +103,11 @@ def _values_entering_regions(joint: Joint, nodes: JointNodes) -> frozenset[fx.No
         for node, region in region_of.items()
         if isinstance(node.meta.get("val"), Tensor) and any(region_of.get(user, region) != region for user in node.users)
     )
-    return frozenset(node for node in crossing if node not in nodes.bound_views)
+    entering = set[fx.Node]()
+    for node in crossing:
+        sums = [user for user in node.users if user.target in SUMS]
+        entering.update(sums if len(sums) == len(node.users) else [] if node in nodes.bound_views else [node])
+    return frozenset(entering)
 
 
 def _calls(joint: Joint) -> dict[fx.Node, str]:

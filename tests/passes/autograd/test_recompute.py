@@ -285,6 +285,25 @@ def test_a_sum_over_ranks_is_no_value_that_is_computed_again() -> None:
     assert pm.plan.recomputed == ("layer_norm", "gelu")
 
 
+def test_a_sum_over_ranks_that_enters_a_region_is_saved() -> None:
+    """Not what a rank adds to it, which would be sent again: a region ends between a convolution and its normalization."""
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU())]
+    model, x = nn.Sequential(*layers).double(), torch.randn(4, 4, 5, 5, dtype=torch.float64)
+    options: dict[str, Any] = {"example_inputs": (x,), "constraints": Constraints(axes={"channels": "tensor"}), "progress": False}
+    sums, gradients = list[int](), list[dict[str, Tensor]]()
+    for recompute in ("none", "full"):
+        pm = partition(copy.deepcopy(model), 2, "tensor", recompute=recompute, **options)
+        assert bool(pm.plan.regions) == (recompute == "full")
+        sums.append([node.target for node in pm.graphs[0].graph.nodes].count(communication.reduce_scatter))
+        loss_of(pm(x)).backward()
+        gradients.append(dict(pm.full_gradients()))
+    assert sums == [5, 5]
+    loss_of(model(x)).backward()
+    for name, parameter in model.named_parameters():
+        for found in gradients:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)
+
+
 def test_numbers_inside_a_loss_are_saved() -> None:
     """The total weight: logarithms of probabilities are computed again, the loss is not."""
 

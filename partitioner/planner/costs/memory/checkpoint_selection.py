@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -95,7 +96,7 @@ class CheckpointSelection:
         self.needed: Mapping[int, Collection[str]] = self._savers(gathered=True)
         self.savers = self.needed
         policies = frozenset(self.policy_of.values())
-        repeatable = within - self._entering()
+        repeatable = within - self._entering
         full = frozenset(name for name in repeatable if self.policy_of[name] == "full" and self._can_recompute(self._nodes[name]))
         # What ranks sum is a message, which is saved.
         selective = frozenset(name for name in repeatable - cost.summed if self.policy_of[name] == "selective")
@@ -138,6 +139,7 @@ class CheckpointSelection:
             numbers[name], policies[name] = number, policy
         return numbers, policies
 
+    @cached_property
     def _entering(self) -> frozenset[str]:
         """Return the nodes that one region computes and another reads, with those that make the memory of views among them."""
         region_of = self.region_of
@@ -309,6 +311,10 @@ class CheckpointSelection:
             allocation = self._cost.part_of[allocation]
         return allocation
 
+    def enters_as_sum(self, name: str) -> bool:
+        """Return whether other regions read a value as a sum over ranks, which is saved."""
+        return name in self._cost.summed and name in self._entering
+
     def _is_drawn(self, allocation: int) -> bool:
         """Return whether a value consists of random numbers that are not drawn again."""
         maker = self._cost.maker[allocation]
@@ -321,11 +327,12 @@ class CheckpointSelection:
         """
         if allocation in self._cost.gathered_once:
             return True
-        if allocation not in self._cost.part_of or self.policy_of[self._cost.maker[allocation]] != "selective":
+        maker = self._cost.maker[allocation]
+        if allocation not in self._cost.part_of or (self.policy_of[maker] != "selective" and not self.enters_as_sum(maker)):
             return False
-        if draws(self._nodes[self._cost.maker[allocation]]):
+        if draws(self._nodes[maker]):
             return False
-        received, part = self._cost.allocation_bytes[allocation], self._cost.bytes[self._cost.maker[allocation]]
+        received, part = self._cost.allocation_bytes[allocation], self._cost.bytes[maker]
         is_no_gather = allocation in self._cost.exchanged or bool(self._numbers[received] < self._numbers[part])
         return self._cost.copies.get(allocation, is_no_gather)
 
