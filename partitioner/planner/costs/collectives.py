@@ -65,6 +65,7 @@ class Exchange:
         is_beside: whether the backward sends it while the reader's weight half is computed.
         is_uneven: whether ranks store parts of different sizes, which share messages with others of that kind alone.
         is_ahead: whether the forward may send it while it computes calls before its reader.
+        is_returned: whether the model returns it: the last call stands for its reader.
     """
 
     reader: str
@@ -82,6 +83,7 @@ class Exchange:
     is_beside: bool = False
     is_uneven: bool = False
     is_ahead: bool = False
+    is_returned: bool = False
 
     def in_stages(self, count: int) -> Exchange:
         """Return the collective in a model of ``count`` stages: each stage coalesces only its own, equal share of the small ones."""
@@ -262,7 +264,7 @@ def find_exchanges(
             readers[key, stage].add(node.name)
     last = graph.computing_nodes()[-1].name if graph.computing_nodes() else ""
     found = [replace(each, n_readers=len(readers[key])) for key, each in exchanges.items()]
-    return [replace(each, reader=last) if each.reader == "output" else each for each in found]
+    return [replace(each, reader=last, is_returned=True) if each.reader == "output" else each for each in found]
 
 
 def _widths(graph: ModelGraph, layouts: Layouts, sent: Mapping[str, float]) -> dict[str, float]:

@@ -199,7 +199,7 @@ class UnitPricing:
             is_recomputed: whether the backward computes the call again.
         """
         place = self.place_of[exchange.reader]
-        if exchange.forward != "all_gather":
+        if exchange.forward != "all_gather" or exchange.is_returned:
             return None
         if is_recomputed:
             is_saved = self.memory.is_saved_before_casts(exchange.value)
@@ -441,10 +441,11 @@ class _Microbatch:
             forward, backward = exchange.seconds(size, links, runs)
             unit, place = pricing.unit_of[exchange.reader], pricing.place_of[exchange.reader]
             is_once = exchange.is_stored and exchange.dimension in GATHERED_ONCE
-            is_recomputed = exchange.reader in pricing.memory.recomputed
-            if exchange.forward != "all_gather" and exchange.reader in pricing.memory.selected:
-                is_recomputed = False
-            is_repeated = not is_once and is_recomputed
+            if exchange.forward == "all_gather":
+                is_recomputed = exchange.reader in pricing.memory.recomputed
+            else:
+                is_recomputed = pricing.memory.is_received_again(exchange.value, exchange.reader)
+            is_repeated = is_recomputed and not (is_once or exchange.is_returned)
             is_of_step = is_once and not self._is_alone
             is_small = exchange.is_stored and exchange.is_coalesced(size, links)
             if not exchange.is_stored or exchange.forward != "all_gather":

@@ -142,6 +142,13 @@ class UnitMemory:
             node = node.all_input_nodes[0]
         return node.name not in self.recomputed
 
+    def is_received_again(self, value: str, reader: str) -> bool:
+        """Return whether the backward sends a value to its reader again, as what is computed again, or as what the reader's backward reads."""
+        if reader in self.recomputed:
+            return reader not in self.selected and not self._selection.enters_as_sum(value)
+        is_read = any(self._cost.maker[key] == value for key in self._cost.saved.get(reader, ()))
+        return is_read and value in self.recomputed and value not in self.selected
+
     @cached_property
     def _readers_of_saved(self) -> dict[int, tuple[str, ...]]:
         """Allocation that is a copy of another rank's -> the calls whose backward reads it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -271,16 +271,15 @@ def regathers_of(
     order: Sequence[tuple[int, float]],
     backwards: Sequence[tuple[int, bool]],
     stage_of: Sequence[int],
-    *,
-    is_split: bool,
+    late: Collection[int],
 ) -> Regathers:
     """Return the repeated gathers. Each of saved shards starts the next one of its stage; one that is computed again leaves after that.
 
     Args:
         backwards: as ``backward_order``.
         stage_of: index of a call -> its stage.
-        is_split: whether weight halves come after all input halves, which recompute: then recomputed shards are as if saved, and the first
-            of a stage starts with its weight halves.
+        late: indices of calls whose weight halves come after all input halves, which recompute: for them recomputed shards are as if
+            saved, and the first of a stage starts with its weight halves.
     """
     found, values, ahead = Regathers({}, {}, {}), by_place(activations), list[tuple[tuple[bool, int], int, Message]]()
     position = {each: number for number, each in enumerate(backwards)}
@@ -294,10 +293,11 @@ def regathers_of(
             reader = min(index + regather.place - each.place, len(order) - 1)
             is_recomputed = regather.is_recomputed and (reader, True) in position  # what takes no time has no recomputation
             (found.recomputed if is_recomputed else found.awaited).setdefault(reader, []).append(message)
-            if regather.maker is not None and not is_split:
+            is_late = not is_recomputed and reader in late
+            if regather.maker is not None and not is_late:
                 found.started.setdefault(max(index + regather.maker - each.place, 0), []).append(message)
             else:
-                ahead.append(((is_split and not is_recomputed, position[reader, is_recomputed]), index, message))
+                ahead.append(((is_late, position[reader, is_recomputed]), index, message))
     before: dict[tuple[bool, int], Message] = {}
     for (is_late, _), index, message in sorted(ahead, key=lambda each: each[0]):
         key = is_late, stage_of[index]

@@ -108,6 +108,7 @@ def waiting_for_messages(
     backwards = list(backward_order(order, seconds.again, needed))
     weights = (1.0,) if n_microbatches == 1 else (0.0, 1.0) if in_pipeline else (1 / n_microbatches, 1 - 1 / n_microbatches)
     ahead, again = _gathers_of_passes(stored, order, [index for index, _ in backwards], len(weights), are_chained=not in_pipeline)
+    weight_halves = {index for index, (place, _) in enumerate(order) if is_split and seconds.of_weight[place]}
     stage_of = stages_of_calls(order, [sum(each) for each in zip(*seconds, strict=True)], n_stages)
 
     def forward(number: int) -> None:
@@ -122,7 +123,7 @@ def waiting_for_messages(
 
     def backward(number: int) -> None:
         reductions = reductions_of(stored, sums, order)
-        recomputed, awaited, started = regathers_of(activations, order, backwards, stage_of, is_split=is_split)
+        recomputed, awaited, started = regathers_of(activations, order, backwards, stage_of, weight_halves)
         late = list[tuple[int, float, int]]()
         for call, (index, is_recomputation) in enumerate(backwards):
             place, share = order[index][0], weights[number] * order[index][1]
@@ -133,7 +134,7 @@ def waiting_for_messages(
                 program.compute(seconds.again[place])
                 program.start_all(started.get(index, ()))
             elif is_split:
-                program.gather(messages)
+                program.gather((*messages, *(() if index in weight_halves else awaited.get(index, ()))))
                 program.compute(seconds.of_input[place])
                 program.exchange()
                 late.append((place, share, index))

@@ -119,6 +119,14 @@ def test_gathers_that_whole_backwards_wait_for_run_ahead_in_weight_halves() -> N
     assert of_weight == pytest.approx([0.0, 1.0])
 
 
+def test_a_kernel_of_both_gradients_waits_in_the_input_half() -> None:
+    """Such as that of a convolution: two of four seconds, and a gather of a second for each, of which the second runs ahead."""
+    again = tuple(Activation(place, "tensor", 0.0, 0.0, LINKS, regather=Regather(place, LARGE)) for place in range(2))
+    _, of_input, of_weight = waits([], [[1.0, 1.0], [4.0, 4.0]], activations=again, is_split=True)
+    assert of_input == pytest.approx([0.0, 1.0])
+    assert of_weight == pytest.approx([0.0, 0.0])
+
+
 def test_a_recomputed_shard_is_gathered_while_the_calls_after_it_are_recomputed() -> None:
     """Its gather, of a second, runs beside half a second of recomputation of call 1, whose weight half waits for the rest."""
     again = Activation(0, "tensor", 0.0, 0.0, LINKS, regather=Regather(1, LARGE, maker=0))

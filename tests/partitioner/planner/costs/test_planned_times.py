@@ -416,6 +416,22 @@ def test_convolutions_compute_all_gradients_at_once(mesh: Mapping[str, int], opt
     assert max(pm.plan.memory) == pytest.approx(max(simulated.peak_memory), rel=0.05)
 
 
+@pytest.mark.parametrize("is_residual", [*slow(False), True])
+def test_sums_over_ranks_are_sent_again_where_a_backward_reads_them(*, is_residual: bool) -> None:
+    """Of convolutions that are computed again, which normalizations read; not of those that enter a region, which are saved."""
+
+    def block() -> nn.Module:
+        layers = (nn.Conv2d(256, 256, 3, padding=1, bias=False), nn.BatchNorm2d(256), nn.ReLU())
+        return Residual(*layers, nn.Conv2d(256, 256, 3, padding=1, bias=False), nn.BatchNorm2d(256))
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(block() for _ in range(4))) if is_residual else Convolutions(256)
+        x = torch.zeros(128, 256, 14, 14)
+    options: Mapping[str, Any] = {"recompute": "full", "memory_limit": 2**45, "progress": False}
+    pm = partition(model, 4, "tensor", example_inputs=(x,), cluster="h100:4x1", **options)
+    assert pm.plan.step_time == pytest.approx(pm.simulate().step_time, rel=0.02)
+
+
 def test_resizing_takes_the_kernels_into_which_autograd_decomposes_it() -> None:
     """Indices of nearest elements forward, and a sum by them backward; a pool writes the indices of its maxima."""
     with torch.device("meta"):
